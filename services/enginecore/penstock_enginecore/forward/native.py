@@ -24,6 +24,7 @@ from penstock_enginecore.forward.modules import ProbedModel, module_bytes
 from penstock_enginecore.forward.native_layers import DecoderLayers, turns
 from penstock_enginecore.forward.native_models import is_mixture, unsuitable, unsuitable_part
 from penstock_enginecore.forward.proof import Candidate, UnsuitableError
+from penstock_enginecore.models.narrow_weight import NarrowWeight
 from penstock_enginecore.native.attention import cache_struct, group_struct, kernel_layout
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.packed_layers import PackedLayers
@@ -104,6 +105,8 @@ class NativeForward:
         # Ranks that share experts compute the MLPs of all tokens: so many they have told each other of.
         self._whole = any(isinstance(part, DispatchedExperts) for part in module.modules())
         self._embedding: Any = module.get_input_embeddings()
+        plain = type(self._embedding) is torch.nn.Embedding and self._embedding.max_norm is None
+        self._looks_up = plain and not self._embedding._forward_pre_hooks and not self._embedding._forward_hooks
         self._sum_nanoseconds = np.zeros(2 * len(calls), dtype=np.int64)
         size, longest = self._model.rotary_size, probed.model.max_len
         self._rotaries = [_Rotary(partial(turns, module, kind), size, longest) for kind in self._layers.rotaries]
@@ -123,7 +126,11 @@ class NativeForward:
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
         """Rows of the embedding in float32."""
-        return cast("torch.Tensor", self._embedding(torch.from_numpy(token_ids))).float()
+        wanted = torch.from_numpy(token_ids)
+        if self._looks_up:
+            weight = self._embedding.weight
+            return (weight.kept if isinstance(weight, NarrowWeight) else weight).index_select(0, wanted).float()
+        return cast("torch.Tensor", self._embedding(wanted)).float()
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
         """Head included. States are what the layers put out, ``[tokens, hidden size]``; unless they are kept, the last layer

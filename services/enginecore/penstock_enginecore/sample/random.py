@@ -11,6 +11,9 @@ _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
+_AHEAD = 16
+"""Steps."""
+
 UInt64Array = npt.NDArray[np.uint64]
 
 
@@ -38,3 +41,25 @@ def uniforms(seeds: UInt64Array, indices: npt.NDArray[np.int64]) -> npt.NDArray[
     words = philox4x32(counter, key)
     bits = (words[:, 0] << np.uint64(21)) | (words[:, 1] >> np.uint64(11))
     return bits.astype(np.float64) * 2.0**-53
+
+
+class UniformsAhead:
+    """``uniforms`` of the same rows, step after step. They are made for several steps at once, since numpy takes as long for one
+    number as for hundreds.
+    """
+
+    def __init__(self, seeds: UInt64Array) -> None:
+        """``seeds`` ``[rows]``."""
+        self._seeds = np.repeat(seeds, _AHEAD)
+        self._first: npt.NDArray[np.int64] | None = None
+        self._made: npt.NDArray[np.float64] = np.zeros((len(seeds), 0))
+
+    def at(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """float64 ``[rows]`` for output ``indices`` ``[rows]``: fastest where each is one more than the time before."""
+        if self._first is not None and len(indices):
+            step = int(indices[0] - self._first[0])
+            if 0 <= step < _AHEAD and np.array_equal(indices, self._first + step):
+                return self._made[:, step].copy()
+        self._first = indices.copy()
+        self._made = uniforms(self._seeds, (indices[:, None] + np.arange(_AHEAD)).ravel()).reshape(-1, _AHEAD)
+        return self._made[:, 0].copy()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock_enginecore.sample.random import philox4x32, uniforms
+from penstock_enginecore.sample.random import UniformsAhead, philox4x32, uniforms
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,29 @@ def test_draws_are_uniform_over_indices_and_over_seeds() -> None:
         counts, _ = np.histogram(draws, bins=50, range=(0, 1))
         chi_square = ((counts - 400) ** 2 / 400).sum()
         assert chi_square < 94.5  # 49 degrees of freedom, p = 1e-4; the draws are fixed, so this never flakes
+
+
+def test_numbers_made_ahead_are_those_of_each_step() -> None:
+    seeds = np.array([7, 2**64 - 1, 7, 0], dtype=np.uint64)
+    ahead = UniformsAhead(seeds)
+    index = np.array([0, 5, 2**40, 1], dtype=np.int64)
+    jumps = [*[1] * 40, 0, 3, 1, -2, 1, 100]
+    for jump in jumps:
+        index = index + jump
+        assert np.array_equal(ahead.at(index), uniforms(seeds, index))
+    for row in range(4):  # rows that do not go on together
+        index[row] += 1 + row
+        assert np.array_equal(ahead.at(index), uniforms(seeds, index))
+
+
+def test_numbers_made_ahead_are_the_callers_own() -> None:
+    ahead = UniformsAhead(np.array([1, 2], dtype=np.uint64))
+    first = ahead.at(np.array([3, 4]))
+    expected = first.copy()
+    first[:] = 0.0
+    assert np.array_equal(ahead.at(np.array([3, 4])), expected)
+    assert ahead.at(np.array([4, 5])).shape == (2,)
+
+
+def test_no_rows_have_no_numbers() -> None:
+    assert UniformsAhead(np.zeros(0, dtype=np.uint64)).at(np.zeros(0, dtype=np.int64)).shape == (0,)

@@ -18,7 +18,7 @@ from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, PromptTargets, StepInputs
 from penstock_enginecore.sample.base import PlainDraws, RowKinds, SamplingInputs
-from penstock_enginecore.sample.random import uniforms
+from penstock_enginecore.sample.random import UniformsAhead
 from penstock_enginecore.sample.request_rules import RequestRules, join_rules
 from penstock_enginecore.sample.rules import GrammarRows, LogitRules
 
@@ -41,6 +41,8 @@ class _Settings:
     top_p: npt.NDArray[np.float64]
     min_p: npt.NDArray[np.float64]
     kinds: RowKinds
+    uniforms: UniformsAhead
+    """Of the rows that are drawn."""
 
 
 class InputBatch:
@@ -132,7 +134,7 @@ class InputBatch:
         if kinds.any_drawn:
             drawn = rows[kinds.drawn]
             index = self._num_tokens[drawn] - self._num_prompt_tokens[drawn]
-            uniform[kinds.drawn] = uniforms(self._seed[drawn], index)
+            uniform[kinds.drawn] = settings.uniforms.at(index)
         return SamplingInputs(
             temperature=settings.temperature,
             top_k=settings.top_k,
@@ -170,7 +172,9 @@ class InputBatch:
         if known is None or known.request_ids != request_ids:
             rows = self._row_array(request_ids)
             values = self._temperature[rows], self._top_k[rows], self._top_p[rows], self._min_p[rows]
-            known = self._settings = _Settings(list(request_ids), rows, *values, RowKinds.of(*values))
+            kinds = RowKinds.of(*values)
+            ahead = UniformsAhead(self._seed[rows[kinds.drawn]])
+            known = self._settings = _Settings(list(request_ids), rows, *values, kinds, ahead)
         return known
 
     def logprobs(self, request_ids: Sequence[str]) -> list[tuple[int, int]]:

@@ -29,7 +29,7 @@ class OutputScores:
     @classmethod
     def of(cls, logits: torch.Tensor, wanted: Sequence[tuple[int, int]], *, overwritten: bool) -> "OutputScores":
         """Of the rows of ``logits`` that ``wanted`` names: copies where the sampler overwrites them."""
-        if len(wanted) == len(logits) and not overwritten:
+        if not wanted or (len(wanted) == len(logits) and not overwritten):
             return cls(logits, wanted)
         rows = torch.tensor([row for row, _ in wanted], dtype=torch.int64, device=logits.device)
         return cls(logits[rows], wanted)
