@@ -74,9 +74,10 @@ class Decoder {
 
   void forward(const Step& step) {
     const int64_t calls = std::min<int64_t>(step.last + 1, model_.num_layers) - step.first;
-    pool_.prepare(kPhases * static_cast<int>(calls) + 1 + kHeadPhases);
+    pool_.prepare(kPhases * static_cast<int>(calls) + 2 + kHeadPhases);
     step_ = step;
     first_ = step.first, last_layer_ = step.last;
+    num_embedded_ = step.first == 0 && step.embedding != nullptr ? step.num_tokens : 0;
     const Model& m = model_;
     const int64_t tokens = step.num_tokens;
     const bool few = !step.keep_states && m.head.n > 0 && step.num_rows < tokens;
@@ -132,6 +133,7 @@ class Decoder {
 
   void run(Cursor& cursor) {
     const int64_t first = first_, last = last_layer_;
+    if (!cursor(num_embedded_, [this](int64_t t) { embed(t); })) return;
     if (first > 0 && !take_mlp(cursor, first - 1)) return;
     for (int64_t i = first; i <= last && i < static_cast<int64_t>(layers_.size()); ++i) {
       if (!attend_layer(cursor, i)) return;
@@ -142,6 +144,20 @@ class Decoder {
       if (!mlp(cursor, i)) return;
     }
     logits(cursor);
+  }
+
+  void embed(int64_t token) {
+    const int64_t n = model_.hidden, from = step_.token_ids[token] * n;
+    float* to = step_.x + token * n;
+    if (step_.embedding_kind == kFloat32) {
+      std::memcpy(to, static_cast<const float*>(step_.embedding) + from, n * sizeof(float));
+      return;
+    }
+    const uint16_t* row = static_cast<const uint16_t*>(step_.embedding) + from;
+    for (int64_t i = 0; i < n; ++i) {
+      const uint32_t bits = static_cast<uint32_t>(row[i]) << 16;
+      std::memcpy(to + i, &bits, sizeof bits);
+    }
   }
 
   int part_of(size_t layer) const { return layer + 1 == layers_.size() ? kLast : kAll; }
@@ -319,8 +335,8 @@ class Decoder {
     const Layer& l = layers_[index];
     float* x = qkv_.row(token);
     const Rotary& rotary = step_.rotaries[l.rotary];
-    const float* cosines = rotary.cosines + token * m.rotary_size;
-    const float* sines = rotary.sines + token * m.rotary_size;
+    const int64_t at = step_.positions[token] * m.rotary_size;
+    const float *cosines = rotary.cosines + at, *sines = rotary.sines + at;
     if (m.norms_all_heads) {
       float* keys = x + m.num_heads * m.head_size;
       rms_norm(x, l.query_norm, x, m.num_heads * m.head_size, m.eps);
@@ -367,7 +383,7 @@ class Decoder {
   Model model_;
   std::vector<Layer> layers_;
   Step step_{};
-  Count first_, last_layer_;       // of this call
+  Count first_, last_layer_, num_embedded_;  // of this call
   Count counts_[2], num_attentions_[2], num_merges_[2], num_rows_, num_gathered_;
   float* states_[2] = {};          // the hidden states
   const Buffer* heads_[2] = {};    // what the heads put out

@@ -127,13 +127,15 @@ struct Group {
   int64_t block_size;
 };
 
-// `cosines` and `sines` [tokens, rotary size].
+// `cosines` and `sines` [positions, rotary size].
 struct Rotary {
   const float* cosines;
   const float* sines;
 };
 
-// `x` [tokens, hidden]: embedded tokens in, the last layer's output out, before the final norm. `rows` [num_rows]: tokens whose logits [num_rows, vocab] are wanted.
+// `x` [tokens, hidden]: embedded tokens in, the last layer's output out, before the final norm. Where `embedding` [vocab, hidden] is not
+// null, rows of it, numbers of `embedding_kind`, are what `token_ids` [tokens] become. `positions` [tokens]: rows of the rotaries.
+// `rows` [num_rows]: tokens whose logits [num_rows, vocab] are wanted.
 // `keep_states` is 0: of `x` the last layer puts out no more than the logits need, and leaves the rest as it was.
 // Where MLPs are computed elsewhere, a step takes several calls. One computes layers `first` to `last`, and of the last its attention
 // alone, whose MLP's input it puts into `mlp_input` [rows, hidden]; the next begins with the layer behind, and has in `mlp_output` what
@@ -149,6 +151,10 @@ struct Step {
   const int64_t* layer_groups;  // [layers]: which group a layer is in
   const Cache* caches;          // [layers]
   float* x;
+  const int64_t* token_ids;
+  const void* embedding;
+  int64_t embedding_kind;
+  const int64_t* positions;
   const Rotary* rotaries;
   int64_t num_rows;
   const int64_t* rows;

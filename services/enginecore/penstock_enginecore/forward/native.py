@@ -9,7 +9,7 @@ float32, and so is the KV cache unless inputs of products are rounded. What is t
 import ctypes
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,21 +21,18 @@ from penstock_enginecore.attention.kv_memory import KVMemory
 from penstock_enginecore.experts.layer import DispatchedExperts
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass
 from penstock_enginecore.forward.modules import ProbedModel, module_bytes
+from penstock_enginecore.forward.native_inputs import EmbeddingLookup, EmbeddingRows, Rotaries
 from penstock_enginecore.forward.native_layers import DecoderLayers, turns
 from penstock_enginecore.forward.native_models import is_mixture, unsuitable, unsuitable_part
 from penstock_enginecore.forward.proof import Candidate, UnsuitableError
-from penstock_enginecore.models.narrow_weight import NarrowWeight
 from penstock_enginecore.native.attention import cache_struct, group_struct, kernel_layout
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.packed_layers import PackedLayers
-from penstock_enginecore.native.structs import Cache, Group, Rotary, Step
+from penstock_enginecore.native.structs import Cache, Group, Step
 from penstock_enginecore.parallel.part import Part
 from penstock_enginecore.parallel.stages import Seams
 
 T = TypeVar("T")
-
-_MAX_TABLE_BYTES = 64 * 1024 * 1024
-"""Cosines and sines of all positions are kept up to this size."""
 
 
 def decoder_candidate(
@@ -104,12 +101,10 @@ class NativeForward:
         library.free_with(self, self._handle, "decoder")
         # Ranks that share experts compute the MLPs of all tokens: so many they have told each other of.
         self._whole = any(isinstance(part, DispatchedExperts) for part in module.modules())
-        self._embedding: Any = module.get_input_embeddings()
-        plain = type(self._embedding) is torch.nn.Embedding and self._embedding.max_norm is None
-        self._looks_up = plain and not self._embedding._forward_pre_hooks and not self._embedding._forward_hooks
+        self._embedding = EmbeddingLookup(module.get_input_embeddings())
         self._sum_nanoseconds = np.zeros(2 * len(calls), dtype=np.int64)
-        size, longest = self._model.rotary_size, probed.model.max_len
-        self._rotaries = [_Rotary(partial(turns, module, kind), size, longest) for kind in self._layers.rotaries]
+        makers = [partial(turns, module, kind) for kind in self._layers.rotaries]
+        self._rotaries = Rotaries(makers, self._model.rotary_size, probed.model.max_len)
 
     @property
     def weight_bytes(self) -> int:
@@ -126,20 +121,16 @@ class NativeForward:
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
         """Rows of the embedding in float32."""
-        wanted = torch.from_numpy(token_ids)
-        if self._looks_up:
-            weight = self._embedding.weight
-            return (weight.kept if isinstance(weight, NarrowWeight) else weight).index_select(0, wanted).float()
-        return cast("torch.Tensor", self._embedding(wanted)).float()
+        return self._embedding.of(token_ids)
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
         """Head included. States are what the layers put out, ``[tokens, hidden size]``; unless they are kept, the last layer
         computes behind its keys and values no more than the logits need.
         """
-        x = self._entering(batch)
+        x, embedding = self._entering(batch)
         for i, metadata in enumerate(batch.attention):
             self._groups[i] = group_struct(metadata)
-        rotaries = [rotary.of(batch.positions, x) for rotary in self._rotaries]
+        rotaries = self._rotaries.of(batch.positions, x)
         logits = torch.empty(len(rows), self._model.head.n)
         first = batch.attention[0]
         step = Step(
@@ -151,7 +142,11 @@ class NativeForward:
             self._layer_groups.ctypes.data,
             self._caches,
             x.data_ptr(),
-            (Rotary * len(rotaries))(*(Rotary(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in rotaries)),
+            batch.token_ids.ctypes.data,
+            None if embedding is None else embedding.weight.data_ptr(),
+            0 if embedding is None else embedding.kind,
+            rotaries.positions.ctypes.data,
+            rotaries.structs,
             len(rows),
             rows.ctypes.data,
             logits.data_ptr(),
@@ -184,18 +179,22 @@ class NativeForward:
             step.last, step.mlp_input = index, given.data_ptr()
             self._library.call_on(self._handle, "decoder_forward", ctypes.byref(step))
             put_out = mlp(given[None])
-            taken = (put_out[0] if isinstance(put_out, tuple) else put_out)[
-                0
-            ].contiguous()  # some give their scores, too
+            states = put_out[0] if isinstance(put_out, tuple) else put_out  # some give their scores, too
+            taken = states[0].contiguous()
             step.first, step.mlp_output = index + 1, taken.data_ptr()
         step.last = self._model.num_layers
         self._library.call_on(self._handle, "decoder_forward", ctypes.byref(step))
 
-    def _entering(self, batch: ForwardBatch) -> torch.Tensor:
-        """What the first layer gets, which the kernels overwrite."""
+    def _entering(self, batch: ForwardBatch) -> tuple[torch.Tensor, EmbeddingRows | None]:
+        """What the first layer gets, which the kernels overwrite, or memory for it and where they look it up."""
         if self._seams is not None and self._seams.entering is not None:
-            return self._seams.entering.clone()
-        return self.embed(batch.token_ids) if batch.embedded is None else batch.embedded
+            return self._seams.entering.clone(), None
+        if batch.embedded is not None:
+            return batch.embedded, None
+        rows = self._embedding.rows(batch.token_ids)
+        if rows is None:
+            return self.embed(batch.token_ids), None
+        return torch.empty(len(batch.token_ids), self._model.hidden), rows
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
         """Whole, where this rank has some of the columns."""
@@ -247,23 +246,3 @@ class _PackedModules(Generic[T]):
 
     def undo(self) -> None:
         """There is nothing to put back."""
-
-
-class _Rotary:
-    """Cosines and sines ``[tokens, size]`` of positions. ``make``: what is given positions int64 and a tensor like the states."""
-
-    def __init__(
-        self, make: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], size: int, max_len: int
-    ) -> None:
-        self._make = make
-        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
-        if 8 * size * max_len <= _MAX_TABLE_BYTES:
-            self._tables = make(torch.arange(max_len), torch.empty(0))
-
-    def of(self, positions: IntArray, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """At ``positions`` int64 ``[tokens]``."""
-        wanted = torch.from_numpy(positions)
-        if self._tables is None:
-            return self._make(wanted, like)
-        cosines, sines = (table.index_select(0, wanted) for table in self._tables)
-        return cosines, sines

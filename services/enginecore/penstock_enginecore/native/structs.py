@@ -131,7 +131,7 @@ class Group(ctypes.Structure):
 
 
 class Rotary(ctypes.Structure):
-    """Cosines and sines of a step's tokens."""
+    """Cosines and sines of positions."""
 
     _fields_ = [("cosines", _Pointer), ("sines", _Pointer)]
 
@@ -148,6 +148,10 @@ class Step(ctypes.Structure):
         ("layer_groups", _Pointer),
         ("caches", ctypes.POINTER(Cache)),
         ("x", _Pointer),
+        ("token_ids", _Pointer),
+        ("embedding", _Pointer),
+        ("embedding_kind", _Int),
+        ("positions", _Pointer),
         ("rotaries", ctypes.POINTER(Rotary)),
         ("num_rows", _Int),
         ("rows", _Pointer),

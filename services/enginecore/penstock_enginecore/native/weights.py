@@ -16,7 +16,7 @@ _PIECE = 4 * 1024 * 1024
 """Numbers that are packed at a time."""
 VECTORS = 64
 """Numbers: what torch's loops over vectors take at a time divides it."""
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """What the kernels call the dtypes that they keep weights in."""
 
 
@@ -44,7 +44,7 @@ class PackedWeight:
             self.dtype = torch.int8
             weight = integers.numbers
             self._scales = F.pad(integers.scales, (0, padding))
-        kind = _KINDS[self.dtype]
+        kind = KINDS[self.dtype]
         self._filled_to = library.filled_to(kind)
         self._packed = _huge_empty((self.n + padding) * (self.k + -self.k % self._filled_to), self.dtype)
         self._bias = None if bias is None else widened(bias.detach()).float().clone()

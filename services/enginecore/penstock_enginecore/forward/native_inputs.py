@@ -1,0 +1,93 @@
+"""What the CPU kernels' decoder looks up for a step's tokens: rows of the embedding, and of cosines and sines of positions."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from penstock_enginecore.attention.base import IntArray
+from penstock_enginecore.models.narrow_weight import NarrowWeight
+from penstock_enginecore.native.structs import Rotary
+from penstock_enginecore.native.weights import KINDS
+
+Turns = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines float32 ``[positions, size]``."""
+_MAX_TABLE_BYTES = 64 * 1024 * 1024
+"""Cosines and sines of all positions are kept up to this size."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRows:
+    """Where the kernels find rows ``[vocab, hidden]`` of an embedding, numbers of ``kind``, while this is there."""
+
+    weight: torch.Tensor
+    kind: int
+
+
+class EmbeddingLookup:
+    """Rows of ``embedding``, a model's own module."""
+
+    def __init__(self, embedding: Any) -> None:
+        self._embedding = embedding
+        plain = type(embedding) is torch.nn.Embedding and embedding.max_norm is None
+        self._is_plain = plain and not embedding._forward_pre_hooks and not embedding._forward_hooks
+
+    def rows(self, token_ids: IntArray) -> EmbeddingRows | None:
+        """For the kernels to look ``token_ids`` up; None where the module does more than that. Raises IndexError."""
+        weight = self._embedding.weight
+        weight = weight.kept if isinstance(weight, NarrowWeight) else weight
+        if not self._is_plain or weight.dtype not in (torch.float32, torch.bfloat16) or not weight.is_contiguous():
+            return None
+        _check(token_ids, len(weight), "a token id")
+        return EmbeddingRows(weight, KINDS[weight.dtype])
+
+    def of(self, token_ids: IntArray) -> torch.Tensor:
+        """float32 ``[tokens, hidden]``, by the module."""
+        return cast("torch.Tensor", self._embedding(torch.from_numpy(token_ids))).float()
+
+
+@dataclass(frozen=True, slots=True)
+class StepRotaries:
+    """``structs`` point into ``turns``; int64 ``positions`` ``[tokens]`` are the rows of a step's tokens in all of them."""
+
+    structs: Any
+    positions: IntArray
+    turns: Sequence[Turns]
+
+    @classmethod
+    def of(cls, turns: Sequence[Turns], positions: IntArray) -> "StepRotaries":
+        """With structs for ``turns``."""
+        structs = (Rotary * len(turns))(*(Rotary(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in turns))
+        return cls(structs, positions, turns)
+
+
+class Rotaries:
+    """A model's rotary embeddings. ``makers``: what make those of int64 positions, beside a tensor like the states. ``size``:
+    numbers of a head that they turn; ``max_len``: positions that the model allows.
+    """
+
+    def __init__(
+        self, makers: Sequence[Callable[[torch.Tensor, torch.Tensor], Turns]], size: int, max_len: int
+    ) -> None:
+        self._makers = makers
+        self._kept: StepRotaries | None = None
+        if 8 * size * max_len * len(makers) <= _MAX_TABLE_BYTES:
+            self._kept = StepRotaries.of(self._make(torch.arange(max_len), torch.empty(0)), np.arange(max_len))
+
+    def of(self, positions: IntArray, like: torch.Tensor) -> StepRotaries:
+        """At ``positions`` ``[tokens]``. Raises IndexError."""
+        if self._kept is None:
+            return StepRotaries.of(self._make(torch.from_numpy(positions), like), np.arange(len(positions)))
+        _check(positions, len(self._kept.positions), "a position")
+        return StepRotaries(self._kept.structs, positions, self._kept.turns)
+
+    def _make(self, positions: torch.Tensor, like: torch.Tensor) -> list[Turns]:
+        return [make(positions, like) for make in self._makers]
+
+
+def _check(indices: IntArray, end: int, what: str) -> None:
+    """The kernels read where they are told."""
+    if len(indices) and not 0 <= indices.min() <= indices.max() < end:
+        raise IndexError(f"{what} is {indices.min()} or {indices.max()}, which is not from 0 to {end - 1}")
