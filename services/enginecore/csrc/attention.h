@@ -137,41 +137,47 @@ inline void plan_attention(const Attention& a, int threads, AttentionPlan& plan)
                    [&cost](const AttentionTask& x, const AttentionTask& y) { return cost(x) > cost(y); });
 }
 
-// Scales and masks the scores of a row, and turns them into weights: of the tile the row sees the keys of `seen`, one at least.
-inline void weigh(Scratch& s, int64_t row, const Span& seen, const Params& params, int64_t value_size) {
-  float* scores = s.scores[row];
+// A row's weights stay below 2^kLeeway of what weighs 1: only beyond is what was summed up scaled anew.
+constexpr float kLeeway = 8.0f;
+
+// Makes `best`, the largest number of a vector, what weighs 1.
+inline void raise_peak(Sums& sums, int64_t row, vf best, int64_t value_size) {
+  const float before = sums.peak[row], peak = largest(best);
+  sums.peak[row] = peak;
+  if (before == -INFINITY) return;  // nothing was summed up
+  const vf shrink = power_of_two(kPowers5, splat(before - peak));
+  sums.total[row] *= shrink;
+  for (int64_t d = 0; d < value_size; d += kLanes) store(sums.output[row] + d, load(sums.output[row] + d) * shrink);
+}
+
+// Turns the scores of row `row` of the task, which are those of row `at` of the scratch, into weights: of the tile the row sees the
+// keys of `seen`, one at least. Scores become binary logarithms of weights.
+template <class Tiles>
+void weigh(Scratch& s, int64_t row, int64_t at, const Span& seen, const Params& params, int64_t value_size) {
+  const float* scores = s.weights[at];
+  vf x[kTileVectors];
+  for (int v = 0; v < kTileVectors; ++v) x[v] = load(scores + v * kLanes) * splat(params.scaling * kLog2E);
+  if (params.softcap != 0.0f)
+    for (vf& each : x) {
+      const vf capped = hyperbolic_tangent(each / splat(params.softcap * kLog2E)) * splat(params.softcap * kLog2E);
+      each = each == each ? capped : each;  // the polynomial makes a number of what is none
+    }
+  if (seen.from > 0 || seen.to < kKeys) {
+    const vi from = static_cast<int32_t>(seen.from) - vi{}, to = static_cast<int32_t>(seen.to) - vi{};
+    vi key = lanes();
+    for (int v = 0; v < kTileVectors; ++v, key += kLanes) x[v] = (key >= from) & (key < to) ? x[v] : splat(-INFINITY);
+  }
   vf best = splat(-INFINITY);
-  for (int64_t j = 0; j < kKeys; j += kLanes) {
-    vf x = load(scores + j) * splat(params.scaling);
-    if (params.softcap != 0.0f) {
-      const vf capped = hyperbolic_tangent(x / splat(params.softcap)) * splat(params.softcap);
-      x = x == x ? capped : x;  // the polynomial makes a number of what is none
-    }
-    if (j < seen.from || j + kLanes > seen.to) {
-      const vi key = lanes() + static_cast<int32_t>(j);
-      x = key < static_cast<int32_t>(seen.from) ? splat(-INFINITY) : x;
-      x = key >= static_cast<int32_t>(seen.to) ? splat(-INFINITY) : x;
-    }
-    store(scores + j, x);
-    best = max(x, best);  // passes over what is no number
-  }
+  for (const vf& each : x) best = max(each, best);  // passes over what is no number
   Sums& sums = s.part;
-  const float peak = std::max(sums.peak[row], largest(best));
-  vf total{};
-  for (int64_t j = 0; j < kKeys; j += kLanes) {
-    const vf x = load(scores + j), distance = x - splat(peak);
-    // The difference carries a score that is no number into the weights.
-    const vf weight = x == splat(-INFINITY) ? splat(0.0f) : exponential(distance) + (distance - distance);
-    store(scores + j, weight);
-    total += weight;
+  if (any_greater(best, splat(sums.peak[row] + kLeeway))) raise_peak(sums, row, best, value_size);
+  const float peak = sums.peak[row];
+  if (peak == -INFINITY) {  // no score is finite
+    for (vf& each : x) each = each == splat(-INFINITY) ? vf{} : splat(NAN);
+  } else {
+    for (vf& each : x) each = Tiles::power(each - splat(peak));
   }
-  if (peak != sums.peak[row]) {
-    const vf shrink = sums.peak[row] == -INFINITY ? vf{} : exponential(splat(sums.peak[row] - peak));
-    sums.total[row] *= shrink;
-    for (int64_t d = 0; d < value_size; d += kLanes) store(sums.output[row] + d, load(sums.output[row] + d) * shrink);
-    sums.peak[row] = peak;
-  }
-  sums.total[row] += total;
+  Tiles::take_weights(s, at, x, sums.total[row]);
 }
 
 // What a segment's keys give the rows: into `s.part`.
@@ -195,36 +201,35 @@ void attend_segment(const Attention& a, const AttentionTask& task, const Rows& r
   for (int64_t base = begin / kKeys * kKeys; base < end; base += kKeys) {
     const int64_t keys = std::min(kKeys, end - base);
     const auto seen = [&](int64_t row) { return rows.seen(row, base, base + keys); };
-    // A row whose position is before the tile sees nothing of it.
-    const int64_t first_row = std::max<int64_t>(0, base - rows.position) * rows.heads;
-    for (int64_t j = std::max<int64_t>(0, begin - base) / kPanel * kPanel; j < keys; j += kPanel) {
-      const int64_t left = base + j, right = left + kLanes;
-      const Number *left_keys = key_chunk(left) + left % kChunk, *right_keys = key_chunk(right) + right % kChunk;
-      const Ahead<Number> ahead{value_chunk(left), value_chunk(right)};
-      Tiles::score(s, first_row, rows.count, j, left_keys, right_keys, a.head_size, ahead);
-    }
-    for (int64_t row = first_row; row < rows.count; ++row)
-      if (const Span span = seen(row); !span.empty()) {
-        weigh(s, row, span, a.params, a.value_size);
-        Tiles::take_weights(s, row);
-      }
     Values<Number> values;
     for (int64_t j = std::max<int64_t>(0, begin - base) / kChunk; j * kChunk < keys; ++j)
       values.of[j] = value_chunk(base + j * kChunk), values.ahead[j] = key_chunk(base + j * kChunk + kKeys);
     const auto shared = [&](int64_t row) { return Tiles::shared(seen(row)); };
-    const auto add = [&](int64_t row, int64_t count, const Span& span) { Tiles::add(s, row, count, span, values, a.value_size); };
+    // A row whose position is before the tile sees nothing of it.
+    const int64_t first_row = std::max<int64_t>(0, base - rows.position) * rows.heads;
     for (int64_t row = first_row, count; row < rows.count; row += count) {
       count = std::min<int64_t>(kTile, rows.count - row);
+      for (int64_t j = std::max<int64_t>(0, begin - base) / kPanel * kPanel; j < keys; j += kPanel) {
+        const int64_t left = base + j, right = left + kLanes;
+        const Number *left_keys = key_chunk(left) + left % kChunk, *right_keys = key_chunk(right) + right % kChunk;
+        const Ahead<Number> ahead{value_chunk(left), value_chunk(right)};
+        Tiles::score(s, row, count, j, left_keys, right_keys, a.head_size, ahead);
+      }
+      for (int64_t i = row; i < row + count; ++i)
+        if (const Span span = seen(i); !span.empty()) weigh<Tiles>(s, i, i - row, span, a.params, a.value_size);
+      const auto add = [&](int64_t i, int64_t some, const Span& span) {
+        Tiles::add(s, i, i - row, some, span, values, a.value_size);
+      };
       // What all of them see they add together, and each in order: before it what the first ones see alone, after it the last ones.
       const Span all{shared(row + count - 1).from, shared(row).to};
       for (int64_t i = row; i < row + count; ++i) {
-        Tiles::add_first(s, i, seen(i), values, a.value_size);
+        Tiles::add_first(s, i, i - row, seen(i), values, a.value_size);
         add(i, 1, all.empty() ? shared(i) : Span{shared(i).from, all.from});
       }
       add(row, count, all);
       for (int64_t i = row; i < row + count; ++i) {
         if (!all.empty()) add(i, 1, Span{all.to, shared(i).to});
-        Tiles::add_last(s, i, seen(i), values, a.value_size);
+        Tiles::add_last(s, i, i - row, seen(i), values, a.value_size);
       }
     }
   }
@@ -235,7 +240,7 @@ inline void begin_whole(const Attention& a, const Rows& rows, Sums& whole) {
   if (a.params.sinks == nullptr) return;
   for (int64_t row = 0; row < rows.count; ++row) {
     std::fill_n(whole.output[row], a.value_size, 0.0f);
-    whole.peak[row] = a.params.sinks[rows.head(row)];
+    whole.peak[row] = a.params.sinks[rows.head(row)] * kLog2E;
     whole.total[row] = vf{1.0f};
   }
 }
@@ -252,7 +257,7 @@ inline void add_segment(const Attention& a, const Rows& rows, int64_t segment, i
   }
   const float peak = std::max(whole.peak[row], part.peak[row]);
   // Keys none of which has a finite score weigh nothing, or are no numbers.
-  const auto scale = [peak](float of) { return of == -INFINITY ? splat(1.0f) : exponential(splat(of - peak)); };
+  const auto scale = [peak](float of) { return of == -INFINITY ? splat(1.0f) : power_of_two(kPowers5, splat(of - peak)); };
   const vf old = scale(whole.peak[row]), more = scale(part.peak[row]);
   whole.peak[row] = peak;
   whole.total[row] = whole.total[row] * old + part.total[row] * more;

@@ -9,31 +9,28 @@
 
 #if defined(PENSTOCK_PAIRS)
 #include <array>
-#include <memory>
+#include <cstring>
 #include <utility>
 
 #include "attention_tiles.h"
 
 namespace penstock {
 
-struct PairScratch {
-  alignas(64) uint32_t query[kTaskRows][kMaxValueSize / 2 + kLanes];
-  alignas(64) uint32_t weights[kTaskRows][kKeys / 2];
-};
-
-inline PairScratch& pair_scratch() {
-  static thread_local const std::unique_ptr<PairScratch> scratch(new PairScratch);
-  return *scratch;
-}
-
 constexpr uint32_t kWhole = ~0u, kFirst = 0xFFFFu, kSecond = 0xFFFF0000u;  // numbers of a pair
 constexpr int64_t kChunkPairs = kChunk / 2;
+
+// Pair `i` of a row, in each lane.
+inline vu splat_pair(const float* row, int64_t i) {
+  uint32_t pair;
+  std::memcpy(&pair, row + i, sizeof pair);
+  return pair - vu{};
+}
 
 inline void store_pairs(void* p, vu v) { *static_cast<vi_unaligned*>(p) = reinterpret_cast<vi_unaligned>(v); }
 
 template <int kRows>
-void pair_score_tile(Scratch& s, const PairScratch& p, int64_t row, int64_t key, const uint16_t* left, const uint16_t* right,
-                     int64_t pairs, const Ahead<uint16_t>& ahead) {
+void pair_score_tile(Scratch& s, int64_t row, int64_t key, const uint16_t* left, const uint16_t* right, int64_t pairs,
+                     const Ahead<uint16_t>& ahead) {
   vf sums[kRows][2] = {};
   for (int64_t d = 0; d < pairs; ++d) {
     prefetch(ahead.left + d * 2 * kChunk);
@@ -41,20 +38,20 @@ void pair_score_tile(Scratch& s, const PairScratch& p, int64_t row, int64_t key,
     const vu l = load_pairs(left + d * 2 * kChunk), r = load_pairs(right + d * 2 * kChunk);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const vu q = p.query[row + i][d] - vu{};
+      const vu q = splat_pair(s.query[row + i], d);
       sums[i][0] = add_pairs(sums[i][0], l, q);
       sums[i][1] = add_pairs(sums[i][1], r, q);
     }
   }
   for (int i = 0; i < kRows; ++i) {
-    store(&s.scores[row + i][key], sums[i][0]);
-    store(&s.scores[row + i][key + kLanes], sums[i][1]);
+    store(&s.weights[i][key], sums[i][0]);
+    store(&s.weights[i][key + kLanes], sums[i][1]);
   }
 }
 
-// output[row][column..] += weights[row][pairs] x values, for kVectors vectors of columns.
+// output[row..][column..] += weights[weight..][pairs] x values, for kRows rows and kVectors vectors of columns.
 template <int kRows, int kVectors>
-void pair_value_tile(Scratch& s, const PairScratch& p, int64_t row, const Span& pairs, uint32_t mask, const Values<uint16_t>& values,
+void pair_value_tile(Scratch& s, int64_t row, int64_t weight, const Span& pairs, uint32_t mask, const Values<uint16_t>& values,
                      int64_t value_size, int64_t column) {
   vf sums[kRows][kVectors];
   for (int i = 0; i < kRows; ++i)
@@ -72,8 +69,8 @@ void pair_value_tile(Scratch& s, const PairScratch& p, int64_t row, const Span& 
       }
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
-        const vu weight = p.weights[row + i][pair] - vu{};
-        for (int v = 0; v < kVectors; ++v) sums[i][v] = add_pairs(sums[i][v], parts[v], weight);
+        const vu by = splat_pair(s.weights[weight + i], pair);
+        for (int v = 0; v < kVectors; ++v) sums[i][v] = add_pairs(sums[i][v], parts[v], by);
       }
     }
   }
@@ -81,9 +78,8 @@ void pair_value_tile(Scratch& s, const PairScratch& p, int64_t row, const Span& 
     for (int v = 0; v < kVectors; ++v) store(&s.part.output[row + i][column + v * kLanes], sums[i][v]);
 }
 
-using PairScoreTile = void (*)(Scratch&, const PairScratch&, int64_t, int64_t, const uint16_t*, const uint16_t*, int64_t,
-                               const Ahead<uint16_t>&);
-using PairValueTile = void (*)(Scratch&, const PairScratch&, int64_t, const Span&, uint32_t, const Values<uint16_t>&, int64_t, int64_t);
+using PairScoreTile = void (*)(Scratch&, int64_t, int64_t, const uint16_t*, const uint16_t*, int64_t, const Ahead<uint16_t>&);
+using PairValueTile = void (*)(Scratch&, int64_t, int64_t, const Span&, uint32_t, const Values<uint16_t>&, int64_t, int64_t);
 
 template <int... kRows>
 constexpr std::array<PairScoreTile, sizeof...(kRows)> pair_score_tiles(std::integer_sequence<int, kRows...>) {
@@ -106,47 +102,51 @@ struct PairTiles {
     float* query = s.query[row];
     std::fill_n(query + head_size, 2 * kLanes, 0.0f);
     for (int64_t d = 0; d < head_size; d += 2 * kLanes)
-      store_pairs(pair_scratch().query[row] + d / 2, rounded(load(query + d), load(query + d + kLanes)));
+      store_pairs(query + d / 2, rounded(load(query + d), load(query + d + kLanes)));
   }
 
-  static void score(Scratch& s, int64_t row, int64_t rows, int64_t key, const uint16_t* left, const uint16_t* right,
+  static void score(Scratch& s, int64_t row, int64_t count, int64_t key, const uint16_t* left, const uint16_t* right,
                     int64_t head_size, const Ahead<uint16_t>& ahead) {
-    for (int64_t count; row < rows; row += count) {
-      count = std::min<int64_t>(kTile, rows - row);
-      kPairScoreTiles[count - 1](s, pair_scratch(), row, key, left, right, head_size / 2, ahead);
-    }
+    kPairScoreTiles[count - 1](s, row, key, left, right, head_size / 2, ahead);
   }
 
-  static void take_weights(Scratch& s, int64_t row) {
-    const float* weights = s.scores[row];
-    for (int64_t j = 0; j < kKeys; j += 2 * kLanes)
-      store_pairs(pair_scratch().weights[row] + j / 2, rounded(load(weights + j), load(weights + j + kLanes)));
+  static vf power(vf x) { return power_of_two(kPowers3, x); }
+
+  static void take_weights(Scratch& s, int64_t row, const vf (&weights)[kTileVectors], vf& total) {
+    constexpr uint32_t kOnes = 0x3F803F80u;
+    for (int v = 0; v < kTileVectors; v += 2) {
+      const vu pairs = rounded(weights[v], weights[v + 1]);
+      store_pairs(&s.weights[row][v / 2 * kLanes], pairs);
+      total = add_pairs(total, pairs, kOnes - vu{});
+    }
   }
 
   static Span shared(const Span& seen) { return {(seen.from + 1) / 2, seen.to / 2}; }
 
-  static void add(Scratch& s, int64_t row, int64_t count, const Span& pairs, const Values<uint16_t>& values, int64_t value_size) {
-    add(s, row, count, pairs, kWhole, values, value_size);
+  static void add(Scratch& s, int64_t row, int64_t weight, int64_t count, const Span& pairs, const Values<uint16_t>& values,
+                  int64_t value_size) {
+    add(s, row, weight, count, pairs, kWhole, values, value_size);
   }
 
-  static void add_first(Scratch& s, int64_t row, const Span& seen, const Values<uint16_t>& values, int64_t value_size) {
-    if (seen.from % 2 != 0 && !seen.empty()) add(s, row, 1, {seen.from / 2, seen.from / 2 + 1}, kSecond, values, value_size);
+  static void add_first(Scratch& s, int64_t row, int64_t weight, const Span& seen, const Values<uint16_t>& values,
+                        int64_t value_size) {
+    if (seen.from % 2 != 0 && !seen.empty()) add(s, row, weight, 1, {seen.from / 2, seen.from / 2 + 1}, kSecond, values, value_size);
   }
 
-  static void add_last(Scratch& s, int64_t row, const Span& seen, const Values<uint16_t>& values, int64_t value_size) {
-    if (seen.to % 2 != 0 && !seen.empty()) add(s, row, 1, {seen.to / 2, seen.to / 2 + 1}, kFirst, values, value_size);
+  static void add_last(Scratch& s, int64_t row, int64_t weight, const Span& seen, const Values<uint16_t>& values,
+                        int64_t value_size) {
+    if (seen.to % 2 != 0 && !seen.empty()) add(s, row, weight, 1, {seen.to / 2, seen.to / 2 + 1}, kFirst, values, value_size);
   }
 
  private:
-  static void add(Scratch& s, int64_t row, int64_t count, const Span& pairs, uint32_t mask, const Values<uint16_t>& values,
-                  int64_t value_size) {
+  static void add(Scratch& s, int64_t row, int64_t weight, int64_t count, const Span& pairs, uint32_t mask,
+                  const Values<uint16_t>& values, int64_t value_size) {
     if (pairs.empty()) return;
-    const PairScratch& p = pair_scratch();
     int64_t column = 0;
     for (; column + kPanel <= value_size; column += kPanel)
-      kPairValueTiles[count - 1](s, p, row, pairs, mask, values, value_size, column);
+      kPairValueTiles[count - 1](s, row, weight, pairs, mask, values, value_size, column);
     for (; column < value_size; column += kLanes)
-      kNarrowPairValueTiles[count - 1](s, p, row, pairs, mask, values, value_size, column);
+      kNarrowPairValueTiles[count - 1](s, row, weight, pairs, mask, values, value_size, column);
   }
 };
 

@@ -10,20 +10,22 @@
 
 namespace penstock {
 
-constexpr int64_t kKeys = 64;
+constexpr int kTileVectors = 8;
+constexpr int64_t kKeys = kTileVectors * kLanes;  // of a tile
 constexpr int64_t kTaskRows = 4 * kTile;
 constexpr int64_t kMaxValueSize = 512;
 
 // What some keys give the rows of a task.
 struct Sums {
   alignas(64) float output[kTaskRows][kMaxValueSize + 16];
-  float peak[kTaskRows];
-  vf total[kTaskRows];  // by lane: of keys whose number leaves the same remainder
+  float peak[kTaskRows];  // the binary logarithm of what weighs 1: near that of the heaviest
+  vf total[kTaskRows];    // by lane: of keys whose number leaves the same remainder
 };
 
+// `query` and `weights` are floats, or pairs of bfloat16 in the first half of a row.
 struct Scratch {
   alignas(64) float query[kTaskRows][kMaxValueSize + 2 * kLanes];
-  alignas(64) float scores[kTaskRows][kKeys];
+  alignas(64) float weights[kTile][kKeys];  // of the rows that are computed together; their scores before
   Sums part;   // of a segment's keys
   Sums whole;  // of all segments so far
 };
@@ -38,7 +40,7 @@ struct Ahead {
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// scores[row][0..kPanel) = query . keys, for the two vectors of keys at `left` and `right`.
+// weights[..kRows][key..key + kPanel) = queries row.. . keys, for the two vectors of keys at `left` and `right`.
 template <int kRows>
 void score_tile(Scratch& s, int64_t row, int64_t key, const float* left, const float* right, int64_t head_size,
                 const Ahead<float>& ahead) {
@@ -55,8 +57,8 @@ void score_tile(Scratch& s, int64_t row, int64_t key, const float* left, const f
     }
   }
   for (int i = 0; i < kRows; ++i) {
-    store(&s.scores[row + i][key], sums[i][0]);
-    store(&s.scores[row + i][key + kLanes], sums[i][1]);
+    store(&s.weights[i][key], sums[i][0]);
+    store(&s.weights[i][key + kLanes], sums[i][1]);
   }
 }
 
@@ -74,9 +76,10 @@ struct Values {
   const Number* ahead[kKeys / kChunk];
 };
 
-// output[row][column..] += weights[row][from..to) x values, for kVectors vectors of columns.
+// output[row..][column..] += weights[weight..][from..to) x values, for kRows rows and kVectors vectors of columns.
 template <int kRows, int kVectors>
-void value_tile(Scratch& s, int64_t row, const Span& span, const Values<float>& values, int64_t value_size, int64_t column) {
+void value_tile(Scratch& s, int64_t row, int64_t weight, const Span& span, const Values<float>& values, int64_t value_size,
+                int64_t column) {
   vf sums[kRows][kVectors];
   for (int i = 0; i < kRows; ++i)
     for (int v = 0; v < kVectors; ++v) sums[i][v] = load(&s.part.output[row + i][column + v * kLanes]);
@@ -91,8 +94,8 @@ void value_tile(Scratch& s, int64_t row, const Span& span, const Values<float>& 
       for (int v = 0; v < kVectors; ++v) parts[v] = load(value + v * kLanes);
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
-        const vf weight = splat(s.scores[row + i][key]);
-        for (int v = 0; v < kVectors; ++v) sums[i][v] += weight * parts[v];
+        const vf by = splat(s.weights[weight + i][key]);
+        for (int v = 0; v < kVectors; ++v) sums[i][v] += by * parts[v];
       }
     }
   }
@@ -101,7 +104,7 @@ void value_tile(Scratch& s, int64_t row, const Span& span, const Values<float>& 
 }
 
 using ScoreTile = void (*)(Scratch&, int64_t, int64_t, const float*, const float*, int64_t, const Ahead<float>&);
-using ValueTile = void (*)(Scratch&, int64_t, const Span&, const Values<float>&, int64_t, int64_t);
+using ValueTile = void (*)(Scratch&, int64_t, int64_t, const Span&, const Values<float>&, int64_t, int64_t);
 
 template <int... kRows>
 constexpr std::array<ScoreTile, sizeof...(kRows)> score_tiles(std::integer_sequence<int, kRows...>) {
@@ -122,31 +125,34 @@ struct FloatTiles {
   // Of the query in row `row`, of which there are `head_size` numbers.
   static void take_query(Scratch&, int64_t, int64_t) {}
 
-  // Of rows `row`.. and the keys of a panel, `key`.. of the tile.
-  static void score(Scratch& s, int64_t row, int64_t rows, int64_t key, const float* left, const float* right, int64_t head_size,
+  // Of `count` rows from `row` on and the keys of a panel, `key`.. of the tile.
+  static void score(Scratch& s, int64_t row, int64_t count, int64_t key, const float* left, const float* right, int64_t head_size,
                     const Ahead<float>& ahead) {
-    for (int64_t count; row < rows; row += count) {
-      count = std::min<int64_t>(kTile, rows - row);
-      kScoreTiles[count - 1](s, row, key, left, right, head_size, ahead);
-    }
+    kScoreTiles[count - 1](s, row, key, left, right, head_size, ahead);
   }
 
-  // The weights of a row's keys are in place of its scores.
-  static void take_weights(Scratch&, int64_t) {}
+  static vf power(vf x) { return power_of_two(kPowers5, x); }
+
+  // Puts the weights of a row's keys in place of its scores, and adds them up.
+  static void take_weights(Scratch& s, int64_t row, const vf (&weights)[kTileVectors], vf& total) {
+    for (int v = 0; v < kTileVectors; ++v) store(&s.weights[row][v * kLanes], weights[v]), total += weights[v];
+  }
 
   // What of the keys that a row sees is added together with that of other rows.
   static Span shared(const Span& seen) { return seen; }
 
-  static void add(Scratch& s, int64_t row, int64_t count, const Span& span, const Values<float>& values, int64_t value_size) {
+  // Of `count` rows from `row` on, whose weights are those from `weight` on.
+  static void add(Scratch& s, int64_t row, int64_t weight, int64_t count, const Span& span, const Values<float>& values,
+                  int64_t value_size) {
     if (span.empty()) return;
     int64_t column = 0;
-    for (; column + kPanel <= value_size; column += kPanel) kValueTiles[count - 1](s, row, span, values, value_size, column);
-    for (; column < value_size; column += kLanes) kNarrowValueTiles[count - 1](s, row, span, values, value_size, column);
+    for (; column + kPanel <= value_size; column += kPanel) kValueTiles[count - 1](s, row, weight, span, values, value_size, column);
+    for (; column < value_size; column += kLanes) kNarrowValueTiles[count - 1](s, row, weight, span, values, value_size, column);
   }
 
   // What a row sees before and behind what is shared.
-  static void add_first(Scratch&, int64_t, const Span&, const Values<float>&, int64_t) {}
-  static void add_last(Scratch&, int64_t, const Span&, const Values<float>&, int64_t) {}
+  static void add_first(Scratch&, int64_t, int64_t, const Span&, const Values<float>&, int64_t) {}
+  static void add_last(Scratch&, int64_t, int64_t, const Span&, const Values<float>&, int64_t) {}
 };
 
 }  // namespace penstock

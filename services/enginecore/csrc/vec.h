@@ -2,8 +2,13 @@
 // PENSTOCK_TILE: rows of a register tile, which has two vectors of sums per row.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <utility>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 namespace penstock {
 
@@ -29,7 +34,12 @@ inline vf byte(vi v, int i) { return __builtin_convertvector((v << (24 - 8 * i))
 inline void store(float* p, vf v) { *reinterpret_cast<vf_unaligned*>(p) = v; }
 inline void store(uint16_t* p, vh v) { *reinterpret_cast<vh_unaligned*>(p) = v; }
 inline vf splat(float x) { return x - vf{}; }
+#if defined(__AVX512F__)
+// Compilers take a comparison and a choice of lanes for what is one instruction.
+inline vf max(vf a, vf b) { return _mm512_max_ps(a, b); }
+#else
 inline vf max(vf a, vf b) { return a > b ? a : b; }
+#endif
 inline vf min(vf a, vf b) { return a < b ? a : b; }
 
 // The numbers of the lanes.
@@ -58,22 +68,50 @@ inline float largest(vf v) {
   else return v[0];
 }
 
-// e^x within 2 ulp; below -87.3 it is e^-87.3, which no sum of weights notices. Polynomial of Cephes' expf.
+// Whether a lane of `a` is greater than that of `b`.
+#if defined(__AVX512F__)
+inline bool any_greater(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
+#else
+inline bool any_greater(vf a, vf b) {
+  const vi greater = a > b;
+  int32_t any = 0;
+  for (int i = 0; i < kLanes; ++i) any |= greater[i];
+  return any != 0;
+}
+#endif
+
+constexpr float kLog2E = 1.44269504f;
+
+// Polynomials for 2^x, x in -1/2..1/2, and e^x, x in -ln 2 / 2..ln 2 / 2, that are off by the least share of it.
+constexpr float kPowers3[] = {0.9999280735f, 0.6932609855f, 0.2426111222f, 0.05517166906f};  // 2^-13.7
+constexpr float kPowers5[] = {1.0f, 0.6931469776f, 0.2402224211f, 0.05550733776f, 0.009671510875f, 0.001326470645f};  // 2^-23.3
+constexpr float kExponential5[] = {1.0f, 0.9999997072f, 0.4999914959f, 0.1666763629f, 0.04189792165f, 0.008290301751f};  // 2^-23.3
+
+template <size_t kTerms>
+inline vf polynomial(const float (&factors)[kTerms], vf x) {
+  vf sum = splat(factors[kTerms - 1]);
+  for (size_t i = kTerms - 1; i-- > 0;) sum = sum * x + splat(factors[i]);
+  return sum;
+}
+
+// Added to a number it leaves the nearest integer, as the exponent of a float, in the low bits.
+constexpr float kToExponent = 12582912.0f + 127.0f;
+inline vf power_of_integer(vf shifted) { return reinterpret_cast<vf>(reinterpret_cast<vi>(shifted) << 23); }
+
+// 2^x of x below 127, by a polynomial for it; below -126 it is 2^-126, which no sum of weights notices. Of no number it is none.
+template <size_t kTerms>
+inline vf power_of_two(const float (&factors)[kTerms], vf x) {
+  x = max(splat(-126.0f), x);
+  const vf shifted = x + splat(kToExponent);
+  return polynomial(factors, x - (shifted - splat(kToExponent))) * power_of_integer(shifted);
+}
+
+// e^x within 2 ulp; below -87.3 it is e^-87.3, which no sum of weights notices. Reduced as in Cephes' expf.
 inline vf exponential(vf x) {
   x = max(min(x, splat(88.0f)), splat(-87.3f));
-  const vf shifted = x * splat(1.44269504f) + splat(12582912.0f);  // the integer lands in the low bits
-  const vf n = shifted - splat(12582912.0f);
-  vf r = x - n * splat(0.693359375f);
-  r = r - n * splat(-2.12194440e-4f);
-  vf p = splat(1.9875691500e-4f);
-  p = p * r + splat(1.3981999507e-3f);
-  p = p * r + splat(8.3334519073e-3f);
-  p = p * r + splat(4.1665795894e-2f);
-  p = p * r + splat(1.6666665459e-1f);
-  p = p * r + splat(5.0000001201e-1f);
-  p = p * r * r + r + splat(1.0f);
-  const vi bits = reinterpret_cast<vi>(shifted) - 0x4B400000;
-  return p * reinterpret_cast<vf>((bits + 127) << 23);
+  const vf shifted = x * splat(kLog2E) + splat(kToExponent), n = shifted - splat(kToExponent);
+  const vf r = x - n * splat(0.693359375f) - n * splat(-2.12194440e-4f);
+  return polynomial(kExponential5, r) * power_of_integer(shifted);
 }
 
 inline vf hyperbolic_tangent(vf x) { return splat(1.0f) - splat(2.0f) / (exponential(x + x) + splat(1.0f)); }
