@@ -150,34 +150,47 @@ inline void raise_peak(Sums& sums, int64_t row, vf best, int64_t value_size) {
   for (int64_t d = 0; d < value_size; d += kLanes) store(sums.output[row] + d, load(sums.output[row] + d) * shrink);
 }
 
+// Puts scaled and capped scores of a row in their place.
+inline void scale_scores(float* scores, const Params& params) {
+  for (int64_t j = 0; j < kKeys; j += kLanes) {
+    const vf x = load(scores + j) * splat(params.scaling);
+    const vf capped = hyperbolic_tangent(x / splat(params.softcap)) * splat(params.softcap);
+    store(scores + j, params.softcap != 0.0f && x == x ? capped : x);  // the polynomial makes a number of what is none
+  }
+}
+
+// Replaces scores of keys that are not seen.
+inline void mask_scores(float* scores, const Span& seen) {
+  const vi from = static_cast<int32_t>(seen.from) - vi{}, to = static_cast<int32_t>(seen.to) - vi{};
+  vi key = lanes();
+  for (int64_t j = 0; j < kKeys; j += kLanes, key += kLanes)
+    if (j < seen.from || j + kLanes > seen.to) store(scores + j, (key >= from) & (key < to) ? load(scores + j) : splat(-INFINITY));
+}
+
 // Turns the scores of row `row` of the task, which are those of row `at` of the scratch, into weights: of the tile the row sees the
-// keys of `seen`, one at least. Scores become binary logarithms of weights.
+// keys of `seen`, one at least.
 template <class Tiles>
 void weigh(Scratch& s, int64_t row, int64_t at, const Span& seen, const Params& params, int64_t value_size) {
-  const float* scores = s.weights[at];
-  vf x[kTileVectors];
-  for (int v = 0; v < kTileVectors; ++v) x[v] = load(scores + v * kLanes) * splat(params.scaling * kLog2E);
-  if (params.softcap != 0.0f)
-    for (vf& each : x) {
-      const vf capped = hyperbolic_tangent(each / splat(params.softcap * kLog2E)) * splat(params.softcap * kLog2E);
-      each = each == each ? capped : each;  // the polynomial makes a number of what is none
-    }
-  if (seen.from > 0 || seen.to < kKeys) {
-    const vi from = static_cast<int32_t>(seen.from) - vi{}, to = static_cast<int32_t>(seen.to) - vi{};
-    vi key = lanes();
-    for (int v = 0; v < kTileVectors; ++v, key += kLanes) x[v] = (key >= from) & (key < to) ? x[v] : splat(-INFINITY);
+  float* scores = s.weights[at];
+  const bool scaled = params.softcap != 0.0f || params.scaling <= 0.0f;  // else the largest is so after scaling, too
+  const vf scale = splat(scaled ? kLog2E : params.scaling * kLog2E);
+  if (scaled) scale_scores(scores, params);
+  if (seen.from > 0 || seen.to < kKeys) mask_scores(scores, seen);
+  vf x[kTileVectors], best = splat(-INFINITY);
+  for (int v = 0; v < kTileVectors; ++v) {
+    x[v] = load(scores + v * kLanes);
+    best = max(x[v], best);  // passes over what is no number
   }
-  vf best = splat(-INFINITY);
-  for (const vf& each : x) best = max(each, best);  // passes over what is no number
   Sums& sums = s.part;
+  best *= scale;
   if (any_greater(best, splat(sums.peak[row] + kLeeway))) raise_peak(sums, row, best, value_size);
   const float peak = sums.peak[row];
   if (peak == -INFINITY) {  // no score is finite
-    for (vf& each : x) each = each == splat(-INFINITY) ? vf{} : splat(NAN);
+    for (int v = 0; v < kTileVectors; ++v) x[v] = x[v] == splat(-INFINITY) ? vf{} : splat(NAN);
   } else {
-    for (vf& each : x) each = Tiles::power(each - splat(peak));
+    for (int v = 0; v < kTileVectors; ++v) x[v] = Tiles::power(x[v] * scale - splat(peak));
   }
-  Tiles::take_weights(s, at, x, sums.total[row]);
+  sums.total[row] = Tiles::take_weights(s, at, x, sums.total[row]);
 }
 
 // What a segment's keys give the rows: into `s.part`.

@@ -112,13 +112,14 @@ struct PairTiles {
 
   static vf power(vf x) { return power_of_two(kPowers3, x); }
 
-  static void take_weights(Scratch& s, int64_t row, const vf (&weights)[kTileVectors], vf& total) {
+  static vf take_weights(Scratch& s, int64_t row, const vf (&weights)[kTileVectors], vf total) {
     constexpr uint32_t kOnes = 0x3F803F80u;
     for (int v = 0; v < kTileVectors; v += 2) {
       const vu pairs = rounded(weights[v], weights[v + 1]);
       store_pairs(&s.weights[row][v / 2 * kLanes], pairs);
       total = add_pairs(total, pairs, kOnes - vu{});
     }
+    return total;
   }
 
   static Span shared(const Span& seen) { return {(seen.from + 1) / 2, seen.to / 2}; }

@@ -133,9 +133,10 @@ struct FloatTiles {
 
   static vf power(vf x) { return power_of_two(kPowers5, x); }
 
-  // Puts the weights of a row's keys in place of its scores, and adds them up.
-  static void take_weights(Scratch& s, int64_t row, const vf (&weights)[kTileVectors], vf& total) {
+  // Puts the weights of a row's keys in place of its scores. Returns `total` and their sum.
+  static vf take_weights(Scratch& s, int64_t row, const vf (&weights)[kTileVectors], vf total) {
     for (int v = 0; v < kTileVectors; ++v) store(&s.weights[row][v * kLanes], weights[v]), total += weights[v];
+    return total;
   }
 
   // What of the keys that a row sees is added together with that of other rows.
