@@ -352,11 +352,7 @@ inline void merge_segments(const Attention& a, const AttentionTask& task, const 
   put_out(a, rows, s.whole);
 }
 
-// Token `token`'s keys and values into the cache.
 inline void write_token(const Write& w, int64_t token) {
-#if defined(PENSTOCK_PAIRS)
-  if (w.cache.pairs != 0) return write_pairs(w, token);
-#endif
   const int64_t slot = w.slots[token], chunk = slot / kChunk, lane = slot % kChunk;
   const float* from = w.keys + token * w.key_stride;
   float* keys = static_cast<float*>(w.cache.keys) + chunk * kChunk * w.cache.key_stride + lane;
@@ -364,6 +360,14 @@ inline void write_token(const Write& w, int64_t token) {
   for (int64_t head = 0; head < w.num_kv_heads; ++head)
     std::memcpy(static_cast<float*>(w.cache.values) + chunk * kChunk * w.cache.value_stride + (head * kChunk + lane) * w.value_size,
                 w.values + token * w.value_stride + head * w.value_size, w.value_size * sizeof(float));
+}
+
+// Keys and values of tokens first..end into the cache.
+inline void write_tokens(const Write& w, int64_t first, int64_t end) {
+#if defined(PENSTOCK_PAIRS)
+  if (w.cache.pairs != 0) return write_pairs(w, first, end);
+#endif
+  for (int64_t token = first; token < end; ++token) write_token(w, token);
 }
 
 }  // namespace penstock

@@ -151,27 +151,54 @@ struct PairTiles {
   }
 };
 
-// Token `token`'s keys and values into a cache of pairs.
-inline void write_pairs(const Write& w, int64_t token) {
+// Some numbers, of which there are `left`, rounded; behind them zeros.
+inline vu rounded_numbers(const float* from, int64_t left) {
+  if (left >= 2 * kLanes) return rounded(load(from), load(from + kLanes));
+  float numbers[2 * kLanes] = {};
+  std::memcpy(numbers, from, left * sizeof(float));
+  return rounded(load(numbers), load(numbers + kLanes));
+}
+
+// Keys and values of kTokens tokens from `token` on, whose slots follow each other in a chunk, into a cache of pairs: of one, or of
+// two whose values are pairs.
+template <int kTokens>
+void write_pairs(const Write& w, int64_t token) {
   const int64_t slot = w.slots[token], chunk = slot / kChunk, lane = slot % kChunk;
-  // Rounds `n` numbers, and puts each where `place` says.
-  const auto put = [](const float* from, int64_t n, uint16_t* to, const auto& place) {
-    for (int64_t i = 0; i < n; i += 2 * kLanes) {
-      float x[2 * kLanes] = {};
-      uint16_t numbers[2 * kLanes];
-      const int64_t count = std::min<int64_t>(2 * kLanes, n - i);
-      std::memcpy(x, from + i, count * sizeof(float));
-      store_pairs(numbers, rounded(load(x), load(x + kLanes)));
-      for (int64_t j = 0; j < count; ++j) to[place(i + j)] = numbers[j];
+  const int64_t size = w.num_kv_heads * w.head_size;
+  uint16_t* keys = static_cast<uint16_t*>(w.cache.keys) + chunk * kChunk * w.cache.key_stride + 2 * lane;
+  uint32_t pairs[kTokens][kLanes];
+  for (int64_t i = 0; i < size; i += 2 * kLanes) {
+    for (int t = 0; t < kTokens; ++t) store_pairs(pairs[t], rounded_numbers(w.keys + (token + t) * w.key_stride + i, size - i));
+    for (int64_t j = 0; j < std::min<int64_t>(kLanes, (size - i) / 2); ++j) {
+      uint32_t together[kTokens];
+      for (int t = 0; t < kTokens; ++t) together[t] = pairs[t][j];
+      std::memcpy(keys + (i / 2 + j) * 2 * kChunk, together, sizeof together);
     }
-  };
-  put(w.keys + token * w.key_stride, w.num_kv_heads * w.head_size,
-      static_cast<uint16_t*>(w.cache.keys) + chunk * kChunk * w.cache.key_stride,
-      [lane](int64_t i) { return i / 2 * 2 * kChunk + 2 * lane + i % 2; });
-  uint16_t* values = static_cast<uint16_t*>(w.cache.values) + chunk * kChunk * w.cache.value_stride;
-  for (int64_t head = 0; head < w.num_kv_heads; ++head)
-    put(w.values + token * w.value_stride + head * w.value_size, w.value_size,
-        values + (head * kChunk + lane / 2 * 2) * w.value_size, [lane](int64_t i) { return 2 * i + lane % 2; });
+  }
+  for (int64_t head = 0; head < w.num_kv_heads; ++head) {
+    const float* from = w.values + token * w.value_stride + head * w.value_size;
+    uint16_t* to = static_cast<uint16_t*>(w.cache.values) + chunk * kChunk * w.cache.value_stride +
+                   (head * kChunk + lane / 2 * 2) * w.value_size;
+    for (int64_t i = 0; i < w.value_size; i += kLanes) {
+      const vf first = load(from + i), second = kTokens == 2 ? load(from + w.value_stride + i) : vf{};
+      uint16_t numbers[2][kLanes];
+      store_pairs(numbers, rounded(first, second));
+      if constexpr (kTokens == 2)
+        for (int64_t j = 0; j < kLanes; ++j) to[2 * (i + j)] = numbers[0][j], to[2 * (i + j) + 1] = numbers[1][j];
+      else
+        for (int64_t j = 0; j < kLanes; ++j) to[2 * (i + j) + lane % 2] = numbers[0][j];
+    }
+  }
+}
+
+// Keys and values of tokens first..end.
+inline void write_pairs(const Write& w, int64_t first, int64_t end) {
+  for (int64_t token = first; token < end;) {
+    const bool two = w.slots[token] % 2 == 0 && token + 1 < end && w.slots[token + 1] == w.slots[token] + 1;
+    if (two) write_pairs<2>(w, token);
+    else write_pairs<1>(w, token);
+    token += two ? 2 : 1;
+  }
 }
 
 }  // namespace penstock

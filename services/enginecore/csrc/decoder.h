@@ -35,7 +35,13 @@ inline void rms_norm(const float* x, const float* weight, float* out, int64_t n,
 // Rotates halves: (x, y) -> (x cos - y sin, y cos + x sin).
 inline void rotate(float* x, const float* cosines, const float* sines, int64_t size) {
   const int64_t half = size / 2;
-  for (int64_t i = 0; i < half; ++i) {
+  int64_t i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const vf a = load(x + i), b = load(x + i + half);
+    store(x + i, a * load(cosines + i) - b * load(sines + i));
+    store(x + i + half, b * load(cosines + i + half) + a * load(sines + i + half));
+  }
+  for (; i < half; ++i) {
     const float a = x[i], b = x[i + half];
     x[i] = a * cosines[i] - b * sines[i];
     x[i + half] = b * cosines[i + half] + a * sines[i + half];
@@ -211,12 +217,19 @@ class Decoder {
     });
   }
 
-  // `task` for each token, some at a time.
+  // `task` for some tokens at a time, from one to before another: of many those whose keys lie together, whose lines of memory one
+  // thread should write.
+  template <class Task>
+  bool some_tokens(Cursor& cursor, int part, const Task& task) {
+    const int64_t tokens = counts_[part], some = tokens >= kManyTokens ? kChunk : kRowTask;
+    return cursor((tokens + some - 1) / some, [&](int64_t index) { task(index * some, std::min(tokens, (index + 1) * some)); });
+  }
+
+  // `task` for each token.
   template <class Task>
   bool each_token(Cursor& cursor, int part, const Task& task) {
-    const int64_t tokens = counts_[part];
-    return cursor((tokens + kRowTask - 1) / kRowTask, [&](int64_t index) {
-      for (int64_t t = index * kRowTask; t < std::min(tokens, (index + 1) * kRowTask); ++t) task(t);
+    return some_tokens(cursor, part, [&](int64_t first, int64_t end) {
+      for (int64_t t = first; t < end; ++t) task(t);
     });
   }
 
@@ -272,7 +285,7 @@ class Decoder {
     if (!norm(cursor, kAll, l.input_norm, l.qkv)) return false;
     if (!product(cursor, kAll, normed, l.qkv, [&] { return Output{qkv_.data(), qkv_.stride(), l.qkv.bias, l.qkv.n, Epilogue::kStore}; }))
       return false;
-    if (!each_token(cursor, kAll, [&](int64_t t) { keep(index, t); })) return false;
+    if (!some_tokens(cursor, kAll, [&](int64_t first, int64_t end) { keep(index, first, end); })) return false;
     if (!cursor(num_attentions_[part], [&](int64_t task) { attend(attention(index), plans_[part].tasks[task], segments_); }))
       return false;
     if (!cursor(num_merges_[part], [&](int64_t task) { merge_segments(attention(index), plans_[part].merges[task], segments_); }))
@@ -329,29 +342,31 @@ class Decoder {
     });
   }
 
-  // Norms and rotates a token's queries and keys, and puts its keys and values into the cache.
-  void keep(size_t index, int64_t token) {
+  // Norms and rotates queries and keys of tokens first..end, and puts their keys and values into the cache.
+  void keep(size_t index, int64_t first, int64_t end) {
     const Model& m = model_;
     const Layer& l = layers_[index];
-    float* x = qkv_.row(token);
-    const Rotary& rotary = step_.rotaries[l.rotary];
-    const int64_t at = step_.positions[token] * m.rotary_size;
-    const float *cosines = rotary.cosines + at, *sines = rotary.sines + at;
-    if (m.norms_all_heads) {
-      float* keys = x + m.num_heads * m.head_size;
-      rms_norm(x, l.query_norm, x, m.num_heads * m.head_size, m.eps);
-      rms_norm(keys, l.key_norm, keys, m.num_kv_heads * m.head_size, m.eps);
-    }
-    for (int64_t head = 0; head < m.num_heads + m.num_kv_heads; ++head) {
-      float* part = x + head * m.head_size;
-      const float* weight = head < m.num_heads ? l.query_norm : l.key_norm;
-      if (weight != nullptr && !m.norms_all_heads) rms_norm(part, weight, part, m.head_size, m.eps);
-      rotate(part, cosines, sines, m.rotary_size);
+    for (int64_t token = first; token < end; ++token) {
+      float* x = qkv_.row(token);
+      const Rotary& rotary = step_.rotaries[l.rotary];
+      const int64_t at = step_.positions[token] * m.rotary_size;
+      const float *cosines = rotary.cosines + at, *sines = rotary.sines + at;
+      if (m.norms_all_heads) {
+        float* keys = x + m.num_heads * m.head_size;
+        rms_norm(x, l.query_norm, x, m.num_heads * m.head_size, m.eps);
+        rms_norm(keys, l.key_norm, keys, m.num_kv_heads * m.head_size, m.eps);
+      }
+      for (int64_t head = 0; head < m.num_heads + m.num_kv_heads; ++head) {
+        float* part = x + head * m.head_size;
+        const float* weight = head < m.num_heads ? l.query_norm : l.key_norm;
+        if (weight != nullptr && !m.norms_all_heads) rms_norm(part, weight, part, m.head_size, m.eps);
+        rotate(part, cosines, sines, m.rotary_size);
+      }
     }
     const int64_t keys = m.num_heads * m.head_size, values = keys + m.num_kv_heads * m.head_size;
-    write_token({step_.num_tokens, group(index).slots, step_.caches[index], m.num_kv_heads, m.head_size, m.head_size,
-                 qkv_.data() + keys, qkv_.stride(), qkv_.data() + values, qkv_.stride()},
-                token);
+    write_tokens({step_.num_tokens, group(index).slots, step_.caches[index], m.num_kv_heads, m.head_size, m.head_size,
+                  qkv_.data() + keys, qkv_.stride(), qkv_.data() + values, qkv_.stride()},
+                 first, end);
   }
 
   void logits(Cursor& cursor) {
@@ -377,6 +392,7 @@ class Decoder {
   static constexpr int kHeadPhases = 3;
   static constexpr int kPhases = 20;      // of a layer, sums over ranks and splitting of inputs among them
   static constexpr int64_t kRowTask = 4;  // tokens of a task that is done token by token
+  static constexpr int64_t kManyTokens = 256;
   Pool& pool_;
   const Pool::Job forward_job_{[](void* self, Cursor& cursor) { static_cast<Decoder*>(self)->run(cursor); }, this};
   const Pool::Job head_job_{[](void* self, Cursor& cursor) { static_cast<Decoder*>(self)->logits(cursor); }, this};

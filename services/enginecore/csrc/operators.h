@@ -144,7 +144,7 @@ class Operators {
 
   void write(Cursor& cursor) {
     cursor(num_tasks_, [this](int64_t task) {
-      for (int64_t t = task * kTokens; t < std::min(write_.num_tokens, (task + 1) * kTokens); ++t) write_token(write_, t);
+      write_tokens(write_, task * kTokens, std::min(write_.num_tokens, (task + 1) * kTokens));
     });
   }
 
