@@ -31,7 +31,8 @@ inline void store_pairs(void* p, vu v) { *static_cast<vi_unaligned*>(p) = reinte
 template <int kRows>
 void pair_score_tile(Scratch& s, int64_t row, int64_t key, const uint16_t* left, const uint16_t* right, int64_t pairs,
                      const Ahead<uint16_t>& ahead) {
-  vf sums[kRows][2] = {};
+  vf sums[kRows][2];
+  clear(sums);
   for (int64_t d = 0; d < pairs; ++d) {
     prefetch(ahead.left + d * 2 * kChunk);
     prefetch(ahead.right + d * 2 * kChunk);

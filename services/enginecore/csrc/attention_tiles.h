@@ -44,7 +44,8 @@ inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 template <int kRows>
 void score_tile(Scratch& s, int64_t row, int64_t key, const float* left, const float* right, int64_t head_size,
                 const Ahead<float>& ahead) {
-  vf sums[kRows][2] = {};
+  vf sums[kRows][2];
+  clear(sums);
   for (int64_t d = 0; d < head_size; ++d) {
     prefetch(ahead.left + d * kChunk);
     prefetch(ahead.right + d * kChunk);

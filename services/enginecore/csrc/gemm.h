@@ -140,7 +140,8 @@ inline void finish(vf (&sums)[kRows][2], const Output& output, int64_t row, int6
 template <class Weight, int kRows>
 void tile(const float* a, int64_t stride, const void* packed, int64_t k, const Output& output, int64_t row, int64_t panel) {
   constexpr int64_t kAhead = kPrefetch / sizeof(Weight), kStep = kTogether<Weight>;
-  vf sums[kRows][2] = {};
+  vf sums[kRows][2];
+  clear(sums);
   const float* rows[kRows];
   for (int i = 0; i < kRows; ++i) rows[i] = a + (row + i) * stride;
   const Weight* b = static_cast<const Weight*>(packed) + panel * panel_size<Weight>(k);
@@ -169,7 +170,8 @@ void tile(const float* a, int64_t stride, const void* packed, int64_t k, const O
 template <int kRows>
 void pair_tile(const float* a, int64_t stride, const void* packed, int64_t k, const Output& output, int64_t row, int64_t panel) {
   constexpr int64_t kAhead = kPrefetch / sizeof(uint16_t);
-  vf sums[kRows][2] = {};
+  vf sums[kRows][2];
+  clear(sums);
   const uint32_t* rows[kRows];  // of pairs
   for (int i = 0; i < kRows; ++i) rows[i] = reinterpret_cast<const uint32_t*>(a + (row + i) * stride);
   const uint16_t* b = static_cast<const uint16_t*>(packed) + panel * panel_size<uint16_t>(k);

@@ -49,6 +49,16 @@ inline vi lanes() {
   return numbers;
 }
 
+// Sums of a register tile from zero. Without a loop: of one compilers make a call that clears memory.
+template <int... kRow>
+inline void clear(vf (&sums)[sizeof...(kRow)][2], std::integer_sequence<int, kRow...>) {
+  ((sums[kRow][0] = sums[kRow][1] = vf{}), ...);
+}
+template <int kRows>
+inline void clear(vf (&sums)[kRows][2]) {
+  clear(sums, std::make_integer_sequence<int, kRows>{});
+}
+
 inline float sum(vf v) {
   float total = 0;
   for (int i = 0; i < kLanes; ++i) total += v[i];
