@@ -19,10 +19,10 @@ namespace penstock {
 constexpr uint32_t kWhole = ~0u, kFirst = 0xFFFFu, kSecond = 0xFFFF0000u;  // numbers of a pair
 constexpr int64_t kChunkPairs = kChunk / 2;
 
-// Pair `i` of a row, in each lane.
-inline vu splat_pair(const float* row, int64_t i) {
+// The pair that lies there, in each lane.
+inline vu splat_pair(const float* at) {
   uint32_t pair;
-  std::memcpy(&pair, row + i, sizeof pair);
+  std::memcpy(&pair, at, sizeof pair);
   return pair - vu{};
 }
 
@@ -33,13 +33,14 @@ void pair_score_tile(Scratch& s, int64_t row, int64_t key, const uint16_t* left,
                      const Ahead<uint16_t>& ahead) {
   vf sums[kRows][2];
   clear(sums);
-  for (int64_t d = 0; d < pairs; ++d) {
+  const float* query = s.query[row];
+  for (int64_t d = 0; d < pairs; ++d, ++query) {
     prefetch(ahead.left + d * 2 * kChunk);
     prefetch(ahead.right + d * 2 * kChunk);
     const vu l = load_pairs(left + d * 2 * kChunk), r = load_pairs(right + d * 2 * kChunk);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const vu q = splat_pair(s.query[row + i], d);
+      const vu q = splat_pair(query + i * Scratch::kQuery);
       sums[i][0] = add_pairs(sums[i][0], l, q);
       sums[i][1] = add_pairs(sums[i][1], r, q);
     }
@@ -62,7 +63,8 @@ void pair_value_tile(Scratch& s, int64_t row, int64_t weight, const Span& pairs,
     const int64_t chunk = pair / kChunkPairs, end = std::min(pairs.to, (chunk + 1) * kChunkPairs);
     const int64_t offset = 2 * (pair % kChunkPairs * value_size + column);
     const uint16_t *value = values.of[chunk] + offset, *ahead = values.ahead[chunk] + offset;
-    for (; pair < end; ++pair, value += 2 * value_size, ahead += 2 * value_size) {
+    const float* weights = s.weights[weight] + pair;
+    for (; pair < end; ++pair, ++weights, value += 2 * value_size, ahead += 2 * value_size) {
       vu parts[kVectors];
       for (int v = 0; v < kVectors; ++v) {
         prefetch(ahead + v * 2 * kLanes);
@@ -70,7 +72,7 @@ void pair_value_tile(Scratch& s, int64_t row, int64_t weight, const Span& pairs,
       }
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
-        const vu by = splat_pair(s.weights[weight + i], pair);
+        const vu by = splat_pair(weights + i * kKeys);
         for (int v = 0; v < kVectors; ++v) sums[i][v] = add_pairs(sums[i][v], parts[v], by);
       }
     }

@@ -24,7 +24,9 @@ struct Sums {
 
 // `query` and `weights` are floats, or pairs of bfloat16 in the first half of a row.
 struct Scratch {
-  alignas(64) float query[kTaskRows][kMaxValueSize + 2 * kLanes];
+  static constexpr int64_t kQuery = kMaxValueSize + 2 * kLanes;
+
+  alignas(64) float query[kTaskRows][kQuery];
   alignas(64) float weights[kTile][kKeys];  // of the rows that are computed together; their scores before
   Sums part;   // of a segment's keys
   Sums whole;  // of all segments so far
@@ -46,13 +48,14 @@ void score_tile(Scratch& s, int64_t row, int64_t key, const float* left, const f
                 const Ahead<float>& ahead) {
   vf sums[kRows][2];
   clear(sums);
-  for (int64_t d = 0; d < head_size; ++d) {
+  const float* query = s.query[row];
+  for (int64_t d = 0; d < head_size; ++d, ++query) {
     prefetch(ahead.left + d * kChunk);
     prefetch(ahead.right + d * kChunk);
     const vf l = load(left + d * kChunk), r = load(right + d * kChunk);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const vf q = splat(s.query[row + i][d]);
+      const vf q = splat(query[i * Scratch::kQuery]);
       sums[i][0] += q * l;
       sums[i][1] += q * r;
     }
@@ -88,14 +91,15 @@ void value_tile(Scratch& s, int64_t row, int64_t weight, const Span& span, const
     const int64_t chunk = key / kChunk, end = std::min(span.to, (chunk + 1) * kChunk);
     const float* value = values.of[chunk] + key % kChunk * value_size + column;
     const float* ahead = values.ahead[chunk] + key % kChunk * value_size + column;
-    for (; key < end; ++key, value += value_size, ahead += value_size) {
+    const float* weights = s.weights[weight] + key;
+    for (; key < end; ++key, ++weights, value += value_size, ahead += value_size) {
       prefetch(ahead);
       if constexpr (kVectors * kLanes > kChunk) prefetch(ahead + kChunk);
       vf parts[kVectors];
       for (int v = 0; v < kVectors; ++v) parts[v] = load(value + v * kLanes);
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
-        const vf by = splat(s.weights[weight + i][key]);
+        const vf by = splat(weights[i * kKeys]);
         for (int v = 0; v < kVectors; ++v) sums[i][v] += by * parts[v];
       }
     }
