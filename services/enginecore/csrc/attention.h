@@ -214,6 +214,12 @@ void attend_segment(const Attention& a, const AttentionTask& task, const Rows& r
   for (int64_t base = begin / kKeys * kKeys; base < end; base += kKeys) {
     const int64_t keys = std::min(kKeys, end - base);
     const auto seen = [&](int64_t row) { return rows.seen(row, base, base + keys); };
+    const int64_t first_panel = std::max<int64_t>(0, begin - base) / kPanel, end_panel = (keys + kPanel - 1) / kPanel;
+    PanelKeys<Number> panels[kKeys / kPanel];
+    for (int64_t j = first_panel; j < end_panel; ++j) {
+      const int64_t left = base + j * kPanel, right = left + kLanes;
+      panels[j] = {key_chunk(left) + left % kChunk, key_chunk(right) + right % kChunk, {value_chunk(left), value_chunk(right)}};
+    }
     Values<Number> values;
     for (int64_t j = std::max<int64_t>(0, begin - base) / kChunk; j * kChunk < keys; ++j)
       values.of[j] = value_chunk(base + j * kChunk), values.ahead[j] = key_chunk(base + j * kChunk + kKeys);
@@ -222,12 +228,7 @@ void attend_segment(const Attention& a, const AttentionTask& task, const Rows& r
     const int64_t first_row = std::max<int64_t>(0, base - rows.position) * rows.heads;
     for (int64_t row = first_row, count; row < rows.count; row += count) {
       count = std::min<int64_t>(kTile, rows.count - row);
-      for (int64_t j = std::max<int64_t>(0, begin - base) / kPanel * kPanel; j < keys; j += kPanel) {
-        const int64_t left = base + j, right = left + kLanes;
-        const Number *left_keys = key_chunk(left) + left % kChunk, *right_keys = key_chunk(right) + right % kChunk;
-        const Ahead<Number> ahead{value_chunk(left), value_chunk(right)};
-        Tiles::score(s, row, count, j, left_keys, right_keys, a.head_size, ahead);
-      }
+      for (int64_t j = first_panel; j < end_panel; ++j) Tiles::score(s, row, count, j * kPanel, panels[j], a.head_size);
       for (int64_t i = row; i < row + count; ++i)
         if (const Span span = seen(i); !span.empty()) weigh<Tiles>(s, i, i - row, span, a.params, a.value_size);
       const auto add = [&](int64_t i, int64_t some, const Span& span) {

@@ -29,15 +29,14 @@ inline vu splat_pair(const float* at) {
 inline void store_pairs(void* p, vu v) { *static_cast<vi_unaligned*>(p) = reinterpret_cast<vi_unaligned>(v); }
 
 template <int kRows>
-void pair_score_tile(Scratch& s, int64_t row, int64_t key, const uint16_t* left, const uint16_t* right, int64_t pairs,
-                     const Ahead<uint16_t>& ahead) {
+void pair_score_tile(Scratch& s, int64_t row, int64_t key, const PanelKeys<uint16_t>& keys, int64_t pairs) {
   vf sums[kRows][2];
   clear(sums);
   const float* query = s.query[row];
   for (int64_t d = 0; d < pairs; ++d, ++query) {
-    prefetch(ahead.left + d * 2 * kChunk);
-    prefetch(ahead.right + d * 2 * kChunk);
-    const vu l = load_pairs(left + d * 2 * kChunk), r = load_pairs(right + d * 2 * kChunk);
+    prefetch(keys.ahead.left + d * 2 * kChunk);
+    prefetch(keys.ahead.right + d * 2 * kChunk);
+    const vu l = load_pairs(keys.left + d * 2 * kChunk), r = load_pairs(keys.right + d * 2 * kChunk);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
       const vu q = splat_pair(query + i * Scratch::kQuery);
@@ -45,6 +44,7 @@ void pair_score_tile(Scratch& s, int64_t row, int64_t key, const uint16_t* left,
       sums[i][1] = add_pairs(sums[i][1], r, q);
     }
   }
+#pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
     store(&s.weights[i][key], sums[i][0]);
     store(&s.weights[i][key + kLanes], sums[i][1]);
@@ -56,6 +56,7 @@ template <int kRows, int kVectors>
 void pair_value_tile(Scratch& s, int64_t row, int64_t weight, const Span& pairs, uint32_t mask, const Values<uint16_t>& values,
                      int64_t value_size, int64_t column) {
   vf sums[kRows][kVectors];
+#pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i)
     for (int v = 0; v < kVectors; ++v) sums[i][v] = load(&s.part.output[row + i][column + v * kLanes]);
   const vu seen = mask - vu{};
@@ -77,11 +78,12 @@ void pair_value_tile(Scratch& s, int64_t row, int64_t weight, const Span& pairs,
       }
     }
   }
+#pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i)
     for (int v = 0; v < kVectors; ++v) store(&s.part.output[row + i][column + v * kLanes], sums[i][v]);
 }
 
-using PairScoreTile = void (*)(Scratch&, int64_t, int64_t, const uint16_t*, const uint16_t*, int64_t, const Ahead<uint16_t>&);
+using PairScoreTile = void (*)(Scratch&, int64_t, int64_t, const PanelKeys<uint16_t>&, int64_t);
 using PairValueTile = void (*)(Scratch&, int64_t, int64_t, const Span&, uint32_t, const Values<uint16_t>&, int64_t, int64_t);
 
 template <int... kRows>
@@ -108,9 +110,8 @@ struct PairTiles {
       store_pairs(query + d / 2, rounded(load(query + d), load(query + d + kLanes)));
   }
 
-  static void score(Scratch& s, int64_t row, int64_t count, int64_t key, const uint16_t* left, const uint16_t* right,
-                    int64_t head_size, const Ahead<uint16_t>& ahead) {
-    kPairScoreTiles[count - 1](s, row, key, left, right, head_size / 2, ahead);
+  static void score(Scratch& s, int64_t row, int64_t count, int64_t key, const PanelKeys<uint16_t>& keys, int64_t head_size) {
+    kPairScoreTiles[count - 1](s, row, key, keys, head_size / 2);
   }
 
   static vf power(vf x) { return power_of_two(kPowers3, x); }

@@ -40,19 +40,26 @@ struct Ahead {
   const Number* right;
 };
 
+// Where the keys of a panel are, the two vectors of them.
+template <class Number>
+struct PanelKeys {
+  const Number* left;
+  const Number* right;
+  Ahead<Number> ahead;
+};
+
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// weights[..kRows][key..key + kPanel) = queries row.. . keys, for the two vectors of keys at `left` and `right`.
+// weights[..kRows][key..key + kPanel) = queries row.. . keys.
 template <int kRows>
-void score_tile(Scratch& s, int64_t row, int64_t key, const float* left, const float* right, int64_t head_size,
-                const Ahead<float>& ahead) {
+void score_tile(Scratch& s, int64_t row, int64_t key, const PanelKeys<float>& keys, int64_t head_size) {
   vf sums[kRows][2];
   clear(sums);
   const float* query = s.query[row];
   for (int64_t d = 0; d < head_size; ++d, ++query) {
-    prefetch(ahead.left + d * kChunk);
-    prefetch(ahead.right + d * kChunk);
-    const vf l = load(left + d * kChunk), r = load(right + d * kChunk);
+    prefetch(keys.ahead.left + d * kChunk);
+    prefetch(keys.ahead.right + d * kChunk);
+    const vf l = load(keys.left + d * kChunk), r = load(keys.right + d * kChunk);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
       const vf q = splat(query[i * Scratch::kQuery]);
@@ -60,6 +67,7 @@ void score_tile(Scratch& s, int64_t row, int64_t key, const float* left, const f
       sums[i][1] += q * r;
     }
   }
+#pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
     store(&s.weights[i][key], sums[i][0]);
     store(&s.weights[i][key + kLanes], sums[i][1]);
@@ -85,6 +93,7 @@ template <int kRows, int kVectors>
 void value_tile(Scratch& s, int64_t row, int64_t weight, const Span& span, const Values<float>& values, int64_t value_size,
                 int64_t column) {
   vf sums[kRows][kVectors];
+#pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i)
     for (int v = 0; v < kVectors; ++v) sums[i][v] = load(&s.part.output[row + i][column + v * kLanes]);
   for (int64_t key = span.from; key < span.to;) {
@@ -104,11 +113,12 @@ void value_tile(Scratch& s, int64_t row, int64_t weight, const Span& span, const
       }
     }
   }
+#pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i)
     for (int v = 0; v < kVectors; ++v) store(&s.part.output[row + i][column + v * kLanes], sums[i][v]);
 }
 
-using ScoreTile = void (*)(Scratch&, int64_t, int64_t, const float*, const float*, int64_t, const Ahead<float>&);
+using ScoreTile = void (*)(Scratch&, int64_t, int64_t, const PanelKeys<float>&, int64_t);
 using ValueTile = void (*)(Scratch&, int64_t, int64_t, const Span&, const Values<float>&, int64_t, int64_t);
 
 template <int... kRows>
@@ -131,9 +141,8 @@ struct FloatTiles {
   static void take_query(Scratch&, int64_t, int64_t) {}
 
   // Of `count` rows from `row` on and the keys of a panel, `key`.. of the tile.
-  static void score(Scratch& s, int64_t row, int64_t count, int64_t key, const float* left, const float* right, int64_t head_size,
-                    const Ahead<float>& ahead) {
-    kScoreTiles[count - 1](s, row, key, left, right, head_size, ahead);
+  static void score(Scratch& s, int64_t row, int64_t count, int64_t key, const PanelKeys<float>& keys, int64_t head_size) {
+    kScoreTiles[count - 1](s, row, key, keys, head_size);
   }
 
   static vf power(vf x) { return power_of_two(kPowers5, x); }

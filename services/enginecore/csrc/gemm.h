@@ -102,9 +102,11 @@ inline void finish(vf (&sums)[kRows][2], const Output& output, int64_t row, int6
   const int64_t column = panel * kPanel;
   if (output.scales != nullptr) {
     const vf left = load(output.scales + column), right = load(output.scales + column + kLanes);
+#pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) sums[i][0] *= left, sums[i][1] *= right;
   }
   if (output.epilogue == Epilogue::kSilu) {
+#pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i)
       store(output.out + (row + i) * output.stride + panel * kLanes, silu(sums[i][0]) * sums[i][1]);
     return;
@@ -117,8 +119,10 @@ inline void finish(vf (&sums)[kRows][2], const Output& output, int64_t row, int6
   if (column + kPanel <= output.n) {
     if (output.bias != nullptr) {
       const vf left = load(output.bias + column), right = load(output.bias + column + kLanes);
+#pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) sums[i][0] += left, sums[i][1] += right;
     }
+#pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
       float* to = output.out + (row + i) * output.stride + column;
       if (output.epilogue == Epilogue::kAdd) sums[i][0] += load(to), sums[i][1] += load(to + kLanes);
@@ -127,10 +131,13 @@ inline void finish(vf (&sums)[kRows][2], const Output& output, int64_t row, int6
     }
     return;
   }
+  float last[kRows][kPanel];  // in memory, so that sums of other panels need not be
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) store(last[i], sums[i][0]), store(last[i] + kLanes, sums[i][1]);
   for (int i = 0; i < kRows; ++i) {
     float* to = output.out + (row + i) * output.stride + column;
     for (int64_t j = 0; j < output.n - column; ++j) {
-      const float value = sums[i][j / kLanes][j % kLanes] + (output.bias != nullptr ? output.bias[column + j] : 0.0f);
+      const float value = last[i][j] + (output.bias != nullptr ? output.bias[column + j] : 0.0f);
       to[j] = output.epilogue == Epilogue::kAdd ? to[j] + value : value;
     }
   }
