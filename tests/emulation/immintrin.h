@@ -1,5 +1,5 @@
-// The intrinsics of matrix units that the kernels use, in plain C++: the compiler's own header where this folder comes first among
-// those of includes, so that the kernels' very text runs on any processor.
+// The intrinsics that the kernels use, of matrix units above all, in plain C++: the compiler's own header where this folder comes
+// first among those of includes, so that the kernels' very text runs on any processor.
 //
 // Each does what the operation of its instruction says in Intel's manual: products and sums are fused and rounded to nearest even,
 // numbers too small to be normal count as zero and become it, in and out. What a processor refuses ends the process with a message.
@@ -60,6 +60,19 @@ inline void _mm_pause() {}
 
 typedef float __m512 __attribute__((vector_size(64)));
 typedef short __m512bh __attribute__((vector_size(64)));
+
+// The second of two of which one is no number.
+inline __m512 _mm512_max_ps(__m512 a, __m512 b) { return a > b ? a : b; }
+
+constexpr int _CMP_GT_OQ = 30;
+
+// A bit for each lane, of the one comparison that the kernels make.
+inline uint16_t _mm512_cmp_ps_mask(__m512 a, __m512 b, int comparison) {
+  emulated::require(comparison == _CMP_GT_OQ, "there is no such comparison");
+  uint16_t mask = 0;
+  for (int i = 0; i < 16; ++i) mask |= (a[i] > b[i]) << i;
+  return mask;
+}
 
 // A lane adds the product of the second numbers of a pair to its sum, then that of the first.
 inline __m512 _mm512_dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {

@@ -69,6 +69,7 @@ class Decoder {
       if (splits(linear)) parts_width_ = std::max(parts_width_, row_width(linear));
     };
     for (const Layer& layer : layers_) {
+      gated_width_ = std::max(gated_width_, rounds(layer.down) ? row_width(layer.down) : model.intermediate);
       for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.mixture.router}) look(*linear);
       mixes_ = mixes_ || layer.mixture.num_experts > 0;
       norms_ = norms_ || layer.attention_out_norm != nullptr || layer.mlp_out_norm != nullptr;
@@ -97,7 +98,7 @@ class Decoder {
     qkv_.resize(tokens, (m.num_heads + 2 * m.num_kv_heads) * m.head_size);
     normed_.resize(std::max(tokens, step.num_rows), m.hidden);
     attended_.resize(tokens, m.num_heads * m.head_size);
-    gated_.resize(tokens, m.intermediate);
+    gated_.resize(tokens, gated_width_);
     if (norms_) added_.resize(std::max(tokens, step.num_rows) * m.hidden);
     if (mixes_) mixing_.resize_rows(tokens, m, layers_);
     if (parts_width_ > 0) parts_.resize(std::max(tokens, step.num_rows), parts_width_);
@@ -253,12 +254,12 @@ class Decoder {
     return !splits(linear) || each_token(cursor, part, [&](int64_t t) { split_row(linear, from().row(t), parts_.row(t)); });
   }
 
-  // `from` and `output` say in a task where the rows are and where the sums go.
+  // `from` and `output` say in a task where the rows are and where the sums go. `split`: the rows were split.
   template <class From, class Where>
-  bool product(Cursor& cursor, int part, const From& from, const Linear& linear, const Where& output) {
+  bool product(Cursor& cursor, int part, const From& from, const Linear& linear, const Where& output, bool split = true) {
     const Blocks blocks(counts_[part], linear.n);
     return cursor(blocks.tasks(), [&](int64_t task) {
-      const Buffer& rows = splits(linear) ? parts_ : from();
+      const Buffer& rows = split && splits(linear) ? parts_ : from();
       Product(rows.data(), rows.stride(), linear, output(), blocks)(task);
     });
   }
@@ -304,10 +305,12 @@ class Decoder {
     const auto gated = [this]() -> const Buffer& { return gated_; };
     const Epilogue gate = model_.activation == kGeluGate ? Epilogue::kGelu : Epilogue::kSilu;
     if (!norm(cursor, part, l.mlp_norm, l.gate_up)) return false;
-    if (!product(cursor, part, normed, l.gate_up, [&] { return Output{gated_.data(), gated_.stride(), nullptr, l.gate_up.n, gate}; }))
+    const bool rounded = rounds(l.down);  // as the product before puts them out
+    if (!product(cursor, part, normed, l.gate_up,
+                 [&] { return Output{gated_.data(), gated_.stride(), nullptr, l.gate_up.n, gate, nullptr, rounded}; }))
       return false;
-    if (!split(cursor, part, gated, l.down)) return false;
-    if (!product(cursor, part, gated, l.down, [&] { return residual(part, l.down, l.mlp_out_norm); })) return false;
+    if (!rounded && !split(cursor, part, gated, l.down)) return false;
+    if (!product(cursor, part, gated, l.down, [&] { return residual(part, l.down, l.mlp_out_norm); }, !rounded)) return false;
     return settle(cursor, 2 * index + 1, part, l.mlp_out_norm);
   }
 
@@ -405,6 +408,7 @@ class Decoder {
   const Buffer* heads_[2] = {};    // what the heads put out
   bool gathered_ = false;          // whether the last layer has fewer tokens
   int64_t parts_width_ = 0;        // floats of the widest row in parts
+  int64_t gated_width_ = 0;        // and of the widest of those between gate and down, some of which are in parts
   Buffer qkv_, normed_, attended_, gated_, parts_;
   bool norms_ = false;             // what some layers add is normed
   bool mixes_ = false;             // some layers have experts

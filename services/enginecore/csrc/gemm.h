@@ -29,7 +29,8 @@ namespace penstock {
 enum class Epilogue { kStore, kAdd, kSilu, kGelu };
 
 // What a product does with its sums. kStore: out = sum + bias. kAdd: out += sum + bias. kSilu: panels hold a vector of gates
-// and one of ups, out = silu(gate) * up. kGelu: the same with gelu.
+// and one of ups, out = silu(gate) * up. kGelu: the same with gelu. `rounded`: which the next product reads as it is put there, in
+// one part.
 struct Output {
   float* out;
   int64_t stride;
@@ -37,6 +38,7 @@ struct Output {
   int64_t n;
   Epilogue epilogue;
   const float* scales = nullptr;
+  bool rounded = false;
 };
 
 constexpr int64_t kPrefetch = 4096;  // bytes ahead of those that are multiplied
@@ -97,6 +99,14 @@ void pack_panel(const float* weight, int64_t n, int64_t k, Weight* packed, int64
   }
 }
 
+inline void put_gated(vf y, const Output& output, int64_t row, int64_t panel) {
+  float* to = output.out + row * output.stride;
+  if (!output.rounded) return store(to + panel * kLanes, y);
+  vh half;
+  split(y, half);
+  store(reinterpret_cast<uint16_t*>(to) + panel * kLanes, half);
+}
+
 template <int kRows>
 inline void finish(vf (&sums)[kRows][2], const Output& output, int64_t row, int64_t panel) {
   const int64_t column = panel * kPanel;
@@ -107,13 +117,12 @@ inline void finish(vf (&sums)[kRows][2], const Output& output, int64_t row, int6
   }
   if (output.epilogue == Epilogue::kSilu) {
 #pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i)
-      store(output.out + (row + i) * output.stride + panel * kLanes, silu(sums[i][0]) * sums[i][1]);
+    for (int i = 0; i < kRows; ++i) put_gated(silu(sums[i][0]) * sums[i][1], output, row + i, panel);
     return;
   }
   if (output.epilogue == Epilogue::kGelu) {
-    for (int i = 0; i < kRows; ++i)
-      store(output.out + (row + i) * output.stride + panel * kLanes, gelu(sums[i][0]) * sums[i][1]);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) put_gated(gelu(sums[i][0]) * sums[i][1], output, row + i, panel);
     return;
   }
   if (column + kPanel <= output.n) {

@@ -32,6 +32,9 @@ inline bool splits(const Linear& linear) { return kBlockInputs > 1 && linear.kin
 
 inline int64_t whole_blocks(int64_t k) { return (k + kBlockInputs - 1) / kBlockInputs * kBlockInputs; }
 
+// Whether a row as a product reads it is its inputs rounded, one behind the other, and nothing else.
+inline bool rounds(const Linear& linear) { return splits(linear) && linear.parts == 1 && whole_blocks(linear.k) == linear.k; }
+
 // Floats that have the memory of a row as a product reads it, written in whole vectors.
 inline int64_t row_width(const Linear& linear) {
   constexpr int64_t kWhole = kBlockInputs > kLanes ? kBlockInputs : kLanes;
