@@ -229,6 +229,11 @@ void attend_segment(const Attention& a, const AttentionTask& task, const Rows& r
     for (int64_t row = first_row, count; row < rows.count; row += count) {
       count = std::min<int64_t>(kTile, rows.count - row);
       for (int64_t j = first_panel; j < end_panel; ++j) Tiles::score(s, row, count, j * kPanel, panels[j], a.head_size);
+      if (seen(row + count - 1).from == 0 && seen(row).to == kKeys) {  // as nearly everywhere: all of them see the whole tile
+        for (int64_t i = row; i < row + count; ++i) weigh<Tiles>(s, i, i - row, {0, kKeys}, a.params, a.value_size);
+        Tiles::add(s, row, 0, count, Tiles::shared({0, kKeys}), values, a.value_size);
+        continue;
+      }
       for (int64_t i = row; i < row + count; ++i)
         if (const Span span = seen(i); !span.empty()) weigh<Tiles>(s, i, i - row, span, a.params, a.value_size);
       const auto add = [&](int64_t i, int64_t some, const Span& span) {
