@@ -53,9 +53,10 @@ class Caller {
         down_(operators_, kHidden, 2 * kPanel, seed + 3),
         wide_(operators_, 40, 1024, seed + 4) {
     for (Layer& layer : layers_)
-      layer = {norm_.data(), norm_.data(), nullptr, nullptr, qkv_.linear, out_.linear, gate_up_.linear, down_.linear,
-               {20, 0, 0.25f, 0.0f, nullptr}};
-    const Model model{kLayers, kHidden, kHeads, 1, kHead, 2 * kPanel, 1e-5f, layers_, norm_.data(), qkv_.linear};
+      layer = {norm_.data(), nullptr, norm_.data(), nullptr, nullptr, nullptr, qkv_.linear, out_.linear, gate_up_.linear, down_.linear,
+               Mixture{}, {20, 0, 0.25f, 0.0f, nullptr}, 0};
+    const Model model{kLayers, kHidden, kHeads, 1, kHead, kHead, 2 * kPanel, kSiluGate, 0, 1e-5f, 0.0f, layers_, norm_.data(),
+                      qkv_.linear, {}};
     decoder_ = std::make_unique<Decoder>(model, pool);
   }
 
@@ -70,10 +71,11 @@ class Caller {
     const Group group{slots.data(), table, 5, kChunk};
     const Cache caches[kLayers] = {{keys.data(), values.data(), kHead, kHead}, {keys.data(), values.data(), kHead, kHead}};
     const std::vector<float> cosines(tokens * kHead, 1.0f), sines(tokens * kHead);
+    const Rotary rotary{cosines.data(), sines.data()};
     const auto forward = [&](int64_t keep_states, std::vector<float>& logits) {
       std::vector<float> x = numbers(tokens * kHidden, 7);
-      decoder_->forward({tokens, 1, starts, lens, &group, zeros, caches, x.data(), cosines.data(), sines.data(),
-                         static_cast<int64_t>(rows.size()), rows.data(), logits.data(), keep_states});
+      decoder_->forward({tokens, 1, starts, lens, &group, zeros, caches, x.data(), &rotary, static_cast<int64_t>(rows.size()),
+                         rows.data(), logits.data(), keep_states, 0, kLayers, nullptr, nullptr, nullptr});
       return x;
     };
     std::vector<float> logits(rows.size() * qkv_.linear.n), kept(logits.size()), again(logits.size());
