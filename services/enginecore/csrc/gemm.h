@@ -99,31 +99,29 @@ void pack_panel(const float* weight, int64_t n, int64_t k, Weight* packed, int64
   }
 }
 
-inline void put_gated(vf y, const Output& output, int64_t row, int64_t panel) {
-  float* to = output.out + row * output.stride;
-  if (!output.rounded) return store(to + panel * kLanes, y);
-  vh half;
-  split(y, half);
-  store(reinterpret_cast<uint16_t*>(to) + panel * kLanes, half);
+// Of gated panels. Apart from `finish`, which is to be small enough to be a part of each tile.
+__attribute__((noinline)) inline void finish_gated(const vf (*sums)[2], int rows, const Output& output, int64_t row, int64_t panel) {
+  for (int i = 0; i < rows; ++i) {
+    const vf y = (output.epilogue == Epilogue::kGelu ? gelu(sums[i][0]) : silu(sums[i][0])) * sums[i][1];
+    float* to = output.out + (row + i) * output.stride;
+    if (vh half; output.rounded) split(y, half), store(reinterpret_cast<uint16_t*>(to) + panel * kLanes, half);
+    else store(to + panel * kLanes, y);
+  }
 }
 
 template <int kRows>
-inline void finish(vf (&sums)[kRows][2], const Output& output, int64_t row, int64_t panel) {
+__attribute__((always_inline)) inline void finish(vf (&sums)[kRows][2], const Output& output, int64_t row, int64_t panel) {
   const int64_t column = panel * kPanel;
   if (output.scales != nullptr) {
     const vf left = load(output.scales + column), right = load(output.scales + column + kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) sums[i][0] *= left, sums[i][1] *= right;
   }
-  if (output.epilogue == Epilogue::kSilu) {
+  if (output.epilogue == Epilogue::kSilu || output.epilogue == Epilogue::kGelu) {
+    vf gated[kRows][2];  // a copy, so that sums of other products need not be in memory
 #pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) put_gated(silu(sums[i][0]) * sums[i][1], output, row + i, panel);
-    return;
-  }
-  if (output.epilogue == Epilogue::kGelu) {
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) put_gated(gelu(sums[i][0]) * sums[i][1], output, row + i, panel);
-    return;
+    for (int i = 0; i < kRows; ++i) gated[i][0] = sums[i][0], gated[i][1] = sums[i][1];
+    return finish_gated(gated, kRows, output, row, panel);
   }
   if (column + kPanel <= output.n) {
     if (output.bias != nullptr) {
@@ -140,7 +138,7 @@ inline void finish(vf (&sums)[kRows][2], const Output& output, int64_t row, int6
     }
     return;
   }
-  float last[kRows][kPanel];  // in memory, so that sums of other panels need not be
+  float last[kRows][kPanel];  // a copy as well
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) store(last[i], sums[i][0]), store(last[i] + kLanes, sums[i][1]);
   for (int i = 0; i < kRows; ++i) {
