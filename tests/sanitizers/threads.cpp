@@ -64,7 +64,8 @@ class Caller {
     const int64_t starts[] = {0, tokens}, lens[] = {tokens};
     const int64_t zeros[kLayers] = {};
     std::vector<int64_t> slots(tokens), rows(1 + tokens % 3);
-    for (int64_t i = 0; i < tokens; ++i) slots[i] = kChunk + i;
+    std::vector<int64_t> positions(tokens);
+    for (int64_t i = 0; i < tokens; ++i) slots[i] = kChunk + i, positions[i] = i;
     for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<int64_t>(i) % tokens;
     const int32_t table[] = {1, 2, 3, 4, 5};
     std::vector<float> keys(6 * kChunk * kHead), values(keys.size());
@@ -74,8 +75,8 @@ class Caller {
     const Rotary rotary{cosines.data(), sines.data()};
     const auto forward = [&](int64_t keep_states, std::vector<float>& logits) {
       std::vector<float> x = numbers(tokens * kHidden, 7);
-      decoder_->forward({tokens, 1, starts, lens, &group, zeros, caches, x.data(), &rotary, static_cast<int64_t>(rows.size()),
-                         rows.data(), logits.data(), keep_states, 0, kLayers, nullptr, nullptr, nullptr});
+      decoder_->forward({tokens, 1, starts, lens, &group, zeros, caches, x.data(), nullptr, nullptr, 0, positions.data(), &rotary,
+                         static_cast<int64_t>(rows.size()), rows.data(), logits.data(), keep_states, 0, kLayers, nullptr, nullptr, nullptr});
       return x;
     };
     std::vector<float> logits(rows.size() * qkv_.linear.n), kept(logits.size()), again(logits.size());
