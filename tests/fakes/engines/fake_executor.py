@@ -127,6 +127,7 @@ class FakeExecutor:
         late: bool = False,
         runs_ahead: bool = False,
         step_tokens: int = STEP_TOKENS,
+        prompt_batch_tokens: int = 0,
         windows: tuple[int | None, ...] = (None, None),
         pooling: PoolingLimits | None = None,
     ) -> None:
@@ -139,6 +140,7 @@ class FakeExecutor:
             pooling=pooling,
             runs_ahead=runs_ahead,
             step_tokens=step_tokens,
+            prompt_batch_tokens=prompt_batch_tokens,
         )
         self.fail_at_step = fail_at_step
         self.fails = fails

@@ -25,6 +25,18 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         ]
         | None
     ) = None
+    max_prompt_batch_tokens: (
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                description="Prompts begin in a step together while they have this many tokens at most, and a longer one alone; "
+                "0: as many as the step has room for. Unset: 256 on CPUs, where more of them in a step have their first tokens "
+                "later and none sooner, else 0.",
+            ),
+        ]
+        | None
+    ) = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=65_536, description="Requests that run at once.")] = 256
     policy: Annotated[
         Literal["fcfs", "priority"],

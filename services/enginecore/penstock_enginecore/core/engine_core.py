@@ -257,4 +257,6 @@ def _settled(config: EngineCoreConfig, model: ModelInfo) -> SchedulerConfig:
         most = scheduling.step_tokens
         tokens = max(model.step_tokens, min(scheduling.max_num_seqs, most)) if splits else most
         scheduling = msgspec.structs.replace(scheduling, max_num_batched_tokens=tokens)
+    if scheduling.max_prompt_batch_tokens is None:
+        scheduling = msgspec.structs.replace(scheduling, max_prompt_batch_tokens=model.prompt_batch_tokens)
     return scheduling

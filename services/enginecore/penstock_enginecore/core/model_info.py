@@ -25,5 +25,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether steps are prepared while others run, where ``scheduler.async_scheduling`` does not say."""
     step_tokens: int = STEP_TOKENS
     """Tokens of a step, where ``scheduler.max_num_batched_tokens`` does not say and prompts may be split."""
+    prompt_batch_tokens: int = 0
+    """Of prompts that begin in a step together, where ``scheduler.max_prompt_batch_tokens`` does not say; 0: any number."""
     supports_chunked_prefill: bool = True
     """Whether a prompt may be computed in several steps; not so for encoders, whose tokens see those after them."""

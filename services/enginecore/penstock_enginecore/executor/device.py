@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 _CPU_STEP_TOKENS = 512
 """Products of more rows are no faster on a CPU, and activations of so many stay in its caches."""
+_CPU_PROMPT_BATCH_TOKENS = 256
+"""Products of so many rows are nearly as fast as of more."""
 CAPABILITY = (8, 0)
 """The least that kernels are compiled for: bfloat16 and asynchronous copies, from Ampere on."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -44,6 +46,13 @@ def resolve_device(name: str, worker: int, devices: Sequence[int] = (), dev: Pat
 def step_tokens(device: torch.device) -> int:
     """Tokens of a step on ``device``, beyond which a step takes longer and computes no more in its time."""
     return _CPU_STEP_TOKENS if device.type == "cpu" else STEP_TOKENS
+
+
+def prompt_batch_tokens(device: torch.device) -> int:
+    """Tokens of prompts, beyond which more of them in a step on ``device`` have their first tokens later and none sooner; 0: any
+    number.
+    """
+    return _CPU_PROMPT_BATCH_TOKENS if device.type == "cpu" else 0
 
 
 def _too_old(rank: int) -> str:

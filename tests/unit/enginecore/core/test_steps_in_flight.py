@@ -164,3 +164,38 @@ def test_steps_are_as_large_as_the_model_has_use_for_unless_told_otherwise(confi
     run_to_end(engine)
     assert max(scheduled.total_num_scheduled_tokens for scheduled in executor.steps) == tokens
     assert engine.config.scheduler.max_num_batched_tokens == (tokens if tokens < 90 else STEP_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [
+        (
+            {},
+            [[9, 8], [4], [20], [9, 8]],
+        ),  # the third would be one too many, the fourth is longer than what begins together
+        ({"max_prompt_batch_tokens": 0}, [[9, 8, 4, 19], [1, 9, 8]]),
+        ({"max_prompt_batch_tokens": 28}, [[9, 8, 4], [20, 9], [8]]),
+    ],
+    ids=str,
+)
+def test_prompts_begin_together_while_they_have_few_tokens(config, steps):
+    """A token of each is not counted, as of requests that decode."""
+    executor = FakeExecutor(prompt_batch_tokens=18)
+    engine = make_engine(executor, max_num_batched_tokens=40, **config)
+    for first, length in enumerate((9, 8, 4, 20, 9, 8)):
+        add(engine, make_request([100 + first, *range(length - 1)], max_tokens=1))
+    run_to_end(engine)
+    counts = [list(scheduled.num_scheduled_tokens.values()) for scheduled in executor.steps]
+    assert [each for each in counts if each] == steps
+
+
+def test_requests_that_decode_keep_no_prompt_from_beginning():
+    executor = FakeExecutor(prompt_batch_tokens=4)
+    engine = make_engine(executor, max_num_batched_tokens=40)
+    for first in range(7):
+        add(engine, make_request([100 + first], max_tokens=8))
+    transcript = Transcript()
+    step(engine, transcript)
+    add(engine, make_request([200, *range(6)], max_tokens=1))
+    run_to_end(engine, transcript=transcript)
+    assert sorted(executor.steps[1].num_scheduled_tokens.values()) == [*[1] * 7, 7]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock_common.errors import ConfigError
-from penstock_enginecore.executor.device import resolve_device, step_tokens
+from penstock_enginecore.executor.device import prompt_batch_tokens, resolve_device, step_tokens
 
 
 @pytest.fixture
@@ -107,3 +107,5 @@ def test_a_machine_without_a_gpu_is_no_reason_to_warn(
 def test_steps_on_cpus_are_smaller() -> None:
     assert step_tokens(torch.device("cpu")) == 512
     assert step_tokens(torch.device("cuda", 0)) == 2048
+    assert prompt_batch_tokens(torch.device("cpu")) == 256
+    assert prompt_batch_tokens(torch.device("cuda", 0)) == 0

@@ -28,6 +28,7 @@ class StepBudget:
             # What fills a step comes to the stages in pieces, so that all of them soon compute some of it.
             piece = max(self.max_num_tokens // (_PIECES * num_stages), _SMALLEST_PIECE, self.max_num_running)
             self.max_num_tokens = min(self.max_num_tokens, piece)
+        self._max_batch_tokens = config.max_prompt_batch_tokens or 0
         self._max_prompt_tokens = config.long_prefill_token_threshold if self.chunked_prefill else 0
         if not self.chunked_prefill and self.max_num_tokens < max_model_len:
             raise ConfigError(
@@ -38,6 +39,12 @@ class StepBudget:
     def has_room(self, output: SchedulerOutput, num_running: int) -> bool:
         """Whether one more request can start in the step, beside ``num_running`` that run."""
         return num_running < self.max_num_running and output.total_num_scheduled_tokens < self.max_num_tokens
+
+    def may_join(self, num_tokens: int, output: SchedulerOutput) -> bool:
+        """Whether a prompt with ``num_tokens`` to compute may begin beside those that the step has already."""
+        # Every request has a token of the step; prompts have more.
+        others = output.total_num_scheduled_tokens - len(output.num_scheduled_tokens)
+        return not self._max_batch_tokens or not others or others + num_tokens <= self._max_batch_tokens
 
     def tokens_for(self, num_tokens: int, output: SchedulerOutput) -> int:
         """How many of a request's ``num_tokens`` due tokens the step takes, of what is left."""

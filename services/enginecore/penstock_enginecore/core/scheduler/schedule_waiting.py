@@ -72,6 +72,8 @@ class WaitingScheduler:
             return True
         computed = kv_cache.get_computed_blocks(request)
         num_missing_tokens = request.num_tokens - computed.num_tokens
+        if not self._budget.may_join(num_missing_tokens, output):
+            return False
         num_new_tokens = self._budget.tokens_for(num_missing_tokens, output)
         if num_new_tokens < num_missing_tokens and not self._budget.chunked_prefill:
             return False

@@ -18,7 +18,7 @@ from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunne
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.device_memory.kept import KeptMemory
 from penstock_enginecore.executor.completion import Arrival, BeginCopy, Late, begin_copy
-from penstock_enginecore.executor.device import step_tokens
+from penstock_enginecore.executor.device import prompt_batch_tokens, step_tokens
 from penstock_enginecore.executor.generation.graph_capture import GraphCapture
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.executor.generation.late_output import read_late
@@ -88,6 +88,7 @@ class GenerationRunner:
             dtype=str(self._model.precision).removeprefix("torch."),
             runs_ahead=self._launcher is not None or self._forward.device.type == "cuda",
             step_tokens=step_tokens(self._forward.device),
+            prompt_batch_tokens=prompt_batch_tokens(self._forward.device),
         )
 
     @property
