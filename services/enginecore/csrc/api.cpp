@@ -48,7 +48,8 @@ int64_t penstock_parts(int64_t rounded) { return rounded ? penstock::kRoundedPar
 void penstock_sizes(int64_t* sizes) {
   using namespace penstock;
   for (size_t size : {sizeof(Linear), sizeof(Cache), sizeof(Params), sizeof(Layer), sizeof(Model), sizeof(Group), sizeof(Step),
-                      sizeof(Attention), sizeof(Write), sizeof(Sampling), sizeof(Mask), sizeof(Grouped), sizeof(Mixture), sizeof(Rotary), sizeof(Route)})
+                      sizeof(Attention), sizeof(Write), sizeof(Sampling), sizeof(Mask), sizeof(Grouped), sizeof(Mixture), sizeof(Rotary),
+                      sizeof(Route)})
     *sizes++ = static_cast<int64_t>(size);
 }
 

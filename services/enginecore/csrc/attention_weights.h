@@ -30,8 +30,7 @@ inline void raise_peak(Sums& sums, int64_t row, vf best, int64_t value_size) {
 inline void scale_scores(float* scores, const Params& params) {
   for (int64_t j = 0; j < kKeys; j += kLanes) {
     const vf x = load(scores + j) * splat(params.scaling);
-    const vf capped = hyperbolic_tangent(x / splat(params.softcap)) * splat(params.softcap);
-    store(scores + j, params.softcap != 0.0f && x == x ? capped : x);  // the polynomial makes a number of what is none
+    store(scores + j, params.softcap != 0.0f ? capped(x, params.softcap) : x);
   }
 }
 

@@ -48,15 +48,14 @@ inline void rotate(float* x, const float* cosines, const float* sines, int64_t s
   }
 }
 
-// cap tanh(x / cap), in place. What is no number stays none.
+// In place.
 inline void cap(float* x, int64_t n, float cap) {
-  const auto capped = [cap](vf x) { return x == x ? hyperbolic_tangent(x / splat(cap)) * splat(cap) : x; };
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) store(x + i, capped(load(x + i)));
+  for (; i + kLanes <= n; i += kLanes) store(x + i, capped(load(x + i), cap));
   if (i == n) return;
   float last[kLanes] = {};
   std::memcpy(last, x + i, (n - i) * sizeof(float));
-  store(last, capped(load(last)));
+  store(last, capped(load(last), cap));
   std::memcpy(x + i, last, (n - i) * sizeof(float));
 }
 
@@ -75,7 +74,7 @@ class Decoder {
       norms_ = norms_ || layer.attention_out_norm != nullptr || layer.mlp_out_norm != nullptr;
     }
     look(model_.head);
-    if (mixes_) mixing_.resize(layers_.size());
+    if (mixes_) mixing_.measure(layers_);
   }
   ~Decoder() { pool_.quiet(); }
 
@@ -85,31 +84,7 @@ class Decoder {
     step_ = step;
     first_ = step.first, last_layer_ = step.last;
     num_embedded_ = step.first == 0 && step.embedding != nullptr ? step.num_tokens : 0;
-    const Model& m = model_;
-    const int64_t tokens = step.num_tokens;
-    const bool few = !step.keep_states && m.head.n > 0 && step.num_rows < tokens;
-    num_rows_ = step.num_rows;
-    num_gathered_ = few ? step.num_rows : 0;
-    gathered_ = few;
-    counts_[kAll] = tokens, counts_[kLast] = few ? step.num_rows : tokens;
-    if (few) last_.resize(step.num_rows * m.hidden), kept_.resize(step.num_rows, m.num_heads * m.head_size);
-    states_[kAll] = step.x, states_[kLast] = few ? last_.data() : step.x;
-    heads_[kAll] = &attended_, heads_[kLast] = few ? &kept_ : &attended_;
-    qkv_.resize(tokens, (m.num_heads + 2 * m.num_kv_heads) * m.head_size);
-    normed_.resize(std::max(tokens, step.num_rows), m.hidden);
-    attended_.resize(tokens, m.num_heads * m.head_size);
-    gated_.resize(tokens, gated_width_);
-    if (norms_) added_.resize(std::max(tokens, step.num_rows) * m.hidden);
-    if (mixes_) mixing_.resize_rows(tokens, m, layers_);
-    if (parts_width_ > 0) parts_.resize(std::max(tokens, step.num_rows), parts_width_);
-    plan_attention(attention(0), pool_.threads(), plans_[kAll]);  // the same for all layers but the last
-    plans_[kLast] = plans_[kAll];
-    if (few) leave_out(plans_[kLast]);
-    segments_.resize(plans_[kAll].num_parts, part_width(attention(0)));
-    for (int part : {kAll, kLast}) {
-      num_attentions_[part] = static_cast<int64_t>(plans_[part].tasks.size());
-      num_merges_[part] = static_cast<int64_t>(plans_[part].merges.size());
-    }
+    if (step.first == 0) begin(step);
     pool_.run(forward_job_);
   }
 
@@ -129,6 +104,35 @@ class Decoder {
   }
 
  private:
+  // What stays the same in all calls of a step.
+  void begin(const Step& step) {
+    const Model& m = model_;
+    const int64_t tokens = step.num_tokens;
+    const bool few = !step.keep_states && m.head.n > 0 && step.num_rows < tokens;
+    num_rows_ = step.num_rows;
+    num_gathered_ = few ? step.num_rows : 0;
+    gathered_ = few;
+    counts_[kAll] = tokens, counts_[kLast] = few ? step.num_rows : tokens;
+    if (few) last_.resize(step.num_rows * m.hidden), kept_.resize(step.num_rows, m.num_heads * m.head_size);
+    states_[kAll] = step.x, states_[kLast] = few ? last_.data() : step.x;
+    heads_[kAll] = &attended_, heads_[kLast] = few ? &kept_ : &attended_;
+    qkv_.resize(tokens, (m.num_heads + 2 * m.num_kv_heads) * m.head_size);
+    normed_.resize(std::max(tokens, step.num_rows), m.hidden);
+    attended_.resize(tokens, m.num_heads * m.head_size);
+    gated_.resize(tokens, gated_width_);
+    if (norms_) added_.resize(std::max(tokens, step.num_rows) * m.hidden);
+    if (mixes_) mixing_.resize(tokens, m.hidden);
+    if (parts_width_ > 0) parts_.resize(std::max(tokens, step.num_rows), parts_width_);
+    plan_attention(attention(0), pool_.threads(), plans_[kAll]);  // the same for all layers but the last
+    plans_[kLast] = plans_[kAll];
+    if (few) leave_out(plans_[kLast]);
+    segments_.resize(plans_[kAll].num_parts, part_width(attention(0)));
+    for (int part : {kAll, kLast}) {
+      num_attentions_[part] = static_cast<int64_t>(plans_[part].tasks.size());
+      num_merges_[part] = static_cast<int64_t>(plans_[part].merges.size());
+    }
+  }
+
   const Group& group(size_t layer) const { return step_.groups[step_.layer_groups[layer]]; }
 
   Attention attention(size_t layer) const {

@@ -18,27 +18,29 @@ namespace penstock {
 // when others have long gone on.
 class Mixing {
  public:
-  void resize(size_t num_layers) { counts_.reset(new LayerCounts[num_layers]); }
-
-  void resize_rows(int64_t tokens, const Model& model, const std::vector<Layer>& layers) {
-    int64_t experts = 0, top = 0, input = 0, inner = 0, gated = 0;
+  // What all layers need at most.
+  void measure(const std::vector<Layer>& layers) {
+    counts_.reset(new LayerCounts[layers.size()]);
     for (const Layer& layer : layers) {
       const Mixture& mixture = layer.mixture;
-      if (mixture.num_experts == 0) continue;
-      experts = std::max(experts, mixture.num_experts), top = std::max(top, mixture.top);
+      num_experts_ = std::max(num_experts_, mixture.num_experts), top_ = std::max(top_, mixture.top);
       for (int64_t i = 0; i < mixture.num_experts; ++i) {
-        input = std::max(input, row_width(mixture.gate_up[i]));
-        inner = std::max(inner, mixture.gate_up[i].n / 2);
-        gated = std::max(gated, row_width(mixture.down[i]));
+        input_width_ = std::max(input_width_, row_width(mixture.gate_up[i]));
+        gated_width_ = std::max(gated_width_, mixture.gate_up[i].n / 2);
+        parts_width_ = std::max(parts_width_, row_width(mixture.down[i]));
       }
     }
-    logits_.resize(tokens, experts);
-    inputs_.resize(tokens * top, input);
-    gated_.resize(tokens * top, inner);
-    gated_parts_.resize(tokens * top, gated);
-    outputs_.resize(tokens * top, model.hidden);
-    experts_.resize(tokens * top), weights_.resize(tokens * top), places_.resize(tokens * top), pairs_.resize(tokens * top);
-    ends_.resize(experts);
+    ends_.resize(num_experts_);
+  }
+
+  void resize(int64_t tokens, int64_t hidden) {
+    const int64_t pairs = tokens * top_;
+    logits_.resize(tokens, num_experts_);
+    inputs_.resize(pairs, input_width_);
+    gated_.resize(pairs, gated_width_);
+    gated_parts_.resize(pairs, parts_width_);
+    outputs_.resize(pairs, hidden);
+    experts_.resize(pairs), weights_.resize(pairs), places_.resize(pairs), pairs_.resize(pairs);
   }
 
   Output router_output(const Mixture& mixture) const {
@@ -150,6 +152,7 @@ class Mixing {
   }
 
   static constexpr int64_t kRowTask = 4;
+  int64_t num_experts_ = 0, top_ = 0, input_width_ = 0, gated_width_ = 0, parts_width_ = 0;  // the most of a layer
   Buffer logits_, inputs_, gated_, gated_parts_, outputs_;
   std::vector<int64_t> experts_;      // [tokens, top]
   std::vector<float> weights_;        // [tokens, top]

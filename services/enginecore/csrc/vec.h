@@ -125,6 +125,8 @@ inline vf exponential(vf x) {
 }
 
 inline vf hyperbolic_tangent(vf x) { return splat(1.0f) - splat(2.0f) / (exponential(x + x) + splat(1.0f)); }
+// cap tanh(x / cap). What is no number stays none, of which the polynomial would make one.
+inline vf capped(vf x, float cap) { return x == x ? hyperbolic_tangent(x / splat(cap)) * splat(cap) : x; }
 inline vf silu(vf x) { return x / (splat(1.0f) + exponential(-x)); }
 // x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, which is x times the logistic function of twice that.
 inline vf gelu(vf x) {

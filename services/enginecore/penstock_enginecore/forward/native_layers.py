@@ -28,7 +28,7 @@ from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.packed_layers import PackedLayers
 from penstock_enginecore.native.router import PackedRouter
 from penstock_enginecore.native.structs import Exchange, Layer, Linear, Mixture, Model
-from penstock_enginecore.native.weights import PackedWeight
+from penstock_enginecore.native.weights import PackedWeight, interleaved
 from penstock_enginecore.parallel.part import Part
 from penstock_enginecore.parallel.shared_memory import PIECE
 
@@ -119,7 +119,7 @@ class DecoderLayers:
         qkv = self._pack(torch.cat([p.weight for p in projections]), bias)
         output = self._pack(attention.o_proj.weight, attention.o_proj.bias)
         if is_gated(layer.mlp):
-            gate_up = self._pack(self._interleaved(*gate_and_up(layer.mlp)), None)
+            gate_up = self._pack(interleaved(self._library, *gate_and_up(layer.mlp)), None)
             down = self._pack(layer.mlp.down_proj.weight, layer.mlp.down_proj.bias)
         else:
             mixture = self._mixture(index, layer.mlp)
@@ -147,11 +147,6 @@ class DecoderLayers:
             return Mixture()
         gate_up, down = (self._kept((Linear * len(each))(*(weight.struct for weight in each))) for each in products)
         return Mixture(len(gate_up), router.top, router.normalize, router.packed.struct, gate_up, down)
-
-    def _interleaved(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Rows of both in turn, a vector's lanes at a time."""
-        shape = (-1, self._library.lanes, gate.shape[1])
-        return torch.stack([gate.view(shape), up.view(shape)], dim=1).view(-1, gate.shape[1])
 
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         packed = PackedWeight(self._library, weight, bias)

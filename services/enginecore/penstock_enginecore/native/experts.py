@@ -13,7 +13,7 @@ from transformers.integrations.moe import _default_apply_gate
 
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.structs import Grouped, Linear
-from penstock_enginecore.native.weights import VECTORS, PackedWeight, fits_bfloat16
+from penstock_enginecore.native.weights import VECTORS, PackedWeight, fits_bfloat16, interleaved
 
 _SAID = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 """What transformers' ``use_experts_implementation`` says of a class of experts."""
@@ -169,8 +169,7 @@ class PackedExperts(torch.nn.Module):
         if self._unpacked[0].is_transposed:
             weight = weight.T
         if self._silu and name == "gate_up_proj":
-            weight = torch.stack([half.view(-1, self._library.lanes, half.shape[1]) for half in weight.chunk(2)], dim=1)
-            weight = weight.view(-1, weight.shape[-1])
+            weight = interleaved(self._library, *weight.chunk(2))
         return weight, weights.get(f"{name}_bias")
 
 

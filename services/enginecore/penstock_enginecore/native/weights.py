@@ -116,6 +116,12 @@ def multiply(library: NativeLibrary, weight: PackedWeight, x: torch.Tensor, *, a
     return out
 
 
+def interleaved(library: NativeLibrary, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Rows of both ``[n, k]`` in turn, a vector's lanes at a time, as products with a gate take them."""
+    rows = torch.stack([half.view(-1, library.lanes, half.shape[1]) for half in (gate, up)], dim=1)
+    return rows.view(-1, gate.shape[1])
+
+
 def fits_bfloat16(weight: torch.Tensor) -> bool:
     """Whether bfloat16 holds every number."""
     if isinstance(weight, NarrowWeight):
