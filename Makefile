@@ -232,6 +232,10 @@ bench-routing: setup ## Cached prompts, evenness and time of the router's choice
 	@$(BIN)/python -m tests.benchmarks.routing $(ARGS)
 	@$(BIN)/python -m tests.benchmarks.routing_engines
 
+.PHONY: check-gpu
+check-gpu: setup ## What engines compute on a GPU beside what they should, family by family; ARGS="--device cpu" to see that it runs
+	@$(BIN)/python -W ignore -m tests.device $(ARGS)
+
 .PHONY: bench-gpu
 bench-gpu: setup ## How near an engine comes to what the GPU can do; ARGS=--tiny for every phase on the CPU
 	@$(BIN)/python -m tests.benchmarks.gpu $(ARGS)

@@ -1,10 +1,11 @@
 """The forward pass alone over keys and values of random numbers: decode steps, prompts, and how long the device idles in them."""
 
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from penstock_enginecore.models.loader import load_model
 from tests.benchmarks.gpu import machine
 from tests.benchmarks.gpu.shapes import BLOCK_SIZE, Plan, Prefill, Row
 
+T = TypeVar("T")
+
 ROUNDS = 30
 TRACED = 20
 
@@ -24,9 +27,21 @@ TRACED = 20
 def measure(plan: Plan, device: torch.device) -> dict[str, Any]:
     """Milliseconds of each row, and of the prompts."""
     with forward_pass(plan, device) as (forward, computing):
-        decode = [time_decode(forward, plan, row, device) for row in plan.decode]
-        prefill = [time_prefill(forward, plan, each, device) for each in plan.prefill]
+        decode = fitting(plan.decode, lambda row: time_decode(forward, plan, row, device))
+        prefill = fitting(plan.prefill, lambda each: time_prefill(forward, plan, each, device))
     return {"computing": computing, "decode": decode, "prefill": prefill}
+
+
+def fitting(rows: Sequence[T], measure_row: Callable[[T], dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is measured of ``rows``, less those that the device has no memory for."""
+    found = []
+    for row in rows:
+        try:
+            found.append(measure_row(row))
+        except torch.OutOfMemoryError as e:
+            print(f"{row}: {str(e).splitlines()[0]}", file=sys.stderr)
+            torch.cuda.empty_cache()
+    return found
 
 
 def idle(plan: Plan, device: torch.device) -> dict[str, Any]:

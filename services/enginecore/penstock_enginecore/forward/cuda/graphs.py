@@ -50,10 +50,13 @@ UNPADDED = Padded()
 
 
 class StepGraphs:
-    """Graphs by the shape of a step. ``make_graph`` makes an empty one."""
+    """Graphs by the shape of a step. ``make_graph`` makes an empty one. ``renew`` is called when the last of them has gone, and
+    with it what they shared.
+    """
 
-    def __init__(self, make_graph: Callable[[], Graph]) -> None:
+    def __init__(self, make_graph: Callable[[], Graph], renew: Callable[[], None] = lambda: None) -> None:
         self._make_graph = make_graph
+        self._renew = renew
         self._captured: dict[Hashable, _Captured] = {}
         self.failure = ""
         """Why steps are not captured any more; empty while they are."""
@@ -90,7 +93,9 @@ class StepGraphs:
 
     def clear(self) -> None:
         """Forget all of them: the tensors that they read or write are going."""
-        self._captured.clear()
+        if self._captured:
+            self._captured.clear()
+            self._renew()
 
     def _capture(self, shape: Hashable, launch: Launch) -> None:
         graph = self._make_graph()
@@ -130,8 +135,19 @@ class CudaGraph:
         self._graph.replay()
 
 
+class _SharedPool:
+    """The pool of graphs that live together. PyTorch gives it up with the last of them, and refuses to capture into it then."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Take another one."""
+        self.handle: Any = torch.cuda.graph_pool_handle()
+
+
 def cuda_graphs() -> StepGraphs:
     """Graphs of the current device."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    pool = torch.cuda.graph_pool_handle()
-    return StepGraphs(lambda: CudaGraph(stream, pool))
+    pool = _SharedPool()
+    return StepGraphs(lambda: CudaGraph(stream, pool.handle), pool.renew)

@@ -52,6 +52,18 @@ def test_the_first_step_of_a_shape_is_launched_and_captured_and_later_ones_repla
     assert log == ["b", "launch", "capture", "launch"]
 
 
+def test_what_graphs_share_is_renewed_once_the_last_of_them_has_gone() -> None:
+    renewed: list[str] = []
+    steps = StepGraphs(lambda: CountingGraph([]), lambda: renewed.append("renewed"))
+    steps.clear()
+    assert not renewed
+    for shape in ("a", "b"):
+        steps.run(shape, lambda: torch.zeros(1))
+    steps.clear()
+    steps.clear()
+    assert renewed == ["renewed"]
+
+
 def test_replays_and_the_tokens_that_pad_them_are_counted() -> None:
     steps = StepGraphs(lambda: CountingGraph([]))
     result = torch.zeros(1)

@@ -1,0 +1,192 @@
+"""The checks of ``make check-gpu``: each takes a device, and returns what it found, ``ok`` and what it ``says`` of it."""
+
+import logging
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.control import EngineControl
+from penstock_enginecore.core.engine_core import EngineCore
+from tests.fakes.engines.in_process import build_engine, generate
+from tests.fakes.models.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model
+from tests.fakes.models.transformers_greedy import greedy_tokens
+
+NEW_TOKENS = 12
+PROMPT_LENGTHS = (1, 3, 7, 16, 34, 90)
+CACHE = {"block_size": 16, "num_blocks": 256}
+LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
+WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.1}
+HEADS = {**WIDTHS, "head_dim": 64}
+
+
+def _widths(architecture: str) -> dict[str, Any]:
+    """Heads of 64 numbers wherever a family lets them be chosen."""
+    if architecture in LATENT:
+        return WIDTHS
+    return HEADS if architecture not in ("gpt2", "gpt_bigcode", "opt", "jetmoe", "helium", "minicpm3") else {}
+
+
+def prompts() -> list[list[int]]:
+    """The same on every machine."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, VOCAB_SIZE, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+
+
+class Said(logging.Handler):
+    """What the engine's log said of what computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep lines on kernels."""
+        text = record.getMessage()
+        if "computing with" in text or record.levelno >= logging.WARNING:
+            self.lines.append(text)
+
+
+def _said() -> Said:
+    said = Said()
+    logger = logging.getLogger("penstock_enginecore")
+    logger.addHandler(said)
+    logger.setLevel(logging.INFO)
+    return said
+
+
+def _engine(path: Path, device: str, dtype: str = "float32", **sections: Any) -> EngineCore:
+    model = {"device": device, "dtype": dtype}
+    return build_engine(path, model=model, cache={**CACHE, **sections.pop("cache", {})}, **sections)
+
+
+def _tokens(engine: EngineCore, name: str = "r", **params: Any) -> list[list[int]]:
+    wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True} | params)
+    run = generate(engine, [(f"{name}{i}", prompt, wanted) for i, prompt in enumerate(prompts())])
+    return [run.tokens[f"{name}{i}"] for i in range(len(PROMPT_LENGTHS))]
+
+
+def _graphs(engine: EngineCore) -> str:
+    [stats] = engine.executor.worker_stats()
+    return str(stats.graphs)[:120]
+
+
+def _same(found: list[list[int]], expected: list[list[int]]) -> str:
+    """How many tokens are the same up to the first of each prompt that is not."""
+    count = 0
+    for a, b in zip(found, expected, strict=True):
+        for x, y in zip(a, b, strict=True):
+            if x != y:
+                break
+            count += 1
+    return f"{count}/{sum(map(len, expected))}"
+
+
+def family(architecture: str, dtype: str, device: str) -> dict[str, Any]:
+    """Greedy tokens in one step, in chunks and on prefix hits, against transformers in float32."""
+    said = _said()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        model = save_tiny_model(architecture, path, **_widths(architecture))
+        expected = [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts()]
+        engine = _engine(path, device, dtype, scheduler={"max_num_batched_tokens": 40})
+        found = _tokens(engine)
+        again = _tokens(engine, "again")
+        graphs = _graphs(engine)
+        engine.shutdown()
+    same = found == expected and again == expected
+    computing = next((line for line in said.lines if "computing with" in line), "?")
+    ok = same or (dtype != "float32" and found == again)
+    says = f"{_same(found, expected)} {_same(again, expected)} {computing.replace('computing with ', '')}"
+    return {"ok": ok, "same": same, "says": says, "log": said.lines, "graphs": graphs}
+
+
+def draws(device: str) -> dict[str, Any]:
+    """Seeded tokens with and without filters beside a CPU's."""
+    share = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        save_tiny_model("llama", path, **HEADS)
+        for name, params in {
+            "plain": {"temperature": 1.0, "seed": 7},
+            "filters": {"temperature": 0.8, "seed": 7, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+            "penalties": {"temperature": 0.8, "seed": 7, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+        }.items():
+            here, there = (_tokens(_engine(path, where), **params) for where in (device, "cpu"))
+            same, of = map(int, _same(here, there).split("/"))
+            share[name] = same / of
+    return {"ok": min(share.values()) > 0.9, "says": str(share)}
+
+
+def invariant(device: str) -> dict[str, Any]:
+    """Log-probabilities alone and in a crowd, bit by bit."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        save_tiny_model("llama", path, **HEADS)
+        engine = _engine(path, device, "bfloat16", kernels={"batch_invariant": True})
+        crowd = _tokens(engine, "crowd", temperature=1.0, seed=3)
+        wanted = SamplingParams(temperature=1.0, seed=3, max_tokens=NEW_TOKENS, ignore_eos=True)
+        alone = [
+            generate(engine, [(f"alone{i}", prompt, wanted)]).tokens[f"alone{i}"] for i, prompt in enumerate(prompts())
+        ]
+    return {"ok": crowd == alone, "says": _same(crowd, alone)}
+
+
+def sleeps(device: str) -> dict[str, Any]:
+    """The same tokens behind a sleep of level 1 and of level 2."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        save_tiny_model("llama", path, **HEADS)
+        engine = _engine(path, device, "bfloat16")
+        before = _tokens(engine, "before")
+        control, found, free = EngineControl(engine), [], []
+        for level in (1, 2):
+            control.sleep(level)
+            free.append(torch.cuda.mem_get_info()[0] // 2**20 if device == "cuda" else 0)
+            control.wake_up([])
+            found.append(_tokens(engine, f"after{level}") == before)
+    return {"ok": all(found), "says": f"{found}, MiB free asleep {free}"}
+
+
+def eight_bits(device: str) -> dict[str, Any]:
+    """An 8-bit cache gives tokens, mostly those of the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        save_tiny_model("llama", path, **HEADS)
+        plain = _tokens(_engine(path, device, "bfloat16"))
+        eight = _tokens(_engine(path, device, "bfloat16", cache={"dtype": "fp8"}))
+    same = _same(eight, plain)
+    return {"ok": int(same.split("/")[0]) > 0.3 * 72, "says": same}
+
+
+def recorded(device: str) -> dict[str, Any]:
+    """Steps that are captured at the start give the same tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        model = save_tiny_model("llama", path, **HEADS)
+        expected = [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts()]
+        engine = _engine(path, device, kernels={"capture_at_start": True}, scheduler={"max_num_seqs": 16})
+        found = _tokens(engine)
+    return {"ok": found == expected, "says": f"{_same(found, expected)} {_graphs(engine)}"}
+
+
+FUSED = (
+    *("llama", "deepseek_v3", "gpt_oss", "gemma3", "qwen3_moe", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3"),
+    *("granite", "ministral", "seed_oss", "mixtral", "deepseek_v2", "glm4_moe_lite"),
+)
+"""Those that the fused decoder computes."""
+
+CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
+    **{f"float32 {name}": partial(family, name, "float32") for name in FUSED},
+    "draws": draws,
+    "invariant": invariant,
+    "sleeps": sleeps,
+    "eight_bits": eight_bits,
+    "recorded": recorded,
+    **{f"bfloat16 {name}": partial(family, name, "bfloat16") for name in FUSED[:6]},
+    **{f"float32 {name}": partial(family, name, "float32") for name in ARCHITECTURES if name not in FUSED},
+}
