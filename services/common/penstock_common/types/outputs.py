@@ -77,6 +77,27 @@ class PrefillStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int
 
 
+class SpecDecodingStats(msgspec.Struct, kw_only=True):
+    """Drafted tokens of an engine, or of a request; counts only grow. ``num_drafts``: times that a request had drafts in a step.
+    ``num_accepted_tokens_per_pos``: by the place in a draft.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = []
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        """Add a draft of ``num_drafted`` tokens, of which the first ``num_accepted`` held."""
+        per_pos = self.num_accepted_tokens_per_pos
+        per_pos.extend([0] * (num_drafted - len(per_pos)))
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+        for place in range(num_accepted):
+            per_pos[place] += 1
+
+
 class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """New tokens of one request. ``offset`` is the index of the first new token in the whole output.
 
@@ -97,6 +118,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     events: list[EngineCoreEvent] = []
     prefill_stats: PrefillStats | None = None
     num_nans_in_logits: int = 0
+    spec_decoding_stats: SpecDecodingStats | None = None
+    """Of the attempt, on its last output; None where nothing was drafted."""
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +140,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     current_wave: int = 0
     seconds_since_last_step: float = 0.0
     wedged: bool = False
+    spec_decoding_stats: SpecDecodingStats | None = None
+    """None for an engine that does not speculate."""
 
     @property
     def prefix_cache_hit_rate(self) -> float:

@@ -54,6 +54,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Whether the prompt has ended the reasoning (True) or begun it (False); None: the engine looks at its last tokens."""
     reasoning_parser_kwargs: ReasoningTokens | None = None
     """Set where a constraint holds only behind the reasoning."""
+    prediction_token_ids: list[int] = []
+    """What the output may turn out to be: drafts are looked up in it. It changes no token."""
 
     @property
     def skips_prefix_cache(self) -> bool:

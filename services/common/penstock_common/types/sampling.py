@@ -77,6 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 switch the filters off. ``seed`` is concrete by the time
     a request reaches an engine: the draw for output index i is a function of (seed, i) alone. See ``MIN_SEED`` and ``MAX_SEED``.
+    ``num_speculative_tokens``: of an engine that speculates, drafts in a step at most; 0 is none, None leaves it to the engine.
     ``max_tokens`` None means: up to ``max_model_len``. ``bad_words`` are the client's; engines ban ``bad_word_token_ids``.
     """
 
@@ -110,6 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     truncate_prompt_tokens: int | None = None
     skip_reading_prefix_cache: bool = False
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
+    num_speculative_tokens: int | None = None
 
     @property
     def greedy(self) -> bool:

@@ -8,6 +8,7 @@ from penstock_enginecore.config.expert_parallel import ExpertParallelConfig
 from penstock_enginecore.config.model import Device, Dtype, ModelConfig, Task
 from penstock_enginecore.config.nodes import NodesConfig
 from penstock_enginecore.config.scheduler import SchedulerConfig
+from penstock_enginecore.config.speculative import SpeculativeConfig
 from penstock_enginecore.config.structured_output import StructuredOutputConfig
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "NodesConfig",
     "ProfilerConfig",
     "SchedulerConfig",
+    "SpeculativeConfig",
     "StructuredOutputConfig",
     "Task",
 ]

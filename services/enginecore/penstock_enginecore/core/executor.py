@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from penstock_enginecore.core.data_parallel.shared_experts import SharedExperts
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
-from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import WorkerStats
 
 Progress = Callable[[str], None]
@@ -52,6 +52,11 @@ class Executor(Protocol):
 
         The future raises what went wrong in either half of the step. From then on no step is run before ``recover``: what was
         started behind the one that failed raises as well.
+        """
+
+    def take_draft_token_ids(self) -> "Future[DraftTokenIds]":
+        """Draft behind the step that was sampled last, as it asked for. What goes wrong in it switches the drafter off, and fails
+        no step.
         """
 
     def execute_dummy_batch(self) -> None:

@@ -90,6 +90,7 @@ class Request:
         "number",
         "outlives",
         "pooling_params",
+        "prediction_token_ids",
         "prefill_reported",
         "prompt_embeds",
         "queued_time",
@@ -116,6 +117,7 @@ class Request:
         self.pooling_params: PoolingParams | None = request.pooling_params
         self.second_text_start = request.second_text_start
         self.prompt_embeds = request.prompt_embeds
+        self.prediction_token_ids = request.prediction_token_ids
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.all_token_ids: list[int] = [*request.prompt_token_ids, *request.prior_output_token_ids]
         room = max_model_len - self.num_prompt_tokens

@@ -28,6 +28,7 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     second_text_start: int | None = None
     prompt_embeds: PromptEmbeds | None = None
     context: RequestContext = RequestContext()
+    prediction_token_ids: list[int] = []
 
 
 class CachedRequestData(msgspec.Struct, kw_only=True):
@@ -49,6 +50,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     ``finished_request_ids``: ended since the last step, workers drop their state. ``preempted_request_ids``: lost their
     blocks, workers drop their state; they come back as new requests.
     ``num_common_prefix_blocks``: per KV cache group, blocks every running request shares at its start.
+    ``scheduled_spec_decode_tokens``: by request id, the drafts among its tokens, behind those that are final.
+    ``num_drafts_wanted``: by request id, how many tokens are to be drafted behind the step, at most. Their blocks are there.
     """
 
     step: int = 0
@@ -59,6 +62,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     num_common_prefix_blocks: tuple[int, ...] = (0,)
     finished_request_ids: list[str] = []
     preempted_request_ids: list[str] = []
+    scheduled_spec_decode_tokens: dict[str, list[int]] = {}
+    num_drafts_wanted: dict[str, int] = {}
 
     def add_new(self, request: Request, num_tokens: int, block_ids: tuple[list[int], ...]) -> None:
         """Schedule ``num_tokens`` tokens of a request that starts, or starts again."""
@@ -75,6 +80,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
                 second_text_start=request.second_text_start,
                 prompt_embeds=request.prompt_embeds,
                 context=request.context,
+                prediction_token_ids=request.prediction_token_ids,
             )
         )
 
@@ -120,17 +126,32 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
         self.total_num_scheduled_tokens += num_tokens
 
 
+class DraftTokenIds(msgspec.Struct, kw_only=True):
+    """What was drafted behind a step, parallel to ``request_ids``: those of ``num_drafts_wanted``, a list each, which may be empty.
+    ``seconds`` that it took. ``failure``: why the drafter was switched off, empty while it works.
+    """
+
+    request_ids: list[str] = []
+    draft_token_ids: list[list[int]] = []
+    seconds: float = 0.0
+    failure: str = ""
+
+
 class GrammarBitmask(msgspec.Struct, frozen=True):
-    """Which tokens constrained requests of a step may get. ``bitmask`` int32 ``[len(request_ids), ceil(vocab / 32)]``: bit
-    t % 32 of word t // 32 is token t. Requests that get no token in the step, or are not constrained, are not named.
+    """Which tokens constrained requests of a step may get. ``bitmask`` int32 ``[rows, ceil(vocab / 32)]``: bit t % 32 of word
+    t // 32 is token t. Requests that get no token in the step, or are not constrained, are not named. Row i is that of
+    ``request_ids[i]``, behind the first ``offsets[i]`` of its drafts; without ``offsets`` behind none. Positions that are not
+    named cannot be reached.
     """
 
     request_ids: list[str]
     bitmask: npt.NDArray[np.int32]
+    offsets: list[int] = []
 
 
 class ModelRunnerOutput(msgspec.Struct, kw_only=True):
-    """Sampled tokens of a step, parallel to ``request_ids``.
+    """Sampled tokens of a step, parallel to ``request_ids``: of a request with drafts those that held, and one more.
+    ``seconds`` that the step took to compute, 0 where nobody looked.
 
     The list of a request whose prompt is not yet fully computed is empty. By request id, for those that asked: ``logprobs`` of
     the sampled tokens; ``prompt_logprobs`` of the prompt tokens that this step computed, less the first of the prompt, which
@@ -144,3 +165,4 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: dict[str, Logprobs] = {}
     pooled: dict[str, Vectors] = {}
     num_nans_in_logits: dict[str, int] = {}
+    seconds: float = 0.0
