@@ -17,6 +17,7 @@ from penstock_enginecore.config import (
     ExecutorConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
@@ -52,6 +53,7 @@ def make_config(
     kind: str = "uniproc",
     num_stages: int = 1,
     error_dump: ErrorDumpConfig | None = None,
+    speculative: SpeculativeConfig = SpeculativeConfig(),
     **scheduler: Any,
 ) -> EngineCoreConfig:
     """A small engine; further arguments go to SchedulerConfig."""
@@ -71,6 +73,7 @@ def make_config(
         ),
         drain_timeout=drain_timeout,
         error_dump=error_dump or ErrorDumpConfig(),
+        speculative=speculative,
     )
 
 

@@ -26,7 +26,13 @@ from penstock_enginecore.core.kv_cache.block_pool import NULL_BLOCK_ID
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.pooling_validation import PoolingLimits
-from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import (
+    DraftTokenIds,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from penstock_enginecore.core.worker_stats import WorkerStats
 
 
@@ -74,6 +80,10 @@ class LateFuture(Future):
         return super().result(timeout)
 
 
+Drafts = Callable[[int, int, int], list[int]]
+"""Of a seed, the next output index and a number: so many drafts at most."""
+
+
 class _State:
     """What a worker remembers of a request."""
 
@@ -84,6 +94,14 @@ class _State:
         self.block_ids = [list(table) for table in new.block_ids]
         self.params: SamplingParams = new.sampling_params
         self.prefix_hashes: list[int] = []
+        self.num_drafts = 0
+
+    def forget_drafts(self) -> None:
+        """What was computed behind the final tokens means nothing."""
+        if self.num_drafts:
+            del self.token_ids[len(self.token_ids) - self.num_drafts :]
+            self.num_drafts = 0
+        del self.prefix_hashes[len(self.token_ids) :]
 
     def prefix_hash(self, position: int) -> int:
         """Hash of the tokens up to and including ``position``."""
@@ -106,6 +124,7 @@ class FakeExecutor:
     ``unhurried``: a step's results count as not there yet until somebody waits for them. ``late``: steps are not even begun
     before that, or before ``work`` is called: only then does the device read what the step says, and sample; its tokens are its
     own inputs of the steps behind.
+    ``drafter``: gives drafts for a seed, from an output index on, so many; steps are asked for them behind their sampling.
     ``windows``: the sliding window of each layer. ``pooling``: what it is pooled for; it generates without.
     """
 
@@ -130,6 +149,7 @@ class FakeExecutor:
         prompt_batch_tokens: int = 0,
         windows: tuple[int | None, ...] = (None, None),
         pooling: PoolingLimits | None = None,
+        drafter: Drafts | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self._model = ModelInfo(
@@ -167,6 +187,9 @@ class FakeExecutor:
         self.rpcs: list[tuple[str, list[Any]]] = []
         self.rpc_results: dict[str, Any] = {}
         self._loaded = False
+        self._drafter = drafter
+        self._behind: SchedulerOutput | None = None
+        self.num_drafted = self.num_accepted = 0
 
     @property
     def held_requests(self) -> set[str]:
@@ -215,6 +238,7 @@ class FakeExecutor:
         assert step is not None, "no step has lost its peers"
         for key, count in step.num_scheduled_tokens.items():
             self._states[key].num_computed_tokens -= count
+            self._states[key].forget_drafts()
 
     def work(self, count: int | None = None) -> None:
         """Have a late device run ``count`` of the steps that it was given, all for None. Nothing waits behind one that fails."""
@@ -262,6 +286,30 @@ class FakeExecutor:
         except AssertionError as e:
             self._failed = e
         future.set_exception(self._failed)
+
+    def take_draft_token_ids(self) -> "Future[DraftTokenIds]":
+        step = self._behind
+        if self._late:
+            late: LateFuture = LateFuture(self.work)
+            self._queued.append(lambda: late.set_result(self._draft(self._behind)))
+            return late
+        future: Future[DraftTokenIds] = UnhurriedFuture() if self._unhurried else Future()
+        future.set_result(self._draft(step))
+        return future
+
+    def _draft(self, step: SchedulerOutput | None) -> DraftTokenIds:
+        drafts = DraftTokenIds()
+        if step is None or self._drafter is None or self._failed is not None:
+            return drafts
+        for key, count in step.num_drafts_wanted.items():
+            state = self._states[key]
+            index = len(state.token_ids) - state.num_prompt_tokens
+            drafts.request_ids.append(key)
+            drafts.draft_token_ids.append(self._drafter(state.params.seed or 0, index, count)[:count])
+        return drafts
+
+    def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
+        return {count: 0.01 for count in num_tokens}
 
     def recover(self) -> None:
         self.work()
@@ -315,7 +363,10 @@ class FakeExecutor:
             state = self._states[key]
             end = state.num_computed_tokens + count
             assert count > 0
-            assert end <= len(state.token_ids), f"{key}: {end} of {len(state.token_ids)} tokens scheduled"
+            drafts = step.scheduled_spec_decode_tokens.get(key, [])
+            known = len(state.token_ids) + len(drafts)
+            assert end <= known, f"{key}: {end} of {known} tokens scheduled"
+            assert not drafts or end == known, f"{key}: drafts behind tokens that are not computed"
             for table in state.block_ids:
                 assert end <= len(table) * self._block_size, f"{key}: blocks do not cover the tokens"
             assert end <= self._config.max_model_len
@@ -362,6 +413,9 @@ class FakeExecutor:
         for key, count in step.num_scheduled_tokens.items():
             state = self._states[key]
             end = state.num_computed_tokens + count
+            drafts = step.scheduled_spec_decode_tokens.get(key, [])
+            state.token_ids.extend(drafts)
+            state.num_drafts = len(drafts)
             if self._check_kv:
                 for position in range(state.num_computed_tokens, end):
                     for group in range(len(state.block_ids)):
@@ -370,18 +424,37 @@ class FakeExecutor:
 
     def _sample(self, step: SchedulerOutput, grammar: GrammarBitmask | None) -> ModelRunnerOutput:
         output = ModelRunnerOutput(request_ids=[], sampled_token_ids=[])
-        rows = dict(zip(grammar.request_ids, grammar.bitmask, strict=True)) if grammar else {}
+        self._behind = step
+        rows: dict[str, dict[int, Any]] = {}
+        for place, key in enumerate(grammar.request_ids if grammar else ()):
+            rows.setdefault(key, {})[grammar.offsets[place] if grammar.offsets else 0] = grammar.bitmask[place]
         for key in step.num_scheduled_tokens:
             state = self._states[key]
             sampled = []
             if state.num_computed_tokens == len(state.token_ids):
-                index = len(state.token_ids) - state.num_prompt_tokens
-                token = oracle_token(state.params.seed or 0, index, self.vocab_size)
-                if key in rows:  # a constrained request without a row has ended meanwhile; its token is not looked at
-                    token = next_allowed(token, rows.pop(key), self.vocab_size)
-                sampled = [token]
+                drafts = step.scheduled_spec_decode_tokens.get(key, [])
+                # A constrained request without a row has ended meanwhile; its tokens are not looked at.
+                sampled = self._verified(state, drafts, rows.pop(key, None))
+                state.forget_drafts()
                 state.token_ids.extend(sampled)
+                state.num_computed_tokens = len(state.token_ids) - 1
+                self.num_drafted += len(drafts)
+                self.num_accepted += len(sampled) - 1
             output.request_ids.append(key)
             output.sampled_token_ids.append(sampled)
         assert not rows, "a bitmask for requests that get no token"
         return output
+
+    def _verified(self, state: _State, drafts: list[int], masks: dict[int, Any] | None) -> list[int]:
+        first = len(state.token_ids) - len(drafts) - state.num_prompt_tokens
+        sampled: list[int] = []
+        for offset in range(len(drafts) + 1):
+            if masks is not None and offset not in masks:
+                break
+            token = oracle_token(state.params.seed or 0, first + offset, self.vocab_size)
+            if masks is not None:
+                token = next_allowed(token, masks[offset], self.vocab_size)
+            sampled.append(token)
+            if offset == len(drafts) or token != drafts[offset]:
+                break
+        return sampled

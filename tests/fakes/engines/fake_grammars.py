@@ -29,6 +29,7 @@ class FakeGrammar:
         self.ready = True
         self.closed = False
         self.failure: RequestFailed | None = None
+        self.forced: list[int] = []
 
     def allows(self, token: int) -> bool:
         if self.terminated:

@@ -30,6 +30,9 @@ from penstock_enginecore.core.validation import RequestLimits, validate_request
 
 logger = logging.getLogger(__name__)
 
+_ROWS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 64)
+"""Tokens of the steps that are timed at the start of an engine that speculates."""
+
 
 def _keep_nothing(scheduled: SchedulerOutput, error: Exception, stats: SchedulerStats) -> None:
     """A failed step is told in the log alone."""
@@ -67,6 +70,7 @@ class EngineCore:
             raise ConfigError(
                 f"data_parallel.size is {config.data_parallel.size} and the model pools; ranks of a group generate"
             )
+        _check_speculative(config, model)
         scheduling = _settled(config, model)
         self.config = config = msgspec.structs.replace(config, scheduler=scheduling)
         num_stages = config.executor.pipeline_parallel_size
@@ -85,6 +89,8 @@ class EngineCore:
                 enable_kv_events=config.cache.enable_kv_events,
                 supports_chunked_prefill=model.supports_chunked_prefill,
                 num_stages=num_stages,
+                speculative=config.speculative,
+                step_seconds=executor.step_seconds(_ROWS) if config.speculative.enabled else {},
                 eos_token_ids=model.eos_token_ids,
                 monotonic_clock=monotonic_clock,
                 wall_clock=wall_clock,
@@ -111,6 +117,7 @@ class EngineCore:
             StepRecovery(executor, self.scheduler, keep_failed_step),
             max_steps=max_steps,
             on_done=self._count_step,
+            drafts=config.speculative.enabled,
         )
 
     @property
@@ -185,6 +192,7 @@ class EngineCore:
         Raises EngineDeadError.
         """
         steps = self._steps
+        steps.take_drafts(wait=not steps)
         self._grammars.take()
         started = steps.has_room and self._start_step(drain_aborts)
         if steps and not (started and steps.has_room and not steps.oldest_is_done):
@@ -199,6 +207,7 @@ class EngineCore:
         """One forward pass, also where there is nothing to compute: all ranks of the group are in it. ``begin``: whether waiting
         requests may begin in it. Raises EngineDeadError, and CollectiveBroken where other ranks are lost or this one failed them.
         """
+        self._steps.take_drafts(wait=True)
         self._grammars.take()
         scheduled = self.scheduler.schedule(begin=begin)
         passed = True
@@ -236,6 +245,11 @@ class EngineCore:
         return self.scheduler.take_kv_events()
 
     @property
+    def drafter_failure(self) -> str:
+        """Why nothing is drafted any more; empty while that works, or where nothing ever was."""
+        return self.scheduler.drafter_failure
+
+    @property
     def paused(self) -> bool:
         """Whether nothing is scheduled until ``resume``."""
         return self.scheduler.pause_state is PauseState.PAUSED
@@ -260,3 +274,16 @@ def _settled(config: EngineCoreConfig, model: ModelInfo) -> SchedulerConfig:
     if scheduling.max_prompt_batch_tokens is None:
         scheduling = msgspec.structs.replace(scheduling, max_prompt_batch_tokens=model.prompt_batch_tokens)
     return scheduling
+
+
+def _check_speculative(config: EngineCoreConfig, model: ModelInfo) -> None:
+    """Raises ConfigError for what cannot be had together with drafts."""
+    method, stages = config.speculative.method, config.executor.pipeline_parallel_size
+    if not method:
+        return
+    if model.pooling is not None:
+        raise ConfigError(f"speculative.method is {method} and the model pools; only models that generate have drafts")
+    if stages > 1:
+        raise ConfigError(
+            f"speculative.method is {method} and executor.pipeline_parallel_size {stages}; engines with drafts have 1 stage"
+        )

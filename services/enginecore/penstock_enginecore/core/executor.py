@@ -59,6 +59,9 @@ class Executor(Protocol):
         no step.
         """
 
+    def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
+        """How long steps of so many tokens of one request take, of as many as are timed within half a second. Waits for that."""
+
     def execute_dummy_batch(self) -> None:
         """Waits for a forward pass of a token that nobody asked for, behind the steps that were started: other ranks of a
         data-parallel group compute theirs. Where they share experts, this one computes those of their tokens alone. Raises what

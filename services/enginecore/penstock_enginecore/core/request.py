@@ -3,11 +3,12 @@
 import enum
 import itertools
 
-from penstock_common.types.outputs import EngineCoreEvent, EventType, FinishReason
+from penstock_common.types.outputs import EngineCoreEvent, EventType, FinishReason, SpecDecodingStats
 from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.hold import Hold
+from penstock_enginecore.core.spec_decode.history import DraftHistory
 from penstock_enginecore.core.structured_output.base import Grammar
 
 
@@ -64,6 +65,10 @@ class Request:
     ``outlives``: another engine had taken it.
     ``num_charged_tokens``: those that count for the tenant's share of the engine already.
     ``sampled_step``: the last step that gives it a token of output.
+    ``spec_token_ids``: what was drafted behind the tokens that are known. ``max_drafts``: tokens that are drafted at most.
+    ``unsettled``: a step in flight has drafts, or has some made behind it: what its next tokens are, and how many, is known
+    only then. ``draft_history`` and ``forced_history``: how drafts held, what a grammar forces apart; ``drafts_forced``: which of the
+    two those are that are being verified. ``spec_stats``: None while it has had no drafts.
     ``arrival`` numbers requests in the order in which the scheduler got them. ``grammar`` is set once a constraint is compiled.
     """
 
@@ -74,10 +79,14 @@ class Request:
         "block_hashes",
         "client_id",
         "context",
+        "draft_history",
+        "drafts_forced",
         "events",
+        "forced_history",
         "grammar",
         "hold",
         "key",
+        "max_drafts",
         "max_tokens",
         "num_cached_tokens",
         "num_charged_tokens",
@@ -101,9 +110,12 @@ class Request:
         "sampling_params",
         "second_text_start",
         "skip_reading_prefix_cache",
+        "spec_stats",
+        "spec_token_ids",
         "status",
         "stop_reason",
         "stop_token_ids",
+        "unsettled",
         "valid_from_step",
         "wave",
     )
@@ -145,6 +157,13 @@ class Request:
         self.num_cached_tokens = -1
         self.num_charged_tokens = 0
         self.num_preemptions = 0
+        self.spec_token_ids: list[int] = []
+        self.max_drafts = 0
+        self.unsettled = False
+        self.draft_history: DraftHistory | None = None
+        self.forced_history: DraftHistory | None = None
+        self.drafts_forced = False
+        self.spec_stats: SpecDecodingStats | None = None
         self.prefill_reported = False
         self.queued_time = 0.0
         self.block_hashes: list[bytes] = []

@@ -8,7 +8,7 @@ from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
 from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.core.grammar_intake import GrammarIntake
 from penstock_enginecore.core.scheduler.base import Scheduler
-from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.step_recovery import EngineDeadError, StepRecovery
 
 DrainAborts = Callable[[], None]
@@ -32,7 +32,9 @@ class StepsInFlight:
         *,
         max_steps: int,
         on_done: StepDone,
+        drafts: bool = False,
     ) -> None:
+        """``drafts``: whether tokens may be drafted behind a step."""
         self._executor = executor
         self._scheduler = scheduler
         self._grammars = grammars
@@ -40,6 +42,9 @@ class StepsInFlight:
         self._max_steps = max_steps
         self._on_done = on_done
         self._steps: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+        self._drafts = drafts
+        self._drafting: deque[tuple[SchedulerOutput, Future[DraftTokenIds]]] = deque()
+        """Of steps in flight, and of those that are over and whose drafts have not been taken in."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -64,6 +69,8 @@ class StepsInFlight:
             if self._steps and self._scheduler.constrained(scheduled) and not self.finish_all(drain_aborts):
                 return False
             future = self._executor.sample_tokens(self._grammars.bitmask(scheduled))
+            if self._drafts and scheduled.num_scheduled_tokens:
+                self._drafting.append((scheduled, self._executor.take_draft_token_ids()))
         except EngineDeadError:
             raise
         except CollectiveBroken:
@@ -92,6 +99,7 @@ class StepsInFlight:
             behind = [later for _, later in self._steps]
             self._steps.clear()
             wait(behind)
+            self._drafting.clear()
             self._recovery.recover(scheduled, e)
             return False
         drain_aborts()
@@ -99,14 +107,25 @@ class StepsInFlight:
         self._on_done(scheduled, results)
         return True
 
+    def take_drafts(self, *, wait: bool) -> None:
+        """Take in what was drafted behind the steps that are over: what is there, or all of it."""
+        while self._drafting:
+            scheduled, future = self._drafting[0]
+            if any(step is scheduled for step, _ in self._steps) or not (wait or future.done()):
+                return
+            self._drafting.popleft()
+            self._scheduler.update_draft_token_ids(scheduled, future.result())
+
     def _roll_back(self, scheduled: SchedulerOutput) -> None:
         """Nothing of the step stays, and every request keeps what was computed before it. Ranks have one step in flight."""
         self._executor.roll_back()
         self._scheduler.roll_back(scheduled)
+        self._drafting.clear()
 
     def finish_all(self, drain_aborts: DrainAborts) -> bool:
         """Take in the results of every step. Returns False when one failed: those behind it are lost. Raises EngineDeadError."""
         while self._steps:
             if not self.finish_oldest(drain_aborts):
                 return False
+        self.take_drafts(wait=True)
         return True

@@ -1,5 +1,6 @@
 """What the worker knows of the runner of its model."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -7,7 +8,7 @@ import torch
 from penstock_enginecore.core.data_parallel.shared_experts import SharedExperts
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
-from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.executor.completion import Late
 from penstock_enginecore.executor.generation.graph_capture import GraphCapture
@@ -76,6 +77,12 @@ class ModelRunner(Protocol):
         """The output of the step that ``execute`` ran, empty for one without tokens. Where it is late, the next step may be run
         before it is there: nothing of that depends on the host's knowing it.
         """
+
+    def draft(self) -> DraftTokenIds:
+        """What was drafted behind the step that was sampled last; nothing where nothing drafts. Raises nothing."""
+
+    def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
+        """How long steps of so many tokens of one request take, of as many as are timed within half a second."""
 
     def to(self, device: torch.device) -> None:
         """Move the weights: away from the device while the engine sleeps, and back."""

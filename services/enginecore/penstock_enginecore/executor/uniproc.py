@@ -11,7 +11,7 @@ from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
-from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.executor.completion import Late
@@ -97,6 +97,19 @@ class UniprocExecutor:
             self._failed = step if self._failed is None else min(self._failed, step)
             del call  # the error knows this frame, and the call may know the error
             raise
+
+    def take_draft_token_ids(self) -> "Future[DraftTokenIds]":
+        """Queues the drafting behind the sampling."""
+        return self._thread.submit(partial(self._draft, self._num_steps))
+
+    def _draft(self, step: int) -> DraftTokenIds:
+        if self._failed is not None and self._failed <= step:
+            return DraftTokenIds()
+        return self._worker.runner.draft()
+
+    def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
+        """Waits for the worker to time them."""
+        return self._thread.call(partial(self._worker.runner.step_seconds, num_tokens))
 
     def execute_dummy_batch(self) -> None:
         """Waits for the worker to compute a token that nobody asked for."""

@@ -1,6 +1,7 @@
 """What penalties need to know of a request: its distinct tokens and how often each was put out."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,14 @@ class TokenCounts:
         output = inverse[num_prompt_tokens - start :]
         self._counts = np.bincount(output, minlength=self._size).astype(np.int64)
         self._index = dict(zip(distinct.tolist(), range(self._size), strict=True))
+
+    def with_output(self, token_ids: Sequence[int]) -> "TokenCounts":
+        """These counts and those of more output, apart from these."""
+        later = copy(self)
+        later._token_ids, later._counts, later._index = self._token_ids.copy(), self._counts.copy(), self._index.copy()
+        for token_id in token_ids:
+            later.append(token_id)
+        return later
 
     def append(self, token_id: int) -> None:
         """Count an output token."""

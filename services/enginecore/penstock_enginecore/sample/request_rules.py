@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from copy import copy
 from typing import Self
 
 import numpy as np
@@ -68,6 +69,14 @@ class RequestRules:
         if listed or params.min_tokens > 0 or has_penalties(params):
             return cls(params, token_ids, num_prompt_tokens, eos_token_ids)
         return None
+
+    def behind(self, drafts: npt.NDArray[np.integer]) -> Self:
+        """The same rules for the position behind ``drafts`` ``[tokens]``, as if these were output."""
+        if self.counts is None or not len(drafts):
+            return self
+        later = copy(self)
+        later.counts = self.counts.with_output(drafts.tolist())
+        return later
 
     def append(self, token_id: int) -> None:
         """Take note of an output token."""

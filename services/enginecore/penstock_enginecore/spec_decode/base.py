@@ -39,7 +39,7 @@ class Layout:
 @dataclass(frozen=True, slots=True)
 class DraftSampling:
     """How requests draw, ``[requests]`` each: ``temperature``, 0 is greedy, ``top_k``, ``top_p`` and ``min_p`` as in
-    ``SamplingInputs``, and ``uniforms`` float64 ``[requests, drafts]``: those of the output indices that are drafted, the next first.
+    ``SamplingInputs``, and ``uniforms`` float64 ``[requests, drafts]``: of the output indices that are drafted, the next first.
     """
 
     temperature: FloatArray
@@ -84,7 +84,7 @@ class Drafter(Protocol):
 
     @property
     def specs(self) -> Mapping[str, KVCacheSpec]:
-        """What its attention layers ask of the KV cache, by layer name, ``draft.`` first. They share the requests' block tables."""
+        """What its attention layers ask of the KV cache, by layer name, ``draft.`` first; on the requests' block tables."""
 
     @property
     def weight_bytes(self) -> int:
@@ -92,12 +92,12 @@ class Drafter(Protocol):
 
     @property
     def state_layers(self) -> Sequence[int]:
-        """Of which layers of the model it wants the hidden states: i is what goes into layer i, and the number of layers what comes
-        out of the last, behind the norm. Empty: of none.
+        """Of which layers of the model it wants the hidden states: i is what goes into layer i, and the number of layers what
+        comes out of the last, behind the norm. Empty: of none.
         """
 
     def bind(self, caches: LayerCaches, block_size: int) -> None:
-        """Use this KV cache, of its own layers, from now on, and know nothing of what is in it. An empty one lets go of that before."""
+        """Use this KV cache from now on, and know nothing of what is in it. An empty one lets go of that before."""
 
     def begin(self, request: NewRequestData) -> None:
         """A request that steps will have, maybe again behind a preemption."""

@@ -86,6 +86,20 @@ class KVCacheManager:
             return None
         return tuple([self._extend(table, missing) for table in tables])
 
+    def num_allocated_tokens(self, request: Request) -> int:
+        """Tokens that the blocks of a running request have a place for."""
+        return len(self._blocks[request.key][0]) * self.block_size
+
+    def allocate_spare(self, request: Request, num_new_tokens: int, *, reserve: int) -> tuple[list[int], ...] | None:
+        """As ``allocate_slots``, of blocks that nobody needs: as many as ``reserve`` requests take next stay free in each group."""
+        tables = self._blocks[request.key]
+        missing = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size) - len(tables[0])
+        if missing <= 0:
+            return ()
+        if (missing + reserve) * len(tables) > self.pool.num_free_blocks:
+            return None
+        return tuple([self._extend(table, missing) for table in tables])
+
     def _extend(self, table: list[KVCacheBlock], count: int) -> list[int]:
         new = self.pool.allocate(count)
         table.extend(new)

@@ -1,7 +1,7 @@
 """What the engine core asks of a scheduler, and how one is chosen by name."""
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -9,11 +9,11 @@ import msgspec
 from penstock_common.errors import ConfigError, nearest
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
-from penstock_enginecore.config import SchedulerConfig
+from penstock_enginecore.config import SchedulerConfig, SpeculativeConfig
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.request import Request
-from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
 
 Clock = Callable[[], float]
@@ -22,7 +22,8 @@ Clock = Callable[[], float]
 
 class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     """What a scheduler is built from. ``monotonic_clock`` stamps events, ``wall_clock`` is compared with deadlines. A step passes
-    ``num_stages`` workers, one after the other, each of which can be at another step.
+    ``num_stages`` workers, one after the other, each of which can be at another step. ``step_seconds``: how long steps take by the
+    number of their tokens, as far as that was measured.
     """
 
     config: SchedulerConfig
@@ -32,6 +33,8 @@ class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: frozenset[int]
     supports_chunked_prefill: bool = True
     num_stages: int = 1
+    speculative: SpeculativeConfig = SpeculativeConfig()
+    step_seconds: Mapping[int, float] = {}
     monotonic_clock: Clock
     wall_clock: Clock
 
@@ -92,6 +95,14 @@ class Scheduler(Protocol):
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
         """Take in the results of a step, in the order of the steps. Requests that ended while it ran are skipped."""
+
+    def update_draft_token_ids(self, scheduler_output: SchedulerOutput, drafts: DraftTokenIds) -> None:
+        """Take in what was drafted behind a step, whose results were taken in."""
+
+    @property
+    def drafter_failure(self) -> str:
+        """Why nothing is drafted any more; empty while that works, or where nothing ever was."""
+        return ""
 
     def roll_back(self, scheduler_output: SchedulerOutput) -> None:
         """A step, the only one in flight, was not computed. Workers have taken in what it says of requests and blocks.

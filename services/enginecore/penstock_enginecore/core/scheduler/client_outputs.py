@@ -79,6 +79,7 @@ class ClientOutputs:
         output.finish_reason = request.status.finish_reason
         output.stop_reason = request.stop_reason
         output.pooling_output = pooled
+        output.spec_decoding_stats = request.spec_stats
         if error is not None:
             output.error = error
             log_failed(request.request_id, request.context.external_request_id, error)

@@ -12,6 +12,9 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.request import Request
 
 
+_NO_DRAFTS: list[int] = []
+
+
 class NewRequestData(msgspec.Struct, kw_only=True):
     """A request the workers have not seen, or have forgotten since it was preempted: all of its data.
 
@@ -84,13 +87,30 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
             )
         )
 
-    def add_known(self, request: Request, num_tokens: int, new_block_ids: tuple[list[int], ...]) -> None:
-        """Schedule ``num_tokens`` tokens of a running request. ``new_block_ids``: empty when it got none."""
+    def add_known(
+        self, request: Request, num_tokens: int, new_block_ids: tuple[list[int], ...], drafts: list[int] = _NO_DRAFTS
+    ) -> None:
+        """Schedule ``num_tokens`` tokens of a running request. ``new_block_ids``: empty when it got none. ``drafts``: the last of
+        the tokens.
+        """
         self._count(request, num_tokens)
+        if drafts:
+            self.scheduled_spec_decode_tokens[request.key] = drafts
         cached = self.cached_requests
         cached.request_ids.append(request.key)
         cached.num_computed_tokens.append(request.num_computed_tokens)
         cached.new_block_ids.append(new_block_ids or None)
+
+    def add_blocks(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
+        """Tell of more blocks of a request that is in the step, a list per group."""
+        cached = self.cached_requests
+        if request.key in cached.request_ids:
+            index = cached.request_ids.index(request.key)
+            known = cached.new_block_ids[index]
+            cached.new_block_ids[index] = block_ids if known is None else _joined(known, block_ids)
+            return
+        new = next(new for new in self.new_requests if new.request_id == request.key)
+        new.block_ids = _joined(new.block_ids, block_ids)
 
     @property
     def concerns_workers(self) -> bool:
@@ -113,6 +133,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
         if count is None:
             return
         self.total_num_scheduled_tokens -= count
+        self.scheduled_spec_decode_tokens.pop(request.key, None)
         cached = self.cached_requests
         if request.key not in cached.request_ids:
             self.new_requests = [new for new in self.new_requests if new.request_id != request.key]
@@ -124,6 +145,11 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     def _count(self, request: Request, num_tokens: int) -> None:
         self.num_scheduled_tokens[request.key] = num_tokens
         self.total_num_scheduled_tokens += num_tokens
+
+
+def _joined(first: tuple[list[int], ...], second: tuple[list[int], ...]) -> tuple[list[int], ...]:
+    """Blocks that were added to the same tables one after the other."""
+    return tuple([[*a, *b] for a, b in zip(first, second, strict=True)])
 
 
 class DraftTokenIds(msgspec.Struct, kw_only=True):

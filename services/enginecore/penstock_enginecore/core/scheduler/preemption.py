@@ -84,6 +84,8 @@ class Preemption:
         request.num_computed_tokens = 0
         request.num_processed_tokens = 0
         request.num_placeholders = 0
+        request.spec_token_ids = []
+        request.unsettled = False
         request.valid_from_step = next_step
         request.num_preemptions += 1
         request.record_event(EventType.PREEMPTED, self._clock())

@@ -10,6 +10,7 @@ from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.request_log import log_incident
 from penstock_enginecore.core.scheduler.client_outputs import ClientOutputs
+from penstock_enginecore.core.scheduler.drafting import DraftPlanner
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.stops import append_tokens
 
@@ -17,10 +18,17 @@ from penstock_enginecore.core.scheduler.stops import append_tokens
 class StepResults:
     """Takes results in, in the order of the steps."""
 
-    def __init__(self, kv_cache: KVCacheManager, outputs: ClientOutputs, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        kv_cache: KVCacheManager,
+        outputs: ClientOutputs,
+        eos_token_ids: frozenset[int],
+        drafting: DraftPlanner | None = None,
+    ) -> None:
         self._kv_cache = kv_cache
         self._outputs = outputs
         self._eos_token_ids = eos_token_ids
+        self._drafting = drafting
 
     def take(self, step: SchedulerOutput, results: ModelRunnerOutput, requests: Mapping[str, Request]) -> list[Request]:
         """Give each request of the step what is its own. Returns those that have ended; the caller forgets them.
@@ -30,12 +38,17 @@ class StepResults:
         sampled = dict(zip(results.request_ids, results.sampled_token_ids, strict=True))
         block_size, has_windows = self._kv_cache.block_size, self._kv_cache.has_windows
         finished = []
+        drafted = step.scheduled_spec_decode_tokens
         for key, num_tokens in step.num_scheduled_tokens.items():
             request = requests.get(key)
             if request is None or step.step < request.valid_from_step:
                 continue
             num_known = len(request.all_token_ids)
             try:
+                if drafted and (drafts := drafted.get(key)) is not None:
+                    if self._take_drafted(request, step, num_tokens, drafts, sampled[key], results):
+                        finished.append(request)
+                    continue
                 before = request.num_processed_tokens
                 request.num_processed_tokens = after = before + num_tokens
                 if after // block_size != before // block_size:
@@ -52,6 +65,37 @@ class StepResults:
                 finished.append(request)
         return finished
 
+    def _take_drafted(
+        self,
+        request: Request,
+        step: SchedulerOutput,
+        num_tokens: int,
+        drafts: list[int],
+        token_ids: list[int],
+        results: ModelRunnerOutput,
+    ) -> bool:
+        """As for others, of a request that had drafts: those that did not hold do not count as computed. Returns whether it has
+        ended.
+        """
+        num_accepted = len(token_ids) - 1
+        request.num_computed_tokens -= len(drafts) - num_accepted
+        if request.num_placeholders:
+            request.num_placeholders -= len(drafts) - num_accepted  # the others are taken off as they come
+        request.unsettled = request.key in step.num_drafts_wanted
+        if self._drafting is not None:
+            self._drafting.verified(request, len(drafts), num_accepted)
+        before = request.num_processed_tokens
+        ended = self._advance(request, token_ids, results)
+        # Only now: blocks that become findable hold tokens that are final.
+        after = min(before + num_tokens - len(drafts) + num_accepted, request.num_tokens)
+        request.num_processed_tokens = after
+        block_size = self._kv_cache.block_size
+        if after // block_size != before // block_size:
+            self._kv_cache.cache_blocks(request)
+        if self._kv_cache.has_windows:
+            self._kv_cache.free_out_of_window(request, after)
+        return ended
+
     def _advance(self, request: Request, token_ids: list[int], results: ModelRunnerOutput) -> bool:
         """Returns whether the request has ended."""
         key = request.key
@@ -66,14 +110,18 @@ class StepResults:
             return False
         if request.num_placeholders:
             request.num_placeholders -= len(token_ids)
+        known = len(request.all_token_ids)
         token_ids, ended = append_tokens(request, token_ids, self._eos_token_ids)
-        error = self._follow_grammar(request, token_ids) if request.grammar is not None else None
-        if error is not None:
-            self._outputs.add_end(request, [], error=error)
-            return True
+        error = None
+        if request.grammar is not None:
+            error = self._follow_grammar(request, token_ids)
+            token_ids = request.all_token_ids[known:]
         logprobs = results.logprobs.get(key) if results.logprobs else None
         if logprobs is not None and len(logprobs) > len(token_ids):
-            logprobs = logprobs.slice(0, len(token_ids))
+            logprobs = logprobs.slice(0, len(token_ids)) if token_ids else None
+        if error is not None:
+            self._outputs.add_end(request, token_ids, error=error, logprobs=logprobs)
+            return True
         num_nans = results.num_nans_in_logits.get(key, 0) if results.num_nans_in_logits else 0
         add = self._outputs.add_end if ended or request.finished else self._outputs.add_tokens
         add(request, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, num_nans=num_nans)
@@ -114,12 +162,17 @@ def _follow_grammar(request: Request, token_ids: list[int]) -> RequestError | No
     grammar = request.grammar
     if grammar is None:
         return None
-    for token_id in token_ids:
+    for count, token_id in enumerate(token_ids, start=1):
         if grammar.accept(token_id):
+            if grammar.terminated and count < len(token_ids):  # nothing may follow
+                del request.all_token_ids[count - len(token_ids) :]
+                request.status = RequestStatus.FINISHED_STOPPED
+                request.stop_reason = None
+                return None
             continue
-        if request.finished:  # it ended at a stop token or at its length, where a constraint need not be fulfilled
-            return None
-        del request.all_token_ids[-len(token_ids) :]
+        if request.finished and count == len(token_ids):
+            return None  # it ended at a stop token or at its length, where a constraint need not be fulfilled
+        del request.all_token_ids[count - 1 - len(token_ids) :]
         request.status = RequestStatus.FINISHED_ERROR
         return RequestError.from_exception(
             InvalidArgument(

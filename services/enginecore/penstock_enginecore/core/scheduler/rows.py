@@ -1,4 +1,4 @@
-"""How many tokens of a request are due, and how many of its positions a step samples."""
+"""How many tokens of a request are due, and what counts as computed once they are scheduled."""
 
 from collections.abc import Mapping
 
@@ -6,17 +6,12 @@ from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 
 
-def num_rows(_request: Request) -> int:
-    """Positions that are sampled in a step in which the request catches up with all its tokens: the last one.
-
-    Tokens that are drafted behind it would each be one more: such a step computes them as well (``num_tokens_due``), and brings
-    up to as many tokens as it has rows (``count_as_computed``).
-    """
-    return 1
-
-
 def num_tokens_due(request: Request) -> int:
-    """Tokens of a running request that can be computed now; 0 while its next one is on its way, or its grammar lags behind."""
+    """Tokens of a running request that can be computed now, without drafts; 0 while its next one is on its way, or its grammar lags
+    behind.
+    """
+    if request.unsettled:
+        return 0
     if request.grammar is not None and not request.grammar.wanted():
         return 0
     placeholders = request.num_placeholders
@@ -32,7 +27,12 @@ def count_as_computed(output: SchedulerOutput, requests: Mapping[str, Request], 
     for key, num_tokens in output.num_scheduled_tokens.items():
         request = requests[key]
         request.num_computed_tokens += num_tokens
-        if request.num_computed_tokens == request.num_tokens + request.num_placeholders:
+        drafts = output.scheduled_spec_decode_tokens.get(key)
+        num_drafts = 0
+        if drafts is not None:
+            request.unsettled = True  # how many of them hold is known when the step is over
+            num_drafts = len(drafts)
+        if request.num_computed_tokens - num_drafts == request.num_tokens + request.num_placeholders:
             request.sampled_step = output.step
             if expect_tokens:
-                request.num_placeholders += num_rows(request)
+                request.num_placeholders += 1 + num_drafts

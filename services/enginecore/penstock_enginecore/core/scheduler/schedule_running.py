@@ -4,6 +4,7 @@ from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.request_log import log_incident
 from penstock_enginecore.core.scheduler.budget import StepBudget
 from penstock_enginecore.core.scheduler.dealing import DecodeDealer, decodes
+from penstock_enginecore.core.scheduler.drafting import DraftPlanner
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.scheduler.preemption import Preemption
@@ -14,18 +15,28 @@ class RunningScheduler:
     """Lets running requests go on, in their order, as far as a step's budget, its share of the decodes and the KV blocks go."""
 
     def __init__(
-        self, *, budget: StepBudget, preemption: Preemption, lifecycle: RequestLifecycle, dealer: DecodeDealer
+        self,
+        *,
+        budget: StepBudget,
+        preemption: Preemption,
+        lifecycle: RequestLifecycle,
+        dealer: DecodeDealer,
+        drafting: DraftPlanner | None = None,
     ) -> None:
         self._budget = budget
         self._preemption = preemption
         self._lifecycle = lifecycle
         self._dealer = dealer
+        self._drafting = drafting
 
     def schedule(self, output: SchedulerOutput, requests: list[Request], *, early: bool = False) -> bool:
         """Add to the step what is due of each, also of those that are ``early`` for it, if that is said; returns whether any was
         left out for that. What goes wrong with one ends that one alone. Hot: once per request and step.
         """
         budget, max_num_tokens, dealer = self._budget, self._budget.max_num_tokens, self._dealer
+        drafting = self._drafting
+        if drafting is not None:
+            drafting.plan(requests)
         requests, decodes_left = dealer.deal(requests)
         left_out = False
         for request in requests:
@@ -47,6 +58,12 @@ class RunningScheduler:
                     decodes_left -= 1
                 new_block_ids = self._preemption.make_room(request, num_new_tokens, output)
                 if new_block_ids is None:  # it gave up its own blocks, or ended
+                    continue
+                if drafting is not None and num_new_tokens == 1:
+                    drafts, more_block_ids = drafting.take(request, output)
+                    output.add_known(request, 1 + len(drafts), new_block_ids, drafts)
+                    if more_block_ids:
+                        output.add_blocks(request, more_block_ids)
                     continue
                 output.add_known(request, num_new_tokens, new_block_ids)
             except Exception as e:

@@ -21,8 +21,9 @@ from penstock_enginecore.core.scheduler.base import Scheduler, SchedulerContext
 from penstock_enginecore.core.scheduler.budget import StepBudget
 from penstock_enginecore.core.scheduler.client_outputs import ClientOutputs
 from penstock_enginecore.core.scheduler.dealing import DecodeDealer
+from penstock_enginecore.core.scheduler.drafting import DraftPlanner
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
-from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
 from penstock_enginecore.core.scheduler.preemption import Preemption
 from penstock_enginecore.core.scheduler.requests import RequestTable
@@ -33,6 +34,8 @@ from penstock_enginecore.core.scheduler.schedule_running import RunningScheduler
 from penstock_enginecore.core.scheduler.schedule_waiting import WaitingScheduler
 from penstock_enginecore.core.scheduler.trial import StepTrial
 from penstock_enginecore.core.scheduler.waiting import WaitingRequests
+from penstock_enginecore.core.spec_decode.policy import DraftPolicy
+from penstock_enginecore.core.spec_decode.step_cost import StepCost
 
 
 class DefaultScheduler(Scheduler):
@@ -63,7 +66,8 @@ class DefaultScheduler(Scheduler):
         self._running = running = RunningRequests(waiting.rank if by_priority else None)
         self._trial = StepTrial()
         self._outputs = ClientOutputs()
-        self._results = StepResults(kv_cache, self._outputs, context.eos_token_ids)
+        self._drafting = drafting = _drafting(context, kv_cache, running, waiting, budget)
+        self._results = StepResults(kv_cache, self._outputs, context.eos_token_ids, drafting)
         admission = QueueAdmission(config, waiting)
         self._lifecycle = lifecycle = RequestLifecycle(
             context,
@@ -87,6 +91,7 @@ class DefaultScheduler(Scheduler):
             preemption=self._preemption,
             lifecycle=lifecycle,
             dealer=DecodeDealer(context.num_stages),
+            drafting=drafting,
         )
         self._start_waiting = WaitingScheduler(
             budget=budget,
@@ -109,6 +114,8 @@ class DefaultScheduler(Scheduler):
 
     def add_request(self, request: Request, hold: Hold = Hold.NONE) -> None:
         """Queue a request; one whose prior output has reached a stop ends at once."""
+        if self._drafting is not None:
+            self._drafting.begin(request)
         self._lifecycle.add(request, hold if self.pause_state is PauseState.RUNNING else hold | Hold.PAUSE)
 
     def release(self, request: Request, hold: Hold) -> None:
@@ -157,6 +164,8 @@ class DefaultScheduler(Scheduler):
             if output.num_scheduled_tokens:
                 self._next_step += 1
                 count_as_computed(output, self._requests.by_key, expect_tokens=self._async)
+                if self._drafting is not None:
+                    self._drafting.want(output, self._requests.by_key)
         output.finished_request_ids = self._lifecycle.take_finished_keys()
         return output
 
@@ -214,13 +223,28 @@ class DefaultScheduler(Scheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
         """Append the sampled tokens, check stops, and make computed blocks findable."""
         self._trial.step_done()
-        self._lifecycle.ended_by_step(self._results.take(scheduler_output, model_output, self._requests.by_key))
+        ended = self._results.take(scheduler_output, model_output, self._requests.by_key)
+        if self._drafting is not None:
+            self._drafting.stepped(scheduler_output, model_output, self._requests.by_key)
+        self._lifecycle.ended_by_step(ended)
+
+    def update_draft_token_ids(self, scheduler_output: SchedulerOutput, drafts: DraftTokenIds) -> None:
+        """Remember the drafts until the next step of each request."""
+        if self._drafting is not None:
+            self._drafting.take_drafts(scheduler_output, drafts, self._requests.by_key)
+
+    @property
+    def drafter_failure(self) -> str:
+        """What the worker said of it."""
+        return "" if self._drafting is None else self._drafting.failure
 
     def roll_back(self, scheduler_output: SchedulerOutput) -> None:
         """Its tokens count as computed no more."""
         for key, count in scheduler_output.num_scheduled_tokens.items():
             if (request := self._requests.by_key.get(key)) is not None:
                 request.num_computed_tokens -= count
+                request.unsettled = False
+                request.spec_token_ids = []
 
     def step_failed(self, scheduler_output: SchedulerOutput) -> Request | None:
         """Let every request be computed again, those of the failed step in subsets of their own."""
@@ -313,7 +337,25 @@ class DefaultScheduler(Scheduler):
             prefix_cache_hits=prefix.hits,
             num_preemptions=self._preemption.num_preemptions,
             step_counter=self._next_step,
+            spec_decoding_stats=None if self._drafting is None else self._drafting.stats(),
         )
+
+
+def _drafting(
+    context: SchedulerContext,
+    kv_cache: KVCacheManager,
+    running: RunningRequests,
+    waiting: WaitingRequests,
+    budget: StepBudget,
+) -> DraftPlanner | None:
+    """None where nothing is drafted."""
+    config = context.speculative
+    if not config.enabled:
+        return None
+    policy = DraftPolicy(config.num_speculative_tokens, config.adaptive, StepCost(context.step_seconds))
+    return DraftPlanner(
+        config, policy, kv_cache=kv_cache, running=running, waiting=waiting, max_num_tokens=budget.max_num_tokens
+    )
 
 
 def _start_none(output: SchedulerOutput) -> None:

@@ -5,7 +5,7 @@ are; a step picks the rows it runs by index, in the scheduler's order. The array
 at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, PromptTargets, StepInputs
 from penstock_enginecore.sample.base import PlainDraws, RowKinds, SamplingInputs
-from penstock_enginecore.sample.random import UniformsAhead
+from penstock_enginecore.sample.random import UniformsAhead, uniforms
 from penstock_enginecore.sample.request_rules import RequestRules, join_rules
 from penstock_enginecore.sample.rules import GrammarRows, LogitRules
 
@@ -27,6 +27,8 @@ _INT64_MAX = 2**63 - 1
 _UNKNOWN = -1
 """Stands for a token that was chosen and is not on the host yet."""
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
+_NOTHING: list[int] = []
+_NO_DRAFTS: Mapping[str, list[int]] = {}
 _T = TypeVar("_T", bound=np.generic)
 
 
@@ -43,6 +45,18 @@ class _Settings:
     kinds: RowKinds
     uniforms: UniformsAhead
     """Of the rows that are drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """Tokens of requests, flat: where those of each request begin, int64 ``[requests + 1]``, and of each token the row of the
+    batch and the position, int64 ``[tokens]``. ``attention``: one entry per KV cache group.
+    """
+
+    query_start_loc: IntArray
+    rows: IntArray
+    positions: IntArray
+    attention: list[AttentionMetadata]
 
 
 class InputBatch:
@@ -92,14 +106,53 @@ class InputBatch:
             if block_ids is not None:
                 self._append_blocks(row, block_ids)
 
-    def prepare(self, num_scheduled_tokens: dict[str, int]) -> StepInputs:
-        """Lay out the tokens to compute, in the order of ``num_scheduled_tokens``."""
+    def prepare(self, num_scheduled_tokens: dict[str, int], drafts: Mapping[str, list[int]] = _NO_DRAFTS) -> StepInputs:
+        """Lay out the tokens to compute, in the order of ``num_scheduled_tokens``. ``drafts``: the last of some requests'."""
         request_ids = list(num_scheduled_tokens)
         rows = self._row_array(request_ids)
         lengths = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(rows))
+        final = lengths
+        if drafts:
+            drafted = [drafts.get(request_id, _NOTHING) for request_id in request_ids]
+            for row, guessed in zip(rows, drafted, strict=True):
+                if guessed:
+                    start = self._num_tokens[row]
+                    self._token_ids[row, start : start + len(guessed)] = guessed
+            final = lengths - np.fromiter(map(len, drafted), dtype=np.int64, count=len(rows))
+        tokens = self._lay_out(rows, self._num_computed_tokens[rows], lengths)
+        query_start_loc, token_rows, positions = tokens.query_start_loc, tokens.rows, tokens.positions
+        sampling = np.flatnonzero(self._num_computed_tokens[rows] + final == self._num_tokens[rows])
+        token_ids = self._token_ids[token_rows, positions].astype(np.int64)
+        unknown = np.flatnonzero(token_ids == _UNKNOWN) if self._num_unknown else _NONE
+        token_ids[unknown] = 0
+        ends = query_start_loc[1:][sampling]
+        drafts_of = None
+        if drafts:
+            drafts_of = [drafted[i] for i in sampling]
+            counts = np.fromiter(map(len, drafts_of), dtype=np.int64, count=len(drafts_of)) + 1
+            first = np.repeat(ends - counts, counts)
+            logits_indices = first + np.arange(len(first)) - np.repeat(np.cumsum(counts) - counts, counts)
+        else:
+            logits_indices = ends - 1
+        return StepInputs(
+            request_ids=request_ids,
+            token_ids=token_ids,
+            positions=positions,
+            attention=tokens.attention,
+            sampling_requests=sampling,
+            logits_indices=logits_indices,
+            unknown=unknown,
+            unknown_rows=token_rows[unknown],
+            drafts=drafts_of,
+        )
+
+    def lay_out(self, request_ids: Sequence[str], first: IntArray, lengths: IntArray) -> "LaidOut":
+        """Lay out ``lengths`` int64 ``[requests]`` tokens of each request, from position ``first`` on."""
+        return self._lay_out(self._row_array(request_ids), first, lengths)
+
+    def _lay_out(self, rows: IntArray, computed: IntArray, lengths: IntArray) -> "LaidOut":
         query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(lengths, out=query_start_loc[1:])
-        computed = self._num_computed_tokens[rows]
         seq_lens = computed + lengths
         token_rows = np.repeat(rows, lengths)
         positions = np.arange(query_start_loc[-1]) + np.repeat(computed - query_start_loc[:-1], lengths)
@@ -111,29 +164,22 @@ class InputBatch:
             attention.append(
                 AttentionMetadata(query_start_loc, seq_lens, table[rows, :blocks_used], slots, self._block_size)
             )
-        sampling = np.flatnonzero(seq_lens == self._num_tokens[rows])
-        token_ids = self._token_ids[token_rows, positions].astype(np.int64)
-        unknown = np.flatnonzero(token_ids == _UNKNOWN) if self._num_unknown else _NONE
-        token_ids[unknown] = 0
-        return StepInputs(
-            request_ids=request_ids,
-            token_ids=token_ids,
-            positions=positions,
-            attention=attention,
-            sampling_requests=sampling,
-            logits_indices=query_start_loc[1:][sampling] - 1,
-            unknown=unknown,
-            unknown_rows=token_rows[unknown],
-        )
+        return LaidOut(query_start_loc, token_rows, positions, attention)
 
-    def sampling_inputs(self, request_ids: Sequence[str], grammar: GrammarBitmask | None = None) -> SamplingInputs:
-        """How to choose the next token of each request, with its draw for this output index."""
+    def sampling_inputs(
+        self, request_ids: Sequence[str], grammar: GrammarBitmask | None = None, offsets: IntArray | None = None
+    ) -> SamplingInputs:
+        """How to choose the next token of each request, with its draw for this output index. With ``offsets`` int64 ``[rows]``:
+        of rows, those of a request one behind the other, each behind so many of the drafts that ``prepare`` was given.
+        """
         settings = self._settings_of(request_ids)
         rows, kinds = settings.rows, settings.kinds
         uniform = np.zeros(len(rows))
         if kinds.any_drawn:
             drawn = rows[kinds.drawn]
             index = self._num_tokens[drawn] - self._num_prompt_tokens[drawn]
+            if offsets is not None:
+                index += offsets[kinds.drawn]
             uniform[kinds.drawn] = settings.uniforms.at(index)
         return SamplingInputs(
             temperature=settings.temperature,
@@ -141,17 +187,21 @@ class InputBatch:
             top_p=settings.top_p,
             min_p=settings.min_p,
             uniforms=uniform,
-            rules=self._logit_rules(request_ids, rows, grammar),
+            rules=self._logit_rules(request_ids, rows, grammar, offsets),
             kinds=kinds,
         )
 
-    def plain_draws(self, request_ids: Sequence[str]) -> PlainDraws | None:
-        """How to draw the next token of each request where none has rules, nor wants log-probabilities; None otherwise."""
+    def plain_draws(self, request_ids: Sequence[str], offsets: IntArray | None = None) -> PlainDraws | None:
+        """How to draw the next token of each request where none has rules, nor wants log-probabilities; None otherwise.
+        ``offsets``: as for ``sampling_inputs``.
+        """
         settings = self._settings_of(request_ids)
         rows = settings.rows
         if len(self.plain(request_ids)) < len(request_ids):
             return None
         index = self._num_tokens[rows] - self._num_prompt_tokens[rows]
+        if offsets is not None:
+            index += offsets
         values = settings.temperature, settings.top_k, settings.top_p, settings.min_p
         return PlainDraws.of(*values, self._seed[rows], index)
 
@@ -214,6 +264,19 @@ class InputBatch:
                 if rules := self._rules.get(row):
                     rules.append(token_id)
 
+    def append_runs(self, request_ids: Sequence[str], runs: Sequence[Sequence[int]]) -> None:
+        """Remember the tokens that each request has got, one at least. Drafts behind them are forgotten."""
+        limit = self._token_ids.shape[1]
+        for request_id, token_ids in zip(request_ids, runs, strict=True):
+            row = self._rows[request_id]
+            start = int(self._num_tokens[row])
+            kept = token_ids[: max(limit - start, 0)]
+            self._token_ids[row, start : start + len(kept)] = kept
+            self._num_tokens[row] = start + len(token_ids)
+            if rules := self._rules.get(row):
+                for token_id in token_ids:
+                    rules.append(token_id)
+
     def expect_tokens(self, request_ids: Sequence[str]) -> ExpectedTokens:
         """Count a token of each request that has been chosen, and is not known here before ``take_tokens``."""
         rows = self._settings_of(request_ids).rows
@@ -230,20 +293,56 @@ class InputBatch:
         self._token_ids[expected.rows[stays], expected.places[stays]] = token_ids[stays]
         self._num_unknown -= len(expected.rows)
 
-    def _logit_rules(self, request_ids: Sequence[str], rows: IntArray, grammar: GrammarBitmask | None) -> LogitRules:
+    def _logit_rules(
+        self, request_ids: Sequence[str], rows: IntArray, grammar: GrammarBitmask | None, offsets: IntArray | None
+    ) -> LogitRules:
         grammar_rows = None
         if grammar is not None and grammar.request_ids:
-            index = {request_id: i for i, request_id in enumerate(request_ids)}
+            index = {request_id: i for i, request_id in reversed(list(enumerate(request_ids)))}
             named = np.array([index[request_id] for request_id in grammar.request_ids], dtype=np.int64)
-            grammar_rows = GrammarRows(named, grammar.bitmask)
+            grammar_rows = GrammarRows(named + grammar.offsets if grammar.offsets else named, grammar.bitmask)
         if not self._rules:
             return LogitRules(grammar=grammar_rows)
         found = [(i, row, rules) for i, row in enumerate(rows.tolist()) if (rules := self._rules.get(row))]
-        return join_rules([(i, rules, self._output(row)) for i, row, rules in found], grammar_rows)
+        if offsets is None:
+            return join_rules([(i, rules, self._output(row)) for i, row, rules in found], grammar_rows)
+        behind = [(i, row, rules, int(offsets[i])) for i, row, rules in found]
+        return join_rules(
+            [(i, rules.behind(self._drafts(row, n)), self._output(row, n)) for i, row, rules, n in behind], grammar_rows
+        )
 
-    def _output(self, row: int) -> npt.NDArray[np.int32]:
-        """The output tokens of a row."""
-        return self._token_ids[row, self._num_prompt_tokens[row] : self._num_tokens[row]]
+    def _drafts(self, row: int, count: int) -> npt.NDArray[np.int32]:
+        """The first ``count`` drafts of a row."""
+        return self._token_ids[row, self._num_tokens[row] : self._num_tokens[row] + count]
+
+    def _output(self, row: int, num_drafts: int = 0) -> npt.NDArray[np.int32]:
+        """The output tokens of a row, and so many drafts."""
+        return self._token_ids[row, self._num_prompt_tokens[row] : self._num_tokens[row] + num_drafts]
+
+    # What drafters see of it.
+
+    def tokens_of(self, request_id: str) -> npt.NDArray[np.int32]:
+        """Prompt and output of a request, ``[tokens]``; a view."""
+        row = self._rows[request_id]
+        return self._token_ids[row, : self._num_tokens[row]]
+
+    def num_prompt_tokens_of(self, request_id: str) -> int:
+        """Of a request."""
+        return int(self._num_prompt_tokens[self._rows[request_id]])
+
+    def blocks_of(self, request_id: str, group: int) -> npt.NDArray[np.int32]:
+        """Blocks of a request in a KV cache group, ``[blocks]``; a view."""
+        row = self._rows[request_id]
+        return self._block_tables[group][row, : self._num_blocks[row, group]]
+
+    def draws_of(self, request_ids: Sequence[str], num_tokens: int) -> SamplingInputs:
+        """How requests draw their next ``num_tokens`` tokens, without rules; ``uniforms`` ``[requests, num_tokens]``."""
+        rows = self._row_array(request_ids)
+        index = (self._num_tokens[rows] - self._num_prompt_tokens[rows])[:, None] + np.arange(num_tokens)
+        numbers = uniforms(np.repeat(self._seed[rows], num_tokens), index.ravel()).reshape(len(rows), num_tokens)
+        return SamplingInputs(
+            self._temperature[rows], self._top_k[rows], self._top_p[rows], self._min_p[rows], uniforms=numbers
+        )
 
     def _row_array(self, request_ids: Sequence[str]) -> IntArray:
         return np.fromiter((self._rows[r] for r in request_ids), dtype=np.int64, count=len(request_ids))

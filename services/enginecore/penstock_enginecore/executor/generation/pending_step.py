@@ -1,6 +1,6 @@
 """A step between its forward pass and its tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,8 +11,9 @@ from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A forward pass whose tokens are not sampled yet. ``logits`` ``[sampling requests, vocab]``, or of the vocabulary what this
+    """A forward pass whose tokens are not sampled yet. ``logits`` ``[rows, vocab]``, or of the vocabulary what this
     rank has. ``draws``: of the rows, where none needs more than a device can do. ``launched``: what the pass chose by them.
+    ``num_drafts_wanted``: see ``SchedulerOutput``. ``watched``: see ``ForwardOutput``. ``seconds`` that the pass took.
     """
 
     inputs: StepInputs
@@ -20,8 +21,11 @@ class PendingStep:
     prompt_logprobs: dict[str, Logprobs]
     draws: PlainDraws | None = None
     launched: LaunchedTokens | None = None
+    num_drafts_wanted: dict[str, int] = field(default_factory=dict)
+    watched: torch.Tensor | None = None
+    seconds: float = 0.0
 
     @property
     def sampling_ids(self) -> list[str]:
         """The requests that get a token."""
-        return [self.inputs.request_ids[i] for i in self.inputs.sampling_requests]
+        return self.inputs.sampling_ids

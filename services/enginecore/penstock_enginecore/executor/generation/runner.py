@@ -1,6 +1,7 @@
 """Runs a step: lay out the inputs, forward pass, logits of the rows that sample, tokens."""
 
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -14,11 +15,12 @@ from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.attention.kv_memory import num_bytes
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
-from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.device_memory.kept import KeptMemory
 from penstock_enginecore.executor.completion import Arrival, BeginCopy, Late, begin_copy
 from penstock_enginecore.executor.device import prompt_batch_tokens, step_tokens
+from penstock_enginecore.executor.generation.drafting import Drafting
 from penstock_enginecore.executor.generation.graph_capture import GraphCapture
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.executor.generation.late_output import read_late
@@ -26,13 +28,18 @@ from penstock_enginecore.executor.generation.newest_tokens import NewestTokens
 from penstock_enginecore.executor.generation.pending_step import PendingStep
 from penstock_enginecore.executor.generation.prompt_vectors import PromptVectors
 from penstock_enginecore.executor.generation.scorer import OutputScores, score_prompts
-from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, StepInputs
+from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, SampledRows, StepInputs
 from penstock_enginecore.experts.group_experts import GroupExperts
 from penstock_enginecore.forward.base import Choice, ForwardBatch, KeptWeights
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.sample.base import LaunchedTokens, SamplingInputs
+from penstock_enginecore.sample.verify import count_final
+from penstock_enginecore.spec_decode.base import Drafter
+
+_MAX_TIMING, _TIMES = 0.3, 2
+"""Seconds after which no more numbers of tokens are timed, and how often each is."""
 
 ChosenElsewhere = Callable[[], Arrival | None]
 """The tokens of the step that was executed last, in the order of its requests; None where they are not read."""
@@ -53,10 +60,12 @@ class GenerationRunner:
         begin_copy: BeginCopy = begin_copy,
         chosen_elsewhere: ChosenElsewhere | None = None,
         experts: GroupExperts | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """``chosen_elsewhere``: begins to learn the tokens of a step, which another worker samples. ``experts``: what
-        several ranks hold.
+        several ranks hold. ``drafter``: guesses tokens behind each step.
         """
+        self._drafting = None if drafter is None else Drafting(drafter)
         self.experts = experts
         self._model = model
         self._forward = built.forward
@@ -93,13 +102,17 @@ class GenerationRunner:
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
-        """Those of the forward pass, which may keep its cache in another dtype than the model's."""
-        return self._forward.specs
+        """Those of the forward pass, which may keep its cache in another dtype than the model's, and of what drafts."""
+        return {**self._forward.specs, **self._drafter_specs}
+
+    @property
+    def _drafter_specs(self) -> dict[str, KVCacheSpec]:
+        return {} if self._drafting is None else dict(self._drafting.drafter.specs)
 
     @property
     def weight_bytes(self) -> int:
-        """Those of the forward pass."""
-        return self._forward.weight_bytes
+        """Those of the forward pass, and of what drafts."""
+        return self._forward.weight_bytes + (0 if self._drafting is None else self._drafting.drafter.weight_bytes)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -115,6 +128,9 @@ class GenerationRunner:
         """Allocate the KV cache and begin with no requests."""
         self._caches = self._forward.memory.allocate(config)
         self._forward.bind(self._caches)
+        if self._drafting is not None:
+            self._drafting.forget(self._batch)
+            self._drafting.bind(self._caches, config.block_size)
         self._batch = self._empty_batch(config)
         self._coming.clear()
         self._kv_cache = config
@@ -124,6 +140,8 @@ class GenerationRunner:
         self._pending = None
         self._coming.clear()
         self._vectors = self._no_vectors()
+        if self._drafting is not None:
+            self._drafting.forget(self._batch)
         if self._kv_cache is not None:
             self._batch = self._empty_batch(self._kv_cache)
 
@@ -143,6 +161,9 @@ class GenerationRunner:
         """Free the KV cache and forget the requests, until ``initialize_kv_cache``."""
         self._caches = {}
         self._forward.bind({})
+        if self._drafting is not None:
+            self._drafting.forget(self._batch)
+            self._drafting.bind({}, 1)
         self._batch = self._kv_cache = None
         self._coming.clear()
         self._vectors = self._no_vectors()
@@ -170,17 +191,45 @@ class GenerationRunner:
         self._probe(probe, np.arange(num_seqs) % num_tokens)
 
     @torch.inference_mode()
+    def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
+        """Forward passes of a request's first tokens, all of whose logits are computed, on a cache of their own."""
+        block_size = next(iter(self._forward.specs.values())).block_size
+        ends = time.perf_counter() + _MAX_TIMING
+        found: dict[int, float] = {}
+        try:
+            for count in num_tokens:
+                if count > self._model.max_len or time.perf_counter() > ends:
+                    break
+                probe = Probe.largest(count, self._model.max_len, block_size)
+                probe_logits(self._forward, probe, None)
+                found[count] = min(self._timed(probe) for _ in range(_TIMES))
+        finally:
+            self._forward.bind(self._caches)
+        return found
+
+    def _timed(self, probe: Probe) -> float:
+        began = time.perf_counter()
+        logits = probe_logits(self._forward, probe, None)
+        if logits.device.type == "cuda":
+            torch.cuda.synchronize(logits.device)
+        return time.perf_counter() - began
+
+    @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
         """Forward pass over the scheduled tokens. The logits wait for ``sample``. RuntimeError without a KV cache."""
         if self._batch is None:
             raise RuntimeError("initialize_kv_cache must come before the first step")
+        began = time.perf_counter()
+        if self._drafting is not None:
+            self._drafting.update(step, self._batch)
         self._batch.update(step)
         self._vectors.update(step)
         if not step.num_scheduled_tokens:
             self._pending = None
             return
         inputs = self._prepare(self._batch, step)
-        choice = self._choice(self._batch, inputs)
+        now = inputs.drafts is not None or bool(step.num_drafts_wanted)
+        choice = None if now else self._choice(self._batch, inputs)
         fed = None if self._chosen_elsewhere else self._newest.feed(inputs.unknown, inputs.unknown_rows)
         if self.experts is not None:
             self.experts.spread.begin_step(len(inputs.token_ids))
@@ -188,13 +237,17 @@ class GenerationRunner:
         targets = self._batch.prompt_targets(inputs)
         launched = None
         if targets and self._chosen_elsewhere is None:
-            logits, prompt_logprobs = score_prompts(self._forward, batch, inputs.logits_indices, targets)
+            logits, prompt_logprobs, watched = score_prompts(self._forward, batch, inputs.logits_indices, targets)
         else:
             with nullcontext() if self._vocabulary is None else self._vocabulary.apart():
                 output = self._forward.run(batch, inputs.logits_indices)
                 logits, prompt_logprobs, launched = output.logits, {}, output.launched
+                watched = output.watched
         draws = None if choice is None else choice.draws
-        self._pending = PendingStep(inputs, logits, prompt_logprobs, draws, launched)
+        seconds = time.perf_counter() - began
+        self._pending = PendingStep(
+            inputs, logits, prompt_logprobs, draws, launched, step.num_drafts_wanted, watched, seconds
+        )
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
@@ -211,7 +264,19 @@ class GenerationRunner:
                 launched = pending.launched or self._launcher.launch(pending.logits, pending.draws)
                 return self._late_output(self._batch, pending, launched)
             self._take_tokens(self._batch, wait=True)
-        return self._sample_now(self._batch, pending, grammar)
+        began = time.perf_counter()
+        output = self._sample_now(self._batch, pending, grammar)
+        output.seconds = pending.seconds + time.perf_counter() - began
+        if self._drafting is not None:
+            self._drafting.sampled(pending.inputs, pending.watched, pending.num_drafts_wanted)
+        return output
+
+    @torch.inference_mode()
+    def draft(self) -> DraftTokenIds:
+        """What the drafter makes of the step that was sampled last."""
+        if self._drafting is None or self._batch is None:
+            return DraftTokenIds()
+        return self._drafting.draft(self._batch)
 
     def _sample_now(self, batch: InputBatch, pending: PendingStep, grammar: GrammarBitmask | None) -> ModelRunnerOutput:
         """With all that a request may ask for."""
@@ -221,22 +286,30 @@ class GenerationRunner:
         logprobs: dict[str, Logprobs] = {}
         sampling = pending.inputs.sampling_requests
         if len(sampling):
-            sampling_ids = [request_ids[i] for i in sampling]
-            inputs = batch.sampling_inputs(sampling_ids, grammar)
-            logits, wanted = pending.logits, batch.logprobs(sampling_ids)
+            rows = pending.inputs.rows
+            inputs = batch.sampling_inputs(rows.request_ids, grammar, rows.offsets)
+            logits, wanted = pending.logits, batch.logprobs(rows.request_ids)
             if wanted and self._vocabulary is not None and self._vocabulary.is_apart(logits):
                 logits = self._vocabulary.whole(logits)
             scores = OutputScores.of(logits, wanted, overwritten=bool(inputs.rules))
-            plain, launched = self._choose_as_alone(batch, sampling_ids, grammar, logits)
+            plain, launched = self._choose_as_alone(batch, rows, grammar, logits)
             sampled = self._sampler.sample(logits, inputs)
             if launched is not None:
                 sampled.token_ids[plain] = launched.token_ids.cpu().numpy()
-            batch.append_tokens(sampling_ids, sampled.token_ids)
-            for i, token in zip(sampling, sampled.token_ids.tolist(), strict=True):
-                tokens[i].append(token)
-            logprobs = scores.logprobs(sampling_ids, sampled.token_ids)
+            logprobs = scores.logprobs(rows.request_ids, sampled.token_ids)
+            if pending.inputs.drafts is None:
+                batch.append_tokens(rows.request_ids, sampled.token_ids)
+                for i, token in zip(sampling, sampled.token_ids.tolist(), strict=True):
+                    tokens[i].append(token)
+            else:
+                runs = _final_runs(pending.inputs, sampled.token_ids, grammar)
+                batch.append_runs(pending.inputs.sampling_ids, runs)
+                for i, run in zip(sampling, runs, strict=True):
+                    tokens[i] = run
+                    if (of_all := logprobs.get(request_ids[i])) is not None:
+                        logprobs[request_ids[i]] = of_all.slice(0, len(run))
             if sampled.num_nans is not None:
-                num_nans = {r: n for r, n in zip(sampling_ids, sampled.num_nans.tolist(), strict=True) if n}
+                num_nans = _nans_of(pending.inputs, tokens, sampled.num_nans)
         return ModelRunnerOutput(
             request_ids=request_ids,
             sampled_token_ids=tokens,
@@ -246,16 +319,18 @@ class GenerationRunner:
         )
 
     def _choose_as_alone(
-        self, batch: InputBatch, sampling_ids: Sequence[str], grammar: GrammarBitmask | None, logits: torch.Tensor
+        self, batch: InputBatch, rows: SampledRows, grammar: GrammarBitmask | None, logits: torch.Tensor
     ) -> tuple[list[int], LaunchedTokens | None]:
-        """Has a batch-invariant engine's device choose for the requests, by index, for which it would without the others beside
+        """Has a batch-invariant engine's device choose for the rows, by index, for which it would without the others beside
         them: near the boundary of a distribution its draw is another one than the sampler's.
         """
         if not self._batch_invariant or self._launcher is None:
             return [], None
         constrained = () if grammar is None else grammar.request_ids
-        plain = [i for i in batch.plain(sampling_ids) if sampling_ids[i] not in constrained]
-        draws = batch.plain_draws([sampling_ids[i] for i in plain]) if plain else None
+        ids, offsets = rows.request_ids, rows.offsets
+        plain = [i for i in batch.plain(ids) if ids[i] not in constrained]
+        behind = None if offsets is None else offsets[plain]
+        draws = batch.plain_draws([ids[i] for i in plain], behind) if plain else None
         return plain, None if draws is None else self._launcher.launch(logits[plain], draws)
 
     def _choice(self, batch: InputBatch, inputs: StepInputs) -> Choice | None:
@@ -289,13 +364,14 @@ class GenerationRunner:
     def _prepare(self, batch: InputBatch, step: SchedulerOutput) -> StepInputs:
         """The inputs of a step. What is embedded beside vectors must be known here, or by another worker's choice."""
         self._take_tokens(batch, wait=False)
-        inputs = batch.prepare(step.num_scheduled_tokens)
+        drafts = step.scheduled_spec_decode_tokens
+        inputs = batch.prepare(step.num_scheduled_tokens, drafts)
         while len(inputs.unknown) and self._chosen_elsewhere is not None and self._coming:
             self._take_oldest(batch)
-            inputs = batch.prepare(step.num_scheduled_tokens)
+            inputs = batch.prepare(step.num_scheduled_tokens, drafts)
         if len(inputs.unknown) and self._vectors.of(inputs) is not None:
             self._take_tokens(batch, wait=True)
-            inputs = batch.prepare(step.num_scheduled_tokens)
+            inputs = batch.prepare(step.num_scheduled_tokens, drafts)
         return inputs
 
     def _take_tokens(self, batch: InputBatch, *, wait: bool) -> None:
@@ -310,6 +386,8 @@ class GenerationRunner:
     def to(self, device: torch.device) -> None:
         """Move the weights of the forward pass."""
         self._forward.to(device)
+        if self._drafting is not None:
+            self._drafting.drafter.to(device)
 
     def _embedded(self, inputs: StepInputs) -> torch.Tensor | None:
         """What the layers get where vectors stand for some of the tokens, None where none do."""
@@ -341,3 +419,29 @@ class GenerationRunner:
             return
         half = np.full(len(logits), 0.5)
         self._sampler.sample(logits, SamplingInputs(half, np.zeros(len(logits), dtype=np.int64), half, half, half))
+
+
+def _final_runs(inputs: StepInputs, token_ids: IntArray, grammar: GrammarBitmask | None) -> list[list[int]]:
+    """The tokens that each request which samples has got: its drafts that hold, and one more."""
+    drafts = inputs.drafts or [[] for _ in inputs.sampling_requests]
+    named = {} if grammar is None else Counter(grammar.request_ids)
+    num_rows = [
+        min(len(drafted) + 1, named.get(request_id, len(drafted) + 1))
+        for request_id, drafted in zip(inputs.sampling_ids, drafts, strict=True)
+    ]
+    runs, start = [], 0
+    for count, drafted in zip(count_final(token_ids, num_rows, drafts), drafts, strict=True):
+        runs.append(token_ids[start : start + count].tolist())
+        start += len(drafted) + 1
+    return runs
+
+
+def _nans_of(inputs: StepInputs, tokens: list[list[int]], num_nans: IntArray) -> dict[str, int]:
+    """By request id, how many of the logits are NaN that its tokens were chosen by; those without any are not in it."""
+    found, start = {}, 0
+    for place, i in enumerate(inputs.sampling_requests):
+        rows = 1 if inputs.drafts is None else len(inputs.drafts[place]) + 1
+        if count := int(num_nans[start : start + len(tokens[i])].sum()):
+            found[inputs.request_ids[i]] = count
+        start += rows
+    return found

@@ -35,24 +35,26 @@ class OutputScores:
         return cls(logits[rows], wanted)
 
     def logprobs(self, request_ids: Sequence[str], token_ids: IntArray) -> dict[str, Logprobs]:
-        """Those of the sampled ``token_ids``, by request id; both parallel to the rows that were sampled."""
+        """Those of the sampled ``token_ids``, by request id; both parallel to the rows that were sampled. A request with several
+        rows has those of all of them, in their order.
+        """
         if not self.wanted:
             return {}
         chosen = token_ids[[row for row, _ in self.wanted]]
         vocab = self.logits.shape[1]
         counts = [_count(count, vocab) for _, count in self.wanted]
         scored = token_logprobs(self.logits, torch.from_numpy(chosen).to(self.logits.device), max(counts))
-        result = {}
+        result: dict[str, Logprobs] = {}
         for i, (row, _) in enumerate(self.wanted):
-            result[request_ids[row]] = Logprobs()
-            scored.add_to(result[request_ids[row]], i, counts[i])
+            scored.add_to(result.setdefault(request_ids[row], Logprobs()), i, counts[i])
         return result
 
 
 def score_prompts(
     forward: ForwardPass, batch: ForwardBatch, sampled_rows: IntArray, targets: Sequence[PromptTargets]
-) -> tuple[torch.Tensor, dict[str, Logprobs]]:
-    """Run a step: logits ``[len(sampled_rows), vocab]``, and log-probabilities of ``targets`` by request id.
+) -> tuple[torch.Tensor, dict[str, Logprobs], torch.Tensor | None]:
+    """Run a step: logits ``[len(sampled_rows), vocab]``, log-probabilities of ``targets`` by request id, and the states of layers
+    that are watched.
 
     The logits of prompt tokens are made from the hidden states of the forward pass, a few rows at a time, so that a long prompt
     needs no more memory than a short one. Where the head does not run on its own they come out of the pass itself.
@@ -67,7 +69,7 @@ def score_prompts(
         own = None if separate else logits[start : start + len(target.rows)]
         start += len(target.rows)
         result[target.request_id] = _score(forward, target, output.states, own, logits.shape[1])
-    return logits[: len(sampled_rows)], result
+    return logits[: len(sampled_rows)], result, output.watched
 
 
 def _score(

@@ -1,11 +1,13 @@
 """Runs the steps of one stage of a pipeline."""
 
+from collections.abc import Sequence
+
 import msgspec
 import torch
 
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
-from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.executor.completion import Arrival, Late
 from penstock_enginecore.executor.generation.runner import GenerationRunner
@@ -92,6 +94,14 @@ class StageRunner:
             self._links.fail()
             raise
         return output
+
+    def draft(self) -> DraftTokenIds:
+        """Nothing drafts here."""
+        return DraftTokenIds()
+
+    def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
+        """Stages have no drafts."""
+        return dict.fromkeys(num_tokens, 0.0)
 
     def to(self, device: torch.device) -> None:
         """Moves the stage's own weights."""

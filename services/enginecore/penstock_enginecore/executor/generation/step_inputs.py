@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 
 
@@ -11,6 +13,8 @@ class StepInputs:
     group.
 
     ``sampling_requests``: which requests of the step get a token, ``logits_indices``: the last token of each of those.
+    ``drafts``: of each of these the tokens that were drafted behind its final ones, where any has some; each of them has a row of
+    logits for its last final token, and one for each draft.
     ``unknown``: which of the tokens are not on the host yet, int64 ``[n]``, ``unknown_rows``: the rows of the batch whose newest
     they are; their ids are 0 here.
     """
@@ -23,6 +27,30 @@ class StepInputs:
     logits_indices: IntArray
     unknown: IntArray
     unknown_rows: IntArray
+    drafts: list[list[int]] | None = None
+
+    @property
+    def sampling_ids(self) -> list[str]:
+        """The requests that get tokens."""
+        return [self.request_ids[i] for i in self.sampling_requests]
+
+    @property
+    def rows(self) -> "SampledRows":
+        """The rows of logits."""
+        sampling_ids = self.sampling_ids
+        if self.drafts is None:
+            return SampledRows(sampling_ids, None)
+        lengths = [len(drafts) + 1 for drafts in self.drafts]
+        request_ids = [key for key, length in zip(sampling_ids, lengths, strict=True) for _ in range(length)]
+        return SampledRows(request_ids, np.concatenate([np.arange(length) for length in lengths]))
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """Rows of logits: of which request each is, and behind how many of its drafts, int64 ``[rows]``; None: behind none."""
+
+    request_ids: list[str]
+    offsets: IntArray | None
 
 
 @dataclass(frozen=True, slots=True)

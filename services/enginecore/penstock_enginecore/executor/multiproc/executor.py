@@ -11,7 +11,7 @@ from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
-from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.executor.multiproc.agreement import agreed
 from penstock_enginecore.executor.multiproc.calls import Calls
@@ -133,6 +133,28 @@ class MultiprocExecutor:
         answers.add_done_callback(lambda done: self._finish(step, done))
         self._send(Sample(number, mask_of(grammar)))
         return step
+
+    def take_draft_token_ids(self) -> "Future[DraftTokenIds]":
+        """Behind the sampling, by every worker; what the first has drafted counts. Workers that have gone draft nothing."""
+        number, answers = self._calls.begin(timed=True)
+        drafts: Future[DraftTokenIds] = Future()
+
+        def finish(done: "Future[list[Any]]") -> None:
+            error = done.exception()
+            drafts.set_result(
+                msgspec.msgpack.decode(done.result()[0], type=DraftTokenIds)
+                if error is None
+                else DraftTokenIds(failure=f"{type(error).__name__}: {error}")
+            )
+
+        answers.add_done_callback(finish)
+        self._send(Invoke(number, "draft"))
+        return drafts
+
+    def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
+        """Waits for the workers to time them: of each number the longest."""
+        timed: list[dict[int, float]] = self._invoke("step_seconds", dict[int, float], encode(list(num_tokens)))
+        return {count: max(of.get(count, 0.0) for of in timed) for count in timed[0]}
 
     def execute_dummy_batch(self) -> None:
         """Waits for the workers to compute a token that nobody asked for."""

@@ -23,6 +23,8 @@ Method = Literal[
     "initialize_kv_cache",
     "recover",
     "execute_dummy_batch",
+    "draft",
+    "step_seconds",
     "collective_rpc",
     "shutdown",
 ]

@@ -16,7 +16,7 @@ from penstock_common.observability.logging import configure
 from penstock_common.process import name_process
 from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
-from penstock_enginecore.core.scheduler.output import SchedulerOutput
+from penstock_enginecore.core.scheduler.output import DraftTokenIds, SchedulerOutput
 from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.executor.completion import Late
 from penstock_enginecore.executor.multiproc.failures import Failure
@@ -126,6 +126,8 @@ class WorkerLoop:
             "initialize_kv_cache": self._initialize_kv_cache,
             "recover": lambda _: self._recover(),
             "execute_dummy_batch": lambda _: self._made().runner.execute_dummy_batch(),
+            "draft": lambda _: self._draft(),
+            "step_seconds": lambda argument: self._made().runner.step_seconds(msgspec.msgpack.decode(argument)),
             "collective_rpc": self._collective_rpc,
             "shutdown": lambda _: self._shutdown(),
         }
@@ -147,6 +149,9 @@ class WorkerLoop:
 
     def _initialize_kv_cache(self, argument: bytes) -> None:
         self._made().initialize_kv_cache(msgspec.msgpack.decode(argument, type=KVCacheConfig))
+
+    def _draft(self) -> DraftTokenIds:
+        return DraftTokenIds() if self._error is not None else self._made().runner.draft()
 
     def _recover(self) -> None:
         self._made().recover()

@@ -1,5 +1,7 @@
 """Runs the steps of a model that is pooled: hidden states of the scheduled tokens, results of the prompts that end."""
 
+from collections.abc import Sequence
+
 import torch
 
 from penstock_common.types.pooling import Vectors
@@ -7,7 +9,7 @@ from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.attention.kv_memory import num_bytes
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
-from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.executor.device import step_tokens
 from penstock_enginecore.executor.pooling.batch import PoolingBatch, PoolingInputs
@@ -123,6 +125,14 @@ class PoolingRunner:
             raise RuntimeError("a pooling engine samples nothing, so no request can be constrained")
         done, self._done = self._done, ModelRunnerOutput()
         return done
+
+    def draft(self) -> DraftTokenIds:
+        """Nothing drafts here."""
+        return DraftTokenIds()
+
+    def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
+        """Only steps with drafts are timed."""
+        return dict.fromkeys(num_tokens, 0.0)
 
     def to(self, device: torch.device) -> None:
         """Move the layers, and what comes behind them."""

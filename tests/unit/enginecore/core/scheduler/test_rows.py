@@ -2,7 +2,7 @@
 
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
-from penstock_enginecore.core.scheduler.rows import count_as_computed, num_rows, num_tokens_due
+from penstock_enginecore.core.scheduler.rows import count_as_computed, num_tokens_due
 from tests.fakes.engines.engine_harness import make_request, prepared
 
 
@@ -22,11 +22,21 @@ def test_what_is_not_computed_is_due() -> None:
     assert num_tokens_due(computed(10, 10)) == 0
 
 
-def test_a_step_that_catches_up_brings_as_many_tokens_as_it_samples_rows() -> None:
+def test_a_step_that_catches_up_brings_a_token() -> None:
     request = computed(10, 4)
     count_as_computed(scheduled(request, 6), {request.key: request}, expect_tokens=True)
-    assert (request.num_computed_tokens, request.num_placeholders) == (10, num_rows(request))
-    assert num_tokens_due(request) == num_rows(request)
+    assert (request.num_computed_tokens, request.num_placeholders) == (10, 1)
+    assert num_tokens_due(request) == 1
+
+
+def test_a_step_with_drafts_may_bring_as_many_more_and_nothing_is_due_before_that_is_known() -> None:
+    request = computed(10, 9)
+    step = scheduled(request, 4)
+    step.scheduled_spec_decode_tokens = {request.key: [1, 2, 3]}
+    count_as_computed(step, {request.key: request}, expect_tokens=True)
+    assert (request.num_computed_tokens, request.num_placeholders) == (13, 4)
+    assert request.unsettled
+    assert num_tokens_due(request) == 0
 
 
 def test_a_step_inside_the_prompt_brings_none() -> None:

@@ -7,6 +7,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
+from penstock_enginecore.config import SpeculativeConfig
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.scheduler.pause import PauseState
 from tests.fakes.engines.engine_harness import (
@@ -21,17 +22,30 @@ from tests.fakes.engines.engine_harness import (
     run_to_end,
     step,
 )
-from tests.fakes.engines.fake_executor import FakeExecutor
+from tests.fakes.engines.fake_executor import FakeExecutor, oracle_token
 from tests.fakes.engines.fake_grammars import FakeGrammars
 
 VOCAB = 50
 EOS = frozenset({7})
 
 
+def drafter_of(kind):
+    """One that is always right, never, right up to the first or second token, or by chance; None drafts nothing."""
+
+    def draft(seed, index, count):
+        right = [oracle_token(seed, i, VOCAB) for i in range(index, index + count)]
+        held = {"right": count, "wrong": 0, "up to 1": 1, "up to 2": 2, "chance": (seed + index) % 3}[kind]
+        drafts = right[:held] + [(token + 1) % VOCAB for token in right[held:]]
+        return drafts[: (seed * 7 + index * 3) % (count + 1)] if kind == "chance" else drafts
+
+    return None if kind is None else draft
+
+
 def poisoned(scheduled):
     """A step fails that computes token n, or one behind it, of a request poison-n-..."""
+    drafts = scheduled.scheduled_spec_decode_tokens
     return any(
-        key.startswith("poison") and count >= int(key.split("-")[1])
+        key.startswith("poison") and count - len(drafts.get(key, ())) >= int(key.split("-")[1])
         for key, count in scheduled.num_tokens_after.items()
     )
 
@@ -58,6 +72,8 @@ class EngineMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         async_scheduling=st.booleans(),
         max_concurrent_batches=st.integers(1, 3),
+        drafter=st.sampled_from([None, "right", "wrong", "up to 1", "up to 2", "chance"]),
+        num_drafts=st.integers(1, 5),
     )
     def start(
         self,
@@ -72,6 +88,8 @@ class EngineMachine(RuleBasedStateMachine):
         windows,
         fails_late,
         late,
+        drafter,
+        num_drafts,
         **config,
     ):
         self.clock = FakeClock()
@@ -88,7 +106,11 @@ class EngineMachine(RuleBasedStateMachine):
             windows=windows,
             fails=poisoned,
             fails_late=fails_late,
+            drafter=drafter_of(drafter),
         )
+        speculative = SpeculativeConfig()
+        if drafter is not None:
+            speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=num_drafts, adaptive=False)
         self.grammars = FakeGrammars(VOCAB, *EOS, manual=True)
         self.engine = make_engine(
             executor,
@@ -102,6 +124,7 @@ class EngineMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold,
             watermark=watermark,
             enable_chunked_prefill=chunked,
+            speculative=speculative,
             **config,
         )
         self.control = EngineControl(self.engine)

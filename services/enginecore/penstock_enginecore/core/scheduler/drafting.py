@@ -1,0 +1,209 @@
+"""How many drafts the requests of a step have verified, and how many are drafted behind it.
+
+Drafts keep nobody out: they take no block that a running request or a waiting one could have, and of tokens that prompts could
+have an eighth at most.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from penstock_common.types.outputs import SpecDecodingStats
+from penstock_enginecore.config import SpeculativeConfig
+from penstock_enginecore.core.kv_cache.manager import KVCacheManager
+from penstock_enginecore.core.request import Request, RequestStatus
+from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.rows import num_tokens_due
+from penstock_enginecore.core.scheduler.running import RunningRequests
+from penstock_enginecore.core.scheduler.waiting import WaitingRequests
+from penstock_enginecore.core.spec_decode.history import DraftHistory
+from penstock_enginecore.core.spec_decode.policy import DraftPolicy
+from penstock_enginecore.core.structured_output.base import allows
+
+_SHARE_BESIDE_PROMPTS = 8
+
+
+class DraftPlanner:
+    """Belongs to a scheduler. ``failure``: why nothing is drafted any more, empty while that works."""
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        policy: DraftPolicy,
+        *,
+        kv_cache: KVCacheManager,
+        running: RunningRequests,
+        waiting: WaitingRequests,
+        max_num_tokens: int,
+    ) -> None:
+        self._max_drafts = config.num_speculative_tokens
+        self._drafts_ahead = config.has_model
+        self._policy = policy
+        self._kv_cache = kv_cache
+        self._running = running
+        self._waiting = waiting
+        self._max_num_tokens = max_num_tokens
+        self._planned: dict[str, list[int]] = {}
+        self._stats = SpecDecodingStats()
+        self.failure = ""
+
+    def stats(self) -> SpecDecodingStats:
+        """Of all requests since the start."""
+        return msgspec.structs.replace(
+            self._stats, num_accepted_tokens_per_pos=self._stats.num_accepted_tokens_per_pos.copy()
+        )
+
+    # What a step verifies.
+
+    def plan(self, requests: Sequence[Request]) -> None:
+        """Choose how many of their drafts the running ``requests`` would have verified in a step that takes all of them."""
+        self._planned = {}
+        drafting = []
+        num_rows = 0
+        for request in requests:
+            num_rows += num_tokens_due(request)
+            if drafts := self._drafts_of(request):
+                drafting.append((request, drafts))
+        if not drafting:
+            return
+        num_rows = min(num_rows, self._max_num_tokens)
+        histories = [_history(request, self._policy, forced=is_forced(request)) for request, _ in drafting]
+        limits = [min(len(drafts), _room(request)) for request, drafts in drafting]
+        chosen = self._policy.choose(histories, limits, num_rows, drafting=False)
+        beside_prompts = num_rows > len(requests) or len(self._waiting) > self._waiting.num_held
+        left = self._max_num_tokens // _SHARE_BESIDE_PROMPTS if beside_prompts else self._max_num_tokens - num_rows
+        for (request, drafts), count in zip(drafting, chosen, strict=True):
+            count = min(count, left)
+            if count > 0:
+                self._planned[request.key] = drafts[:count]
+                left -= count
+
+    def take(self, request: Request, output: SchedulerOutput) -> tuple[list[int], tuple[list[int], ...]]:
+        """The drafts that a request which decodes has verified in the step, and blocks that were added for them, a list per group,
+        or none. It has a place for its own token.
+        """
+        drafts = self._planned.get(request.key)
+        if not drafts:
+            return [], ()
+        count = min(len(drafts), self._max_num_tokens - output.total_num_scheduled_tokens - 1)
+        count, block_ids = self._place(request, 1, count)
+        return drafts[:count], block_ids
+
+    def _drafts_of(self, request: Request) -> Sequence[int]:
+        """What there is to verify: text that its grammar forces, before what was drafted."""
+        if request.max_drafts == 0 or request.status is not RequestStatus.RUNNING:
+            return ()
+        grammar = request.grammar
+        if grammar is not None:
+            if not grammar.ready:
+                return ()
+            if forced := grammar.forced:
+                return forced
+            if request.spec_token_ids and not allows(grammar.mask, request.spec_token_ids[0]):
+                return ()
+        return request.spec_token_ids
+
+    def _place(self, request: Request, num_tokens: int, count: int) -> tuple[int, tuple[list[int], ...]]:
+        """How many of ``count`` positions behind the next ``num_tokens`` of a request have a place, and the blocks added."""
+        if count <= 0:
+            return 0, ()
+        kv_cache = self._kv_cache
+        left = kv_cache.num_allocated_tokens(request) - request.num_computed_tokens - num_tokens
+        if left >= count or len(self._waiting) > self._waiting.num_held:
+            return max(min(left, count), 0), ()
+        block_ids = kv_cache.allocate_spare(request, num_tokens + count, reserve=len(self._running))
+        return (max(min(left, count), 0), ()) if block_ids is None else (count, block_ids)
+
+    # What is drafted behind it.
+
+    def want(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        """Say how many tokens are to be drafted behind the step, which is scheduled and counts as computed."""
+        if self.failure:
+            return
+        sampling = []
+        for key in output.num_scheduled_tokens:
+            request = requests[key]
+            if request.sampled_step == output.step and request.max_drafts:
+                # The step brings one token at least.
+                if (limit := min(request.max_drafts, _room(request) - 1)) > 0:
+                    sampling.append((request, limit))
+        if not sampling:
+            return
+        histories = [_history(request, self._policy) for request, _ in sampling]
+        num_rows = min(len(self._running), self._max_num_tokens)
+        chosen = self._policy.choose(histories, [limit for _, limit in sampling], num_rows, drafting=True)
+        for (request, _), count in zip(sampling, chosen, strict=True):
+            if count and self._drafts_ahead:
+                count, block_ids = self._place(request, 1, count)
+                if block_ids:
+                    output.add_blocks(request, block_ids)
+            if count > 0:
+                output.num_drafts_wanted[request.key] = count
+                request.unsettled = True
+
+    def begin(self, request: Request) -> None:
+        """A request that has come: how many tokens are drafted of it at most."""
+        asked = request.sampling_params.num_speculative_tokens
+        most = self._max_drafts if asked is None else min(asked, self._max_drafts)
+        request.max_drafts = 0 if request.pooling_params is not None or request.prompt_embeds is not None else most
+
+    # What came of it.
+
+    def take_drafts(self, step: SchedulerOutput, drafts: DraftTokenIds, requests: Mapping[str, Request]) -> None:
+        """Note what was drafted behind a step, whose results are in."""
+        self.failure = self.failure or drafts.failure
+        for key in step.num_drafts_wanted:
+            request = requests.get(key)
+            if request is not None and step.step >= request.valid_from_step:
+                request.unsettled = False
+                request.spec_token_ids = []
+        for key, token_ids in zip(drafts.request_ids, drafts.draft_token_ids, strict=True):
+            request = requests.get(key)
+            if request is not None and step.step >= request.valid_from_step:
+                request.spec_token_ids = token_ids
+        if drafts.seconds and step.num_drafts_wanted:
+            num_tokens = max(map(len, drafts.draft_token_ids), default=0)
+            self._policy.drafting_took(len(step.num_drafts_wanted), num_tokens, drafts.seconds)
+
+    def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """A request has had drafts in a step; the first ``num_accepted`` held."""
+        _history(request, self._policy, forced=request.drafts_forced).verified(num_drafts, num_accepted)
+        self._stats.count(num_drafts, num_accepted)
+        if request.spec_stats is None:
+            request.spec_stats = SpecDecodingStats()
+        request.spec_stats.count(num_drafts, num_accepted)
+        request.spec_token_ids = []
+
+    def stepped(self, step: SchedulerOutput, results: ModelRunnerOutput, requests: Mapping[str, Request]) -> None:
+        """A step is over, and its results are taken in."""
+        if results.seconds:
+            self._policy.cost.took(step.total_num_scheduled_tokens, results.seconds)
+        for key in step.num_scheduled_tokens:
+            request = requests.get(key)
+            if (
+                request is not None
+                and request.draft_history is not None
+                and key not in step.scheduled_spec_decode_tokens
+            ):
+                request.draft_history.passed(1)
+
+
+def is_forced(request: Request) -> bool:
+    """Whether the request's drafts are text that its grammar forces. Remembered for when they are verified."""
+    request.drafts_forced = request.grammar is not None and bool(request.grammar.forced)
+    return request.drafts_forced
+
+
+def _room(request: Request) -> int:
+    """Drafts that may be verified: the token behind them is the last that there may be."""
+    return request.max_tokens - request.num_output_tokens - 1
+
+
+def _history(request: Request, policy: DraftPolicy, *, forced: bool = False) -> DraftHistory:
+    if forced:
+        if request.forced_history is None:
+            request.forced_history = policy.begin("forced")
+        return request.forced_history
+    if request.draft_history is None:
+        request.draft_history = policy.begin()
+    return request.draft_history

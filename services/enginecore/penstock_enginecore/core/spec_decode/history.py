@@ -1,0 +1,6 @@
+"""STUB until merged."""
+
+
+class DraftHistory:
+    def verified(self, a: int, b: int) -> None: ...
+    def passed(self, n: int) -> None: ...

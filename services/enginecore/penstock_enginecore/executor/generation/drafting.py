@@ -1,0 +1,98 @@
+"""What a runner does with its drafter: it tells it of requests, and has it draft behind a step."""
+
+import logging
+import time
+
+import torch
+
+from penstock_enginecore.attention.kv_cache import LayerCaches
+from penstock_enginecore.core.scheduler.output import DraftTokenIds, SchedulerOutput
+from penstock_enginecore.executor.generation.draft_step import BatchDraftStep
+from penstock_enginecore.executor.generation.input_batch import InputBatch
+from penstock_enginecore.executor.generation.step_inputs import StepInputs
+from penstock_enginecore.spec_decode.base import Drafter
+
+logger = logging.getLogger(__name__)
+
+
+class Drafting:
+    """A drafter that fails costs drafts, never a request: it is switched off, and every later answer says why."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.failure = ""
+        self._known: set[str] = set()
+        self._step: tuple[StepInputs, torch.Tensor | None, dict[str, int]] | None = None
+
+    def update(self, step: SchedulerOutput, batch: InputBatch) -> None:
+        """Tell the drafter who comes and goes. Before ``batch`` takes the step in."""
+        self._step = None
+        try:
+            for request_id in (*step.finished_request_ids, *step.preempted_request_ids):
+                if request_id in self._known:
+                    self._known.discard(request_id)
+                    if not self.failure:
+                        prompt = batch.num_prompt_tokens_of(request_id)
+                        self.drafter.end(request_id, batch.tokens_of(request_id), num_prompt_tokens=prompt)
+            for new in step.new_requests:
+                self._known.add(new.request_id)
+                if not self.failure:
+                    self.drafter.begin(new)
+        except Exception as e:
+            self._fail(e)
+
+    def sampled(self, inputs: StepInputs, states: torch.Tensor | None, wanted: dict[str, int]) -> None:
+        """A step whose tokens the batch has taken in. ``states``: hidden states of the layers that the drafter asked for."""
+        self._step = inputs, states, wanted
+
+    def draft(self, batch: InputBatch) -> DraftTokenIds:
+        """Behind the step that was sampled last."""
+        step, self._step = self._step, None
+        if step is None or self.failure:
+            return DraftTokenIds(failure=self.failure)
+        inputs, states, wanted = step
+        began = time.perf_counter()
+        try:
+            drafts = self.drafter.propose(BatchDraftStep(batch, inputs, wanted, states))
+            if len(drafts) != len(inputs.request_ids):
+                raise RuntimeError(f"{len(drafts)} drafts for {len(inputs.request_ids)} requests")
+        except Exception as e:
+            self._fail(e)
+            return DraftTokenIds(failure=self.failure)
+        found = [
+            (request_id, token_ids[: wanted[request_id]])
+            for request_id, token_ids in zip(inputs.request_ids, drafts, strict=True)
+            if token_ids and request_id in wanted
+        ]
+        return DraftTokenIds(
+            request_ids=[request_id for request_id, _ in found],
+            draft_token_ids=[token_ids for _, token_ids in found],
+            seconds=time.perf_counter() - began,
+        )
+
+    def forget(self, batch: InputBatch | None) -> None:
+        """Every request has gone, without more ado."""
+        self._step = None
+        if batch is None or self.failure:
+            self._known.clear()
+            return
+        try:
+            for request_id in self._known:
+                prompt = batch.num_prompt_tokens_of(request_id)
+                self.drafter.end(request_id, batch.tokens_of(request_id), num_prompt_tokens=prompt)
+        except Exception as e:
+            self._fail(e)
+        self._known.clear()
+
+    def bind(self, caches: LayerCaches, block_size: int) -> None:
+        """Have the drafter use this KV cache."""
+        if not self.failure:
+            self.drafter.bind(caches, block_size)
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = f"{type(error).__name__}: {error}"
+        logger.error(
+            "the drafter %s has failed and is switched off; requests go on without drafts",
+            self.drafter.name,
+            exc_info=error,
+        )
