@@ -22,6 +22,7 @@ from penstock_enginecore.config import (
     ModelConfig,
     ProfilerConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.executor.factory import make_executor
@@ -45,6 +46,7 @@ def config_of(
     data_parallel: Mapping[str, Any] | None = None,
     expert_parallel: Mapping[str, Any] | None = None,
     plugins: list[str] | None = None,
+    speculative: Mapping[str, Any] | None = None,
 ) -> EngineCoreConfig:
     """Of an engine over the checkpoint at ``path``, one torch thread, with overrides by configuration section."""
     return EngineCoreConfig(
@@ -59,6 +61,7 @@ def config_of(
         data_parallel=DataParallelConfig(**(data_parallel or {})),
         expert_parallel=ExpertParallelConfig(**(expert_parallel or {})),
         plugins=plugins,
+        speculative=SpeculativeConfig(**(speculative or {})),
     )
 
 

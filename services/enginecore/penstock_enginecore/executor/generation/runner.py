@@ -201,8 +201,9 @@ class GenerationRunner:
                 if count > self._model.max_len or time.perf_counter() > ends:
                     break
                 probe = Probe.largest(count, self._model.max_len, block_size)
-                probe_logits(self._forward, probe, None)
-                found[count] = min(self._timed(probe) for _ in range(_TIMES))
+                with nullcontext() if self.experts is None else self.experts.spread.alone():
+                    probe_logits(self._forward, probe, None)
+                    found[count] = min(self._timed(probe) for _ in range(_TIMES))
         finally:
             self._forward.bind(self._caches)
         return found

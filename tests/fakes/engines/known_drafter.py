@@ -1,0 +1,71 @@
+"""A drafter that knows what the output will be, and is as wrong about it as it is told to be."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Wrong = Callable[[int, int], bool]
+"""Whether the draft of an output index, at a place in its run, is to be wrong."""
+
+
+class KnownDrafter:
+    """``outputs``: by prompt. ``wrong``: see there."""
+
+    name = "known"
+    specs: Mapping[str, Any] = {}
+    weight_bytes = 0
+    state_layers: Sequence[int] = ()
+
+    def __init__(self, outputs: Mapping[tuple[int, ...], list[int]], wrong: Wrong, vocab_size: int) -> None:
+        self._outputs = outputs
+        self._wrong = wrong
+        self._vocab_size = vocab_size
+        self.living: set[str] = set()
+        self.proposed = 0
+        self.fails_at: int | None = None
+
+    def bind(self, caches: Any, block_size: int) -> None:
+        pass
+
+    def begin(self, request: Any) -> None:
+        assert request.request_id not in self.living
+        self.living.add(request.request_id)
+
+    def end(self, request_id: str, token_ids: Any, *, num_prompt_tokens: int) -> None:
+        assert len(token_ids) >= num_prompt_tokens
+        self.living.remove(request_id)
+
+    def propose(self, step: Any) -> list[list[int]]:
+        self.proposed += 1
+        if self.proposed == self.fails_at:
+            raise RuntimeError("the drafter has had enough")
+        return [self._draft(request) for request in step.requests]
+
+    def _draft(self, request: Any) -> list[int]:
+        prompt = tuple(request.token_ids[: request.num_prompt_tokens].tolist())
+        known = request.token_ids[request.num_prompt_tokens :]
+        output = self._outputs[prompt]
+        if known.tolist() != output[: len(known)]:
+            # It has ended; the batch does not know, and may hold what lies behind.
+            assert len(known) > len(output), "the batch holds other tokens than were put out"
+            return []
+        first = len(known)
+        drafts = output[first : first + request.num_drafts]
+        drafts += [1] * (request.num_drafts - len(drafts))
+        return [
+            (token + 1) % self._vocab_size if self._wrong(first + place, place) else token
+            for place, token in enumerate(drafts)
+        ]
+
+    def to(self, device: Any) -> None:
+        pass
+
+
+KINDS: dict[str, Wrong] = {
+    "right": lambda index, place: False,
+    "wrong": lambda index, place: True,
+    "right up to 1": lambda index, place: place >= 1,
+    "right up to 3": lambda index, place: place >= 3,
+    "by chance": lambda index, place: bool(np.random.default_rng(index).integers(3) == 0),
+}
