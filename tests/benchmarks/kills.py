@@ -3,7 +3,8 @@
 A coordinator, three engines and a frontend as processes; 64 streams of all shapes, each a row of requests, over gRPC and HTTP.
 First
 undisturbed, then the same with one engine after the other killed (SIGKILL) and started again. Every output of the second run is
-compared with that of the first: token ids, text, log-probabilities, finish reason, usage.
+compared with that of the first: token ids, text, log-probabilities, finish reason, usage. With ``--speculative METHOD`` the engines that are killed
+draft tokens, and those of the first run do not.
 
 ``--peer DIR`` kills the engine process of vLLM's gRPC server, too, under 64 streams of the same model (``DIR/venv``: see
 ``tests.benchmarks.peers``).
@@ -37,20 +38,33 @@ def rows_of_requests(streams: int, rounds: int, tokens: int) -> list[list[Reques
 
 
 async def measure(args: argparse.Namespace) -> tuple[Summary, Run, Run]:
-    """The load twice, undisturbed and with kills."""
+    """The load twice, undisturbed and with kills, by other engines if these are to speculate."""
     load = rows_of_requests(args.streams, args.rounds, args.tokens)
     async with Cluster(args.model, engines=args.engines, kv_cache_memory=KV_CACHE_MEMORY) as cluster:
         await undisturbed(cluster, rows_of_requests(args.streams, 1, 40))  # compiled constraints, connections
         console.log(f"{args.streams} streams of {args.rounds} requests, undisturbed")
         calm = await undisturbed(cluster, load)
-        console.log(f"{calm.num_tokens} tokens in {calm.seconds:.1f} s; now with {args.kills} kills")
-        killed = await with_kills(cluster, load, calm, kills=args.kills, order=args.order, log=console.log)
-        console.log(f"{killed.num_tokens} tokens in {killed.seconds:.1f} s")
-        if args.logs:
-            for service in cluster.services:
-                console.print(service.module, service.log(), markup=False)
+        if not args.speculative:
+            killed = await _killed(cluster, load, calm, args)
+    if args.speculative:
+        flags = {"speculative__method": args.speculative}
+        if args.speculative_model:
+            flags["speculative__model"] = str(args.speculative_model)
+        async with Cluster(args.model, engines=args.engines, kv_cache_memory=KV_CACHE_MEMORY, **flags) as cluster:
+            await undisturbed(cluster, rows_of_requests(args.streams, 1, 40))
+            killed = await _killed(cluster, load, calm, args)
     pairs = paired(load, calm.outcomes, killed.outcomes)
     return summarize(pairs, streams=len(load), finished=killed.finished), calm, killed
+
+
+async def _killed(cluster: Cluster, load: list[list[Request]], calm: Run, args: argparse.Namespace) -> Run:
+    console.log(f"{calm.num_tokens} tokens in {calm.seconds:.1f} s; now with {args.kills} kills")
+    killed = await with_kills(cluster, load, calm, kills=args.kills, order=args.order, log=console.log)
+    console.log(f"{killed.num_tokens} tokens in {killed.seconds:.1f} s")
+    if args.logs:
+        for service in cluster.services:
+            console.print(service.module, service.log(), markup=False)
+    return killed
 
 
 def kills_table(killed: Run) -> Table:
@@ -76,6 +90,8 @@ def main() -> int:
     parser.add_argument("--engines", type=int, default=3, help="engines, of which one at a time is killed")
     parser.add_argument("--kills", type=int, default=5, help="how often")
     parser.add_argument("--order", choices=("in turn", "random"), default="in turn", help="which engine is next")
+    parser.add_argument("--speculative", default="", help="method by which the engines that are killed draft tokens")
+    parser.add_argument("--speculative-model", type=Path, help="the draft model, or the head")
     parser.add_argument("--logs", action="store_true", help="print the services' logs at the end")
     parser.add_argument("--peer", type=Path, help="folder whose venv/ holds vLLM's CPU build")
     parser.add_argument("--only-peer", action="store_true", help="measure just that")
