@@ -69,11 +69,12 @@ class AsyncClient(BaseClient):
         prompt: Prompt,
         sampling: SamplingParams | None = None,
         *,
+        prediction: Prompt | None = None,
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Output]:
         """Continue a text, or token ids. Returns the ``n`` sequences, each whole."""
-        stream = self.stream(prompt, whole(sampling), timeout=timeout, **options)
+        stream = self.stream(prompt, whole(sampling), prediction=prediction, timeout=timeout, **options)
         return sorted([output async for output in stream], key=lambda output: output.index)
 
     def stream(
@@ -81,11 +82,12 @@ class AsyncClient(BaseClient):
         prompt: Prompt,
         sampling: SamplingParams | None = None,
         *,
+        prediction: Prompt | None = None,
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream[pb.GenerateResponse, Output]:
         """The same, piece by piece; the n sequences interleaved. Leaving the iterator ends the work in the engine."""
-        request = generate_request(prompt, sampling, options)
+        request = generate_request(prompt, sampling, prediction, options)
         call = self.stub.Generate(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
         return AsyncStream(call, read_output)
 
@@ -94,11 +96,12 @@ class AsyncClient(BaseClient):
         messages: Iterable[pb.ChatMessage],
         sampling: SamplingParams | None = None,
         *,
+        prediction: Prompt | None = None,
         timeout: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[ChatOutput]:
         """Answer a conversation through the model's chat template. Returns the ``n`` answers, each whole."""
-        stream = self.stream_chat(messages, whole(sampling), timeout=timeout, **options)
+        stream = self.stream_chat(messages, whole(sampling), prediction=prediction, timeout=timeout, **options)
         return sorted([output async for output in stream], key=lambda output: output.index)
 
     def stream_chat(
@@ -106,11 +109,12 @@ class AsyncClient(BaseClient):
         messages: Iterable[pb.ChatMessage],
         sampling: SamplingParams | None = None,
         *,
+        prediction: Prompt | None = None,
         timeout: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncStream[pb.ChatResponse, ChatOutput]:
         """The same, piece by piece. Leaving the iterator ends the work in the engine."""
-        request = chat_request(messages, sampling, options)
+        request = chat_request(messages, sampling, prediction, options)
         call = self.stub.Chat(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
         return AsyncStream(call, read_chat_output)
 

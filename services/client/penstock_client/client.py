@@ -68,11 +68,12 @@ class Client(BaseClient):
         prompt: Prompt,
         sampling: SamplingParams | None = None,
         *,
+        prediction: Prompt | None = None,
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Output]:
         """Continue a text, or token ids. Returns the ``n`` sequences, each whole."""
-        stream = self.stream(prompt, whole(sampling), timeout=timeout, **options)
+        stream = self.stream(prompt, whole(sampling), prediction=prediction, timeout=timeout, **options)
         return sorted(stream, key=lambda output: output.index)
 
     def stream(
@@ -80,11 +81,12 @@ class Client(BaseClient):
         prompt: Prompt,
         sampling: SamplingParams | None = None,
         *,
+        prediction: Prompt | None = None,
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Stream[pb.GenerateResponse, Output]:
         """The same, piece by piece; the n sequences interleaved. Leaving the iterator ends the work in the engine."""
-        request = generate_request(prompt, sampling, options)
+        request = generate_request(prompt, sampling, prediction, options)
         call = self.stub.Generate(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
         return Stream(call, read_output)
 
@@ -93,11 +95,12 @@ class Client(BaseClient):
         messages: Iterable[pb.ChatMessage],
         sampling: SamplingParams | None = None,
         *,
+        prediction: Prompt | None = None,
         timeout: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[ChatOutput]:
         """Answer a conversation through the model's chat template. Returns the ``n`` answers, each whole."""
-        stream = self.stream_chat(messages, whole(sampling), timeout=timeout, **options)
+        stream = self.stream_chat(messages, whole(sampling), prediction=prediction, timeout=timeout, **options)
         return sorted(stream, key=lambda output: output.index)
 
     def stream_chat(
@@ -105,11 +108,12 @@ class Client(BaseClient):
         messages: Iterable[pb.ChatMessage],
         sampling: SamplingParams | None = None,
         *,
+        prediction: Prompt | None = None,
         timeout: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> Stream[pb.ChatResponse, ChatOutput]:
         """The same, piece by piece. Leaving the iterator ends the work in the engine."""
-        request = chat_request(messages, sampling, options)
+        request = chat_request(messages, sampling, prediction, options)
         call = self.stub.Chat(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
         return Stream(call, read_chat_output)
 

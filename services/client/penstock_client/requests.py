@@ -46,9 +46,11 @@ def whole(sampling: SamplingParams | None) -> SamplingParams:
     return final
 
 
-def generate_request(prompt: Prompt, sampling: SamplingParams | None, options: GenerateOptions) -> pb.GenerateRequest:
-    """A prompt to continue."""
-    request = pb.GenerateRequest(sampling_params=sampling, **options)
+def generate_request(
+    prompt: Prompt, sampling: SamplingParams | None, prediction: Prompt | None, options: GenerateOptions
+) -> pb.GenerateRequest:
+    """A prompt to continue. ``prediction``: what the output may turn out to be."""
+    request = pb.GenerateRequest(sampling_params=sampling, prediction=_prediction(prediction), **options)
     if isinstance(prompt, str):
         request.text = prompt
     else:
@@ -58,10 +60,13 @@ def generate_request(prompt: Prompt, sampling: SamplingParams | None, options: G
 
 
 def chat_request(
-    messages: Iterable[pb.ChatMessage], sampling: SamplingParams | None, options: ChatOptions
+    messages: Iterable[pb.ChatMessage],
+    sampling: SamplingParams | None,
+    prediction: Prompt | None,
+    options: ChatOptions,
 ) -> pb.ChatRequest:
-    """A conversation to answer."""
-    return pb.ChatRequest(messages=messages, sampling_params=sampling, **options)
+    """A conversation to answer. ``prediction``: what the answer may turn out to be."""
+    return pb.ChatRequest(messages=messages, sampling_params=sampling, prediction=_prediction(prediction), **options)
 
 
 def embed_request(
@@ -81,6 +86,12 @@ def classify_request(inputs: Sequence[Prompt], use_activation: bool | None, opti
 def score_request(query: Prompt, documents: Sequence[Prompt], options: CallOptions) -> pb.ScoreRequest:
     """A query and what it is compared with."""
     return pb.ScoreRequest(query=_input(query), documents=map(_input, documents), **options)
+
+
+def _prediction(given: Prompt | None) -> pb.Prediction | None:
+    if given is None or isinstance(given, str):
+        return None if given is None else pb.Prediction(text=given)
+    return pb.Prediction(token_ids=pb.TokenIds(ids=given))
 
 
 def _input(given: Prompt) -> pb.PoolingInput:

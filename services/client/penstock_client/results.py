@@ -17,11 +17,15 @@ _FINISH_PREFIX = "FINISH_REASON_"
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts. ``cached_tokens`` are those of the prompt that were cached."""
+    """Token counts. ``cached_tokens`` are those of the prompt that were cached, ``accepted_draft_tokens`` those of the
+    output that were guessed ahead, ``rejected_draft_tokens`` wrong guesses, which are none of it.
+    """
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    accepted_draft_tokens: int = 0
+    rejected_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,13 @@ def read_chat_output(message: pb.ChatResponse) -> ChatOutput:
 
 def read_usage(message: UsageMessage) -> Usage:
     """Token counts."""
-    return Usage(message.prompt_tokens, message.cached_tokens, message.completion_tokens)
+    return Usage(
+        message.prompt_tokens,
+        message.cached_tokens,
+        message.completion_tokens,
+        message.accepted_draft_tokens,
+        message.rejected_draft_tokens,
+    )
 
 
 def read_embeddings(message: pb.EmbedResponse) -> Embeddings:

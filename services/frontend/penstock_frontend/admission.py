@@ -27,7 +27,7 @@ class Demand(NamedTuple):
 
     tenant: str = ""
     length: int = 0
-    """Of its prompt, in characters, token ids and bytes of vectors, as engines hold these."""
+    """Of its prompt and prediction, in characters, token ids and bytes of vectors, as engines hold these."""
     sequences: int = 1
     """What engines see of it: n of one prompt, or one for each of its inputs."""
 
@@ -166,6 +166,8 @@ def demand_of(request: GenerateRequest | ChatRequest | PoolingRequest) -> Demand
         parts = [*request.inputs, *request.seconds]
     else:
         parts = list(_texts(request))
+    if not isinstance(request, PoolingRequest) and request.prediction is not None:
+        parts = [*parts, request.prediction]
     sequences = len(request.inputs) if isinstance(request, PoolingRequest) else request.sampling.get("n", 1)
     return Demand(request.context.tenant, sum(map(_length, parts)), sequences)
 

@@ -13,6 +13,8 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request_context import RequestContext
 
 Part = str | Sequence[int] | PromptEmbeds
+Prediction = str | Sequence[int]
+"""What an output may turn out to be: text, or token ids. Drafts are looked up in it; it changes no token."""
 
 
 class MixedPrompt(msgspec.Struct, frozen=True):
@@ -30,6 +32,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: dict[str, Any] = {}
     """The sampling parameters that the client set, under the names of ``SamplingParams``."""
     add_special_tokens: bool = True
+    prediction: Prediction | None = None
     context: RequestContext = RequestContext()
 
 
@@ -40,6 +43,11 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     completion_tokens: int = 0
     """What the engine produced, the tokens of a stop string included."""
+    accepted_draft_tokens: int = 0
+    """Of these, those that engines have said were drafted. An attempt that ended without its engine's word says nothing: its
+    engine was lost, or a stop string or the client ended it here."""
+    rejected_draft_tokens: int = 0
+    """Drafted tokens that the model did not choose, known as the accepted ones are."""
 
 
 class Finish(msgspec.Struct, frozen=True):
@@ -120,6 +128,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """More variables of the chat template, as ``enable_thinking``."""
     sampling: dict[str, Any] = {}
     """The sampling parameters that the client set, under the names of ``SamplingParams``."""
+    prediction: Prediction | None = None
     context: RequestContext = RequestContext()
 
     @property

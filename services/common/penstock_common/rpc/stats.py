@@ -1,4 +1,4 @@
-"""``penstock.common.v1.SchedulerStats`` to the domain and back."""
+"""Statistics of ``penstock.common.v1`` to the domain and back."""
 
 import math
 
@@ -6,9 +6,9 @@ import msgspec
 
 from penstock.common.v1 import stats_pb2
 from penstock_common.errors import InvalidArgument
-from penstock_common.types.outputs import SchedulerStats
+from penstock_common.types.outputs import SchedulerStats, SpecDecodingStats
 
-_NAMES = tuple(field.name for field in msgspec.structs.fields(SchedulerStats))
+_NAMES = tuple(field.name for field in msgspec.structs.fields(SchedulerStats) if field.name != "spec_decoding_stats")
 
 
 def from_proto(message: stats_pb2.SchedulerStats, *, path: str = "scheduler_stats") -> SchedulerStats:
@@ -17,12 +17,38 @@ def from_proto(message: stats_pb2.SchedulerStats, *, path: str = "scheduler_stat
         _refuse(f"{path}.kv_cache_usage", message.kv_cache_usage, "from 0 to 1")
     if not (message.seconds_since_last_step >= 0.0 and math.isfinite(message.seconds_since_last_step)):
         _refuse(f"{path}.seconds_since_last_step", message.seconds_since_last_step, "finite and at least 0")
-    return SchedulerStats(**{name: getattr(message, name) for name in _NAMES})
+    values = {name: getattr(message, name) for name in _NAMES}
+    if message.HasField("spec_decoding_stats"):
+        values["spec_decoding_stats"] = speculation_from_proto(message.spec_decoding_stats)
+    return SchedulerStats(**values)
 
 
 def to_proto(stats: SchedulerStats) -> stats_pb2.SchedulerStats:
     """The message for these statistics."""
-    return stats_pb2.SchedulerStats(**msgspec.structs.asdict(stats))
+    message = stats_pb2.SchedulerStats(**{name: getattr(stats, name) for name in _NAMES})
+    if stats.spec_decoding_stats is not None:
+        message.spec_decoding_stats.CopyFrom(speculation_to_proto(stats.spec_decoding_stats))
+    return message
+
+
+def speculation_from_proto(message: stats_pb2.SpecDecodingStats) -> SpecDecodingStats:
+    """The domain's counts of drafts."""
+    return SpecDecodingStats(
+        num_drafts=message.num_drafts,
+        num_draft_tokens=message.num_draft_tokens,
+        num_accepted_tokens=message.num_accepted_tokens,
+        num_accepted_tokens_per_pos=list(message.num_accepted_tokens_per_pos),
+    )
+
+
+def speculation_to_proto(stats: SpecDecodingStats) -> stats_pb2.SpecDecodingStats:
+    """The message for these counts."""
+    return stats_pb2.SpecDecodingStats(
+        num_drafts=stats.num_drafts,
+        num_draft_tokens=stats.num_draft_tokens,
+        num_accepted_tokens=stats.num_accepted_tokens,
+        num_accepted_tokens_per_pos=stats.num_accepted_tokens_per_pos,
+    )
 
 
 def _refuse(field: str, value: float, limit: str) -> None:

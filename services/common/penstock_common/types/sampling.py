@@ -7,6 +7,8 @@ import msgspec
 
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 """Seeds are signed 64-bit integers. A draw is keyed by a seed's 64 bits, so each of them is a seed of its own."""
+MAX_SPECULATIVE_TOKENS = 32
+"""Tokens that are drafted of a request in a step, at most, whatever engines and requests say."""
 
 
 class OutputKind(enum.IntEnum):

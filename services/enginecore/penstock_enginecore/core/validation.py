@@ -8,7 +8,13 @@ import msgspec
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT, EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
-from penstock_common.types.sampling import MAX_SEED, MIN_SEED, RepetitionDetection, SamplingParams
+from penstock_common.types.sampling import (
+    MAX_SEED,
+    MAX_SPECULATIVE_TOKENS,
+    MIN_SEED,
+    RepetitionDetection,
+    SamplingParams,
+)
 from penstock_enginecore.core.embeds_validation import check_prompt_embeds
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.pooling_validation import refuse_generation, validate_pooling
@@ -50,6 +56,7 @@ def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
     if request.attempt < 0:
         raise InvalidArgument(f"attempt is {request.attempt}; it must be at least 0", field="attempt")
     _check_reasoning(request, limits.model.vocab_size)
+    _check_prediction(request, limits)
     _check_context(request.context)
 
 
@@ -106,6 +113,19 @@ def _check_reasoning(request: EngineCoreRequest, vocab_size: int) -> None:
             raise InvalidArgument(f"{field} is {token_id}; token ids go from 0 to {vocab_size - 1}", field=field)
 
 
+def _check_prediction(request: EngineCoreRequest, limits: RequestLimits) -> None:
+    token_ids, field = request.prediction_token_ids, "prediction_token_ids"
+    if not token_ids:
+        return
+    if request.pooling_params is not None:
+        raise InvalidArgument(f"{field} is set beside pooling_params; a pooled request has no output", field=field)
+    if len(token_ids) > limits.max_model_len:
+        raise InvalidArgument(
+            f"{field} has {len(token_ids)} tokens; the limit is max_model_len, {limits.max_model_len}", field=field
+        )
+    _check_token_ids(field, token_ids, limits.model.vocab_size)
+
+
 def check_sampling(params: SamplingParams, limits: RequestLimits) -> None:
     """Raise InvalidArgument unless an engine with these limits can do what ``params`` say."""
     _check_lengths(params)
@@ -123,6 +143,8 @@ def _check_lengths(params: SamplingParams) -> None:
             f"sampling_params.n is {params.n}; engines take one sequence per request", field=_path("n")
         )
     _check_number("min_tokens", params.min_tokens, low=0)
+    if params.num_speculative_tokens is not None:
+        _check_number("num_speculative_tokens", params.num_speculative_tokens, low=0, high=MAX_SPECULATIVE_TOKENS)
     if params.max_tokens is not None:
         _check_number("max_tokens", params.max_tokens, low=1)
         if params.min_tokens > params.max_tokens:

@@ -61,6 +61,7 @@ def request_from_proto(message: pb.EngineCoreRequest, embeds: PromptEmbeds | Non
         request_number=message.request_number,
         reasoning_ended=message.reasoning_ended if message.HasField("reasoning_ended") else None,
         reasoning_parser_kwargs=_reasoning(message.reasoning_parser_kwargs),
+        prediction_token_ids=list(message.prediction_token_ids),
     )
 
 
@@ -133,6 +134,8 @@ def output_to_proto(output: EngineCoreOutput) -> pb.EngineCoreOutput:
     if output.prefill_stats is not None:
         message.prefill_stats.num_prompt_tokens = output.prefill_stats.num_prompt_tokens
         message.prefill_stats.num_cached_tokens = output.prefill_stats.num_cached_tokens
+    if output.spec_decoding_stats is not None:
+        message.spec_decoding_stats.CopyFrom(stats.speculation_to_proto(output.spec_decoding_stats))
     return message
 
 

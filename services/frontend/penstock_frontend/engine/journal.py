@@ -112,6 +112,8 @@ class Journal:
                 if output.finish_reason is not None:
                     self._end(entry)
                 continue
+            if output.finish_reason is not None:
+                entry.take_speculation(output)
             if output.finish_reason is not None and (error := _refused(output)) is not None:
                 admitted = output.finish_reason is FinishReason.ABORT or error.code == "INTERNAL"
                 refusals.append(Refusal(entry, error, admitted))

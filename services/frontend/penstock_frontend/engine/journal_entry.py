@@ -1,8 +1,10 @@
 """One sequence in the journal: what was asked, what has come of it, from where it goes on. Does no I/O."""
 
+from itertools import zip_longest
+
 import msgspec
 
-from penstock_common.types.outputs import EngineCoreOutput
+from penstock_common.types.outputs import EngineCoreOutput, SpecDecodingStats
 from penstock_common.types.request import EngineCoreRequest
 
 
@@ -34,6 +36,7 @@ class JournalEntry:
         "prefilled",
         "progressed",
         "request",
+        "speculation",
         "token_ids",
         "variant",
     )
@@ -51,6 +54,8 @@ class JournalEntry:
         """Whether it has left an engine that had taken it in: such a one no other engine refuses for want of room."""
         self.token_ids = list(request.prior_output_token_ids)
         """All output so far."""
+        self.speculation: SpecDecodingStats | None = None
+        """What engines have said of its drafts, of all attempts together. Those that were lost say nothing."""
         self.num_prompt_logprobs = 0
         """Positions of the prompt whose log-probabilities are there, of all attempts together."""
         self.num_prompt_scored = 0
@@ -129,6 +134,12 @@ class JournalEntry:
             self._progress()
         return True
 
+    def take_speculation(self, output: EngineCoreOutput) -> None:
+        """Write down what the attempt's last output says of its drafts, and have it say that of all attempts."""
+        if output.spec_decoding_stats is not None:
+            self.speculation = _sum(self.speculation, output.spec_decoding_stats)
+        output.spec_decoding_stats = self.speculation
+
     def take_tokens(self, offset: int, token_ids: list[int]) -> list[int]:
         """Write down an output of the current attempt that is tokens and nothing else. Returns those that are new.
 
@@ -190,6 +201,18 @@ class JournalEntry:
         self.num_prompt_scored = 0
         self.progressed = False
         self.began_at = None
+
+
+def _sum(first: SpecDecodingStats | None, second: SpecDecodingStats) -> SpecDecodingStats:
+    if first is None:
+        return second
+    per_pos = zip_longest(first.num_accepted_tokens_per_pos, second.num_accepted_tokens_per_pos, fillvalue=0)
+    return SpecDecodingStats(
+        num_drafts=first.num_drafts + second.num_drafts,
+        num_draft_tokens=first.num_draft_tokens + second.num_draft_tokens,
+        num_accepted_tokens=first.num_accepted_tokens + second.num_accepted_tokens,
+        num_accepted_tokens_per_pos=[sum(pair) for pair in per_pos],
+    )
 
 
 def _drop_first(output: EngineCoreOutput, count: int) -> None:

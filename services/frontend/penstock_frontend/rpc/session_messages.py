@@ -65,6 +65,7 @@ def add_request(
         add.reasoning_ended = request.reasoning_ended
     if request.reasoning_parser_kwargs is not None:
         add.reasoning_parser_kwargs = msgspec.json.encode(request.reasoning_parser_kwargs).decode()
+    add.prediction_token_ids.extend(request.prediction_token_ids)
     return message
 
 
@@ -179,6 +180,8 @@ def _output(message: pb.EngineCoreOutput, take: parts.TakeTensor | None) -> Engi
         ]
     if message.num_nans_in_logits:
         output.num_nans_in_logits = message.num_nans_in_logits
+    if message.HasField("spec_decoding_stats"):
+        output.spec_decoding_stats = stats.speculation_from_proto(message.spec_decoding_stats)
     if message.finish_reason:
         # A reason that this revision does not know is no normal end either.
         output.finish_reason = _FINISH_REASONS.get(message.finish_reason, FinishReason.ERROR)

@@ -37,6 +37,7 @@ def chat_request(
         continue_final_message=message.continue_final_message,
         template_kwargs=_object(message.chat_template_kwargs, "chat_template_kwargs") or {},
         sampling=set_fields(message.sampling_params),
+        prediction=message_parts.prediction_of(message),
         context=context_of(message, metadata, time_left),
     )
 

@@ -7,7 +7,7 @@ from penstock_common.errors import InvalidArgument
 from penstock_common.rpc.outputs import prompt_embeds_from_proto
 from penstock_common.rpc.sampling import refuse_set, set_fields
 from penstock_frontend.api.grpc.context import context_of
-from penstock_frontend.api.grpc.message_parts import add_finish, logprobs
+from penstock_frontend.api.grpc.message_parts import add_finish, logprobs, prediction_of
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part, RequestOutput
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.prompts.counts import check_count
@@ -28,6 +28,7 @@ def generate_request(
         prompt=_prompt(message),
         sampling=set_fields(message.sampling_params),
         add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
+        prediction=prediction_of(message),
         context=context_of(message, metadata, time_left),
     )
 

@@ -1,11 +1,11 @@
-"""Parts of the messages that answer: log-probabilities, ends, counts and errors."""
+"""Parts of messages: predictions of requests; log-probabilities, ends, counts and errors of answers."""
 
 from penstock.common.v1 import finish_pb2, logprobs_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2 as pb
-from penstock_common.errors import RequestFailed
+from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_common.rpc.outputs import logprobs_to_proto
 from penstock_common.types.logprobs import Logprobs
-from penstock_frontend.call_types import Finish, Usage
+from penstock_frontend.call_types import Finish, Prediction, Usage
 
 
 def logprobs(values: Logprobs | None) -> logprobs_pb2.Logprobs | None:
@@ -29,7 +29,22 @@ def usage(counts: Usage) -> stats_pb2.Usage:
         prompt_tokens=counts.prompt_tokens,
         cached_tokens=counts.cached_tokens,
         completion_tokens=counts.completion_tokens,
+        accepted_draft_tokens=counts.accepted_draft_tokens,
+        rejected_draft_tokens=counts.rejected_draft_tokens,
     )
+
+
+def prediction_of(message: pb.GenerateRequest | pb.ChatRequest) -> Prediction | None:
+    """What the output may turn out to be, where that is said. Raises InvalidArgument for an empty message."""
+    if not message.HasField("prediction"):
+        return None
+    match message.prediction.WhichOneof("content"):
+        case "text":
+            return message.prediction.text
+        case "token_ids":
+            return message.prediction.token_ids.ids
+        case _:
+            raise InvalidArgument("prediction is not set: give text or token_ids", field="prediction")
 
 
 def request_error(error: RequestFailed) -> finish_pb2.RequestError:

@@ -28,6 +28,7 @@ from penstock_frontend.api.openai.conversation import (
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.generation import Generation, Source
+from penstock_frontend.api.openai.prediction import text_of
 from penstock_frontend.api.openai.prompts import AS_MANY_AS_FIT
 from penstock_frontend.api.openai.sampling_fields import SamplingFields, StreamOptions
 from penstock_frontend.api.openai.sse import EventStream
@@ -41,7 +42,6 @@ _REFUSED = {
     "functions": "tools",
     "function_call": "tool_choice",
     "audio": "",
-    "prediction": "",
     "web_search_options": "",
     "documents": "chat_template_kwargs",
     "chat_template": "the model's own",
@@ -70,7 +70,6 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     functions: Any = None
     function_call: Any = None
     audio: Any = None
-    prediction: Any = None
     web_search_options: Any = None
     documents: Any = None
     chat_template: Any = None
@@ -259,6 +258,7 @@ def _request(body: ChatCompletionRequest, call: Call) -> ChatRequest:
         continue_final_message=bool(body.continue_final_message),
         template_kwargs=kwargs,
         sampling=values,
+        prediction=text_of(body.prediction),
         context=context_of(call, "chatcmpl", body),
     )
 

@@ -39,7 +39,9 @@ class ChoiceStyle(msgspec.Struct, frozen=True, kw_only=True):
 
     def counted(self, usage: Usage) -> Usage:
         """What a finished sequence counts: the token of an output that is not shown does not."""
-        return msgspec.structs.replace(usage, completion_tokens=0) if self.only_prompt else usage
+        if not self.only_prompt:
+            return usage
+        return msgspec.structs.replace(usage, completion_tokens=0, accepted_draft_tokens=0, rejected_draft_tokens=0)
 
 
 class ChoiceWriter:

@@ -21,6 +21,7 @@ from penstock_frontend.api.openai.completion_choices import ChoiceStyle, ChoiceW
 from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.generation import Generation, PromptOutput, Source
+from penstock_frontend.api.openai.prediction import text_of
 from penstock_frontend.api.openai.sampling_fields import SamplingFields, StreamOptions, TokenId
 from penstock_frontend.api.openai.sse import EventStream
 from penstock_frontend.api.openai.usage import UsageCount, UsageInfo
@@ -120,11 +121,14 @@ class _Making:
             prompt_logprobs=body.prompt_logprobs is not None,
         )
         self._prompts: Sequence[prompts.Prompt] = ()
+        self._prediction = text_of(body.prediction)
 
     async def sources(self, given: Sequence[prompts.Given]) -> list[Source[RequestOutput]]:
         """One request per prompt. Raises RequestFailed; when there is no room for all of them, before any is tokenized."""
         tenant = self._context.tenant
-        self._llm.check_room([Demand(tenant, len(each), self._body.num_sequences) for each in given])
+        self._llm.check_room(
+            [Demand(tenant, len(each) + len(self._prediction or ""), self._body.num_sequences) for each in given]
+        )
         body, values = self._body, _values(self._body)
         logprobs = body.logprobs is not None
         needs_ids = logprobs or bool(body.return_token_ids or self._options.continuous_usage_stats)
@@ -188,6 +192,7 @@ class _Making:
             prompt=prompt.given,
             sampling=values,
             add_special_tokens=self._body.add_special_tokens is not False,
+            prediction=self._prediction,
             context=msgspec.structs.replace(self._context, external_request_id=request_id),
         )
         return Source(request_id, demand_of(request), functools.partial(self._llm.generate, request), prompt.names)

@@ -18,6 +18,7 @@ from penstock_common.types.sampling import (
 from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, text_of
 from penstock_frontend.api.openai.context import GenerationContextFields
 from penstock_frontend.api.openai.errors import undecodable
+from penstock_frontend.api.openai.prediction import NAMES, PredictionBody
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
@@ -32,6 +33,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "truncate_prompt_tokens": (-1, _INT32 - 1),
     "repetition_penalty": (0.0, 1e38),
     "stream_interval": (1, _INT32 - 1),
+    "num_speculative_tokens": (0, _INT32 - 1),
 }
 """What the engine's contract can carry; the domain's own limits are narrower."""
 _PLAIN = (
@@ -54,6 +56,7 @@ _PLAIN = (
     "logit_bias",
     "truncate_prompt_tokens",
     "stream_interval",
+    "num_speculative_tokens",
 )
 _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 _BLANKS = {kind.name.lower(): kind for kind in JsonWhitespace}
@@ -123,7 +126,7 @@ class RepetitionFields(msgspec.Struct, frozen=True):
 
 class SamplingFields(GenerationContextFields, kw_only=True):
     """The common fields of both bodies, OpenAI's and vLLM's. Null is unset. ``truncate_prompt_tokens``: the last so many of the
-    prompt, -1 as many as leave room for the output.
+    prompt, -1 as many as leave room for the output. ``num_speculative_tokens`` is our own, and ``prediction`` in completions.
     """
 
     temperature: float | None = None
@@ -154,6 +157,8 @@ class SamplingFields(GenerationContextFields, kw_only=True):
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     stream_interval: int | None = None
+    num_speculative_tokens: int | None = None
+    prediction: PredictionBody | None = None
     structured_outputs: StructuredOutputs | None = None
     repetition_detection: RepetitionFields | None = None
     return_token_ids: bool | None = None
@@ -212,8 +217,10 @@ def names(body: SamplingFields) -> Mapping[str, str]:
             f"{path}.json_schema": "structured_outputs.json",
             **{f"{path}.{name}": f"structured_outputs.{name}" for name in CONSTRAINTS[1:]},
             path: "structured_outputs",
+            **NAMES,
         }
     return {
+        **NAMES,
         f"{path}.json_schema": "response_format.json_schema.schema",
         f"{path}.structural_tag": "response_format",
         path: "response_format",

@@ -13,13 +13,23 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """Drafts of any kind, the client's prediction among them: those that became tokens of the completion, and those that did not,
+    which are none and cost nothing.
+    """
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class UsageInfo(msgspec.Struct, frozen=True):
-    """Token counts of a call."""
+    """Token counts of a call. ``completion_tokens_details``: only where something was drafted."""
 
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class UsageCount:
@@ -27,29 +37,36 @@ class UsageCount:
 
     def __init__(self) -> None:
         self._prompts: dict[int, Usage] = {}
-        self._completion_tokens: dict[tuple[int, int], int] = {}
+        self._sequences: dict[tuple[int, int], Usage] = {}
 
     def finished(self, prompt: int, index: int, usage: Usage) -> None:
         """Sequence ``index`` of a prompt ended."""
         if index == 0 or prompt not in self._prompts:
             self._prompts[prompt] = usage  # later sequences find all of the prompt cached by the first
-        self._completion_tokens[prompt, index] = usage.completion_tokens
+        self._sequences[prompt, index] = usage
 
     def total(self) -> UsageInfo:
         """What there is so far of all sequences."""
         prompts: Iterable[Usage] = self._prompts.values()
         return usage_info(
             sum(usage.prompt_tokens for usage in prompts),
-            sum(self._completion_tokens.values()),
+            sum(usage.completion_tokens for usage in self._sequences.values()),
             sum(usage.cached_tokens for usage in self._prompts.values()),
+            accepted=sum(usage.accepted_draft_tokens for usage in self._sequences.values()),
+            rejected=sum(usage.rejected_draft_tokens for usage in self._sequences.values()),
         )
 
 
-def usage_info(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> UsageInfo:
+def usage_info(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0, *, accepted: int = 0, rejected: int = 0
+) -> UsageInfo:
     """The counts as they are sent."""
     return UsageInfo(
         prompt_tokens=prompt_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         completion_tokens=completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(accepted, rejected)
+        if accepted or rejected
+        else msgspec.UNSET,
     )

@@ -53,6 +53,7 @@ class ChatRenderer:
             prompt=await self._tokenizer.in_thread(self._prompt, request),
             add_special_tokens=False,  # the template writes them
             sampling=request.sampling,
+            prediction=request.prediction,
             context=request.context,
         )
 

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from penstock_common.errors import RequestFailed
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
-from penstock_common.types.outputs import EngineCoreEvent, EngineCoreOutput, EventType, FinishReason
+from penstock_common.types.outputs import (
+    EngineCoreEvent,
+    EngineCoreOutput,
+    EventType,
+    FinishReason,
+    SpecDecodingStats,
+)
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.token_columns import NewTokens
 from penstock_frontend.call_types import Finish, Usage
@@ -19,6 +25,8 @@ from penstock_frontend.processing.outputs.text import OutputText
 from penstock_frontend.processing.prompts.mixed_prompt import text_context
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
+_NO_DRAFTS = SpecDecodingStats()
+
 
 class RequestState:
     """One sequence from acceptance to its end, on however many engines.
@@ -27,7 +35,7 @@ class RequestState:
     go, shared by all of them. ``first_token_after``: seconds from arrival to the first token; ``finish``: how it ended, when it
     ended normally. The times of the engine are on the engine's clock, 0 before they are known, and again when it goes on on
     another engine; ``decoded``: seconds from first to last token on the engines before. ``num_preemptions``: how often it lost
-    its blocks to another one.
+    its blocks to another one. ``speculation``: what engines have said of its drafts.
     """
 
     __slots__ = (
@@ -50,6 +58,7 @@ class RequestState:
         "queued_time",
         "request_id",
         "scheduled_time",
+        "speculation",
         "started",
         "text",
     )
@@ -72,6 +81,7 @@ class RequestState:
         self.queued_time = self.scheduled_time = self.first_token_time = self.last_token_time = 0.0
         self.decoded = 0.0
         self.finish: Finish | None = None
+        self.speculation = _NO_DRAFTS
         self.collector = collector
         self.index = index
         self.logprobs = LogprobsReader(tokenizer, params, self.num_prompt)
@@ -91,7 +101,15 @@ class RequestState:
 
     def usage(self) -> Usage:
         """Token counts so far."""
-        return Usage(self.num_prompt, self.num_cached, self.text.num_tokens)
+        drafts, num_tokens = self.speculation, self.text.num_tokens
+        return Usage(
+            self.num_prompt,
+            self.num_cached,
+            num_tokens,
+            # Behind a stop string there may have been more, which are none of its output.
+            min(drafts.num_accepted_tokens, num_tokens),
+            drafts.num_draft_tokens - drafts.num_accepted_tokens,
+        )
 
     def fail(self, error: RequestFailed) -> None:
         """End the call, with all of its sequences."""
@@ -203,6 +221,7 @@ class OutputProcessor(RequestStates[RequestState]):
         if not delta.stop:
             state.collector.put(delta, index=state.index)
             return False
+        _forget_dropped(state, step)
         self._finish(state, Finish(FinishReason.STOP, delta.stop, state.usage()), metrics)
         state.collector.put(delta, state.finish, index=state.index)
         return True
@@ -229,6 +248,8 @@ class OutputProcessor(RequestStates[RequestState]):
             state.num_cached = output.prefill_stats.num_cached_tokens
         if output.events:
             state.take_events(output.events)
+        if output.spec_decoding_stats is not None:
+            state.speculation = output.spec_decoding_stats
         if token_ids:
             _count_tokens(state, len(token_ids), metrics, step)
         delta = state.text.add(
@@ -238,6 +259,7 @@ class OutputProcessor(RequestStates[RequestState]):
             stop_token=output.finish_reason is FinishReason.STOP,
         )
         if delta.stop:
+            _forget_dropped(state, step)
             finish = Finish(FinishReason.STOP, delta.stop, state.usage())
         elif output.finish_reason is not None:
             finish = Finish(output.finish_reason, output.stop_reason, state.usage())
@@ -270,6 +292,13 @@ def _count_tokens(state: RequestState, count: int, metrics: EngineMetrics, step:
     state.last_token_time = now
     state.num_received += count
     step.num_tokens += count
+
+
+def _forget_dropped(state: RequestState, step: EngineSteps) -> None:
+    """What came behind a stop string, in the frame in which it was complete, is none of the output: nobody is told of it."""
+    dropped = state.num_received - state.text.num_tokens
+    state.num_received -= dropped
+    step.num_tokens -= dropped
 
 
 def _count_end(state: RequestState, finish: Finish, metrics: EngineMetrics) -> None:

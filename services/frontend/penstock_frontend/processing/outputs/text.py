@@ -85,8 +85,8 @@ class OutputText:
             self.num_tokens += len(token_ids)
             return TextDelta(token_ids=token_ids, logprobs=logprobs)
         detokenizer = self._detokenizer
-        if len(token_ids) == 1 and not ended and logprobs is None and self._nothing_held():
-            return self._add_one(token_ids, detokenizer)
+        if not ended and logprobs is None and self._nothing_held():
+            return self._add_free(token_ids, detokenizer)
         self._keep(logprobs)
         silent = stop_token and not self._include_stop
         last = len(token_ids) - 1
@@ -105,17 +105,20 @@ class OutputText:
     def _nothing_held(self) -> bool:
         return self._stops is None and not self._tokens and self._logprobs is None
 
-    def _add_one(self, token_ids: Sequence[int], detokenizer: IncrementalDetokenizer) -> TextDelta:
-        """What most outputs are, with less work: a token whose text is released with it, unless its character goes on."""
-        text = detokenizer.push(token_ids[0])
-        self.num_tokens += 1
-        if detokenizer.pending:
-            self._tokens.extend(token_ids)
-            self._grow(text, settled=False)
-            return self._release(self._length)
+    def _add_free(self, token_ids: Sequence[int], detokenizer: IncrementalDetokenizer) -> TextDelta:
+        """What most outputs are, with less work: tokens whose text is released with them, but those whose character goes on."""
+        text, settled = "", 0
+        for number, token_id in enumerate(token_ids, start=1):
+            text += detokenizer.push(token_id)
+            if not detokenizer.pending:
+                settled = number
+        self.num_tokens += len(token_ids)
         self._length += len(text)
         self._released = self._length
-        return TextDelta(text, token_ids)
+        if settled == len(token_ids):
+            return TextDelta(text, token_ids)
+        self._tokens.extend(token_ids[settled:])
+        return TextDelta(text, token_ids[:settled])
 
     def _grow(self, text: str, *, settled: bool) -> TextDelta | None:
         """Take in new text; the cut if a stop string is complete. ``settled``: every token's text is there."""

@@ -14,7 +14,7 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
-from penstock_frontend.call_types import GenerateRequest, MixedPrompt
+from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Prediction
 from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.chat.reasoning import Reasoning
@@ -117,6 +117,7 @@ class InputProcessor:
         prompt = await self._prompt(request, limits, truncated=params.truncate_prompt_tokens is not None)
         if params.truncate_prompt_tokens is not None:
             prompt = prompt.last(params.truncate_prompt_tokens)
+        prediction = [] if request.prediction is None else await self._prediction(request.prediction, limits)
         reasoning = self.reasoning if params.structured_output is not None else None
         return EngineCoreRequest(
             # Unique even where a client uses an id again.
@@ -129,6 +130,7 @@ class InputProcessor:
             if reasoning is not None and isinstance(request.prompt, str)
             else None,
             reasoning_parser_kwargs=reasoning.tokens if reasoning is not None else None,
+            prediction_token_ids=prediction,
         )
 
     def check(self, request: EngineCoreRequest, limits: ModelLimits) -> None:
@@ -138,6 +140,7 @@ class InputProcessor:
             check_hidden_size(request.prompt_embeds, limits.hidden_size, field="prompt")
         check_token_ids(prompt, limits.vocab_size, field="token_ids.ids")
         sampling_params.check_vocabulary(params, limits.vocab_size)
+        check_prediction(request.prediction_token_ids, limits)
         if len(prompt) >= limits.max_model_len:
             raise _too_long(len(prompt), limits.max_model_len)
         room_left = limits.max_model_len - len(prompt)
@@ -185,6 +188,18 @@ class InputProcessor:
             raise InvalidArgument(f"{field} has no tokens: there is no prompt", field=field)
         return JoinedPrompt(ids, None)
 
+    async def _prediction(self, prediction: Prediction, limits: ModelLimits | None) -> list[int]:
+        """Token ids of what goes on behind a prompt: no special tokens are put around it."""
+        field = "prediction.text" if isinstance(prediction, str) else "prediction.token_ids.ids"
+        if not prediction:
+            raise InvalidArgument(f"{field} is empty: there is no prediction", field=field)
+        self.check_length(prediction, field=field)
+        if not isinstance(prediction, str):
+            return list(prediction)
+        if limits is not None:
+            check_size(prediction, limits.max_model_len, field=field, reason="")
+        return (await self._tokenizer.encode(prediction, add_special_tokens=False)).ids
+
     async def _mixed(self, prompt: MixedPrompt, longest: int, what: str, *, add_special_tokens: bool) -> JoinedPrompt:
         if not prompt.parts:
             raise InvalidArgument("mixed.parts is empty: there is no prompt", field="mixed.parts")
@@ -203,7 +218,7 @@ def longest_text(max_model_len: int) -> int:
     return max_model_len * MAX_CHARS_PER_TOKEN
 
 
-def check_size(text: str, max_model_len: int, *, field: str) -> None:
+def check_size(text: str, max_model_len: int, *, field: str, reason: str = "PROMPT_TOO_LONG") -> None:
     """Raise InvalidArgument for a text that is far too long for the model however it is tokenized, which may take seconds."""
     longest = longest_text(max_model_len)
     if len(text) > longest:
@@ -211,8 +226,17 @@ def check_size(text: str, max_model_len: int, *, field: str) -> None:
             f"{field} has {len(text)} characters; for max_model_len {max_model_len}, at {MAX_CHARS_PER_TOKEN} characters "
             f"a token, the limit is {longest}",
             field=field,
-            reason="PROMPT_TOO_LONG",
+            reason=reason,
         )
+
+
+def check_prediction(token_ids: Sequence[int], limits: ModelLimits) -> None:
+    """Raise InvalidArgument for a prediction that is longer than any output, or has an id that is not in the vocabulary."""
+    if len(token_ids) > limits.max_model_len:
+        raise InvalidArgument(
+            f"prediction is {len(token_ids)} tokens; max_model_len is {limits.max_model_len}", field="prediction"
+        )
+    check_token_ids(token_ids, limits.vocab_size, field="prediction.token_ids.ids")
 
 
 def _check_early(prompt: str | Sequence[int] | MixedPrompt, max_model_len: int, *, truncated: bool) -> None:

@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock_common.errors import ConfigError, InvalidArgument
-from penstock_common.types.sampling import MAX_SEED, MIN_SEED, RepetitionDetection, SamplingParams, StructuredOutput
+from penstock_common.types.sampling import (
+    MAX_SEED,
+    MAX_SPECULATIVE_TOKENS,
+    MIN_SEED,
+    RepetitionDetection,
+    SamplingParams,
+    StructuredOutput,
+)
 from penstock_frontend.config import LimitsConfig
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
@@ -21,6 +28,7 @@ _RANGES: dict[str, tuple[float, float | None]] = {
     "prompt_logprobs": (-1, None),
     "stream_interval": (1, None),
     "truncate_prompt_tokens": (1, None),
+    "num_speculative_tokens": (0, MAX_SPECULATIVE_TOKENS),
 }
 _MAX_LOGIT_BIAS = 100.0
 _MAX_PATTERN_SIZE = 1000
