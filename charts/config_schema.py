@@ -39,6 +39,7 @@ SET_BY_CHART = (
         "auth.jwt.jwks",
     }
     | {"scaling.pools", "executor.tensor_parallel_size", "executor.pipeline_parallel_size"}
+    | {"speculative.method", "speculative.model", "speculative.num_speculative_tokens"}
     | _below("kubernetes", KubernetesConfig) - {"kubernetes.min_replicas", "kubernetes.max_replicas"}
     | _below("server.tls", TlsConfig)
     | _below("http.tls", TlsConfig)

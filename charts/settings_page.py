@@ -60,7 +60,7 @@ def _row(setting: Setting) -> str:
 def _values(setting: Setting) -> str:
     kind = setting.kind
     if kind.choices:
-        words = ", ".join(f"`{choice}`" for choice in kind.choices)
+        words = ", ".join(f"`{choice}`" if choice else '`""`' for choice in kind.choices)
         return f"list of {words}" if kind.shape == "list" else words
     name = (
         "size" if kind.is_size else {int: "integer", float: "number", bool: "`true`, `false`", str: "text"}[kind.type]

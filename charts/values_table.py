@@ -64,7 +64,7 @@ def default(values: dict[str, Any], path: tuple[str, ...]) -> str:
 def allowed(part: dict[str, Any]) -> str:
     """The choices or the range that ``part`` of the schema gives its value; empty: neither."""
     if "enum" in part:
-        return ", ".join(f"`{choice}`" for choice in part["enum"])
+        return ", ".join(f"`{choice}`" if choice else '`""`' for choice in part["enum"])
     if "minimum" not in part and "maximum" not in part:
         return ""
     low, high = (_limit(part, word) for word in ("minimum", "maximum"))

@@ -66,3 +66,9 @@ class EngineCollector(Collector):
         nans = CounterMetricFamily("penstock:nan_logits", "Logits of sampled rows that were NaN", labels=LABELS)
         nans.add_metric(labels, state.num_nan_logits)
         yield nans
+        if state.drafter_failure is not None:
+            up = GaugeMetricFamily(
+                "penstock:spec_decode_drafter_up", "0 when what drafts has failed and was switched off", labels=LABELS
+            )
+            up.add_metric(labels, not state.drafter_failure)
+            yield up

@@ -114,12 +114,15 @@ def _add_serve(commands: Any) -> None:
     parser.suggest = _serve_flag
     model = parser.add_argument_group("model")
     engines = parser.add_argument_group("engines")
+    drafts = parser.add_argument_group("speculation")
     network = parser.add_argument_group("network")
     flags.add_positional(parser, ServeOptions, "model")
     flags.add_options(model, ServeOptions, served_model_name="NAME", dtype="", quantization="", max_model_len="N")
     flags.add_options(engines, ServeOptions, engines="N", data_parallel_size="N")
     flags.add_options(engines, ServeOptions, tensor_parallel_size="N", pipeline_parallel_size="N")
     flags.add_options(engines, ServeOptions, device="", kv_cache_memory="SIZE", threads_per_engine="N")
+    flags.add_options(drafts, ServeOptions, speculative="METHOD", speculative_model="PATH", speculative_tokens="K")
+    flags.add_options(drafts, ServeOptions, speculative_config="JSON")
     flags.add_options(
         network, ServeOptions, frontends="N", host="HOST", grpc_port="PORT", http_port="PORT", admin_port="PORT"
     )

@@ -10,6 +10,7 @@ from penstock_common.addresses import with_port
 from penstock_common.checkpoint import looks_like_a_path
 from penstock_common.errors import ConfigError, nearest
 from penstock_common.memory import Memory
+from penstock_local import speculation
 from penstock_local.cache_memory import check_cache_memory
 from penstock_local.devices import assign
 from penstock_local.hub import check_hub
@@ -32,7 +33,9 @@ def with_settings(options: ServeOptions, service: str, config: dict[str, Any]) -
 
 def check(options: ServeOptions, *, gpus: Sequence[str] = (), memory: Memory | None = None) -> None:
     """Raise ConfigError for what would fail after the start. ``gpus`` and ``memory``: those of this machine."""
-    settings = with_settings(options, "engine", {})
+    settings = with_settings(options, "engine", {"speculative": options.speculation()})
+    speculation.check_section(settings["speculative"])
+    speculation.check_drafting_model(settings["speculative"])
     model, cache = settings.get("model", {}), settings.get("cache", {})
     check_cache_memory(
         "engine.cache.kv_cache_memory" if "kv_cache_memory" in cache else "--kv-cache-memory",
@@ -202,5 +205,6 @@ def _engine_config(
         "server": {"host": LOOPBACK, "port": port},
         "log": {"level": options.log_level},
         "drain_timeout": DRAIN_SECONDS,
+        **({"speculative": section} if (section := options.speculation()) else {}),
         **({"data_parallel": {"size": options.data_parallel_size}} if options.data_parallel_size > 1 else {}),
     }

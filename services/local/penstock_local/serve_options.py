@@ -12,6 +12,8 @@ from penstock_common.addresses import with_port
 from penstock_common.config.checks import check_flags, require
 from penstock_common.config.sizes import ByteSize
 from penstock_common.errors import ConfigError
+from penstock_common.types.sampling import MAX_SPECULATIVE_TOKENS
+from penstock_local import speculation
 from penstock_local.ports import LOOPBACK
 
 Settings = Mapping[str, Mapping[str, Any]]
@@ -78,6 +80,26 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    speculative: Annotated[
+        str,
+        Meta(
+            description="Draft tokens ahead and verify several to a step, which changes none: prediction, ngram, suffix, "
+            "draft_model, eagle or eagle3."
+        ),
+    ] = ""
+    speculative_model: Annotated[
+        str, Meta(description="Directory or hub id of the draft model or the head, for draft_model, eagle and eagle3.")
+    ] = ""
+    speculative_tokens: (
+        Annotated[
+            int, Meta(ge=1, le=MAX_SPECULATIVE_TOKENS, description="Tokens drafted in a step, at most; unset: 5.")
+        ]
+        | None
+    ) = None
+    speculative_config: Annotated[
+        str,
+        Meta(description="All of it as vLLM has it, instead of the three flags before: a JSON object."),
+    ] = ""
     frontends: Annotated[
         int,
         Meta(ge=1, le=64, description="Frontend processes that share the gRPC and the HTTP port, for more streams."),
@@ -105,6 +127,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         require("MODEL", self.model)
         check_flags(self)
+        self.speculation()
         if self.data_parallel_size > 1:
             self._check_group()
         if self.frontends > 1:
@@ -114,6 +137,17 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{highest[0]}: with --frontends {self.frontends} the last one would need {highest[1]}")
         if len({port for _, port in ports}) < len(ports):
             raise ConfigError(f"the ports must differ: {', '.join(f'{flag} {port}' for flag, port in ports)}")
+
+    def speculation(self) -> dict[str, Any]:
+        """The section ``speculative`` of an engine's configuration; empty: nothing is drafted. Raises ConfigError."""
+        section = speculation.of_flags(self.speculative, self.speculative_model, self.speculative_tokens)
+        if not self.speculative_config:
+            return section
+        if section:
+            raise ConfigError(
+                f"{speculation.FLAG} and {speculation.CONFIG_FLAG} are both given; one of them says it all"
+            )
+        return speculation.parse_config(self.speculative_config)
 
     def _check_group(self) -> None:
         for name in ("engines", "tensor_parallel_size", "pipeline_parallel_size"):

@@ -17,6 +17,7 @@ from penstock_common.errors import PenstockError
 from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_common.types.data_parallel import engine_of
 from penstock_local.console import fail
+from penstock_local.drafts_cell import drafts_of
 from penstock_local.failures import of_operators_api, one_line
 from penstock_local.rpc.admin import AdminClient, Cluster
 from penstock_local.rpc.health import serving
@@ -33,9 +34,11 @@ _STYLES = {
     EngineState.WEDGED: "bold red",
     EngineState.DEAD: "red",
 }
-_NUMBERS = ("running", "waiting", "last step", "longest")
+_NUMBERS = ("running", "waiting", "last step", "longest", "drafts")
 _WIDE_ONLY = ("longest", "device", "address", "pool")
 _COLUMNS = ("engine", "state", "running", "waiting", "KV cache", "last step", "model", *_WIDE_ONLY)
+_DRAFTS = "drafts"
+"""A column that is there where an engine speculates, behind the last step."""
 _WIDE = 100
 _PIPE_WIDTH = 200
 _BAR_WIDTH = 8
@@ -153,11 +156,18 @@ def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> Renderab
         return Group(*_summaries(snapshot, options), Text("no engine is known yet", style="yellow"))
     rows = Table(box=None, pad_edge=False, header_style="dim")
     hidden = len(_WIDE_ONLY) if width < _WIDE else 0 if len({engine.pool for engine in engines}) > 1 else 1
-    columns = _COLUMNS[: len(_COLUMNS) - hidden]
+    columns = list(_COLUMNS[: len(_COLUMNS) - hidden])
+    drafts = [drafts_of(snapshot.infos.get(engine.engine_id, {})) for engine in engines]
+    at = columns.index("last step") + 1
+    if any(drafts):
+        columns.insert(at, _DRAFTS)
     for name in columns:
         rows.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=name != "model")
-    for engine in engines:
-        rows.add_row(*_cells(engine, snapshot.infos.get(engine.engine_id, {}))[: len(columns)])
+    for engine, cell in zip(engines, drafts, strict=True):
+        cells = _cells(engine, snapshot.infos.get(engine.engine_id, {}))
+        if any(drafts):
+            cells.insert(at, cell)
+        rows.add_row(*cells[: len(columns)])
     return Group(*_summaries(snapshot, options), *_groups(snapshot), *_variants(snapshot), rows)
 
 

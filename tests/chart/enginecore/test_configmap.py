@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+
+from charts.lint import ChartError
 from penstock_enginecore.config import EngineCoreConfig
 from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, POD_IP, POOLS, load, release
 
@@ -44,3 +47,50 @@ def test_without_settings_the_engines_own_defaults_hold(tmp_path: Path):
 def test_the_device_follows_the_gpus_that_are_asked_for():
     assert release(AUTOSCALED).config("enginecore")["model"]["device"] == "cuda"
     assert release(BARE).config("enginecore")["model"]["device"] == "cpu"
+
+
+def test_without_a_method_nothing_is_said_of_speculation():
+    assert "speculative" not in release(HUB).config("enginecore")
+
+
+def test_what_drafts_reaches_the_engine(tmp_path: Path):
+    more = ("enginecore.speculative.method=suffix", "enginecore.config.speculative.suffix_decoding_max_tree_depth=32")
+    config = load(release(HUB, *more, "enginecore.speculative.tokens=8"), "enginecore", tmp_path)
+    assert isinstance(config, EngineCoreConfig)
+    speculative = config.speculative
+    assert (speculative.method, speculative.num_speculative_tokens) == ("suffix", 8)
+    assert speculative.suffix_decoding_max_tree_depth == 32
+
+
+def test_a_draft_model_is_on_the_volume_of_the_model_or_on_the_hub(tmp_path: Path):
+    values = ("enginecore.speculative.method=eagle3", "enginecore.speculative.model=heads/chat")
+    for values_set, path in ((BARE, "/var/lib/penstock/model/heads/chat"), (HUB, "heads/chat")):
+        config = load(release(values_set, *values), "enginecore", tmp_path)
+        assert isinstance(config, EngineCoreConfig)
+        assert config.speculative.model == path
+        assert config.speculative.num_speculative_tokens == 5
+
+
+def test_pools_draft_each_in_its_way():
+    rendered = release(POOLS, "enginecore.speculative.method=ngram", "enginecore.pools.spot.speculative.method=suffix")
+    assert rendered.config("enginecore")["speculative"]["method"] == "ngram"
+    assert rendered.config("enginecore-spot")["speculative"]["method"] == "suffix"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["method=eagle"], r"enginecore.speculative.model is required when method is eagle"),
+        (
+            ["method=ngram", "model=x"],
+            r"enginecore.speculative.model is x; only the methods draft_model, eagle and eagle3",
+        ),
+        (["model=x"], r"enginecore.speculative.model is x; only the methods"),
+        (["method=ngrm"], "enginecore.speculative.method"),
+        (["method=ngram", "tokens=0"], "enginecore.speculative.tokens"),
+        (["method=ngram", "tokens=33"], "enginecore.speculative.tokens"),
+    ],
+)
+def test_speculation_that_cannot_be_is_refused(values: list[str], message: str):
+    with pytest.raises(ChartError, match=message):
+        release(HUB, *(f"enginecore.speculative.{value}" for value in values))

@@ -3,6 +3,26 @@
 {{- if .values.gpu.count }}cuda{{ else }}cpu{{ end -}}
 {{- end -}}
 
+{{/* What drafts tokens of a pool's engines, empty where nothing does. A draft model or head is where the model is: on the same volume or in
+     the image, or on the hub. Takes $self. */}}
+{{- define "penstock.enginecore.speculative" -}}
+{{- $own := .values.speculative -}}
+{{- $key := printf "%s.speculative" (include "penstock.key" .) -}}
+{{- $drafts := has $own.method (list "draft_model" "eagle" "eagle3") -}}
+{{- if and $drafts (not $own.model) -}}
+{{- fail (printf "%s.model is required when method is %s: what drafts" $key $own.method) -}}
+{{- else if and $own.model (not $drafts) -}}
+{{- fail (printf "%s.model is %s; only the methods draft_model, eagle and eagle3 have one" $key $own.model) -}}
+{{- end -}}
+{{- if $own.method -}}
+method: {{ $own.method }}
+num_speculative_tokens: {{ int $own.tokens }}
+{{- if $own.model }}
+model: {{ ternary (printf "/var/lib/penstock/model/%s" (trimAll "/" $own.model)) $own.model (eq (include "penstock.model.mounted" .root) "true") | quote }}
+{{- end }}
+{{- end -}}
+{{- end -}}
+
 {{/* The config file of a pool's engines: what the user set, then what the chart alone knows. The pod adds its name and address.
      Takes $self. */}}
 {{- define "penstock.enginecore.config" -}}
@@ -26,6 +46,7 @@
 {{- if gt (int $size) 1 }}{{ $_ := set $executor $key (int $size) }}{{ end -}}
 {{- end -}}
 {{- with include "penstock.group.config" $ | fromYaml }}{{ $_ := set $executor "nodes" . }}{{ end -}}
+{{- with include "penstock.enginecore.speculative" $ | fromYaml }}{{ $_ := set $own "speculative" . }}{{ end -}}
 {{- with include "penstock.ranks.config" $ | fromYaml }}{{ $_ := set $own "data_parallel" . }}{{ end -}}
 {{- if $executor }}{{ $_ := set $own "executor" $executor }}{{ end -}}
 {{- mustMergeOverwrite (deepCopy (default dict $values.config)) $own | toYaml -}}

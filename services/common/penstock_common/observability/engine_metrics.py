@@ -3,12 +3,12 @@
 Engines tell it of themselves; a frontend may tell it of the engines it knows.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
-from penstock_common.types.outputs import SchedulerStats
+from penstock_common.types.outputs import SchedulerStats, SpecDecodingStats
 
 LABELS = ("model_name", "engine")
 Family = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily
@@ -24,6 +24,11 @@ _COUNTERS: dict[str, tuple[str, Callable[[SchedulerStats], float]]] = {
     "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.prefix_cache_hits),
     "vllm:num_preemptions": ("Requests that lost their KV blocks to another", lambda s: s.num_preemptions),
     "penstock:engine_steps": ("Steps executed", lambda s: s.step_counter),
+}
+_DRAFTS: dict[str, tuple[str, Callable[[SpecDecodingStats], float]]] = {
+    "vllm:spec_decode_num_drafts": ("Times that a request had drafts in a step", lambda s: s.num_drafts),
+    "vllm:spec_decode_num_draft_tokens": ("Drafted tokens that steps verified", lambda s: s.num_draft_tokens),
+    "vllm:spec_decode_num_accepted_tokens": ("Of these, what the model chose", lambda s: s.num_accepted_tokens),
 }
 
 
@@ -60,3 +65,25 @@ def engine_families(loads: Iterable[EngineLoad]) -> Iterator[Family]:
         sizes = {"num_gpu_blocks": str(load.num_kv_blocks), "block_size": str(load.block_size)}
         info.add_metric((load.model, load.engine), sizes)
     yield info
+    yield from _speculation_families(known)
+
+
+def _speculation_families(loads: Sequence[EngineLoad]) -> Iterator[Family]:
+    """Those of engines that speculate; none where no engine does."""
+    known = [(load, stats) for load in loads if (stats := load.stats.spec_decoding_stats) is not None]
+    if not known:
+        return
+    for name, (text, value) in _DRAFTS.items():
+        family = CounterMetricFamily(name, text, labels=LABELS)
+        for load, stats in known:
+            family.add_metric((load.model, load.engine), value(stats))
+        yield family
+    by_place = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Accepted tokens by their place in a draft, from 0",
+        labels=[*LABELS, "position"],
+    )
+    for load, stats in known:
+        for place, count in enumerate(stats.num_accepted_tokens_per_pos):
+            by_place.add_metric((load.model, load.engine, str(place)), count)
+    yield by_place

@@ -16,6 +16,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.base import Scheduler
 from penstock_enginecore.core.scheduler.pause import PauseState
+from penstock_enginecore.core.spec_decode.facts import speculation_facts
 from penstock_enginecore.core.step_counts import StepCounts
 from penstock_enginecore.core.utility import UtilityRegistry, utility
 from penstock_enginecore.core.worker_stats import WorkerStats
@@ -30,11 +31,14 @@ _TIMES = ("step_broadcast", "collectives", "waited_for_stages", "stage_idle")
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """``sleep_level`` 0 is awake. ``num_nan_logits`` counts since the start."""
+    """``sleep_level`` 0 is awake. ``num_nan_logits`` counts since the start. ``drafter_failure``: why what drafts was switched
+    off, empty while it works, None where nothing drafts.
+    """
 
     paused: bool
     sleep_level: int
     num_nan_logits: int
+    drafter_failure: str | None = None
 
 
 class Controllable(Protocol):
@@ -304,6 +308,9 @@ class EngineControl:
             "dtype": engine.model.dtype,
             "pause_state": engine.scheduler.pause_state.value,
             "asleep": sorted(self._asleep),
+            "speculative": speculation_facts(
+                config.speculative, engine.scheduler.stats().spec_decoding_stats, self.state().drafter_failure
+            ),
             "workers": [_facts(worker) for worker in engine.executor.worker_stats()],
             "utilities": list(self.utilities.names),
         }

@@ -159,3 +159,5 @@ class Load:
                 record.text += piece.text
             if piece.ended:
                 record.prompt_tokens, record.cached_tokens = piece.prompt_tokens, piece.cached_tokens
+                record.accepted_draft_tokens = piece.accepted_draft_tokens
+                record.rejected_draft_tokens = piece.rejected_draft_tokens

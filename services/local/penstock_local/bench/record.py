@@ -17,6 +17,10 @@ class Record(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Tokens of the prompt that were in the prefix cache."""
+    accepted_draft_tokens: int = 0
+    """Output tokens that had been drafted."""
+    rejected_draft_tokens: int = 0
+    """Drafted tokens that became none."""
     schema: str = ""
     """The JSON schema that the answer must follow; empty: none."""
     text: str = ""

@@ -41,6 +41,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    accepted_draft_tokens: int
+    """Output tokens that had been drafted."""
+    rejected_draft_tokens: int
+    """Drafted tokens that became none."""
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
@@ -58,6 +62,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """From the request to its end."""
     json_answers: JsonAnswers | None = None
     """Of requests with a JSON schema."""
+
+    @property
+    def draft_acceptance(self) -> float | None:
+        """The share of the drafted tokens that became output; None where nothing was drafted."""
+        drafted = self.accepted_draft_tokens + self.rejected_draft_tokens
+        return self.accepted_draft_tokens / drafted if drafted else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Mean output tokens of a step, of a request; None where nothing was drafted, where it is 1."""
+        steps = self.output_tokens - self.accepted_draft_tokens
+        return self.output_tokens / steps if self.draft_acceptance is not None and steps else None
 
     @property
     def client_is_busy(self) -> bool:
@@ -96,6 +112,8 @@ def make_report(
         prompt_tokens=prompt,
         cached_tokens=sum(record.cached_tokens for record in good),
         output_tokens=output,
+        accepted_draft_tokens=sum(record.accepted_draft_tokens for record in good),
+        rejected_draft_tokens=sum(record.rejected_draft_tokens for record in good),
         requests_per_s=len(good) / seconds,
         output_tokens_per_s=output / seconds,
         total_tokens_per_s=(output + prompt) / seconds,
@@ -141,6 +159,12 @@ def summary_rows(report: Report) -> Mapping[str, str]:
         "most at once": str(report.peak_streams),
         "this client": f"{report.cpu_share:.0%} of a core",
     }
+    if report.draft_acceptance is not None and report.tokens_per_step is not None:
+        drafted = report.accepted_draft_tokens + report.rejected_draft_tokens
+        rows["drafts"] = (
+            f"{report.accepted_draft_tokens:,} of {drafted:,} tokens accepted ({report.draft_acceptance:.0%}), "
+            f"{report.tokens_per_step:.2f} tokens/step"
+        )
     if (found := report.json_answers) is not None:
         rows["JSON"] = f"{found.parse} of {found.answers} answers parse, {found.validate} follow their schema"
     return rows
@@ -175,7 +199,11 @@ def as_json(options: BenchOptions, report: Report, records: Sequence[Record]) ->
     """Options, results and every request, as plain data. Times in seconds unless the name says ms."""
     return {
         "options": msgspec.to_builtins(options),
-        "results": msgspec.to_builtins(report),
+        "results": {
+            **msgspec.to_builtins(report),
+            "draft_acceptance": report.draft_acceptance,
+            "tokens_per_step": report.tokens_per_step,
+        },
         "requests": [
             {
                 "start": record.start,
@@ -185,6 +213,8 @@ def as_json(options: BenchOptions, report: Report, records: Sequence[Record]) ->
                 "prompt_tokens": record.prompt_tokens,
                 "cached_tokens": record.cached_tokens,
                 "output_tokens": record.num_tokens,
+                "accepted_draft_tokens": record.accepted_draft_tokens,
+                "rejected_draft_tokens": record.rejected_draft_tokens,
                 "code": record.code,
                 **({"message": record.message} if record.message else {}),
                 **({"problem": record.problem} if record.problem else {}),

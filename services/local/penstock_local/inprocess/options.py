@@ -15,6 +15,7 @@ from penstock_enginecore.config import (
     SchedulerConfig,
     StructuredOutputConfig,
 )
+from penstock_local import speculation
 
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "model": ModelConfig,
@@ -25,10 +26,13 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
 }
 OPTIONS = {"kv_cache_dtype": ("cache", "dtype")}
 """Section and field of each option. What two sections have, as ``dtype``, is the first one's."""
+_SPECULATION = "speculative_config"
+"""An option that is a section of its own, as vLLM has it."""
 for _section, _kind in _SECTIONS.items():
     for _field in _kind.__struct_fields__:
         if _field != "path":
             OPTIONS.setdefault(_field, (_section, _field))
+OPTIONS[_SPECULATION] = ("speculative", "")
 
 
 def engine_config(model: str, options: Mapping[str, Any]) -> EngineCoreConfig:
@@ -38,7 +42,23 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineCoreConfig:
     for name, value in options.items():
         if name not in OPTIONS:
             raise ConfigError(f"LLM has no option {name!r}{nearest(name, OPTIONS)}")
+        if name == _SPECULATION:
+            sections["speculative"] = _speculation(value)
+            continue
         section, field = OPTIONS[name]
         sections[section][field] = value
     # The plugins of a server are not this program's.
     return build(EngineCoreConfig, {**sections, "drain_timeout": 0.0, "iteration_log_interval": 0.0})
+
+
+def _speculation(given: object) -> dict[str, Any]:
+    """The section of what was given as ``speculative_config``; empty for None. Raises ConfigError."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"{_SPECULATION} is {given!r}; it must be a mapping, e.g. {{'method': 'ngram', 'num_speculative_tokens': 5}}"
+        )
+    section = speculation.section_of(given)
+    speculation.check_drafting_model(section)
+    return section

@@ -13,12 +13,16 @@ from penstock_local.rpc.connect import connect
 
 
 class Received(NamedTuple):
-    """What a message brought: new text and its number of tokens; on the last one the prompt's tokens and those of it cached."""
+    """What a message brought: new text and its number of tokens; on the last one the prompt's tokens and those of it cached, and
+    the drafted tokens of the output and those that were in vain.
+    """
 
     text: str
     num_tokens: int
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    rejected_draft_tokens: int = 0
     ended: bool = False
 
 
@@ -53,8 +57,15 @@ class LoadClient:
                     yield Received(response.text, len(response.token_ids))
                 else:
                     usage = response.usage
-                    counts = len(response.token_ids), usage.prompt_tokens, usage.cached_tokens
-                    yield Received(response.text, *counts, ended=True)
+                    yield Received(
+                        response.text,
+                        len(response.token_ids),
+                        usage.prompt_tokens,
+                        usage.cached_tokens,
+                        usage.accepted_draft_tokens,
+                        usage.rejected_draft_tokens,
+                        ended=True,
+                    )
         except grpc.aio.AioRpcError as e:
             raise await call_failure(e, self._address) from None
         finally:

@@ -4,7 +4,7 @@ from penstock.common.v1 import control_pb2
 from penstock.coordinator.v1 import messages_pb2
 from penstock_common.rpc import cluster, stats
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
-from penstock_common.types.outputs import SchedulerStats
+from penstock_common.types.outputs import SchedulerStats, SpecDecodingStats
 
 
 @pytest.mark.parametrize("state", list(EngineState))
@@ -31,7 +31,23 @@ def test_an_engine_in_an_unknown_state_takes_no_requests(state):
     assert cluster.engine_from_proto(control_pb2.EngineStatus(state=state)).state is EngineState.LOADING
 
 
+CANNOT_BE_COUNTS = {
+    "kv_cache_usage": 0.5,
+    "seconds_since_last_step": 0.25,
+    "wedged": True,
+    "spec_decoding_stats": SpecDecodingStats(
+        num_drafts=3, num_draft_tokens=9, num_accepted_tokens=4, num_accepted_tokens_per_pos=[2, 1, 1]
+    ),
+}
+
+
+def test_an_engine_that_does_not_speculate_says_so_on_the_wire():
+    assert stats.from_proto(stats.to_proto(SchedulerStats())).spec_decoding_stats is None
+    nothing_yet = SchedulerStats(spec_decoding_stats=SpecDecodingStats())
+    assert stats.from_proto(stats.to_proto(nothing_yet)) == nothing_yet
+
+
 def test_statistics_survive_the_wire():
     values = {name: index for index, name in enumerate(SchedulerStats.__struct_fields__, start=1)}
-    expected = SchedulerStats(**(values | {"kv_cache_usage": 0.5, "seconds_since_last_step": 0.25, "wedged": True}))
+    expected = SchedulerStats(**(values | CANNOT_BE_COUNTS))
     assert stats.from_proto(stats.to_proto(expected)) == expected

@@ -25,8 +25,8 @@ PROMPT = [1, 2, 3]
 
 
 class Frame(NamedTuple):
-    """Tokens that an engine puts out at once. ``moves``: the engine is lost behind it. ``repeated``: tokens of the frame before that
-    the engine says again.
+    """Tokens that an engine puts out at once. ``moves``: the engine is lost behind it. ``repeated``: tokens of the frame before
+    that the engine says again.
     """
 
     size: int
