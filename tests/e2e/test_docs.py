@@ -51,6 +51,7 @@ PROGRAMS_NOT_RUN = {
 COMMANDS_NOT_RUN = {
     README_SERVES: "is the server of these tests",
     "penstock serve MODEL": "MODEL is the reader's",
+    "penstock serve examples/demo_model/penstock-tiny --speculative": "has the ports that the page's other commands ask",
     "penstock scale": "needs a cluster, which tests/integration/test_scale.py has",
     "penstock bench --rate 10 --duration 60": "takes a minute",
     "penstock bench --dataset sharegpt": "the file is the reader's",

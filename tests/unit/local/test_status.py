@@ -100,6 +100,20 @@ async def test_pools_are_shown_where_there_are_several(server: Server, capsys: p
     assert (head.split()[-1], first.split()[-1], second.split()[-1]) == ("pool", "default", "spot")
 
 
+async def test_what_drafts_have_brought_is_shown_where_an_engine_speculates(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.admin.engines = [engine(0), engine(1)]
+    counts = {"num_drafts": 10, "num_draft_tokens": 40, "num_accepted_tokens": 15}
+    server.admin.infos = {"engine-1": {"speculative": {"method": "ngram", "failure": "", **counts}}}
+    assert await server.run("--once") == 0
+    _, head, first, second = capsys.readouterr().out.splitlines()
+    at = head.index("drafts") + len("drafts")
+    assert head[:at].split()[-2:] == ["step", "drafts"]
+    assert first[:at].split()[-1] == "idle"
+    assert second[:at].split()[-3:] == ["ngram", "2.50", "(38%)"]
+
+
 async def test_json_has_everything_also_what_engines_say_of_themselves(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:

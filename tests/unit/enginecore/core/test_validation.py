@@ -48,6 +48,8 @@ def test_a_wrong_request_field_is_named(request_args, field):
     [
         ("n", 0),
         ("n", 2),
+        ("num_speculative_tokens", -1),
+        ("num_speculative_tokens", 33),
         ("max_tokens", 0),
         ("max_tokens", -5),
         ("min_tokens", -1),
@@ -182,6 +184,8 @@ def test_messages_name_the_value_and_the_limit():
         {"seed": -1},
         {"max_tokens": None, "min_tokens": 1000},
         {"max_tokens": 1, "min_tokens": 1},
+        {"num_speculative_tokens": 0},
+        {"num_speculative_tokens": 32},
         {"top_k": 10**9, "min_p": 1.0, "top_p": 1e-6, "temperature": 100.0},
         {"stop": ("text",), "detokenize": False, "cache_salt": "ü"},
         {"presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 1e-3},
@@ -194,3 +198,32 @@ def test_messages_name_the_value_and_the_limit():
 )
 def test_limits_themselves_are_allowed(request_args):
     validate_request(make_request(**request_args), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "message"),
+    [
+        ([3, 100], r"prediction_token_ids\[1\] is 100; token ids go from 0 to 99"),
+        ([1] * 21, "prediction_token_ids has 21 tokens; the limit is max_model_len, 20"),
+    ],
+)
+def test_a_wrong_prediction_is_named(token_ids, message):
+    request = msgspec.structs.replace(make_request(), prediction_token_ids=token_ids)
+    with pytest.raises(InvalidArgument, match=message) as e:
+        validate_request(request, LIMITS)
+    assert e.value.field == "prediction_token_ids"
+
+
+def test_a_prediction_as_long_as_a_sequence_is_allowed():
+    validate_request(msgspec.structs.replace(make_request(), prediction_token_ids=[99] * 20), LIMITS)
+
+
+def test_a_pooled_request_has_no_prediction():
+    model = ModelInfo(
+        max_len=20, vocab_size=100, pooling=PoolingLimits(tasks=frozenset({PoolingTask.EMBED}), embedding_size=4)
+    )
+    request = msgspec.structs.replace(
+        make_request(), pooling_params=PoolingParams(task=PoolingTask.EMBED), prediction_token_ids=[1]
+    )
+    with pytest.raises(InvalidArgument, match="prediction_token_ids is set beside pooling_params"):
+        validate_request(request, RequestLimits(model=model, max_model_len=20))

@@ -14,7 +14,7 @@ from penstock_common.errors import ConfigError
 from penstock_local.bench.datasets.random import random_dataset
 from penstock_local.bench.options import BenchOptions, Range, parse_range
 from penstock_local.bench.record import Record
-from penstock_local.bench.report import latencies, make_report, percentile
+from penstock_local.bench.report import as_json, latencies, make_report, percentile, summary_rows
 from penstock_local.cli import main
 from penstock_local.ports import free_ports
 from penstock_local.rpc.client import ModelInfo
@@ -266,6 +266,24 @@ def test_a_report_leaves_failed_requests_out_of_latencies() -> None:
     assert report.cpu_share == 0.25
     assert report.e2e_ms is not None
     assert report.e2e_ms.max == 1000.0
+
+
+def test_a_report_says_how_many_drafts_held_and_how_many_tokens_a_step_had() -> None:
+    one, other = (record(0.0, [0.5, 1.0], [1, 5], end=1.0) for _ in range(2))
+    one.accepted_draft_tokens, one.rejected_draft_tokens = 4, 2
+    report = make_report([one, other], seconds=1.0, cpu_seconds=0.1)
+    assert (report.accepted_draft_tokens, report.rejected_draft_tokens) == (4, 2)
+    assert report.draft_acceptance == 4 / 6
+    assert report.tokens_per_step == 12 / 8
+    assert summary_rows(report)["drafts"] == "4 of 6 tokens accepted (67%), 1.50 tokens/step"
+    results = as_json(BenchOptions(address="a:1"), report, [one])["results"]
+    assert (results["draft_acceptance"], results["tokens_per_step"]) == (4 / 6, 1.5)
+
+
+def test_a_report_without_drafts_does_not_speak_of_them() -> None:
+    report = make_report([record(0.0, [0.5], [1], end=1.0)], seconds=1.0, cpu_seconds=0.1)
+    assert (report.draft_acceptance, report.tokens_per_step) == (None, None)
+    assert "drafts" not in summary_rows(report)
 
 
 @pytest.mark.parametrize("load", [("--concurrency", "2"), ("--rate", "100")])

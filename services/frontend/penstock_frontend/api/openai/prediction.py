@@ -6,7 +6,7 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented
 
-NAMES: Mapping[str, str] = {"prediction.text": "prediction.content", "prediction": "prediction"}
+NAMES: Mapping[str, str] = {"prediction.text": "prediction.content"}
 """Our names of its fields to the client's."""
 
 

@@ -16,6 +16,7 @@ from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.generation import Generation, Source
+from penstock_frontend.api.openai.prediction import text_of
 from penstock_frontend.api.openai.responses import input_items, response
 from penstock_frontend.api.openai.responses.events import Event
 from penstock_frontend.api.openai.responses.response import Response
@@ -202,6 +203,7 @@ def _request(body: ResponseBody, call: Call, messages: Sequence[ChatMessage]) ->
         named_tool=named,
         template_kwargs=input_items.template_kwargs(body),
         sampling=values,
+        prediction=text_of(body.prediction),
         context=context_of(call, "resp", body),
     )
 

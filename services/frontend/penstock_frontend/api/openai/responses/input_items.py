@@ -7,6 +7,7 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.sampling import StructuredOutput
+from penstock_frontend.api.openai.prediction import NAMES
 from penstock_frontend.api.openai.responses.response_body import (
     FormatBody,
     FunctionTool,
@@ -116,7 +117,7 @@ def names(body: ResponseBody, of_sampling: Mapping[str, str], places: Sequence[s
         "prompt": "input",
         "messages": "input",
         "sampling_params.max_tokens": "max_output_tokens",
-        **(of_sampling if body.structured_outputs is not None else of_format),
+        **(of_sampling if body.structured_outputs is not None else {**NAMES, **of_format}),
     }
 
 
