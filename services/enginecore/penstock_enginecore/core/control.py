@@ -59,6 +59,10 @@ class Controllable(Protocol):
     def paused(self) -> bool:
         """Whether nothing is scheduled."""
 
+    @property
+    def drafter_failure(self) -> str:
+        """Why what drafts was switched off; empty while it works, or there is none."""
+
     def finish_steps(self) -> bool:
         """Take in the results of every step that was started. Returns False when one failed."""
 
@@ -321,6 +325,7 @@ class EngineControl:
             paused=self._engine.paused,
             sleep_level=self._sleep_level,
             num_nan_logits=self._engine.counts.num_nan_logits,
+            drafter_failure=self._engine.drafter_failure if self._engine.config.speculative.enabled else None,
         )
 
 
