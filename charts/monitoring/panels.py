@@ -173,6 +173,15 @@ ENGINES = Row(
             },
         ),
         Panel(
+            "Drafts",
+            "short",
+            "Tokens per second that were guessed ahead, and those of them that the model chose: each saved a step of its request.",
+            {
+                "drafted in {{pool}}": _rate("vllm:spec_decode_num_draft_tokens_total", _ENGINES, by="pool"),
+                "accepted in {{pool}}": _rate("vllm:spec_decode_num_accepted_tokens_total", _ENGINES, by="pool"),
+            },
+        ),
+        Panel(
             "Preemptions",
             "short",
             "Requests per second that lost their KV blocks to another: work that is done again.",

@@ -11,7 +11,7 @@ import grpc
 from penstock.keda import externalscaler_pb2 as pb
 from penstock.keda import externalscaler_pb2_grpc
 from penstock_common.rpc.channel import make_channel
-from tests.monitoring.system import ENGINES, LIMIT, RENEWED, System
+from tests.monitoring.system import DRAFTS, ENGINES, LIMIT, RENEWED, System
 
 Fault = Callable[[System], AbstractAsyncContextManager[None]]
 
@@ -69,6 +69,18 @@ async def nan(system: System) -> AsyncIterator[None]:
         yield
         for engine in system.engines:
             engine.set()
+
+
+@contextlib.asynccontextmanager
+async def failing_drafter(system: System) -> AsyncIterator[None]:
+    """Drafts are asked for, and fail once: the engine drafts no more until it starts again."""
+    engine = system.engines[DRAFTS]
+    async with system.asked(clients=4):
+        engine.set(drafter_fails=True)
+        yield
+        engine.set()
+    await engine.stop()
+    await system.again(engine)
 
 
 @contextlib.asynccontextmanager
@@ -154,6 +166,7 @@ CASES = {
         Case(wedged_engine, {"PenstockEngineWedged", "PenstockEngineWithoutProgress"}),
         Case(small_cache, {"PenstockKvCacheFull", "PenstockPreemptions"}),
         Case(nan, {"PenstockNanLogits"}),
+        Case(failing_drafter, {"PenstockDrafterOff"}),
         Case(overload, {"PenstockOverloaded", "PenstockTooFewEngines"}),
         Case(slow_steps, {"PenstockFirstTokenSlow", "PenstockTokensSlow"}),
         Case(another_engine, {"PenstockVariantsMixed", "PenstockVersionsMixed"}),

@@ -19,6 +19,8 @@ from tests.monitoring import queries
 from tests.monitoring.prometheus import Prometheus, hurried
 
 ENGINES = 2
+DRAFTS = 1
+"""The number of the engine that speculates."""
 SLOTS = 4
 """Requests that an engine runs at once."""
 WAIT = 3
@@ -45,6 +47,7 @@ class Engine(Service):
             metrics__host="127.0.0.1",
             scheduler__max_num_seqs=SLOTS,
             wedged_after=2,
+            speculative__method="ngram" if number == DRAFTS else "",
         )
         self.add_flag("coordinator.advertise", self.address)
         self._faults = faults / f"{number}.json"

@@ -18,7 +18,7 @@ from penstock_common.config_file import ConfigFile
 from penstock_common.observability import metrics
 from penstock_enginecore.app import run
 from penstock_enginecore.config import EngineCoreConfig
-from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from tests.fakes.engines.fake_executor import FakeExecutor
 from tests.fakes.models.small_tokenizers import byte_level
 
@@ -28,12 +28,13 @@ KV_CACHE_MEMORY = 2**15
 
 
 class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``hold``: the step does not end before this is reset. ``nan``: the logits of every row are NaN. ``step_seconds``: how long
-    a step takes.
+    """``hold``: the step does not end before this is reset. ``nan``: the logits of every row are NaN. ``drafter_fails``: what
+    drafts has failed. ``step_seconds``: how long a step takes.
     """
 
     hold: bool = False
     nan: bool = False
+    drafter_fails: bool = False
     step_seconds: float = 0.01
 
 
@@ -67,6 +68,13 @@ class FaultyExecutor(FakeExecutor):
         if self.faults.nan:
             result = future.result()
             result.num_nans_in_logits = dict.fromkeys(result.request_ids, 1)
+        return future
+
+    def take_draft_token_ids(self) -> "Future[DraftTokenIds]":
+        if not self.faults.drafter_fails:
+            return super().take_draft_token_ids()
+        future: Future[DraftTokenIds] = Future()
+        future.set_result(DraftTokenIds(failure="RuntimeError: made to fail"))
         return future
 
 

@@ -11,7 +11,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from penstock.inference.v1 import messages_pb2 as pb
-from penstock_enginecore.config import CoordinatorClientConfig
+from penstock_enginecore.config import CoordinatorClientConfig, SpeculativeConfig
 from penstock_enginecore.metrics import EngineCollector
 from penstock_frontend.config import CoordinatorClientConfig as FrontendCoordinatorConfig
 from penstock_frontend.config import ModelConfig
@@ -57,7 +57,12 @@ class Engine(EngineServer):
         )
         executor.on_execute = self.open.wait  # type: ignore[assignment]  # whatever it returns
         config = msgspec.structs.replace(
-            make_config(num_blocks=64, max_num_seqs=MAX_RUNNING, max_waiting_requests=MAX_WAITING),
+            make_config(
+                num_blocks=64,
+                max_num_seqs=MAX_RUNNING,
+                max_waiting_requests=MAX_WAITING,
+                speculative=SpeculativeConfig(method="ngram"),
+            ),
             engine_id=engine_id,
             coordinator=CoordinatorClientConfig(address=coordinator, stats_interval=0.02, reconnect_max=0.05),
         )
