@@ -175,7 +175,7 @@ ENGINES = Row(
         Panel(
             "Drafts",
             "short",
-            "Tokens per second that were guessed ahead, and those of them that the model chose: each saved a step of its request.",
+            "Tokens per second that were guessed ahead, and those of them that the model chose: each of these saved a step.",
             {
                 "drafted in {{pool}}": _rate("vllm:spec_decode_num_draft_tokens_total", _ENGINES, by="pool"),
                 "accepted in {{pool}}": _rate("vllm:spec_decode_num_accepted_tokens_total", _ENGINES, by="pool"),
