@@ -113,11 +113,15 @@ class Calls:
 def request_output(prepared: Prepared, pieces: Sequence[Finished], *, request_id: str = "") -> RequestOutput:
     """What a prompt's sequences came to, of each its last piece."""
     outputs = []
-    cached = 0
+    cached = accepted = rejected = 0
     prompt_logprobs: Logprobs | None = None
     for each in sorted(pieces, key=lambda output: output.index):
         prompt_logprobs = prompt_logprobs or each.prompt_logprobs
-        cached = max(cached, each.finish.usage.cached_tokens if each.finish is not None else 0)
+        if each.finish is not None:
+            usage = each.finish.usage
+            cached = max(cached, usage.cached_tokens)
+            accepted += usage.accepted_draft_tokens
+            rejected += usage.rejected_draft_tokens
         outputs.append(
             CompletionOutput(
                 index=each.index,
@@ -135,5 +139,7 @@ def request_output(prepared: Prepared, pieces: Sequence[Finished], *, request_id
         outputs=outputs,
         prompt_logprobs=prompt_logprobs,
         num_cached_tokens=cached,
+        num_accepted_draft_tokens=accepted,
+        num_rejected_draft_tokens=rejected,
         finished=all(each.finish is not None for each in pieces),
     )

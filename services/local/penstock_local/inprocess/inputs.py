@@ -13,7 +13,9 @@ from penstock_frontend.call_types import ChatMessage, Tool
 T = TypeVar("T")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, or token ids used as they are; or either as ``{"prompt": text}``, ``{"prompt_token_ids": ids}``."""
+"""Text, or token ids used as they are; or either as ``{"prompt": text}``, ``{"prompt_token_ids": ids}``. One that is to be
+continued may have ``"prediction"`` beside it, text or token ids: what the output may turn out to be.
+"""
 Message = Mapping[str, Any]
 """A turn of a conversation: ``{"role": "user", "content": "..."}``, with ``tool_calls`` as OpenAI's protocol has them."""
 Sampling = SamplingParams | Mapping[str, Any] | None
@@ -31,14 +33,30 @@ class Inputs(NamedTuple, Generic[T]):
     total: int | None
 
 
+class Predicted(NamedTuple):
+    """A prompt to continue, and what that may turn out to be."""
+
+    prompt: str | Sequence[int]
+    prediction: str | Sequence[int] | None
+
+
 def prompts_of(prompts: Prompt | Iterable[Prompt], *, name: str) -> Inputs[str | Sequence[int]]:
     """Prompts, also a single one. Raises InvalidArgument for what is none and cannot be gone through."""
+    return _prompts(prompts, name, _prompt)
+
+
+def predicted_of(prompts: Prompt | Iterable[Prompt], *, name: str) -> Inputs[Predicted]:
+    """The same of prompts that may have predictions."""
+    return _prompts(prompts, name, _predicted)
+
+
+def _prompts(prompts: Prompt | Iterable[Prompt], name: str, convert: Callable[[object, str], T]) -> Inputs[T]:
     if isinstance(prompts, str | Mapping):
-        return Inputs(iter([_prompt(prompts, name)]), 1)
+        return Inputs(iter([convert(prompts, name)]), 1)
     several, first, total = _opened(prompts, name, _A_PROMPT)
     if _is_int(first):
-        return Inputs(iter([_prompt(several, name)]), 1)
-    return Inputs(_converted(several, lambda value, index: _prompt(value, f"{name}[{index}]")), total)
+        return Inputs(iter([convert(several, name)]), 1)
+    return Inputs(_converted(several, lambda value, index: convert(value, f"{name}[{index}]")), total)
 
 
 def conversations_of(messages: Iterable[Message] | Iterable[Iterable[Message]]) -> Inputs[list[ChatMessage]]:
@@ -119,6 +137,16 @@ def _prompt(prompt: object, name: str) -> str | Sequence[int]:
         if not _is_int(token) or token < 0:
             raise InvalidArgument(f"{name}[{index}] is {token!r}; token ids are integers from 0 on", field=name)
     return ids
+
+
+def _predicted(prompt: object, name: str) -> Predicted:
+    if not isinstance(prompt, Mapping) or "prediction" not in prompt:
+        return Predicted(_prompt(prompt, name), None)
+    rest = {key: value for key, value in prompt.items() if key != "prediction"}
+    prediction, field = prompt["prediction"], f"{name}.prediction"
+    if isinstance(prediction, Mapping):
+        raise InvalidArgument(f"{field} is a mapping; it must be text or a list of token ids", field=field)
+    return Predicted(_prompt_of_mapping(rest, name), None if prediction is None else _prompt(prediction, field))
 
 
 def _prompt_of_mapping(prompt: Mapping[str, Any], name: str) -> str | Sequence[int]:

@@ -45,7 +45,8 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 class RequestOutput(Record, frozen=True, kw_only=True):
     """A prompt and all its outputs. ``prompt`` is the text (of a conversation: what the chat template wrote), None where
-    token ids were given. ``num_cached_tokens``: of the prompt, those that were not computed again. ``request_id`` and
+    token ids were given. ``num_cached_tokens``: of the prompt, those that were not computed again. ``num_accepted_draft_tokens``:
+    of all outputs, those that had been guessed ahead; ``num_rejected_draft_tokens``: wrong guesses. ``request_id`` and
     ``finished`` tell a step-wise engine's requests and their ends.
     """
 
@@ -55,6 +56,8 @@ class RequestOutput(Record, frozen=True, kw_only=True):
     outputs: list[CompletionOutput] = []
     prompt_logprobs: Logprobs | None = None
     num_cached_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_rejected_draft_tokens: int = 0
     finished: bool = True
 
     @property

@@ -18,6 +18,7 @@ from penstock_local.inprocess.inputs import (
     Sampling,
     conversations_of,
     paired,
+    predicted_of,
     prompts_of,
     sampling_of,
 )
@@ -35,20 +36,25 @@ class Requests:
         self, prompts: Prompt | Iterable[Prompt], sampling: Sampling | Iterable[Sampling], *, priority: int = 0
     ) -> Inputs[GenerateRequest]:
         """Prompts to continue. Raises InvalidArgument for what is wrong with all of them."""
-        inputs = prompts_of(prompts, name="prompts")
+        inputs = predicted_of(prompts, name="prompts")
         context = RequestContext(priority=priority)
         each = paired(inputs, sampling)
         made = (
             pair
             if isinstance(pair, RequestFailed)
-            else GenerateRequest(prompt=pair[0], sampling=self.seeded(pair[1]), context=context)
+            else GenerateRequest(
+                prompt=pair[0].prompt,
+                prediction=pair[0].prediction,
+                sampling=self.seeded(pair[1]),
+                context=context,
+            )
             for pair in each
         )
         return Inputs(made, inputs.total)
 
     def single(self, prompt: Prompt, sampling: Sampling, kind: OutputKind, *, priority: int) -> GenerateRequest:
         """One prompt to continue. Raises InvalidArgument."""
-        value = next(prompts_of(prompt, name="prompt").each, None)
+        value = next(predicted_of(prompt, name="prompt").each, None)
         fields = next(sampling_of(sampling, 1))
         if value is None:
             raise InvalidArgument("prompt is empty", field="prompt")
@@ -57,7 +63,8 @@ class Requests:
         if isinstance(fields, RequestFailed):
             raise fields
         return GenerateRequest(
-            prompt=value,
+            prompt=value.prompt,
+            prediction=value.prediction,
             sampling={**self.seeded(fields), "output_kind": kind},
             context=RequestContext(priority=priority),
         )

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from penstock_common.errors import InvalidArgument, RequestFailed
-from penstock_local.inprocess.inputs import conversations_of, paired, prompts_of, sampling_of, tools_of
+from penstock_local.inprocess.inputs import (
+    Predicted,
+    conversations_of,
+    paired,
+    predicted_of,
+    prompts_of,
+    sampling_of,
+    tools_of,
+)
 
 HELLO = {"role": "user", "content": "Hello"}
 
@@ -158,3 +166,34 @@ def test_tools_and_calls_of_them_may_be_as_in_openais_protocol() -> None:
     assert (message.tool_calls[0].name, message.tool_calls[0].arguments) == ("weather", '{"city":"Rome"}')
     with pytest.raises(InvalidArgument, match=r"^tools\[0\]: Object missing required field `name`"):
         tools_of([{"type": "function"}])
+
+
+def test_a_prompt_may_have_a_prediction_as_text_or_token_ids() -> None:
+    given = ["a", {"prompt": "b", "prediction": "c"}, {"prompt_token_ids": [1], "prediction": [2, 3]}]
+    assert listed(predicted_of(given, name="prompts").each) == [
+        Predicted("a", None),
+        Predicted("b", "c"),
+        Predicted([1], [2, 3]),
+    ]
+    assert list(predicted_of({"prompt": "b", "prediction": None}, name="prompts").each) == [Predicted("b", None)]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"prompt": "a", "prediction": 3}, "prompts[0].prediction is of type int"),
+        ({"prompt": "a", "prediction": {"prompt": "b"}}, "prompts[0].prediction is a mapping; it must be text"),
+        ({"prompt": "a", "prediction": [-1]}, "prompts[0].prediction[0] is -1"),
+        ({"prediction": "a"}, "prompts[0] is a mapping with nothing; it must have prompt"),
+    ],
+)
+def test_what_is_no_prediction_is_refused_by_its_place(given: Any, said: str) -> None:
+    (wrong,) = predicted_of([given], name="prompts").each
+    assert isinstance(wrong, InvalidArgument)
+    assert said in wrong.message
+
+
+def test_what_is_not_continued_has_no_prediction() -> None:
+    (wrong,) = prompts_of([{"prompt": "a", "prediction": "b"}], name="texts").each
+    assert isinstance(wrong, InvalidArgument)
+    assert "'prediction'" in wrong.message
