@@ -34,6 +34,7 @@ from penstock_enginecore.parallel.part import Part
 from penstock_enginecore.parallel.stage_links import StageLinks
 from penstock_enginecore.parallel.timed_collectives import TimedCollectives
 from penstock_enginecore.pooling.embedder import load_pooling_model, resolve_task
+from penstock_enginecore.spec_decode.factory import create_drafter
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,9 @@ def _load_runner(
             round_weights(model.module)
         if links is None:
             built = build_forward(model, _with_part(forward, split))
-            return GenerationRunner(model, built, experts=None if shared is None else _experts(config, shared, model))
+            experts = None if shared is None else _experts(config, shared, model)
+            drafter = create_drafter(config, model, device, progress)
+            return GenerationRunner(model, built, experts=experts, drafter=drafter)
         stage = StageConfig(
             links=links,
             stage_layers=config.executor.stage_layers,

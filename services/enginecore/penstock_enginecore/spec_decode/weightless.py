@@ -1,0 +1,22 @@
+"""What drafters that look tokens up have not: weights, and keys and values."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from penstock_enginecore.attention.kv_cache import LayerCaches
+from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+
+
+class Weightless:
+    """The part of a ``Drafter`` that concerns a device."""
+
+    specs: Mapping[str, KVCacheSpec] = {}
+    weight_bytes = 0
+    state_layers: Sequence[int] = ()
+
+    def bind(self, caches: LayerCaches, block_size: int) -> None:
+        """There is no cache."""
+
+    def to(self, device: torch.device) -> None:
+        """There is nothing to move."""
