@@ -14,7 +14,7 @@ class KnownDrafter:
 
     name = "known"
     specs: Mapping[str, Any] = {}
-    weight_bytes = 0
+    weight_bytes = kv_cache_bytes = 0
     state_layers: Sequence[int] = ()
 
     def __init__(self, outputs: Mapping[tuple[int, ...], list[int]], wrong: Wrong, vocab_size: int) -> None:
@@ -25,7 +25,10 @@ class KnownDrafter:
         self.proposed = 0
         self.fails_at: int | None = None
 
-    def bind(self, caches: Any, block_size: int) -> None:
+    def allocate(self, config: Any) -> None:
+        pass
+
+    def release(self) -> None:
         pass
 
     def begin(self, request: Any) -> None:

@@ -9,8 +9,7 @@ import numpy.typing as npt
 import torch
 
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
-from penstock_enginecore.attention.kv_cache import LayerCaches
-from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import NewRequestData
 from penstock_enginecore.sample.base import FloatArray
 
@@ -96,8 +95,15 @@ class Drafter(Protocol):
         comes out of the last, behind the norm. Empty: of none.
         """
 
-    def bind(self, caches: LayerCaches, block_size: int) -> None:
-        """Use this KV cache from now on, and know nothing of what is in it. An empty one lets go of that before."""
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of its keys and values, 0 while there are none."""
+
+    def allocate(self, config: KVCacheConfig) -> None:
+        """Take memory for the keys and values of its layers among those of ``config``, and know nothing of what is in it."""
+
+    def release(self) -> None:
+        """Let go of it."""
 
     def begin(self, request: NewRequestData) -> None:
         """A request that steps will have, maybe again behind a preemption."""

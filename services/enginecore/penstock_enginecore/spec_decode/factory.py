@@ -1,18 +1,19 @@
 """Which drafter a configuration asks for."""
 
-import torch
-
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
+from penstock_enginecore.forward.build import ForwardConfig
+from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.spec_decode.base import Drafter
+from penstock_enginecore.spec_decode.draft_model import load_draft_model
 from penstock_enginecore.spec_decode.ngram import Ngram
 from penstock_enginecore.spec_decode.prediction import Predicted
 from penstock_enginecore.spec_decode.suffix import Suffix
 
 
 def create_drafter(
-    config: EngineCoreConfig, model: LoadedModel, device: torch.device, progress: Progress
+    config: EngineCoreConfig, model: LoadedModel, forward: ForwardConfig, progress: Progress
 ) -> Drafter | None:
     """None where nothing is drafted. Raises ModelLoadError for a draft model, or a head, that does not go with ``model``."""
     speculative = config.speculative
@@ -33,10 +34,6 @@ def create_drafter(
                 )
             )
         case "draft_model":
-            from penstock_enginecore.spec_decode.draft_model import load_draft_model
-
-            return Predicted(load_draft_model(config, model, device, progress))
+            return Predicted(load_draft_model(config, model, forward, progress))
         case "eagle" | "eagle3":
-            from penstock_enginecore.spec_decode.eagle import load_eagle
-
-            return Predicted(load_eagle(config, model, device, progress))
+            raise ModelLoadError(f"speculative.method is {speculative.method}, which is not served yet")

@@ -7,8 +7,7 @@ import numpy.typing as npt
 import torch
 
 from penstock_enginecore.attention.base import IntArray
-from penstock_enginecore.attention.kv_cache import LayerCaches
-from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import NewRequestData
 from penstock_enginecore.spec_decode.base import Drafter, DraftRequest, DraftSampling, DraftStep, Layout
 from penstock_enginecore.spec_decode.token_index import TokenIndex
@@ -88,10 +87,20 @@ class Predicted:
         """Those of the inner one."""
         return () if self._inner is None else self._inner.state_layers
 
-    def bind(self, caches: LayerCaches, block_size: int) -> None:
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Those of the inner one."""
+        return 0 if self._inner is None else self._inner.kv_cache_bytes
+
+    def allocate(self, config: KVCacheConfig) -> None:
         """Hand it on."""
         if self._inner is not None:
-            self._inner.bind(caches, block_size)
+            self._inner.allocate(config)
+
+    def release(self) -> None:
+        """Hand it on."""
+        if self._inner is not None:
+            self._inner.release()
 
     def begin(self, request: NewRequestData) -> None:
         """Remember its prediction, if it has one."""

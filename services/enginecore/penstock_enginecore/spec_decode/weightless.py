@@ -4,18 +4,20 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from penstock_enginecore.attention.kv_cache import LayerCaches
-from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 
 
 class Weightless:
     """The part of a ``Drafter`` that concerns a device."""
 
     specs: Mapping[str, KVCacheSpec] = {}
-    weight_bytes = 0
+    weight_bytes = kv_cache_bytes = 0
     state_layers: Sequence[int] = ()
 
-    def bind(self, caches: LayerCaches, block_size: int) -> None:
+    def allocate(self, config: KVCacheConfig) -> None:
+        """There is no cache."""
+
+    def release(self) -> None:
         """There is no cache."""
 
     def to(self, device: torch.device) -> None:

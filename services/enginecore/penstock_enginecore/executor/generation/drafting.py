@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from penstock_enginecore.attention.kv_cache import LayerCaches
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, SchedulerOutput
 from penstock_enginecore.executor.generation.draft_step import BatchDraftStep
 from penstock_enginecore.executor.generation.input_batch import InputBatch
@@ -84,10 +84,10 @@ class Drafting:
             self._fail(e)
         self._known.clear()
 
-    def bind(self, caches: LayerCaches, block_size: int) -> None:
-        """Have the drafter use this KV cache."""
+    def allocate(self, config: KVCacheConfig) -> None:
+        """Have the drafter take memory for its keys and values."""
         if not self.failure:
-            self.drafter.bind(caches, block_size)
+            self.drafter.allocate(config)
 
     def _fail(self, error: Exception) -> None:
         self.failure = f"{type(error).__name__}: {error}"

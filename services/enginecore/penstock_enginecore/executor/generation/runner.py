@@ -37,6 +37,7 @@ from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.sample.base import LaunchedTokens, SamplingInputs
 from penstock_enginecore.sample.verify import count_final
 from penstock_enginecore.spec_decode.base import Drafter
+from penstock_enginecore.spec_decode.draft_layers import model_layers
 
 _MAX_TIMING, _TIMES = 0.3, 2
 """Seconds after which no more numbers of tokens are timed, and how often each is."""
@@ -117,7 +118,7 @@ class GenerationRunner:
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes of the KV cache that is allocated."""
-        return num_bytes(self._caches)
+        return num_bytes(self._caches) + (0 if self._drafting is None else self._drafting.drafter.kv_cache_bytes)
 
     @property
     def graphs(self) -> GraphStats:
@@ -126,11 +127,11 @@ class GenerationRunner:
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the KV cache and begin with no requests."""
-        self._caches = self._forward.memory.allocate(config)
+        self._caches = self._forward.memory.allocate(model_layers(config))
         self._forward.bind(self._caches)
         if self._drafting is not None:
             self._drafting.forget(self._batch)
-            self._drafting.bind(self._caches, config.block_size)
+            self._drafting.allocate(config)
         self._batch = self._empty_batch(config)
         self._coming.clear()
         self._kv_cache = config
@@ -163,7 +164,7 @@ class GenerationRunner:
         self._forward.bind({})
         if self._drafting is not None:
             self._drafting.forget(self._batch)
-            self._drafting.bind({}, 1)
+            self._drafting.drafter.release()
         self._batch = self._kv_cache = None
         self._coming.clear()
         self._vectors = self._no_vectors()

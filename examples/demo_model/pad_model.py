@@ -1,0 +1,69 @@
+"""Make of the demo model a checkpoint with the same text and the cost of 100 million parameters.
+
+``python pad_model.py OUT``: more heads, wider MLPs and more layers are added, whose output weights are zero, so that they are computed
+and change nothing: what serves it costs what a model of that size costs, and what is drafted for the demo model fits it. Any server
+that knows Llama loads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from train import save_model
+from transformers import LlamaForCausalLM
+
+LAYERS, HEADS, KV_HEADS, WIDTH = 14, 16, 8, 8192
+
+
+def pad_model(
+    model: LlamaForCausalLM, *, layers: int = LAYERS, heads: int = HEADS, kv_heads: int = KV_HEADS, width: int = WIDTH
+) -> LlamaForCausalLM:
+    """Return a model of so many ``layers``, ``heads``, ``kv_heads`` and MLP columns (``width``) that puts out what ``model`` does.
+    Queries per key head stay as many as they are.
+    """
+    known = model.config
+    if heads * known.num_key_value_heads != kv_heads * known.num_attention_heads:
+        raise ValueError(f"{heads} heads and {kv_heads} of keys are not in the model's proportion")
+    config = copy.deepcopy(known)
+    config.num_hidden_layers, config.intermediate_size = layers, width
+    config.num_attention_heads, config.num_key_value_heads = heads, kv_heads
+    padded = LlamaForCausalLM(config)
+    weights = {name: pad(name, new, model.state_dict().get(name)) for name, new in padded.state_dict().items()}
+    padded.load_state_dict(weights)
+    padded.tie_weights()
+    return padded.to(model.dtype)
+
+
+def pad(name: str, new: Tensor, old: Tensor | None) -> Tensor:
+    """Return a weight that holds ``old`` in its first rows and columns. What puts out nothing else is zero behind them."""
+    padded = new.clone()
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        padded.zero_()
+    if old is not None:
+        padded[tuple(slice(0, size) for size in old.shape)] = old
+    return padded
+
+
+def main() -> None:
+    """Write the checkpoint."""
+    parser = argparse.ArgumentParser(description="Pad the Penstock demo model to the cost of 100 million parameters.")
+    here = Path(__file__).resolve().parent
+    parser.add_argument("out", type=Path, help="folder to write the model to")
+    parser.add_argument("--model", type=Path, default=here / "penstock-tiny", help="folder of the demo model")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    padded = pad_model(LlamaForCausalLM.from_pretrained(options.model))
+    options.out.mkdir(parents=True, exist_ok=True)
+    save_model(padded, options.out)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(options.model / name, options.out / name)
+    print(f"{sum(weight.numel() for weight in padded.parameters()) / 1e6:.1f} million parameters")
+
+
+if __name__ == "__main__":
+    main()

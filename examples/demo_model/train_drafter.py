@@ -1,0 +1,135 @@
+"""Train a draft model for the demo model: one layer that guesses what the four of it put out.
+
+``python train_drafter.py --minutes 6`` takes six minutes on one CPU core and needs no network. The drafter begins as the demo model's
+embeddings and first layer, and learns the demo model's probabilities for the next token on the text that the demo model learned from:
+what counts is how often the two choose alike, not how well the drafter writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
+from train import SHORT_ROW, SHORT_ROWS, micro_batches, rate_factor, save_model
+from transformers import LlamaForCausalLM
+from vocabulary import IGNORED, rows
+
+RATE = 0.003
+HELD_OUT_SEED = 192837465
+TEMPERATURES = (0.0, 0.8)
+
+
+class Options(argparse.Namespace):
+    """The command line."""
+
+    model: Path
+    out: Path
+    minutes: float
+    steps: int
+    layers: int
+    seed: int
+
+
+def build_drafter(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
+    """Return the model's embeddings, norm and first ``layers`` layers as a model of its own."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = layers
+    drafter = LlamaForCausalLM(config)
+    drafter.load_state_dict(model.state_dict(), strict=False)
+    return drafter
+
+
+def learned_states(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
+    """Return the logits in front of the tokens that count for the loss, ``[tokens, vocabulary]``."""
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    return model.lm_head(hidden[labels[:, 1:] != IGNORED])
+
+
+def divergence(model: LlamaForCausalLM, drafter: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
+    """Return the summed Kullback-Leibler divergence of the drafter's next tokens from the model's."""
+    with torch.no_grad():
+        wanted = learned_states(model, ids, labels).log_softmax(-1)
+    found = learned_states(drafter, ids, labels).log_softmax(-1)
+    return functional.kl_div(found, wanted, reduction="sum", log_target=True)
+
+
+@torch.no_grad()
+def acceptance(model: LlamaForCausalLM, drafter: LlamaForCausalLM, tokenizer: Tokenizer, count: int) -> dict[str, float]:
+    """Return how likely the drafter's likeliest token is the model's choice, on rows that training never uses."""
+    held: dict[str, list[float]] = {f"{temperature}": [] for temperature in TEMPERATURES}
+    for ids, labels in micro_batches(list(itertools.islice(rows(tokenizer, HELD_OUT_SEED, SHORT_ROW), count))):
+        wanted, guessed = learned_states(model, ids, labels), learned_states(drafter, ids, labels).argmax(-1)
+        for temperature in TEMPERATURES:
+            if temperature:
+                probability = (wanted / temperature).softmax(-1).gather(1, guessed[:, None])
+                held[f"{temperature}"] += probability[:, 0].tolist()
+            else:
+                held["0.0"] += (wanted.argmax(-1) == guessed).float().tolist()
+    return {temperature: round(sum(values) / len(values), 4) for temperature, values in held.items()}
+
+
+def train(model: LlamaForCausalLM, drafter: LlamaForCausalLM, tokenizer: Tokenizer, options: Options) -> dict[str, float]:
+    """Train until ``steps`` (when positive) or ``minutes`` are over and return what was measured."""
+    data = rows(tokenizer, options.seed, SHORT_ROW)
+    adam = torch.optim.AdamW(drafter.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    began, smooth, step = time.monotonic(), math.nan, 0
+    while True:
+        progress = step / options.steps if options.steps else (time.monotonic() - began) / (60 * options.minutes)
+        if progress >= 1:
+            return {"steps": step, "minutes": (time.monotonic() - began) / 60, "divergence": smooth}
+        batch = list(itertools.islice(data, SHORT_ROWS))
+        count = sum(label != IGNORED for _, labels in batch for label in labels[1:])
+        total = 0.0
+        for ids, labels in micro_batches(batch):
+            loss = divergence(model, drafter, ids, labels) / count
+            torch.autograd.backward(loss)
+            total += loss.item()
+        for group in adam.param_groups:
+            group["lr"] = RATE * rate_factor(progress)
+        adam.step()
+        adam.zero_grad()
+        step += 1
+        smooth = total if math.isnan(smooth) else 0.95 * smooth + 0.05 * total
+        if step % 50 == 0:
+            print(f"step {step}  {100 * progress:.1f}%  divergence {smooth:.4f}", flush=True)
+
+
+def main() -> None:
+    """Parse the options, train, and save the drafter with the model's tokenizer."""
+    parser = argparse.ArgumentParser(description="Train a draft model for the Penstock demo model.")
+    here = Path(__file__).resolve().parent
+    parser.add_argument("--model", type=Path, default=here / "penstock-tiny", help="folder of the demo model")
+    parser.add_argument("--out", type=Path, default=here / "penstock-tiny-draft", help="folder to write the drafter to")
+    parser.add_argument("--minutes", type=float, default=6.0, help="training time, unless --steps is given")
+    parser.add_argument("--steps", type=int, default=0, help="number of steps, for runs that repeat exactly")
+    parser.add_argument("--layers", type=int, default=1, help="layers of the drafter")
+    parser.add_argument("--seed", type=int, default=4321)
+    options = parser.parse_args(namespace=Options())
+    torch.manual_seed(options.seed)
+    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+    model = LlamaForCausalLM.from_pretrained(options.model).eval()
+    drafter = build_drafter(model, options.layers)
+    result = train(model, drafter, tokenizer, options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    save_model(drafter, options.out)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(options.model / name, options.out / name)
+    result |= {f"accepted at {t}": value for t, value in acceptance(model, drafter, tokenizer, 48).items()}
+    print(json.dumps({name: round(value, 4) for name, value in result.items()}))
+
+
+if __name__ == "__main__":
+    main()
