@@ -29,7 +29,9 @@ class FakeGrammar:
         self.ready = True
         self.closed = False
         self.failure: RequestFailed | None = None
-        self.forced: list[int] = []
+        self.drafts: list[int] = []
+        self.draft_masks: list[Mask] = []
+        self.drafted = True
 
     def allows(self, token: int) -> bool:
         if self.terminated:
@@ -46,11 +48,34 @@ class FakeGrammar:
             self.terminated = True
         else:
             self.taken.append(token)
-            self.ready = not self.slow
+            if self.draft_masks and self.drafts[0] == token:  # its mask is known
+                del self.drafts[0], self.draft_masks[0]
+            else:
+                self.drafts, self.draft_masks = [], []
+                self.ready = not self.slow
         return True
 
     @property
+    def forced(self) -> list[int]:
+        return [self._eos] if len(self.taken) == self._length and not self.terminated else []
+
+    def draft(self, token_ids: Sequence[int]) -> None:
+        assert self.ready, "drafts behind a token whose mask is not there"
+        self.drafts, self.draft_masks = [], []
+        taken = self.taken
+        for token in token_ids:
+            if not self.allows(token) or token == self._eos:
+                break
+            self.drafts.append(token)
+            self.taken = taken + self.drafts
+            self.draft_masks.append(self._mask())
+        self.taken = taken
+
+    @property
     def mask(self) -> Mask:
+        return self._mask()
+
+    def _mask(self) -> Mask:
         row = np.zeros(bitmask_words(self._vocab_size), np.int32)
         for token in range(self._vocab_size):
             if self.allows(token):

@@ -103,6 +103,7 @@ class EngineCore:
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             enable_in_reasoning=config.structured_output.enable_in_reasoning,
+            drafts=config.speculative.enabled,
         )
         executor.initialize_kv_cache(self.kv_cache_config)
         self._limits = RequestLimits(
@@ -209,6 +210,7 @@ class EngineCore:
         """
         self._steps.take_drafts(wait=True)
         self._grammars.take()
+        self._grammars.await_masks()
         scheduled = self.scheduler.schedule(begin=begin)
         passed = True
         if scheduled.concerns_workers:
@@ -223,6 +225,7 @@ class EngineCore:
 
     def _start_step(self, drain_aborts: DrainAborts) -> bool:
         """Schedule a step and hand it to the executor. Returns whether there was anything to hand over."""
+        self._grammars.await_masks()
         scheduled = self.scheduler.schedule()
         if not scheduled.concerns_workers:
             return False

@@ -2,7 +2,7 @@
 
 import logging
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
@@ -14,10 +14,10 @@ from penstock_common.observability.incidents import incident
 from penstock_common.types.outputs import RequestError
 from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.core.hold import Hold
-from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.scheduler.base import Scheduler
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, SchedulerOutput
-from penstock_enginecore.core.structured_output.base import Grammar, GrammarBackend, bitmask_words
+from penstock_enginecore.core.structured_output.base import Grammar, GrammarBackend, Mask, bitmask_words
 from penstock_enginecore.core.structured_output.reasoning import GatedGrammar, ReasoningGate, all_but
 
 
@@ -37,7 +37,7 @@ class GrammarIntake:
 
     ``wake`` is called, on any thread, when ``take`` has something to do. Whatever goes wrong with a request's grammar ends that
     request alone. Without a ``backend`` constraints are refused. Those of a model that reasons hold behind its reasoning, unless
-    ``enable_in_reasoning``; an output does not end in its reasoning.
+    ``enable_in_reasoning``; an output does not end in its reasoning. ``drafts``: whether the engine speculates.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class GrammarIntake:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         enable_in_reasoning: bool,
+        drafts: bool = False,
     ) -> None:
         self._backend = backend
         self._scheduler = scheduler
@@ -56,7 +57,10 @@ class GrammarIntake:
         self._wake = wake
         self._in_reasoning = all_but(eos_token_ids, vocab_size)
         self._enable_in_reasoning = enable_in_reasoning
+        self._drafts = drafts
         self._changed: queue.SimpleQueue[_Change] = queue.SimpleQueue()
+        self._following: dict[str, Request] = {}
+        """Requests whose grammar has come; those that have ended are forgotten now and then."""
 
     def check(self, constraint: StructuredOutput) -> None:
         """Refuse a constraint that can be seen to be wrong. Any thread. Raises InvalidArgument or Unimplemented."""
@@ -103,23 +107,60 @@ class GrammarIntake:
             except Exception as e:
                 self._fail(change.request, e, "starting the constraint")
 
+    def await_masks(self) -> None:
+        """Wait for the next masks of the requests that run, no longer than a step may be held up: what they force is drafted."""
+        if self._backend is None or not self._following:
+            return
+        self._flush()
+        self._following = {key: request for key, request in self._following.items() if not request.finished}
+        running = [r.grammar for r in self._following.values() if r.status is RequestStatus.RUNNING]
+        grammars = [grammar for grammar in running if grammar is not None]
+        if not all(grammar.ready for grammar in grammars):
+            self._backend.wait(grammars)
+
+    def begin_drafts(self, scheduled: SchedulerOutput) -> None:
+        """Have the masks made behind the drafts of a step that is about to run. Never blocks."""
+        if self._backend is None or not scheduled.scheduled_spec_decode_tokens:
+            return
+        for request in self._scheduler.constrained(scheduled):
+            drafts = scheduled.scheduled_spec_decode_tokens.get(request.key)
+            if drafts and request.grammar is not None and request.grammar.ready:
+                request.grammar.draft(drafts)
+        self._flush()
+
     def bitmask(self, scheduled: SchedulerOutput) -> GrammarBitmask | None:
         """The masks of a step whose forward pass runs. Requests whose mask does not come in time lose their turn."""
         requests = self._scheduler.constrained(scheduled) if self._backend is not None else []
         if not requests or self._backend is None:
             return None
         self._flush()
-        if not all(request.grammar is None or request.grammar.ready for request in requests):
-            self._backend.wait([request.grammar for request in requests if request.grammar is not None])
+        waited = [request.grammar for request in requests if request.grammar is not None]
+        if not all(grammar.ready and grammar.drafted for grammar in waited):
+            self._backend.wait(waited)
+        drafted = scheduled.scheduled_spec_decode_tokens
         keys: list[str] = []
-        bitmask = np.empty((len(requests), self._words), dtype=np.int32)
+        offsets: list[int] = []
+        rows: list[Mask] = []
         for request in requests:
             try:
-                if self._mask(request, bitmask[len(keys)]):
-                    keys.append(request.key)
+                if (mask := self._mask(request)) is None:
+                    continue
             except Exception as e:
                 self._fail(request, e, "reading the constraint's mask")
-        return GrammarBitmask(keys, bitmask[: len(keys)]) if keys else None
+                continue
+            behind: Sequence[Mask] = ()
+            if request.key in drafted and request.grammar is not None and request.grammar.drafted:
+                behind = request.grammar.draft_masks
+            for offset, row in enumerate((mask, *behind)):
+                keys.append(request.key)
+                offsets.append(offset)
+                rows.append(row)
+        if not keys:
+            return None
+        bitmask = np.empty((len(rows), self._words), dtype=np.int32)
+        for place, row in enumerate(rows):
+            bitmask[place] = row
+        return GrammarBitmask(keys, bitmask, offsets if drafted else [])
 
     def shutdown(self) -> None:
         """End what is running."""
@@ -156,12 +197,14 @@ class GrammarIntake:
                 grammar.close()
                 return
             request.grammar = GatedGrammar(grammar, change.gate, self._in_reasoning) if change.gate else grammar
+            if self._drafts:
+                self._following[request.key] = request
         elif request.grammar is not None and request.grammar.failure is not None:
             raise request.grammar.failure
         self._scheduler.release(request, Hold.GRAMMAR)
 
-    def _mask(self, request: Request, row: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> bool:
-        """Whether the request has its mask, which is then in ``row``."""
+    def _mask(self, request: Request) -> Mask | None:
+        """The request's mask; None where it has not come."""
         grammar = request.grammar
         if grammar is None:
             raise RuntimeError("a constrained request runs without its grammar")
@@ -169,9 +212,8 @@ class GrammarIntake:
             raise grammar.failure
         if not grammar.ready and not grammar.missed():
             self._scheduler.hold_back(request, Hold.GRAMMAR)
-            return False
-        row[:] = grammar.mask
-        return True
+            return None
+        return grammar.mask
 
     def _fail(self, request: Request, error: Exception, doing: str) -> None:
         """End a request; what is no fault of its own gets a number."""

@@ -64,6 +64,7 @@ class StepsInFlight:
         False when it, or one before it, has failed. Raises EngineDeadError and CollectiveBroken.
         """
         try:
+            self._grammars.begin_drafts(scheduled)
             self._executor.execute_model(scheduled)
             # The forward pass runs; which tokens a grammar allows depends on the tokens of the steps before.
             if self._steps and self._scheduler.constrained(scheduled) and not self.finish_all(drain_aborts):

@@ -33,7 +33,9 @@ class XgrammarBackend:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         children: Children | None = None,
+        forced: bool = False,
     ) -> None:
+        """``forced``: whether text that must come is looked for."""
         self._config = config
         self._model = model
         self._vocab_size = vocab_size
@@ -44,7 +46,7 @@ class XgrammarBackend:
         self._children = children or Children(config)
         self._thread = self._children.thread
         self._tokenizer: bytes | None = None
-        self._follower = GrammarFollower(config, vocab_size, self._eos_token_ids, self._children)
+        self._follower = GrammarFollower(config, vocab_size, self._eos_token_ids, self._children, forced=forced)
         self._process: CompileProcess | None = None
 
     def check(self, constraint: StructuredOutput) -> None:

@@ -21,5 +21,10 @@ def make_grammar_backend(
     module, _, name = _BACKENDS[config.structured_output.backend].partition(":")
     backend: Callable[..., GrammarBackend] = getattr(importlib.import_module(module), name)
     return backend(
-        config.structured_output, config.model, vocab_size=vocab_size, eos_token_ids=eos_token_ids, children=children
+        config.structured_output,
+        config.model,
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
+        children=children,
+        forced=config.speculative.enabled,
     )

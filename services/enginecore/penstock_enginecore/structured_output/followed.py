@@ -32,6 +32,9 @@ class Follows(Protocol):
     def advance(self, grammar: "FollowedGrammar", token_id: int) -> None:
         """Take in a token that the mask allows."""
 
+    def draft(self, grammar: "FollowedGrammar", token_ids: Sequence[int]) -> None:
+        """Have the masks made behind tokens that may come next."""
+
     def missed(self, grammar: "FollowedGrammar") -> bool:
         """Note that a step went on without the mask. True when it has come meanwhile; else ``changed`` is called once it has."""
 
@@ -64,6 +67,10 @@ class FollowedGrammar:
         self.terminated = False
         self.late = False
         self.cost = 0.0
+        self.forced: Sequence[int] = ()
+        self.drafts: list[int] = []
+        self.draft_masks: list[Mask] = []
+        self.drafted = True
         self.num_processes_ended = 0
 
     def accept(self, token_id: int) -> bool:
@@ -75,6 +82,10 @@ class FollowedGrammar:
         else:
             self._follower.advance(self, token_id)
         return True
+
+    def draft(self, token_ids: Sequence[int]) -> None:
+        """Have the masks made behind tokens that may come next."""
+        self._follower.draft(self, token_ids)
 
     @property
     def prompt(self) -> bool:

@@ -23,6 +23,7 @@ from penstock_enginecore.structured_output.messages import (
     MAX_PACKET,
     Advance,
     Begin,
+    Draft,
     Masks,
     Ready,
     Result,
@@ -38,6 +39,9 @@ _PATIENCE = 0.25
 
 _MAX_TOKENS = 2000
 """Tokens per message."""
+
+_MAX_DRAFTS = 200
+"""Requests per message with drafts."""
 
 _PACKET = MAX_PACKET + 4 * 1024 * 1024
 
@@ -63,8 +67,12 @@ class GrammarFollower:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         children: Children,
+        *,
+        forced: bool = False,
     ) -> None:
+        """``forced``: whether the process looks for text that must come."""
         self._config = config
+        self._forced = forced
         self._children = children
         self._words = bitmask_words(vocab_size)
         self.eos_token_ids = eos_token_ids
@@ -74,7 +82,8 @@ class GrammarFollower:
         self._numbers = itertools.count(1)
         self._grammars = itertools.count(1)
         self._generation = 0
-        self._unsent: deque[tuple[Begin | Advance, list[int]]] = deque()
+        self._unsent: deque[tuple[Begin | Advance | Draft, list[int]]] = deque()
+        self._drafts: list[tuple[int, int, list[int]]] = []
         self._told: set[int] = set()
         self._tokens: list[tuple[int, int]] = []
         self._ended: list[int] = []
@@ -141,21 +150,35 @@ class GrammarFollower:
     def advance(self, grammar: FollowedGrammar, token_id: int) -> None:
         """Take in a token that the mask allows."""
         with self._changed:
-            grammar.ready, grammar.mask = False, NO_MASK
+            grammar.ready, grammar.mask, grammar.forced = False, NO_MASK, ()
             grammar.tokens.append(token_id)
             self._tokens.append((grammar.number, token_id))
+            if grammar.draft_masks and grammar.drafts[0] == token_id:
+                grammar.ready, grammar.mask = True, grammar.draft_masks.pop(0)
+                del grammar.drafts[0]
+            else:
+                grammar.drafts, grammar.draft_masks = [], []
+
+    def draft(self, grammar: FollowedGrammar, token_ids: Sequence[int]) -> None:
+        """Have the masks made behind tokens that may come next."""
+        with self._changed:
+            grammar.drafts, grammar.draft_masks = list(token_ids), []
+            grammar.drafted = not (self._generation and grammar.prompt and grammar.ready)
+            if not grammar.drafted:
+                self._drafts.append((grammar.number, len(grammar.tokens), grammar.drafts.copy()))
 
     def flush(self) -> None:
         """Hand over what has come since the last call. Never blocks."""
-        if self._tokens or self._ended or self._unsent:
+        if self._tokens or self._ended or self._drafts or self._unsent:
             with self._changed:
                 self._send()
 
     def wait(self, grammars: Iterable[Grammar]) -> None:
         """Until these have their masks, or the patience is over."""
         with self._changed:
+            waited = [g for g in grammars if g.prompt]
             self._changed.wait_for(
-                lambda: all(g.ready or g.failure is not None for g in grammars if g.prompt), self.patience
+                lambda: all((g.ready and g.drafted) or g.failure is not None for g in waited), self.patience
             )
 
     # The process.
@@ -170,6 +193,7 @@ class GrammarFollower:
             patience=self.patience,
             memory=self._config.follow_memory,
             kept=self._config.cache_size,
+            forced=self._forced,
         )
         process, ours = self._children.follower(tokenizer, settings)
         with self._changed:
@@ -238,8 +262,13 @@ class GrammarFollower:
             mask = NO_MASK
             if result.kind == "mask":
                 mask, row = rows[row], row + 1
+            behind, row = rows[row : row + result.count], row + result.count
             grammar = self._living.get(result.number)
             if grammar is None or grammar.terminated or grammar.failure is not None:
+                continue
+            if result.kind == "drafted":
+                if result.taken == len(grammar.tokens) and not grammar.drafted:
+                    grammar.draft_masks, grammar.drafted = list(behind), True
                 continue
             if result.kind == "unknown":
                 self._told.discard(grammar.compiled.number)
@@ -251,6 +280,7 @@ class GrammarFollower:
                 told.append(self._fail(grammar, self._failure(grammar, result)))
                 continue
             grammar.mask, grammar.cost, grammar.ready = mask, result.cost, True
+            grammar.forced = result.forced
             if not grammar.begun.done():
                 told.append(lambda grammar=grammar: grammar.begun.set_result(grammar))  # type: ignore[misc]
             elif grammar.late:
@@ -274,6 +304,10 @@ class GrammarFollower:
             tokens, self._tokens = self._tokens[:_MAX_TOKENS], self._tokens[_MAX_TOKENS:]
             ended, self._ended = self._ended[:_MAX_TOKENS], self._ended[_MAX_TOKENS:]
             self._unsent.append((Advance(self._generation, tokens, ended), []))
+        if self._drafts:
+            drafts, self._drafts = self._drafts, []
+            for first in range(0, len(drafts), _MAX_DRAFTS):
+                self._unsent.append((Draft(self._generation, drafts[first : first + _MAX_DRAFTS]), []))
         while self._unsent:
             message, files = self._unsent[0]
             try:
@@ -294,7 +328,9 @@ class GrammarFollower:
                 os.close(file)
         self._unsent.clear()
         self._told.clear()
-        self._tokens, self._ended = [], []
+        self._tokens, self._ended, self._drafts = [], [], []
+        for grammar in self._living.values():
+            grammar.drafted = True
 
     def _lost(self, channel: socket.socket) -> None:
         """The process has ended, and will not be followed by another by itself."""

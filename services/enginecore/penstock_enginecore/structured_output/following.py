@@ -22,16 +22,19 @@ from functools import partial
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import xgrammar
 
 from penstock_enginecore.core.structured_output.base import bitmask_words
 from penstock_enginecore.structured_output.child import NICENESS, detach, limit_memory, out_of_memory
 from penstock_enginecore.structured_output.cost import accept_cost, fill_cost
+from penstock_enginecore.structured_output.forced import Cutter, only_one
 from penstock_enginecore.structured_output.grammar import XgrammarGrammar
 from penstock_enginecore.structured_output.messages import (
     MAX_PACKET,
     Advance,
     Begin,
+    Draft,
     Masks,
     Ready,
     Result,
@@ -77,13 +80,14 @@ def main(channel: socket.socket, info: xgrammar.TokenizerInfo, settings: Setting
     """Serve ``channel`` until its other end is closed, by one process after the other."""
     detach(0)
     marks = Marks()
+    cutter = Cutter(info.decoded_vocab) if settings.forced else None
     suspects, costly, unexplained = list[int](), False, 0
     for generation in itertools.count(1):
         child = os.fork()
         if not child:
             detach(0)
             limit_memory(settings.memory)
-            Follower(channel, info, settings, generation, marks).run(Ready(generation, suspects, costly))
+            Follower(channel, info, settings, generation, marks, cutter).run(Ready(generation, suspects, costly))
             os._exit(0)
         _, status = os.waitpid(child, 0)
         suspects, costly = marks.suspects(), bool(marks[_OVER])
@@ -108,14 +112,23 @@ class Follower:
     """
 
     def __init__(
-        self, channel: socket.socket, info: xgrammar.TokenizerInfo, settings: Settings, generation: int, marks: Marks
+        self,
+        channel: socket.socket,
+        info: xgrammar.TokenizerInfo,
+        settings: Settings,
+        generation: int,
+        marks: Marks,
+        cutter: Cutter | None = None,
     ) -> None:
+        """``cutter``: where text that must come is looked for."""
         self._channel = channel
         self._info = info
         self._settings = settings
         self._generation = generation
         self._marks = marks
         self._words = bitmask_words(info.vocab_size)
+        self._cutter = cutter
+        self._ends = frozenset(info.stop_token_ids)
         self._lock = threading.Lock()
         self._matchers: dict[int, _Matcher] = {}
         self._ended: set[int] = set()
@@ -146,6 +159,8 @@ class Follower:
                     os.close(descriptor)
             elif isinstance(message, Begin):
                 self._beginnings.put((message, descriptors))
+            elif isinstance(message, Draft):
+                self._draft(message)
             else:
                 self._advance(message)
 
@@ -170,17 +185,57 @@ class Follower:
 
     def _follow_fast(self, tokens: Iterable[tuple[int, int]]) -> None:
         results, rows = [], []
+        together: dict[int, list[int]] = {}
         for number, token in tokens:
+            together.setdefault(number, []).append(token)
+        for number, of_number in together.items():
             matcher = self._matchers.get(number)
             if matcher is None:
                 continue
-            result, row = self._follow(FAST, number, matcher, (token,))
+            result, row = self._follow(FAST, number, matcher, of_number)
             results.append(result)
             rows.append(row)
             if len(rows) * self._words * 4 > MAX_PACKET // 2 or len(results) > 500:
                 self._tell(results, rows)
                 results, rows = [], []
         self._tell(results, rows)
+
+    def _draft(self, message: Draft) -> None:
+        """Masks behind drafts of grammars that are at the tokens they were drafted behind, and whose last token cost little."""
+        results, rows = [], []
+        for number, taken, drafts in message.drafts:
+            matcher = self._matchers.get(number)
+            masks = list[bytes]()
+            if matcher is not None and matcher.taken == taken and matcher.cost <= self._settings.patience:
+                masks = self._behind(number, matcher, drafts)
+            results.append(Result(number, "drafted", taken, count=len(masks)))
+            rows += masks
+            if len(rows) * self._words * 4 > MAX_PACKET // 2:
+                self._tell(results, rows)
+                results, rows = [], []
+        self._tell(results, rows)
+
+    def _behind(self, number: int, matcher: _Matcher, drafts: Sequence[int]) -> list[bytes]:
+        """As far as the drafts are allowed and cost little. What goes wrong is no fault of the request's: nobody asked for it."""
+        grammar, masks, accepted, spent = matcher.grammar, list[bytes](), 0, 0.0
+        patience = self._settings.patience
+        self._start_watching(FAST, number, _GRACE * self._settings.token_budget)
+        began = time.thread_time()
+        try:
+            for token in drafts:
+                if token in self._ends or not grammar.accept((token,)):
+                    break
+                accepted += 1
+                row = np.zeros(self._words, np.int32)
+                grammar.fill(row)
+                masks.append(row.tobytes())
+                spent = time.thread_time() - began
+                if spent > patience or (accepted + 1) * self._words * 4 > MAX_PACKET:
+                    break
+        finally:
+            self._marks[FAST] = 0
+            grammar.undo(accepted)
+        return masks
 
     def _work_slow(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
@@ -258,7 +313,17 @@ class Follower:
             self._marks[lane] = 0
         if matcher.cost > budget:
             return Result(number, "costly"), b""
-        return Result(number, "mask", matcher.taken, matcher.cost), row.tobytes()
+        return Result(number, "mask", matcher.taken, matcher.cost, "", self._forced(matcher, row)), row.tobytes()
+
+    def _forced(self, matcher: _Matcher, row: npt.NDArray[np.int32]) -> list[int]:
+        """Tokens that must come, of grammars whose last token cost little."""
+        if self._cutter is None or matcher.cost > self._settings.patience:
+            return []
+        if (token := only_one(row)) is not None:
+            found = [token]
+        else:
+            found = self._cutter.cut(matcher.grammar.forced_text())
+        return found
 
     def _tell(self, results: list[Result], rows: Iterable[bytes]) -> None:
         if results:

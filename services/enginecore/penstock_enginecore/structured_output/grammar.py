@@ -22,9 +22,14 @@ class XgrammarGrammar:
         """Take tokens in until one is not allowed."""
         return all(not self._matcher.is_terminated() and self._matcher.accept_token(token) for token in token_ids)
 
-    def undo(self) -> None:
-        """Be where it was before the last token."""
-        self._matcher.rollback(1)
+    def undo(self, count: int = 1) -> None:
+        """Be where it was before the last ``count`` tokens."""
+        if count:
+            self._matcher.rollback(count)
+
+    def forced_text(self) -> bytes:
+        """What must come next, whatever its tokens are; nothing where there is a choice."""
+        return b"" if self._matcher.is_terminated() else self._matcher.find_jump_forward_string().encode()
 
     def fill(self, row: npt.NDArray[np.int32]) -> None:
         """Write the allowed tokens into ``row``, in place. All bits are 0 behind the vocabulary, and once terminated."""

@@ -18,7 +18,7 @@ MAX_PACKET = 64 * 1024
 class Settings(msgspec.Struct, frozen=True):
     """``token_budget``, ``begin_budget``: seconds of CPU time for one token, and for all tokens a request begins with.
     ``patience``: seconds of CPU time above which the next token counts as slow. ``memory``: bytes above what the process needs
-    itself. ``kept``: compiled grammars that stay when nobody follows them.
+    itself. ``kept``: compiled grammars that stay when nobody follows them. ``forced``: look for text that must come.
     """
 
     token_budget: float
@@ -26,6 +26,7 @@ class Settings(msgspec.Struct, frozen=True):
     patience: float
     memory: int
     kept: int
+    forced: bool = False
 
 
 class Compile(msgspec.Struct, frozen=True, tag="compile"):
@@ -61,6 +62,13 @@ class Advance(msgspec.Struct, frozen=True, tag="advance"):
     ended: list[int]
 
 
+class Draft(msgspec.Struct, frozen=True, tag="draft"):
+    """Compute the masks behind drafts, as (number, tokens taken before, drafts), and be where it was before."""
+
+    generation: int
+    drafts: list[tuple[int, int, list[int]]]
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """A process took up its work. ``suspects``: numbers that the one before was working on when it ended, ``costly`` if it
     was ended because of what the first of them took.
@@ -73,25 +81,28 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
     """What became of a number's tokens, of which it has ``taken`` so many in all. ``cost``: seconds of CPU time of the last one.
-    ``text``: what failed. ``unknown``: the process does not have the grammar to begin with.
+    ``forced``: tokens that must come next. ``drafted``: there are ``count`` masks, behind one draft, two, and so on. ``text``: what
+    failed. ``unknown``: the process does not have the grammar to begin with.
     """
 
     number: int
-    kind: Literal["mask", "refused", "costly", "memory", "failed", "unknown"]
+    kind: Literal["mask", "drafted", "refused", "costly", "memory", "failed", "unknown"]
     taken: int = 0
     cost: float = 0.0
     text: str = ""
+    forced: list[int] = []
+    count: int = 0
 
 
 class Masks(msgspec.Struct, frozen=True, tag="masks"):
-    """``rows``: the masks of the results of kind mask, one behind the other."""
+    """``rows``: the masks of the results of kind mask and drafted, one behind the other."""
 
     generation: int
     results: list[Result]
     rows: bytes
 
 
-ToFollower = Begin | Advance
+ToFollower = Begin | Advance | Draft
 ToEngine = Ready | Masks
 encode = msgspec.msgpack.Encoder().encode
 

@@ -75,7 +75,7 @@ class DraftPlanner:
         for (request, drafts), count in zip(drafting, chosen, strict=True):
             count = min(count, left)
             if count > 0:
-                self._planned[request.key] = drafts[:count]
+                self._planned[request.key] = list(drafts[:count])
                 left -= count
 
     def take(self, request: Request, output: SchedulerOutput) -> tuple[list[int], tuple[list[int], ...]]:

@@ -43,6 +43,25 @@ class Grammar(Protocol):
         """Take in an output token while ``ready``. False when ``mask`` does not allow it; it is then not taken in."""
 
     @property
+    def forced(self) -> Sequence[int]:
+        """While ``ready``: tokens of text that must come next, as far as that is looked for. They may be cut otherwise than the model
+        would: only ``mask`` says what may come.
+        """
+
+    def draft(self, token_ids: Sequence[int]) -> None:
+        """While ``ready``: have the masks made behind each of the first of these tokens, which may come next."""
+
+    @property
+    def drafted(self) -> bool:
+        """Whether ``draft_masks`` are there, or will not come."""
+
+    @property
+    def draft_masks(self) -> Sequence[Mask]:
+        """Masks behind one draft, two, and so on, as far as the drafts are allowed and were looked at. ``accept`` of a draft goes on
+        from there.
+        """
+
+    @property
     def prompt(self) -> bool:
         """Whether its masks come fast enough for a step to wait for them."""
 
@@ -83,7 +102,9 @@ class GrammarBackend(Protocol):
         """Let what was accepted since the last call be worked on. On the busy loop's thread; never blocks."""
 
     def wait(self, grammars: Iterable[Grammar]) -> None:
-        """Wait until the masks of those are there that are ``prompt``, but no longer than a step may be held up."""
+        """Wait until the masks of those are there that are ``prompt``, and those behind their drafts, but no longer than a step may be
+        held up.
+        """
 
     def shutdown(self) -> None:
         """End what is running. Idempotent."""

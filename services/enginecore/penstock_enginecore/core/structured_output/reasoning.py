@@ -60,6 +60,7 @@ class GatedGrammar:
         self._grammar = grammar
         self._gate = gate
         self._unconstrained = unconstrained
+        self._drafts: Sequence[Mask] = ()
 
     @property
     def _reasoning(self) -> bool:
@@ -96,6 +97,31 @@ class GatedGrammar:
         if self._reasoning and not allows(self._unconstrained, token_id):
             return False
         return not self._gate.passes(token_id) or self._grammar.accept(token_id)
+
+    @property
+    def forced(self) -> Sequence[int]:
+        """What the grammar forces, behind the reasoning."""
+        return self._grammar.forced if self._gate.at is At.ENDED else ()
+
+    def draft(self, token_ids: Sequence[int]) -> None:
+        """In the reasoning any tokens up to its end, whose next mask is the grammar's."""
+        self._drafts = ()
+        if self._gate.at is At.ENDED:
+            self._grammar.draft(token_ids)
+        elif self._reasoning:
+            end = self._gate.tokens.end_token_id
+            length = token_ids.index(end) if end in token_ids else len(token_ids)
+            self._drafts = [self._unconstrained] * length
+
+    @property
+    def drafted(self) -> bool:
+        """Whether the masks behind the drafts are there: always so in the reasoning."""
+        return self._gate.at is not At.ENDED or self._grammar.drafted
+
+    @property
+    def draft_masks(self) -> Sequence[Mask]:
+        """Masks behind one draft, two, and so on."""
+        return self._grammar.draft_masks if self._gate.at is At.ENDED else self._drafts
 
     @property
     def prompt(self) -> bool:
