@@ -1,8 +1,8 @@
 """Make of the demo model a checkpoint with the same text and the cost of 100 million parameters.
 
-``python pad_model.py OUT``: more heads, wider MLPs and more layers are added, whose output weights are zero, so that they are computed
-and change nothing: what serves it costs what a model of that size costs, and what is drafted for the demo model fits it. Any server
-that knows Llama loads it.
+``python pad_model.py OUT``: more heads, wider MLPs and more layers are added, whose output weights are zero, so that they are
+computed and change nothing: what serves it costs what a model of that size costs, and what is drafted for the demo model fits
+it. Any server that knows Llama loads it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LAYERS, HEADS, KV_HEADS, WIDTH = 14, 16, 8, 8192
 def pad_model(
     model: LlamaForCausalLM, *, layers: int = LAYERS, heads: int = HEADS, kv_heads: int = KV_HEADS, width: int = WIDTH
 ) -> LlamaForCausalLM:
-    """Return a model of so many ``layers``, ``heads``, ``kv_heads`` and MLP columns (``width``) that puts out what ``model`` does.
-    Queries per key head stay as many as they are.
+    """Return a model of so many ``layers``, ``heads``, ``kv_heads`` and MLP columns (``width``) that puts out what ``model``
+    does. Queries per key head stay as many as they are.
     """
     known = model.config
     if heads * known.num_key_value_heads != kv_heads * known.num_attention_heads:

@@ -1,8 +1,8 @@
 """Train a draft model for the demo model: one layer that guesses what the four of it put out.
 
-``python train_drafter.py --minutes 6`` takes six minutes on one CPU core and needs no network. The drafter begins as the demo model's
-embeddings and first layer, and learns the demo model's probabilities for the next token on the text that the demo model learned from:
-what counts is how often the two choose alike, not how well the drafter writes.
+``python train_drafter.py --minutes 6`` takes six minutes on one CPU core and needs no network. The drafter begins as the demo
+model's embeddings and first layer, and learns the demo model's probabilities for the next token on the text that the demo
+model learned from: what counts is how often the two choose alike, not how well the drafter writes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def divergence(model: LlamaForCausalLM, drafter: LlamaForCausalLM, ids: Tensor, 
 
 
 @torch.no_grad()
-def acceptance(model: LlamaForCausalLM, drafter: LlamaForCausalLM, tokenizer: Tokenizer, count: int) -> dict[str, float]:
+def acceptance(
+    model: LlamaForCausalLM, drafter: LlamaForCausalLM, tokenizer: Tokenizer, count: int
+) -> dict[str, float]:
     """Return how likely the drafter's likeliest token is the model's choice, on rows that training never uses."""
     held: dict[str, list[float]] = {f"{temperature}": [] for temperature in TEMPERATURES}
     for ids, labels in micro_batches(list(itertools.islice(rows(tokenizer, HELD_OUT_SEED, SHORT_ROW), count))):
@@ -81,7 +83,9 @@ def acceptance(model: LlamaForCausalLM, drafter: LlamaForCausalLM, tokenizer: To
     return {temperature: round(sum(values) / len(values), 4) for temperature, values in held.items()}
 
 
-def train(model: LlamaForCausalLM, drafter: LlamaForCausalLM, tokenizer: Tokenizer, options: Options) -> dict[str, float]:
+def train(
+    model: LlamaForCausalLM, drafter: LlamaForCausalLM, tokenizer: Tokenizer, options: Options
+) -> dict[str, float]:
     """Train until ``steps`` (when positive) or ``minutes`` are over and return what was measured."""
     data = rows(tokenizer, options.seed, SHORT_ROW)
     adam = torch.optim.AdamW(drafter.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)

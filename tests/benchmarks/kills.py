@@ -3,8 +3,8 @@
 A coordinator, three engines and a frontend as processes; 64 streams of all shapes, each a row of requests, over gRPC and HTTP.
 First
 undisturbed, then the same with one engine after the other killed (SIGKILL) and started again. Every output of the second run is
-compared with that of the first: token ids, text, log-probabilities, finish reason, usage. With ``--speculative METHOD`` the engines that are killed
-draft tokens, and those of the first run do not.
+compared with that of the first: token ids, text, log-probabilities, finish reason, usage. With ``--speculative METHOD`` the
+engines that are killed draft tokens, and those of the first run do not.
 
 ``--peer DIR`` kills the engine process of vLLM's gRPC server, too, under 64 streams of the same model (``DIR/venv``: see
 ``tests.benchmarks.peers``).

@@ -63,7 +63,7 @@ def test_what_drafts_reaches_the_engine(tmp_path: Path):
 
 
 def test_a_draft_model_is_on_the_volume_of_the_model_or_on_the_hub(tmp_path: Path):
-    values = ("enginecore.speculative.method=eagle3", "enginecore.speculative.model=heads/chat")
+    values = ("enginecore.speculative.method=draft_model", "enginecore.speculative.model=heads/chat")
     for values_set, path in ((BARE, "/var/lib/penstock/model/heads/chat"), (HUB, "heads/chat")):
         config = load(release(values_set, *values), "enginecore", tmp_path)
         assert isinstance(config, EngineCoreConfig)
@@ -80,10 +80,10 @@ def test_pools_draft_each_in_its_way():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (["method=eagle"], r"enginecore.speculative.model is required when method is eagle"),
+        (["method=draft_model"], r"enginecore.speculative.model is required when method is draft_model"),
         (
             ["method=ngram", "model=x"],
-            r"enginecore.speculative.model is x; only the methods draft_model, eagle and eagle3",
+            r"enginecore.speculative.model is x; only the method draft_model",
         ),
         (["model=x"], r"enginecore.speculative.model is x; only the methods"),
         (["method=ngrm"], "enginecore.speculative.method"),

@@ -53,7 +53,7 @@ def make_config(
     kind: str = "uniproc",
     num_stages: int = 1,
     error_dump: ErrorDumpConfig | None = None,
-    speculative: SpeculativeConfig = SpeculativeConfig(),
+    speculative: SpeculativeConfig | None = None,
     **scheduler: Any,
 ) -> EngineCoreConfig:
     """A small engine; further arguments go to SchedulerConfig."""
@@ -73,7 +73,7 @@ def make_config(
         ),
         drain_timeout=drain_timeout,
         error_dump=error_dump or ErrorDumpConfig(),
-        speculative=speculative,
+        speculative=speculative or SpeculativeConfig(),
     )
 
 

@@ -309,7 +309,7 @@ class FakeExecutor:
         return drafts
 
     def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
-        return {count: 0.01 for count in num_tokens}
+        return dict.fromkeys(num_tokens, 0.01)
 
     def recover(self) -> None:
         self.work()

@@ -50,7 +50,7 @@ def test_vllms_object_is_taken_as_it_is() -> None:
     [
         ({"speculative": "ngrm"}, r"--speculative is 'ngrm'; known: .*did you mean 'ngram'"),
         ({"speculative": "draft_model"}, "--speculative is draft_model, which needs --speculative-model"),
-        ({"speculative": "eagle3"}, "--speculative is eagle3, which needs --speculative-model"),
+        ({"speculative": "draft_model"}, "--speculative is draft_model, which needs --speculative-model"),
         ({"speculative": "ngram", "speculative_model": "x"}, "--speculative-model is x with --speculative ngram"),
         ({"speculative_model": "x"}, "--speculative-model is x without --speculative"),
         ({"speculative_tokens": 4}, "--speculative-tokens is 4 without --speculative"),
@@ -59,7 +59,7 @@ def test_vllms_object_is_taken_as_it_is() -> None:
         ({"speculative_config": "{"}, "--speculative-config is no JSON"),
         ({"speculative_config": "[]"}, "--speculative-config must be a JSON object"),
         ({"speculative_config": "{}"}, "--speculative-config.method is not set; it must be one of prediction, ngram"),
-        ({"speculative_config": '{"method": "eagel"}'}, r"method is 'eagel'; known: .*did you mean 'eagle'"),
+        ({"speculative_config": '{"method": "ngarm"}'}, r"method is 'ngarm'; known: .*did you mean 'ngram'"),
         (
             {"speculative_config": '{"method": "ngram", "prompt_lokup_max": 4}'},
             r"--speculative-config has no key 'prompt_lokup_max'.*did you mean 'prompt_lookup_max'.*it takes method, model",
@@ -125,7 +125,10 @@ def test_a_program_gives_the_same_object() -> None:
         ({"method": "ngrams"}, "speculative_config.method is 'ngrams'; known: .*did you mean 'ngram'"),
         ({"method": "ngram", "k": 3}, "speculative_config has no key 'k'"),
         ({"method": "ngram", "num_speculative_tokens": 33}, "speculative.num_speculative_tokens is 33"),
-        ({"method": "eagle", "model": "/no/such/place"}, "speculative.model is /no/such/place: no such directory"),
+        (
+            {"method": "draft_model", "model": "/no/such/place"},
+            "speculative.model is /no/such/place: no such directory",
+        ),
     ],
 )
 def test_a_programs_mistake_is_told(given: object, message: str) -> None:

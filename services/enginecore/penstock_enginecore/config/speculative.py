@@ -9,8 +9,8 @@ from penstock_common.config.checks import check_fields
 from penstock_common.config.sizes import ByteSize
 from penstock_common.errors import ConfigError
 
-Method = Literal["", "prediction", "ngram", "suffix", "draft_model", "eagle", "eagle3"]
-_WITH_MODEL = ("draft_model", "eagle", "eagle3")
+Method = Literal["", "prediction", "ngram", "suffix", "draft_model"]
+_WITH_MODEL = ("draft_model",)
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,14 +21,13 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     method: Annotated[
         Method,
         Meta(
-            description="What drafts tokens: ngram, which looks the last ones up in the request; suffix, in what was put out before "
-            "too; draft_model, a smaller model of the same vocabulary; eagle and eagle3, a head on the model's hidden states; "
-            "prediction, nothing but what clients give as such, and text that a constraint leaves no choice of, both of which any "
-            "method drafts first. Empty: nothing is drafted."
+            description="What drafts tokens: ngram, which looks the last ones up in the request; suffix, in what was put "
+            "out before, too; draft_model, a smaller model of the same vocabulary; prediction, nothing but what clients give as "
+            "such, and text that a constraint leaves no choice of; any method drafts these first. Empty: nothing is drafted."
         ),
     ] = ""
-    model: Annotated[str, Meta(description="Directory or name of the draft model, or of the head.")] = ""
-    revision: Annotated[str, Meta(description="Revision of the draft model, or of the head.")] = ""
+    model: Annotated[str, Meta(description="Directory or name of the draft model.")] = ""
+    revision: Annotated[str, Meta(description="Revision of the draft model.")] = ""
     num_speculative_tokens: Annotated[
         int, Meta(ge=1, le=32, description="Tokens that are drafted of a request in a step, at most.")
     ] = 5
@@ -59,7 +58,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     draft_sampling: Annotated[
         Literal["auto", "greedy", "coupled"],
         Meta(
-            description="How a draft model or head chooses for a request that is drawn at random: its likeliest token, or by the "
+            description="How a draft model chooses for a request that is drawn at random: its likeliest token, or by the "
             "request's own random numbers; auto: whichever held more often for the request."
         ),
     ] = "auto"
@@ -77,7 +76,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ConfigError(f"speculative.method is {self.method} and speculative.model empty; it names what drafts")
         if self.model and self.method not in _WITH_MODEL:
             raise ConfigError(
-                f"speculative.model is {self.model!r} and speculative.method {self.method!r}; only {', '.join(_WITH_MODEL)} have one"
+                f"speculative.model is {self.model!r} and speculative.method {self.method!r}; only {', '.join(_WITH_MODEL)} "
+                "has one"
             )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
@@ -92,5 +92,5 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def has_model(self) -> bool:
-        """Whether what drafts is a model, or a head, with weights and keys and values of its own."""
+        """Whether what drafts is a model, with weights and keys and values of its own."""
         return self.method in _WITH_MODEL

@@ -67,8 +67,8 @@ class Request:
     ``sampled_step``: the last step that gives it a token of output.
     ``spec_token_ids``: what was drafted behind the tokens that are known. ``max_drafts``: tokens that are drafted at most.
     ``unsettled``: a step in flight has drafts, or has some made behind it: what its next tokens are, and how many, is known
-    only then. ``draft_history`` and ``forced_history``: how drafts held, what a grammar forces apart; ``drafts_forced``: which of the
-    two those are that are being verified. ``spec_stats``: None while it has had no drafts.
+    only then. ``draft_history`` and ``forced_history``: how drafts held, what a grammar forces apart; ``drafts_forced``:
+    which of the two those are that are being verified. ``spec_stats``: None while it has had no drafts.
     ``arrival`` numbers requests in the order in which the scheduler got them. ``grammar`` is set once a constraint is compiled.
     """
 

@@ -70,12 +70,12 @@ class RequestRules:
             return cls(params, token_ids, num_prompt_tokens, eos_token_ids)
         return None
 
-    def behind(self, drafts: npt.NDArray[np.integer]) -> Self:
-        """The same rules for the position behind ``drafts`` ``[tokens]``, as if these were output."""
-        if self.counts is None or not len(drafts):
+    def behind(self, output: npt.NDArray[np.integer], num_drafts: int) -> Self:
+        """The same rules for the position behind ``output`` ``[tokens]``, of which the last ``num_drafts`` are not known here."""
+        if self.counts is None or not num_drafts:
             return self
         later = copy(self)
-        later.counts = self.counts.with_output(drafts.tolist())
+        later.counts = self.counts.with_output(output[-num_drafts:].tolist())
         return later
 
     def append(self, token_id: int) -> None:

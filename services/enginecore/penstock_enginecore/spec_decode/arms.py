@@ -6,8 +6,9 @@ _RATE = 0.15
 
 
 class Arms:
-    """``coupled``: the drafter draws with the request's own random numbers, which gives the model's token where the two distributions
-    are alike; else it takes its likeliest token. Both are tried in turns, then the better one, now and then the other.
+    """``coupled``: the drafter draws with the request's own random numbers, which gives the model's token where the two
+    distributions are alike; else it takes its likeliest token. Both are tried in turns, then the better one, now and then the
+    other.
     """
 
     def __init__(self) -> None:

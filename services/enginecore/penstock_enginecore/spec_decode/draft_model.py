@@ -42,8 +42,8 @@ class _Followed:
 
 class DraftModel:
     """A ``Drafter``. It computes a request's tokens when it drafts for it, all that it has not seen at once: requests that get no
-    drafts cost nothing. Requests that begin on cached blocks are computed from their beginning, for these may have no keys and values
-    of its own.
+    drafts cost nothing. Requests that begin on cached blocks are computed from their beginning, for these may have no keys
+    and values of its own.
     """
 
     name = "draft_model"
@@ -188,8 +188,8 @@ class DraftModel:
 def load_draft_model(
     config: EngineCoreConfig, model: LoadedModel, forward: ForwardConfig, progress: Progress
 ) -> DraftModel:
-    """The checkpoint that ``speculative.model`` names, computing as ``forward`` says. Raises ModelLoadError for one that cannot draft
-    for ``model``.
+    """The checkpoint that ``speculative.model`` names, computing as ``forward`` says. Raises ModelLoadError for one that
+    cannot draft for ``model``.
     """
     speculative = config.speculative
     checkpoint = draft_checkpoint(config)

@@ -3,7 +3,6 @@
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.forward.build import ForwardConfig
-from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.spec_decode.base import Drafter
 from penstock_enginecore.spec_decode.draft_model import load_draft_model
@@ -35,5 +34,3 @@ def create_drafter(
             )
         case "draft_model":
             return Predicted(load_draft_model(config, model, forward, progress))
-        case "eagle" | "eagle3":
-            raise ModelLoadError(f"speculative.method is {speculative.method}, which is not served yet")

@@ -33,8 +33,8 @@ class _Generation:
 
 
 class PastOutputs:
-    """By scope, so that no tenant's speed tells of another's outputs. The newest are kept: once half of ``max_bytes`` is filled, a new
-    half is begun, and the half before the last is dropped.
+    """By scope, so that no tenant's speed tells of another's outputs. The newest are kept: once half of ``max_bytes`` is
+    filled, a new half is begun, and the half before the last is dropped.
     """
 
     def __init__(self, width: int, max_bytes: int) -> None:

@@ -20,9 +20,9 @@ _LOST = 6
 
 
 class Place:
-    """Where an output is in its prediction. A token that is another one stands for that of the prediction, or comes in addition, or
-    others were left out before it: it is looked for a little further on, else what follows is taken to go on behind it, and two
-    tokens that do not are looked up in all of the prediction, the nearest place behind first.
+    """Where an output is in its prediction. A token that is another one stands for that of the prediction, or comes in
+    addition, or others were left out before it: it is looked for a little further on, else what follows is taken to go on
+    behind it, and two tokens that do not are looked up in all of the prediction, the nearest place behind first.
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:

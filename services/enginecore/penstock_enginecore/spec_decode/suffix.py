@@ -1,8 +1,8 @@
 """Drafts what followed most often where the last tokens came before, in the request and in outputs that have ended.
 
-The idea is SuffixDecoding's (Oliaro et al., 2024): the more tokens are alike, the more are drafted, and a token is drafted as often
-as it followed. Counts are taken at the newest places that are alike for longest, found by an index of short runs, in place of a tree
-of all suffixes: a token costs one entry.
+The idea is SuffixDecoding's (Oliaro et al., 2024): the more tokens are alike, the more are drafted, and a token is drafted as
+often as it followed. Counts are taken at the newest places that are alike for longest, found by an index of short runs, in
+place of a tree of all suffixes: a token costs one entry.
 """
 
 from collections import Counter, OrderedDict

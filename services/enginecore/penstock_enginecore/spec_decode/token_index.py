@@ -12,8 +12,8 @@ _FEW = 64
 
 class TokenIndex:
     """Tokens, and for each run of ``width`` of them the place where such a run ended before: a dict has the newest, and from each
-    there is a link to the one before it. A token costs a look-up and a store; runs are told apart by 64 bits, which ``ending_like``
-    leaves to be compared.
+    there is a link to the one before it. A token costs a look-up and a store; runs are told apart by 64 bits, which
+    ``ending_like`` leaves to be compared.
     """
 
     __slots__ = ("_before", "_newest", "_width", "tokens")

@@ -8,8 +8,8 @@ from penstock_enginecore.models.errors import ModelLoadError
 
 
 def check_vocabulary(model: Path, drafter: Path) -> None:
-    """Raise ModelLoadError with the first token id that stands for something else in the checkpoint that drafts. Checkpoints without
-    a ``tokenizer.json`` are not compared.
+    """Raise ModelLoadError with the first token id that stands for something else in the checkpoint that drafts. Checkpoints
+    without a ``tokenizer.json`` are not compared.
     """
     files = [folder / "tokenizer.json" for folder in (model, drafter)]
     if not all(file.is_file() for file in files):

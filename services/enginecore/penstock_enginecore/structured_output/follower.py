@@ -12,12 +12,12 @@ from concurrent.futures import Future
 import msgspec
 import numpy as np
 
-from penstock_common.errors import Internal, InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
-from penstock_common.observability.incidents import incident
+from penstock_common.errors import Internal, RequestFailed
 from penstock_enginecore.config import StructuredOutputConfig
 from penstock_enginecore.core.structured_output.base import Grammar, bitmask_words
 from penstock_enginecore.structured_output.children import Children, Forked
 from penstock_enginecore.structured_output.constraints.source import FIELD
+from penstock_enginecore.structured_output.follow_failures import failure, fatal, gone, over
 from penstock_enginecore.structured_output.followed import NO_MASK, CompiledConstraint, FollowedGrammar
 from penstock_enginecore.structured_output.messages import (
     MAX_PACKET,
@@ -26,22 +26,17 @@ from penstock_enginecore.structured_output.messages import (
     Draft,
     Masks,
     Ready,
-    Result,
     Settings,
     ToEngine,
     encode,
     memory_file,
 )
-from penstock_enginecore.structured_output.process import TOO_COSTLY, over_budget
 
 _PATIENCE = 0.25
 """Part of a token's budget that a step waits for a mask, and above which it does not wait for the next one."""
 
-_MAX_TOKENS = 2000
-"""Tokens per message."""
-
-_MAX_DRAFTS = 200
-"""Requests per message with drafts."""
+_MAX_TOKENS, _MAX_DRAFTS = 2000, 200
+"""Per message: tokens, and requests with drafts."""
 
 _PACKET = MAX_PACKET + 4 * 1024 * 1024
 
@@ -106,7 +101,7 @@ class GrammarFollower:
         with self._changed:
             grammar = FollowedGrammar(self, next(self._numbers), compiled, tokens, changed)
             if self._channel is None:
-                grammar.begun.set_exception(self._gone())
+                grammar.begun.set_exception(gone(closed=self._closed))
                 return grammar.begun
             self._living[grammar.number] = grammar
             if self._generation:
@@ -247,7 +242,7 @@ class GrammarFollower:
                 continue
             grammar.num_processes_ended += 1
             if grammar.num_processes_ended >= _MAX_PROCESSES_ENDED:
-                told.append(self._fail(grammar, self._over(grammar) if ready.costly else self._fatal(grammar)))
+                told.append(self._fail(grammar, over(self._config, grammar) if ready.costly else fatal(grammar)))
         if ready.suspects:
             logger.warning("a constraint ended the process that follows grammars", extra={"costly": ready.costly})
         for grammar in list(self._living.values()):
@@ -277,7 +272,7 @@ class GrammarFollower:
             if result.kind == "mask" and result.taken != len(grammar.tokens):
                 continue  # there is a token behind it
             if result.kind != "mask":
-                told.append(self._fail(grammar, self._failure(grammar, result)))
+                told.append(self._fail(grammar, failure(self._config, grammar, result)))
                 continue
             grammar.mask, grammar.cost, grammar.ready = mask, result.cost, True
             grammar.forced = result.forced
@@ -338,17 +333,12 @@ class GrammarFollower:
             channel.close()
             self._channel = None
             self._forget_process()
-            told = [self._fail(grammar, self._gone()) for grammar in list(self._living.values())]
+            told = [self._fail(grammar, gone(closed=self._closed)) for grammar in list(self._living.values())]
             self._changed.notify_all()
         for tell in told:
             tell()
 
     # What goes wrong.
-
-    def _gone(self) -> RequestFailed:
-        if self._closed:
-            return Unavailable("the engine is stopping", field=FIELD)
-        return Internal("the process that follows constraints ended", field=FIELD)
 
     def _fail(self, grammar: FollowedGrammar, error: RequestFailed) -> Callable[[], None]:
         """Note why a request ends. Returns what tells its owner."""
@@ -357,29 +347,3 @@ class GrammarFollower:
             return grammar.changed
         self._living.pop(grammar.number, None)
         return lambda: grammar.begun.set_exception(error)
-
-    def _failure(self, grammar: FollowedGrammar, result: Result) -> RequestFailed:
-        if result.kind == "costly":
-            return self._over(grammar)
-        if result.kind == "memory":
-            return ResourceExhausted(
-                f"{grammar.compiled.field} takes too much memory to follow; all constraints together may take "
-                f"{self._config.follow_memory} bytes (structured_output.follow_memory)",
-                field=grammar.compiled.field,
-                reason=TOO_COSTLY,
-            )
-        if result.kind == "refused" and not grammar.begun.done():
-            return InvalidArgument(
-                "prior_output_token_ids do not follow the constraint of structured_output",
-                field="prior_output_token_ids",
-            )
-        what = result.text or "a token that the mask allows was not accepted"
-        return incident(RuntimeError(what), request=str(grammar.number), doing="following the constraint")
-
-    def _over(self, grammar: FollowedGrammar) -> ResourceExhausted:
-        message = over_budget(grammar.compiled.field, self._config.token_budget)
-        return ResourceExhausted(message, field=grammar.compiled.field, reason=TOO_COSTLY)
-
-    def _fatal(self, grammar: FollowedGrammar) -> Internal:
-        error = RuntimeError("the process that followed the constraint ended")
-        return incident(error, request=str(grammar.number), doing="following the constraint")

@@ -9,11 +9,9 @@ the GIL while it works.
 
 import contextlib
 import itertools
-import mmap
 import os
 import queue
 import socket
-import struct
 import threading
 import time
 from collections import OrderedDict
@@ -30,6 +28,7 @@ from penstock_enginecore.structured_output.child import NICENESS, detach, limit_
 from penstock_enginecore.structured_output.cost import accept_cost, fill_cost
 from penstock_enginecore.structured_output.forced import Cutter, only_one
 from penstock_enginecore.structured_output.grammar import XgrammarGrammar
+from penstock_enginecore.structured_output.marks import BEGIN, FAST, LANES, OVER, SLOW, Marks
 from penstock_enginecore.structured_output.messages import (
     MAX_PACKET,
     Advance,
@@ -45,35 +44,11 @@ from penstock_enginecore.structured_output.messages import (
     read_file,
 )
 
-FAST, SLOW, BEGIN = LANES = range(3)
-_OVER = 3
 _GRACE = 5
 """Times its budget that a token may take before the process is ended: what takes less is told, and only its request ends."""
 _MAX_DESCRIPTORS = 2
 _MAX_UNEXPLAINED = 3
 """Ends of processes that worked on nothing."""
-
-
-class Marks:
-    """Which number each lane works on, and whether a token took too much: readable when the process is gone."""
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
-
-    def __getitem__(self, place: int) -> int:
-        return int(struct.unpack_from("=q", self._memory, 8 * place)[0])
-
-    def __setitem__(self, place: int, value: int) -> None:
-        struct.pack_into("=q", self._memory, 8 * place, value)
-
-    def suspects(self) -> list[int]:
-        """The numbers that are worked on."""
-        return [number for lane in LANES if (number := self[lane])]
-
-    def clear(self) -> None:
-        """Nothing is worked on."""
-        for place in (*LANES, _OVER):
-            self[place] = 0
 
 
 def main(channel: socket.socket, info: xgrammar.TokenizerInfo, settings: Settings) -> None:
@@ -90,7 +65,7 @@ def main(channel: socket.socket, info: xgrammar.TokenizerInfo, settings: Setting
             Follower(channel, info, settings, generation, marks, cutter).run(Ready(generation, suspects, costly))
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        suspects, costly = marks.suspects(), bool(marks[_OVER])
+        suspects, costly = marks.suspects(), bool(marks[OVER])
         unexplained += not suspects
         if status == 0 or unexplained > _MAX_UNEXPLAINED:  # the engine has gone, or this does not work
             return
@@ -319,11 +294,8 @@ class Follower:
         """Tokens that must come, of grammars whose last token cost little."""
         if self._cutter is None or matcher.cost > self._settings.patience:
             return []
-        if (token := only_one(row)) is not None:
-            found = [token]
-        else:
-            found = self._cutter.cut(matcher.grammar.forced_text())
-        return found
+        token = only_one(row)
+        return self._cutter.cut(matcher.grammar.forced_text()) if token is None else [token]
 
     def _tell(self, results: list[Result], rows: Iterable[bytes]) -> None:
         if results:
@@ -348,7 +320,7 @@ class Follower:
             for lane in LANES:
                 # Twice: between the two looks it may have been done with, and the limit be the next one's.
                 if self._over(lane) and self._over(lane):
-                    self._marks[_OVER] = 1
+                    self._marks[OVER] = 1
                     for other in LANES:
                         if other != lane:
                             self._marks[other] = 0

@@ -11,8 +11,8 @@ _MOST = 32
 
 
 class Cutter:
-    """Cuts by the longest tokens there are, from the front. A model may cut otherwise: what is cut so is guessed. The last token is left
-    off where a longer one begins with it: what follows may belong to it.
+    """Cuts by the longest tokens there are, from the front. A model may cut otherwise: what is cut so is guessed. The last
+    token is left off where a longer one begins with it: what follows may belong to it.
     """
 
     def __init__(self, tokens: Iterable[bytes]) -> None:

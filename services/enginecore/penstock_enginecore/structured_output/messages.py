@@ -81,8 +81,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
     """What became of a number's tokens, of which it has ``taken`` so many in all. ``cost``: seconds of CPU time of the last one.
-    ``forced``: tokens that must come next. ``drafted``: there are ``count`` masks, behind one draft, two, and so on. ``text``: what
-    failed. ``unknown``: the process does not have the grammar to begin with.
+    ``forced``: tokens that must come next. ``drafted``: there are ``count`` masks, behind one draft, two, and so on.
+    ``text``: what failed. ``unknown``: the process does not have the grammar to begin with.
     """
 
     number: int

@@ -91,7 +91,9 @@ class KVCacheManager:
         return len(self._blocks[request.key][0]) * self.block_size
 
     def allocate_spare(self, request: Request, num_new_tokens: int, *, reserve: int) -> tuple[list[int], ...] | None:
-        """As ``allocate_slots``, of blocks that nobody needs: as many as ``reserve`` requests take next stay free in each group."""
+        """As ``allocate_slots``, of blocks that nobody needs: as many as ``reserve`` requests take next stay free in each
+        group.
+        """
         tables = self._blocks[request.key]
         missing = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size) - len(tables[0])
         if missing <= 0:

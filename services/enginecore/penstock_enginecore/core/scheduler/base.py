@@ -22,8 +22,8 @@ Clock = Callable[[], float]
 
 class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     """What a scheduler is built from. ``monotonic_clock`` stamps events, ``wall_clock`` is compared with deadlines. A step passes
-    ``num_stages`` workers, one after the other, each of which can be at another step. ``step_seconds``: how long steps take by the
-    number of their tokens, as far as that was measured.
+    ``num_stages`` workers, one after the other, each of which can be at another step. ``step_seconds``: how long steps take
+    by the number of their tokens, as far as that was measured.
     """
 
     config: SchedulerConfig

@@ -5,6 +5,7 @@ have an eighth at most.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import msgspec
 
@@ -12,12 +13,15 @@ from penstock_common.types.outputs import SpecDecodingStats
 from penstock_enginecore.config import SpeculativeConfig
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.request import Request, RequestStatus
+from penstock_enginecore.core.scheduler.base import SchedulerContext
+from penstock_enginecore.core.scheduler.budget import StepBudget
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.rows import num_tokens_due
 from penstock_enginecore.core.scheduler.running import RunningRequests
 from penstock_enginecore.core.scheduler.waiting import WaitingRequests
 from penstock_enginecore.core.spec_decode.history import DraftHistory
 from penstock_enginecore.core.spec_decode.policy import DraftPolicy
+from penstock_enginecore.core.spec_decode.step_cost import StepCost
 from penstock_enginecore.core.structured_output.base import allows
 
 _SHARE_BESIDE_PROMPTS = 8
@@ -55,8 +59,12 @@ class DraftPlanner:
 
     # What a step verifies.
 
-    def plan(self, requests: Sequence[Request]) -> None:
+    def planned(self, requests: Sequence[Request]) -> Self:
         """Choose how many of their drafts the running ``requests`` would have verified in a step that takes all of them."""
+        self._plan(requests)
+        return self
+
+    def _plan(self, requests: Sequence[Request]) -> None:
         self._planned = {}
         drafting = []
         num_rows = 0
@@ -78,16 +86,17 @@ class DraftPlanner:
                 self._planned[request.key] = list(drafts[:count])
                 left -= count
 
-    def take(self, request: Request, output: SchedulerOutput) -> tuple[list[int], tuple[list[int], ...]]:
-        """The drafts that a request which decodes has verified in the step, and blocks that were added for them, a list per group,
-        or none. It has a place for its own token.
-        """
+    def add(self, request: Request, new_block_ids: tuple[list[int], ...], output: SchedulerOutput) -> None:
+        """Schedule the next token of a request that decodes, for which it has a place, and the drafts behind it."""
         drafts = self._planned.get(request.key)
         if not drafts:
-            return [], ()
+            output.add_known(request, 1, new_block_ids)
+            return
         count = min(len(drafts), self._max_num_tokens - output.total_num_scheduled_tokens - 1)
         count, block_ids = self._place(request, 1, count)
-        return drafts[:count], block_ids
+        output.add_known(request, 1 + count, new_block_ids, drafts[:count])
+        if block_ids:
+            output.add_blocks(request, block_ids)
 
     def _drafts_of(self, request: Request) -> Sequence[int]:
         """What there is to verify: text that its grammar forces, before what was drafted."""
@@ -123,10 +132,9 @@ class DraftPlanner:
         sampling = []
         for key in output.num_scheduled_tokens:
             request = requests[key]
-            if request.sampled_step == output.step and request.max_drafts:
-                # The step brings one token at least.
-                if (limit := min(request.max_drafts, _room(request) - 1)) > 0:
-                    sampling.append((request, limit))
+            limit = min(request.max_drafts, _room(request) - 1)  # the step brings one token at least
+            if request.sampled_step == output.step and limit > 0:
+                sampling.append((request, limit))
         if not sampling:
             return
         histories = [_history(request, self._policy) for request, _ in sampling]
@@ -186,6 +194,23 @@ class DraftPlanner:
                 and key not in step.scheduled_spec_decode_tokens
             ):
                 request.draft_history.passed(1)
+
+
+def plan_drafts(
+    context: SchedulerContext,
+    kv_cache: KVCacheManager,
+    running: RunningRequests,
+    waiting: WaitingRequests,
+    budget: StepBudget,
+) -> DraftPlanner | None:
+    """Of a scheduler; None where nothing is drafted."""
+    config = context.speculative
+    if not config.enabled:
+        return None
+    policy = DraftPolicy(config.num_speculative_tokens, config.adaptive, StepCost(context.step_seconds))
+    return DraftPlanner(
+        config, policy, kv_cache=kv_cache, running=running, waiting=waiting, max_num_tokens=budget.max_num_tokens
+    )
 
 
 def is_forced(request: Request) -> bool:

@@ -11,7 +11,6 @@ from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.request import Request
 
-
 _NO_DRAFTS: list[int] = []
 
 
@@ -153,8 +152,8 @@ def _joined(first: tuple[list[int], ...], second: tuple[list[int], ...]) -> tupl
 
 
 class DraftTokenIds(msgspec.Struct, kw_only=True):
-    """What was drafted behind a step, parallel to ``request_ids``: those of ``num_drafts_wanted``, a list each, which may be empty.
-    ``seconds`` that it took. ``failure``: why the drafter was switched off, empty while it works.
+    """What was drafted behind a step, parallel to ``request_ids``: those of ``num_drafts_wanted``, a list each, which may be
+    empty. ``seconds`` that it took. ``failure``: why the drafter was switched off, empty while it works.
     """
 
     request_ids: list[str] = []

@@ -7,8 +7,8 @@ from penstock_enginecore.core.scheduler.output import SchedulerOutput
 
 
 def num_tokens_due(request: Request) -> int:
-    """Tokens of a running request that can be computed now, without drafts; 0 while its next one is on its way, or its grammar lags
-    behind.
+    """Tokens of a running request that can be computed now, without drafts; 0 while its next one is on its way, or its
+    grammar lags behind.
     """
     if request.unsettled:
         return 0

@@ -34,9 +34,7 @@ class RunningScheduler:
         left out for that. What goes wrong with one ends that one alone. Hot: once per request and step.
         """
         budget, max_num_tokens, dealer = self._budget, self._budget.max_num_tokens, self._dealer
-        drafting = self._drafting
-        if drafting is not None:
-            drafting.plan(requests)
+        drafting = None if self._drafting is None else self._drafting.planned(requests)
         requests, decodes_left = dealer.deal(requests)
         left_out = False
         for request in requests:
@@ -60,12 +58,9 @@ class RunningScheduler:
                 if new_block_ids is None:  # it gave up its own blocks, or ended
                     continue
                 if drafting is not None and num_new_tokens == 1:
-                    drafts, more_block_ids = drafting.take(request, output)
-                    output.add_known(request, 1 + len(drafts), new_block_ids, drafts)
-                    if more_block_ids:
-                        output.add_blocks(request, more_block_ids)
-                    continue
-                output.add_known(request, num_new_tokens, new_block_ids)
+                    drafting.add(request, new_block_ids, output)
+                else:
+                    output.add_known(request, num_new_tokens, new_block_ids)
             except Exception as e:
                 output.remove(request)
                 self._lifecycle.fail(request, log_incident(request, e, doing="scheduling the request"))

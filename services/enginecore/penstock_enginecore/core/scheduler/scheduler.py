@@ -21,7 +21,7 @@ from penstock_enginecore.core.scheduler.base import Scheduler, SchedulerContext
 from penstock_enginecore.core.scheduler.budget import StepBudget
 from penstock_enginecore.core.scheduler.client_outputs import ClientOutputs
 from penstock_enginecore.core.scheduler.dealing import DecodeDealer
-from penstock_enginecore.core.scheduler.drafting import DraftPlanner
+from penstock_enginecore.core.scheduler.drafting import plan_drafts
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
@@ -34,8 +34,6 @@ from penstock_enginecore.core.scheduler.schedule_running import RunningScheduler
 from penstock_enginecore.core.scheduler.schedule_waiting import WaitingScheduler
 from penstock_enginecore.core.scheduler.trial import StepTrial
 from penstock_enginecore.core.scheduler.waiting import WaitingRequests
-from penstock_enginecore.core.spec_decode.policy import DraftPolicy
-from penstock_enginecore.core.spec_decode.step_cost import StepCost
 
 
 class DefaultScheduler(Scheduler):
@@ -66,7 +64,7 @@ class DefaultScheduler(Scheduler):
         self._running = running = RunningRequests(waiting.rank if by_priority else None)
         self._trial = StepTrial()
         self._outputs = ClientOutputs()
-        self._drafting = drafting = _drafting(context, kv_cache, running, waiting, budget)
+        self._drafting = drafting = plan_drafts(context, kv_cache, running, waiting, budget)
         self._results = StepResults(kv_cache, self._outputs, context.eos_token_ids, drafting)
         admission = QueueAdmission(config, waiting)
         self._lifecycle = lifecycle = RequestLifecycle(
@@ -339,23 +337,6 @@ class DefaultScheduler(Scheduler):
             step_counter=self._next_step,
             spec_decoding_stats=None if self._drafting is None else self._drafting.stats(),
         )
-
-
-def _drafting(
-    context: SchedulerContext,
-    kv_cache: KVCacheManager,
-    running: RunningRequests,
-    waiting: WaitingRequests,
-    budget: StepBudget,
-) -> DraftPlanner | None:
-    """None where nothing is drafted."""
-    config = context.speculative
-    if not config.enabled:
-        return None
-    policy = DraftPolicy(config.num_speculative_tokens, config.adaptive, StepCost(context.step_seconds))
-    return DraftPlanner(
-        config, policy, kv_cache=kv_cache, running=running, waiting=waiting, max_num_tokens=budget.max_num_tokens
-    )
 
 
 def _start_none(output: SchedulerOutput) -> None:

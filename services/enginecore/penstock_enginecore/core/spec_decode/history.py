@@ -15,8 +15,8 @@ class Prior:
 
 
 class DraftHistory:
-    """The probability that a draft holds, by its place, where those before it held. A request whose drafts do not pay rests for 32
-    tokens, tries again, and rests twice as long each time, up to 512 tokens.
+    """The probability that a draft holds, by its place, where those before it held. A request whose drafts do not pay rests
+    for 32 tokens, tries again, and rests twice as long each time, up to 512 tokens.
     """
 
     __slots__ = ("_counts", "_prior", "held", "next_rest", "rest_left", "tries")

@@ -11,9 +11,10 @@ _MARGIN = 1.01
 
 
 class DraftPolicy:
-    """Slots of all requests compete: the draft at a place brings a token with the probability that it and all before it hold. They
-    are taken, the likeliest first, as far as the step's expected tokens per second grow, so that an engine with many requests,
-    where a row costs as much as a token brings, drafts less, down to none. ``adaptive`` False: always as many as there may be.
+    """Slots of all requests compete: the draft at a place brings a token with the probability that it and all before it hold.
+    They are taken, the likeliest first, as far as the step's expected tokens per second grow, so that an engine with many
+    requests, where a row costs as much as a token brings, drafts less, down to none. ``adaptive`` False: always as many as
+    there may be.
     """
 
     def __init__(self, max_drafts: int, adaptive: bool, cost: StepCost) -> None:

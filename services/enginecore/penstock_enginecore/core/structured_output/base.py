@@ -44,8 +44,8 @@ class Grammar(Protocol):
 
     @property
     def forced(self) -> Sequence[int]:
-        """While ``ready``: tokens of text that must come next, as far as that is looked for. They may be cut otherwise than the model
-        would: only ``mask`` says what may come.
+        """While ``ready``: tokens of text that must come next, as far as that is looked for. They may be cut otherwise than
+        the model would: only ``mask`` says what may come.
         """
 
     def draft(self, token_ids: Sequence[int]) -> None:
@@ -57,8 +57,8 @@ class Grammar(Protocol):
 
     @property
     def draft_masks(self) -> Sequence[Mask]:
-        """Masks behind one draft, two, and so on, as far as the drafts are allowed and were looked at. ``accept`` of a draft goes on
-        from there.
+        """Masks behind one draft, two, and so on, as far as the drafts are allowed and were looked at. ``accept`` of a draft
+        goes on from there.
         """
 
     @property
@@ -102,8 +102,8 @@ class GrammarBackend(Protocol):
         """Let what was accepted since the last call be worked on. On the busy loop's thread; never blocks."""
 
     def wait(self, grammars: Iterable[Grammar]) -> None:
-        """Wait until the masks of those are there that are ``prompt``, and those behind their drafts, but no longer than a step may be
-        held up.
+        """Wait until the masks of those are there that are ``prompt``, and those behind their drafts, but no longer than a
+        step may be held up.
         """
 
     def shutdown(self) -> None:

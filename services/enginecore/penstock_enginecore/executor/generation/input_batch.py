@@ -6,7 +6,6 @@ at once.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -14,49 +13,22 @@ import numpy.typing as npt
 
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.sampling import SamplingParams
-from penstock_enginecore.attention.base import AttentionMetadata, IntArray
+from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequestData, SchedulerOutput
+from penstock_enginecore.executor.generation.batch_layout import LaidOut, lay_out, rows_before
+from penstock_enginecore.executor.generation.row_settings import RowSettings, SamplingColumns, grown, named_rows
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, PromptTargets, StepInputs
 from penstock_enginecore.sample.base import PlainDraws, RowKinds, SamplingInputs
 from penstock_enginecore.sample.random import UniformsAhead, uniforms
 from penstock_enginecore.sample.request_rules import RequestRules, join_rules
-from penstock_enginecore.sample.rules import GrammarRows, LogitRules
+from penstock_enginecore.sample.rules import LogitRules
 
 _INITIAL_ROWS = 16
-_INT64_MAX = 2**63 - 1
 _UNKNOWN = -1
 """Stands for a token that was chosen and is not on the host yet."""
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
-_NOTHING: list[int] = []
 _NO_DRAFTS: Mapping[str, list[int]] = {}
 _T = TypeVar("_T", bound=np.generic)
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """How requests sample, ``[requests]`` each: the fields of ``SamplingInputs`` that stay the same from step to step."""
-
-    request_ids: list[str]
-    rows: IntArray
-    temperature: npt.NDArray[np.float64]
-    top_k: IntArray
-    top_p: npt.NDArray[np.float64]
-    min_p: npt.NDArray[np.float64]
-    kinds: RowKinds
-    uniforms: UniformsAhead
-    """Of the rows that are drawn."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaidOut:
-    """Tokens of requests, flat: where those of each request begin, int64 ``[requests + 1]``, and of each token the row of the
-    batch and the position, int64 ``[tokens]``. ``attention``: one entry per KV cache group.
-    """
-
-    query_start_loc: IntArray
-    rows: IntArray
-    positions: IntArray
-    attention: list[AttentionMetadata]
 
 
 class InputBatch:
@@ -75,14 +47,10 @@ class InputBatch:
         self._num_tokens = np.zeros(0, dtype=np.int64)
         self._num_prompt_tokens = np.zeros(0, dtype=np.int64)
         self._num_computed_tokens = np.zeros(0, dtype=np.int64)
-        self._temperature = np.zeros(0)
-        self._top_k = np.zeros(0, dtype=np.int64)
-        self._top_p = np.zeros(0)
-        self._min_p = np.zeros(0)
-        self._seed = np.zeros(0, dtype=np.uint64)
+        self._sampling = SamplingColumns()
         self._tenants = np.zeros(0, dtype=np.int64)  # how many requests a row has had
         self._num_unknown = 0
-        self._settings: _Settings | None = None
+        self._settings: RowSettings | None = None
         # By row, of those requests only that have any.
         self._rules: dict[int, RequestRules] = {}
         self._logprobs: dict[int, int] = {}
@@ -113,7 +81,7 @@ class InputBatch:
         lengths = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(rows))
         final = lengths
         if drafts:
-            drafted = [drafts.get(request_id, _NOTHING) for request_id in request_ids]
+            drafted = [drafts.get(request_id, []) for request_id in request_ids]
             for row, guessed in zip(rows, drafted, strict=True):
                 if guessed:
                     start = self._num_tokens[row]
@@ -129,9 +97,7 @@ class InputBatch:
         drafts_of = None
         if drafts:
             drafts_of = [drafted[i] for i in sampling]
-            counts = np.fromiter(map(len, drafts_of), dtype=np.int64, count=len(drafts_of)) + 1
-            first = np.repeat(ends - counts, counts)
-            logits_indices = first + np.arange(len(first)) - np.repeat(np.cumsum(counts) - counts, counts)
+            logits_indices = rows_before(ends, drafts_of)
         else:
             logits_indices = ends - 1
         return StepInputs(
@@ -146,25 +112,12 @@ class InputBatch:
             drafts=drafts_of,
         )
 
-    def lay_out(self, request_ids: Sequence[str], first: IntArray, lengths: IntArray) -> "LaidOut":
+    def lay_out(self, request_ids: Sequence[str], first: IntArray, lengths: IntArray) -> LaidOut:
         """Lay out ``lengths`` int64 ``[requests]`` tokens of each request, from position ``first`` on."""
         return self._lay_out(self._row_array(request_ids), first, lengths)
 
-    def _lay_out(self, rows: IntArray, computed: IntArray, lengths: IntArray) -> "LaidOut":
-        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(lengths, out=query_start_loc[1:])
-        seq_lens = computed + lengths
-        token_rows = np.repeat(rows, lengths)
-        positions = np.arange(query_start_loc[-1]) + np.repeat(computed - query_start_loc[:-1], lengths)
-        blocks_used = -(-int(seq_lens.max(initial=0)) // self._block_size)
-        attention = []
-        for table in self._block_tables:
-            blocks = table[token_rows, positions // self._block_size].astype(np.int64)
-            slots = blocks * self._block_size + positions % self._block_size
-            attention.append(
-                AttentionMetadata(query_start_loc, seq_lens, table[rows, :blocks_used], slots, self._block_size)
-            )
-        return LaidOut(query_start_loc, token_rows, positions, attention)
+    def _lay_out(self, rows: IntArray, computed: IntArray, lengths: IntArray) -> LaidOut:
+        return lay_out(self._block_tables, self._block_size, rows, computed, lengths)
 
     def sampling_inputs(
         self, request_ids: Sequence[str], grammar: GrammarBitmask | None = None, offsets: IntArray | None = None
@@ -203,7 +156,7 @@ class InputBatch:
         if offsets is not None:
             index += offsets
         values = settings.temperature, settings.top_k, settings.top_p, settings.min_p
-        return PlainDraws.of(*values, self._seed[rows], index)
+        return PlainDraws.of(*values, self._sampling.seed[rows], index)
 
     def rows_of(self, request_ids: Sequence[str]) -> IntArray:
         """Int64 ``[requests]``."""
@@ -216,21 +169,19 @@ class InputBatch:
             return range(len(request_ids))
         return [i for i, request_id in enumerate(request_ids) if self._rows[request_id] not in others]
 
-    def _settings_of(self, request_ids: Sequence[str]) -> "_Settings":
+    def _settings_of(self, request_ids: Sequence[str]) -> RowSettings:
         """Those of the step before, when the same requests sample again."""
         known = self._settings
         if known is None or known.request_ids != request_ids:
             rows = self._row_array(request_ids)
-            values = self._temperature[rows], self._top_k[rows], self._top_p[rows], self._min_p[rows]
+            values = self._sampling.of(rows)
             kinds = RowKinds.of(*values)
-            ahead = UniformsAhead(self._seed[rows[kinds.drawn]])
-            known = self._settings = _Settings(list(request_ids), rows, *values, kinds, ahead)
+            ahead = UniformsAhead(self._sampling.seed[rows[kinds.drawn]])
+            known = self._settings = RowSettings(list(request_ids), rows, *values, kinds, ahead)
         return known
 
     def logprobs(self, request_ids: Sequence[str]) -> list[tuple[int, int]]:
         """Which of the requests want log-probabilities, by index, and of how many of the likeliest tokens; -1 is all."""
-        if not self._logprobs:
-            return []
         counts = ((i, self._logprobs.get(self._rows[r])) for i, r in enumerate(request_ids))
         return [(i, count) for i, count in counts if count is not None]
 
@@ -296,30 +247,22 @@ class InputBatch:
     def _logit_rules(
         self, request_ids: Sequence[str], rows: IntArray, grammar: GrammarBitmask | None, offsets: IntArray | None
     ) -> LogitRules:
-        grammar_rows = None
-        if grammar is not None and grammar.request_ids:
-            index = {request_id: i for i, request_id in reversed(list(enumerate(request_ids)))}
-            named = np.array([index[request_id] for request_id in grammar.request_ids], dtype=np.int64)
-            grammar_rows = GrammarRows(named + grammar.offsets if grammar.offsets else named, grammar.bitmask)
+        grammar_rows = None if grammar is None else named_rows(grammar, request_ids)
         if not self._rules:
             return LogitRules(grammar=grammar_rows)
-        found = [(i, row, rules) for i, row in enumerate(rows.tolist()) if (rules := self._rules.get(row))]
-        if offsets is None:
-            return join_rules([(i, rules, self._output(row)) for i, row, rules in found], grammar_rows)
-        behind = [(i, row, rules, int(offsets[i])) for i, row, rules in found]
+        found = [
+            (i, row, rules, 0 if offsets is None else int(offsets[i]))
+            for i, row in enumerate(rows.tolist())
+            if (rules := self._rules.get(row))
+        ]
         return join_rules(
-            [(i, rules.behind(self._drafts(row, n)), self._output(row, n)) for i, row, rules, n in behind], grammar_rows
+            [(i, rules.behind(self._output(row, n), n), self._output(row, n)) for i, row, rules, n in found],
+            grammar_rows,
         )
-
-    def _drafts(self, row: int, count: int) -> npt.NDArray[np.int32]:
-        """The first ``count`` drafts of a row."""
-        return self._token_ids[row, self._num_tokens[row] : self._num_tokens[row] + count]
 
     def _output(self, row: int, num_drafts: int = 0) -> npt.NDArray[np.int32]:
         """The output tokens of a row, and so many drafts."""
         return self._token_ids[row, self._num_prompt_tokens[row] : self._num_tokens[row] + num_drafts]
-
-    # What drafters see of it.
 
     def tokens_of(self, request_id: str) -> npt.NDArray[np.int32]:
         """Prompt and output of a request, ``[tokens]``; a view."""
@@ -339,10 +282,8 @@ class InputBatch:
         """How requests draw their next ``num_tokens`` tokens, without rules; ``uniforms`` ``[requests, num_tokens]``."""
         rows = self._row_array(request_ids)
         index = (self._num_tokens[rows] - self._num_prompt_tokens[rows])[:, None] + np.arange(num_tokens)
-        numbers = uniforms(np.repeat(self._seed[rows], num_tokens), index.ravel()).reshape(len(rows), num_tokens)
-        return SamplingInputs(
-            self._temperature[rows], self._top_k[rows], self._top_p[rows], self._min_p[rows], uniforms=numbers
-        )
+        numbers = uniforms(np.repeat(self._sampling.seed[rows], num_tokens), index.ravel())
+        return SamplingInputs(*self._sampling.of(rows), uniforms=numbers.reshape(len(rows), num_tokens))
 
     def _row_array(self, request_ids: Sequence[str]) -> IntArray:
         return np.fromiter((self._rows[r] for r in request_ids), dtype=np.int64, count=len(request_ids))
@@ -365,13 +306,7 @@ class InputBatch:
         self._set_sampling(row, new.sampling_params, new.prompt_embeds)
 
     def _set_sampling(self, row: int, params: SamplingParams, embeds: PromptEmbeds | None) -> None:
-        if params.seed is None and not params.greedy:
-            raise ValueError("sampling_params.seed must be set by the time a request reaches a worker")
-        self._temperature[row] = params.temperature
-        self._top_k[row] = min(params.top_k, _INT64_MAX)
-        self._top_p[row] = params.top_p
-        self._min_p[row] = params.min_p
-        self._seed[row] = (params.seed or 0) % 2**64
+        self._sampling.set(row, params)
         known = self._token_ids[row, : self._num_tokens[row]]
         num_prompt_tokens = int(self._num_prompt_tokens[row])
         if embeds is not None:  # a vector is no token that could be repeated
@@ -405,21 +340,11 @@ class InputBatch:
         old = len(self._num_tokens)
         new = max(_INITIAL_ROWS, 2 * old)
         self._free_rows.extend(reversed(range(old, new)))
-        self._token_ids = _grown(self._token_ids, new)
-        self._block_tables = [_grown(table, new) for table in self._block_tables]
-        self._num_blocks = _grown(self._num_blocks, new)
-        self._num_tokens = _grown(self._num_tokens, new)
-        self._num_prompt_tokens = _grown(self._num_prompt_tokens, new)
-        self._num_computed_tokens = _grown(self._num_computed_tokens, new)
-        self._temperature = _grown(self._temperature, new)
-        self._top_k = _grown(self._top_k, new)
-        self._top_p = _grown(self._top_p, new)
-        self._min_p = _grown(self._min_p, new)
-        self._seed = _grown(self._seed, new)
-        self._tenants = _grown(self._tenants, new)
-
-
-def _grown(array: npt.NDArray[_T], rows: int) -> npt.NDArray[_T]:
-    grown = np.zeros((rows, *array.shape[1:]), dtype=array.dtype)
-    grown[: len(array)] = array
-    return grown
+        self._token_ids = grown(self._token_ids, new)
+        self._block_tables = [grown(table, new) for table in self._block_tables]
+        self._num_blocks = grown(self._num_blocks, new)
+        self._num_tokens = grown(self._num_tokens, new)
+        self._num_prompt_tokens = grown(self._num_prompt_tokens, new)
+        self._num_computed_tokens = grown(self._num_computed_tokens, new)
+        self._sampling.grow(new)
+        self._tenants = grown(self._tenants, new)

@@ -1,7 +1,7 @@
 """Runs a step: lay out the inputs, forward pass, logits of the rows that sample, tokens."""
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from penstock_common.types.logprobs import Logprobs
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.attention.kv_memory import num_bytes
@@ -27,20 +26,18 @@ from penstock_enginecore.executor.generation.late_output import read_late
 from penstock_enginecore.executor.generation.newest_tokens import NewestTokens
 from penstock_enginecore.executor.generation.pending_step import PendingStep
 from penstock_enginecore.executor.generation.prompt_vectors import PromptVectors
-from penstock_enginecore.executor.generation.scorer import OutputScores, score_prompts
-from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, SampledRows, StepInputs
+from penstock_enginecore.executor.generation.scorer import score_prompts
+from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, StepInputs
+from penstock_enginecore.executor.generation.step_sampling import StepSampling
+from penstock_enginecore.executor.generation.step_timing import time_steps
 from penstock_enginecore.experts.group_experts import GroupExperts
 from penstock_enginecore.forward.base import Choice, ForwardBatch, KeptWeights
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.sample.base import LaunchedTokens, SamplingInputs
-from penstock_enginecore.sample.verify import count_final
 from penstock_enginecore.spec_decode.base import Drafter
 from penstock_enginecore.spec_decode.draft_layers import model_layers
-
-_MAX_TIMING, _TIMES = 0.3, 2
-"""Seconds after which no more numbers of tokens are timed, and how often each is."""
 
 ChosenElsewhere = Callable[[], Arrival | None]
 """The tokens of the step that was executed last, in the order of its requests; None where they are not read."""
@@ -73,7 +70,7 @@ class GenerationRunner:
         self._sampler = built.sampler
         self._launcher = built.launcher
         self._vocabulary = built.vocabulary
-        self._batch_invariant = built.batch_invariant
+        self._sampling = StepSampling(built)
         self._begin_copy = begin_copy
         self._chosen_elsewhere = chosen_elsewhere
         self._newest = NewestTokens(self._forward.device)
@@ -194,27 +191,12 @@ class GenerationRunner:
     @torch.inference_mode()
     def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
         """Forward passes of a request's first tokens, all of whose logits are computed, on a cache of their own."""
-        block_size = next(iter(self._forward.specs.values())).block_size
-        ends = time.perf_counter() + _MAX_TIMING
-        found: dict[int, float] = {}
+        alone = nullcontext() if self.experts is None else self.experts.spread.alone()
         try:
-            for count in num_tokens:
-                if count > self._model.max_len or time.perf_counter() > ends:
-                    break
-                probe = Probe.largest(count, self._model.max_len, block_size)
-                with nullcontext() if self.experts is None else self.experts.spread.alone():
-                    probe_logits(self._forward, probe, None)
-                    found[count] = min(self._timed(probe) for _ in range(_TIMES))
+            with alone:
+                return time_steps(self._forward, num_tokens, self._model.max_len)
         finally:
             self._forward.bind(self._caches)
-        return found
-
-    def _timed(self, probe: Probe) -> float:
-        began = time.perf_counter()
-        logits = probe_logits(self._forward, probe, None)
-        if logits.device.type == "cuda":
-            torch.cuda.synchronize(logits.device)
-        return time.perf_counter() - began
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
@@ -267,7 +249,7 @@ class GenerationRunner:
                 return self._late_output(self._batch, pending, launched)
             self._take_tokens(self._batch, wait=True)
         began = time.perf_counter()
-        output = self._sample_now(self._batch, pending, grammar)
+        output = self._sampling.sample(self._batch, pending, grammar)
         output.seconds = pending.seconds + time.perf_counter() - began
         if self._drafting is not None:
             self._drafting.sampled(pending.inputs, pending.watched, pending.num_drafts_wanted)
@@ -279,61 +261,6 @@ class GenerationRunner:
         if self._drafting is None or self._batch is None:
             return DraftTokenIds()
         return self._drafting.draft(self._batch)
-
-    def _sample_now(self, batch: InputBatch, pending: PendingStep, grammar: GrammarBitmask | None) -> ModelRunnerOutput:
-        """With all that a request may ask for."""
-        request_ids = pending.inputs.request_ids
-        tokens: list[list[int]] = [[] for _ in request_ids]
-        num_nans: dict[str, int] = {}
-        logprobs: dict[str, Logprobs] = {}
-        sampling = pending.inputs.sampling_requests
-        if len(sampling):
-            rows = pending.inputs.rows
-            inputs = batch.sampling_inputs(rows.request_ids, grammar, rows.offsets)
-            logits, wanted = pending.logits, batch.logprobs(rows.request_ids)
-            if wanted and self._vocabulary is not None and self._vocabulary.is_apart(logits):
-                logits = self._vocabulary.whole(logits)
-            scores = OutputScores.of(logits, wanted, overwritten=bool(inputs.rules))
-            plain, launched = self._choose_as_alone(batch, rows, grammar, logits)
-            sampled = self._sampler.sample(logits, inputs)
-            if launched is not None:
-                sampled.token_ids[plain] = launched.token_ids.cpu().numpy()
-            logprobs = scores.logprobs(rows.request_ids, sampled.token_ids)
-            if pending.inputs.drafts is None:
-                batch.append_tokens(rows.request_ids, sampled.token_ids)
-                for i, token in zip(sampling, sampled.token_ids.tolist(), strict=True):
-                    tokens[i].append(token)
-            else:
-                runs = _final_runs(pending.inputs, sampled.token_ids, grammar)
-                batch.append_runs(pending.inputs.sampling_ids, runs)
-                for i, run in zip(sampling, runs, strict=True):
-                    tokens[i] = run
-                    if (of_all := logprobs.get(request_ids[i])) is not None:
-                        logprobs[request_ids[i]] = of_all.slice(0, len(run))
-            if sampled.num_nans is not None:
-                num_nans = _nans_of(pending.inputs, tokens, sampled.num_nans)
-        return ModelRunnerOutput(
-            request_ids=request_ids,
-            sampled_token_ids=tokens,
-            logprobs=logprobs,
-            prompt_logprobs=pending.prompt_logprobs,
-            num_nans_in_logits=num_nans,
-        )
-
-    def _choose_as_alone(
-        self, batch: InputBatch, rows: SampledRows, grammar: GrammarBitmask | None, logits: torch.Tensor
-    ) -> tuple[list[int], LaunchedTokens | None]:
-        """Has a batch-invariant engine's device choose for the rows, by index, for which it would without the others beside
-        them: near the boundary of a distribution its draw is another one than the sampler's.
-        """
-        if not self._batch_invariant or self._launcher is None:
-            return [], None
-        constrained = () if grammar is None else grammar.request_ids
-        ids, offsets = rows.request_ids, rows.offsets
-        plain = [i for i in batch.plain(ids) if ids[i] not in constrained]
-        behind = None if offsets is None else offsets[plain]
-        draws = batch.plain_draws([ids[i] for i in plain], behind) if plain else None
-        return plain, None if draws is None else self._launcher.launch(logits[plain], draws)
 
     def _choice(self, batch: InputBatch, inputs: StepInputs) -> Choice | None:
         """How a device is to choose the step's tokens, where it can."""
@@ -421,29 +348,3 @@ class GenerationRunner:
             return
         half = np.full(len(logits), 0.5)
         self._sampler.sample(logits, SamplingInputs(half, np.zeros(len(logits), dtype=np.int64), half, half, half))
-
-
-def _final_runs(inputs: StepInputs, token_ids: IntArray, grammar: GrammarBitmask | None) -> list[list[int]]:
-    """The tokens that each request which samples has got: its drafts that hold, and one more."""
-    drafts = inputs.drafts or [[] for _ in inputs.sampling_requests]
-    named = {} if grammar is None else Counter(grammar.request_ids)
-    num_rows = [
-        min(len(drafted) + 1, named.get(request_id, len(drafted) + 1))
-        for request_id, drafted in zip(inputs.sampling_ids, drafts, strict=True)
-    ]
-    runs, start = [], 0
-    for count, drafted in zip(count_final(token_ids, num_rows, drafts), drafts, strict=True):
-        runs.append(token_ids[start : start + count].tolist())
-        start += len(drafted) + 1
-    return runs
-
-
-def _nans_of(inputs: StepInputs, tokens: list[list[int]], num_nans: IntArray) -> dict[str, int]:
-    """By request id, how many of the logits are NaN that its tokens were chosen by; those without any are not in it."""
-    found, start = {}, 0
-    for place, i in enumerate(inputs.sampling_requests):
-        rows = 1 if inputs.drafts is None else len(inputs.drafts[place]) + 1
-        if count := int(num_nans[start : start + len(tokens[i])].sum()):
-            found[inputs.request_ids[i]] = count
-        start += rows
-    return found
