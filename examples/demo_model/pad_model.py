@@ -27,7 +27,7 @@ def pad_model(
     does. Queries per key head stay as many as they are.
     """
     known = model.config
-    if heads * known.num_key_value_heads != kv_heads * known.num_attention_heads:
+    if heads * int(known.num_key_value_heads or 0) != kv_heads * known.num_attention_heads:
         raise ValueError(f"{heads} heads and {kv_heads} of keys are not in the model's proportion")
     config = copy.deepcopy(known)
     config.num_hidden_layers, config.intermediate_size = layers, width
@@ -36,7 +36,7 @@ def pad_model(
     weights = {name: pad(name, new, model.state_dict().get(name)) for name, new in padded.state_dict().items()}
     padded.load_state_dict(weights)
     padded.tie_weights()
-    return padded.to(model.dtype)
+    return padded
 
 
 def pad(name: str, new: Tensor, old: Tensor | None) -> Tensor:

@@ -55,7 +55,8 @@ def build_drafter(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
 def learned_states(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
     """Return the logits in front of the tokens that count for the loss, ``[tokens, vocabulary]``."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-    return model.lm_head(hidden[labels[:, 1:] != IGNORED])
+    logits: Tensor = model.lm_head(hidden[labels[:, 1:] != IGNORED])
+    return logits
 
 
 def divergence(model: LlamaForCausalLM, drafter: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ def main() -> None:
     options = parser.parse_args(namespace=Options())
     torch.manual_seed(options.seed)
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
-    model = LlamaForCausalLM.from_pretrained(options.model).eval()
+    model = LlamaForCausalLM.from_pretrained(options.model)
     drafter = build_drafter(model, options.layers)
     result = train(model, drafter, tokenizer, options)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
-from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import WorkerStats
 
 
@@ -79,6 +79,16 @@ class NullExecutor:
         future: Future[ModelRunnerOutput] = Future()
         future.set_result(self._output)
         return future
+
+    def take_draft_token_ids(self) -> "Future[DraftTokenIds]":
+        """None."""
+        future: Future[DraftTokenIds] = Future()
+        future.set_result(DraftTokenIds())
+        return future
+
+    def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
+        """No time."""
+        return dict.fromkeys(num_tokens, 0.0)
 
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
         """See ``Executor``; there are no workers."""

@@ -85,7 +85,7 @@ def test_pools_draft_each_in_its_way():
             ["method=ngram", "model=x"],
             r"enginecore.speculative.model is x; only the method draft_model",
         ),
-        (["model=x"], r"enginecore.speculative.model is x; only the methods"),
+        (["model=x"], r"enginecore.speculative.model is x; only the method"),
         (["method=ngrm"], "enginecore.speculative.method"),
         (["method=ngram", "tokens=0"], "enginecore.speculative.tokens"),
         (["method=ngram", "tokens=33"], "enginecore.speculative.tokens"),

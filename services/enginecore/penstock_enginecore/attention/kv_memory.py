@@ -106,6 +106,11 @@ class KVMemory:
         return KVCache(keys[:, : spec.key_width], values[:, : spec.value_width], spec.num_kv_heads, layout)
 
 
+def num_groups(caches: LayerCaches) -> int:
+    """The groups up to the last one that has layers among ``caches``: others may have some behind it."""
+    return 1 + max((layer.group for layer in caches.values()), default=-1)
+
+
 def num_bytes(layers: LayerCaches) -> int:
     """Bytes of a KV cache; memory that layers share counts once."""
     tensors = [tensor for layer in layers.values() for tensor in (layer.cache.keys, layer.cache.values)]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from penstock_enginecore.attention.base import IntArray
-from penstock_enginecore.attention.kv_memory import num_bytes
+from penstock_enginecore.attention.kv_memory import num_bytes, num_groups
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
@@ -57,7 +57,7 @@ class DraftModel:
         self._vocab_size = min(vocab_size, model.vocab_size)
         self._sampling = sampling
         self._requests: dict[str, _Followed] = {}
-        self.kv_cache_bytes = 0
+        self.kv_cache_bytes = self._num_groups = 0
 
     @property
     def specs(self) -> Mapping[str, KVCacheSpec]:
@@ -74,6 +74,7 @@ class DraftModel:
         caches = self._forward.memory.allocate(draft_layers(config))
         self._forward.bind(caches)
         self.kv_cache_bytes = num_bytes(caches)
+        self._num_groups = num_groups(caches)
         self._requests = {key: _Followed() for key in self._requests}
 
     def release(self) -> None:
@@ -160,7 +161,8 @@ class DraftModel:
         layout = step.lay_out(requests, first, tokens)
         ends = dict(zip(requests, (np.cumsum([len(each) for each in tokens]) - 1).tolist(), strict=True))
         rows = np.array([ends[i] for i in drafting], dtype=np.int64)
-        logits = self._forward.run(ForwardBatch(layout.token_ids, layout.positions, layout.attention), rows).logits
+        attention = layout.attention[: self._num_groups]
+        logits = self._forward.run(ForwardBatch(layout.token_ids, layout.positions, attention), rows).logits
         if not drafting:
             return
         inputs = self._inputs(step, drafting, place)

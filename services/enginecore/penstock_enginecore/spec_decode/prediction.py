@@ -30,6 +30,7 @@ class Place:
         self._at = 0
         self._misses = 0
         self._last = -1
+        self._skipped = 0
         self.num_followed = 0
 
     def follow(self, tokens: Iterable[int]) -> None:
@@ -49,6 +50,10 @@ class Place:
             self._at, self._misses = at + 1, 0
             return
         self._misses += 1
+        if self._misses == 2 and tokens[self._skipped : self._skipped + 1] == [token]:  # the one before came in addition
+            self._at, self._misses = self._skipped + 1, 0
+            return
+        self._skipped = at
         if self._misses > 1 and (found := self._find((self._last, token), at)) is not None:
             self._at, self._misses = found, 0
             return

@@ -11,7 +11,7 @@ import torch
 
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.attention.kv_cache import LayerCaches
-from penstock_enginecore.attention.kv_memory import num_bytes
+from penstock_enginecore.attention.kv_memory import num_bytes, num_groups
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
@@ -110,7 +110,7 @@ class GenerationRunner:
     @property
     def weight_bytes(self) -> int:
         """Those of the forward pass, and of what drafts."""
-        return self._forward.weight_bytes + (0 if self._drafting is None else self._drafting.drafter.weight_bytes)
+        return self._forward.weight_bytes + (self._drafting.drafter.weight_bytes if self._drafting else 0)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -217,7 +217,8 @@ class GenerationRunner:
         fed = None if self._chosen_elsewhere else self._newest.feed(inputs.unknown, inputs.unknown_rows)
         if self.experts is not None:
             self.experts.spread.begin_step(len(inputs.token_ids))
-        batch = ForwardBatch(inputs.token_ids, inputs.positions, inputs.attention, self._embedded(inputs), fed, choice)
+        own = inputs.attention[: num_groups(self._caches)]
+        batch = ForwardBatch(inputs.token_ids, inputs.positions, own, self._embedded(inputs), fed, choice)
         targets = self._batch.prompt_targets(inputs)
         launched = None
         if targets and self._chosen_elsewhere is None:
