@@ -50,7 +50,9 @@ class Place:
             self._at, self._misses = at + 1, 0
             return
         self._misses += 1
-        if self._misses == 2 and tokens[self._skipped : self._skipped + 1] == [token]:  # the one before came in addition
+        if self._misses == 2 and tokens[self._skipped : self._skipped + 1] == [
+            token
+        ]:  # the one before came in addition
             self._at, self._misses = self._skipped + 1, 0
             return
         self._skipped = at

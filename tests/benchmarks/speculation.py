@@ -1,0 +1,209 @@
+"""What drafts bring: ``python -m tests.benchmarks.speculation --model PADDED --drafter DRAFTER``.
+
+Two servers of the whole stack over HTTP, one without drafts and one with, asked in turn in rounds; the median of the rounds'
+ratios counts. ``examples/demo_model/pad_model.py`` makes a model that speaks as the demo model does and costs what 100 million
+parameters do.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.fakes.network.ports import free_port
+
+WORDS = ("dog", "fox", "king", "bird", "boat", "garden", "river", "cat", "teacher", "dragon", "baker", "moon")
+FIELDS = ("name", "age", "title", "color", "size", "count", "owner", "city", "kind", "price", "animal", "place")
+
+
+def story(number: int) -> str:
+    """What is asked for a story."""
+    return f"Tell me a story about a {WORDS[number % len(WORDS)]} and a {WORDS[(number * 7 + 3) % len(WORDS)]}."
+
+
+def schema(number: int) -> dict[str, Any]:
+    """One of many forms of objects."""
+    random_ = random.Random(number)
+    kinds = (
+        {"type": "string", "maxLength": 12},
+        {"type": "integer", "minimum": 0, "maximum": 999},
+        {"type": "boolean"},
+        {"enum": ["red", "green", "blue"]},
+    )
+    names = random_.sample(FIELDS, random_.randrange(3, 7))
+    properties = {name: random_.choice(kinds) for name in names}
+    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+
+
+def changed(text: str) -> str:
+    """Nine tenths of the words of ``text``."""
+    words = text.split(" ")
+    return " ".join("something" if place % 10 == 9 else word for place, word in enumerate(words))
+
+
+@contextmanager
+def served(model: Path, flags: list[str], log: Path) -> Iterator[str]:
+    """The base URL of a server."""
+    ports = free_port(), free_port(), free_port()
+    command = [sys.executable, "-m", "penstock_local", "serve", str(model), "--grpc-port", str(ports[0])]
+    command += ["--http-port", str(ports[1]), "--admin-port", str(ports[2]), *flags]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            url = f"http://127.0.0.1:{ports[1]}"
+            for _ in range(240):
+                time.sleep(0.5)
+                if process.poll() is not None:
+                    raise RuntimeError(f"{' '.join(command)} has ended: see {log}")
+                try:
+                    if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                        break
+                except httpx.HTTPError:
+                    continue
+            else:
+                raise RuntimeError(f"{' '.join(command)} does not serve: see {log}")
+            yield url
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+class Answers:
+    """What a run brought: texts, output tokens, seconds, and what became of drafts."""
+
+    def __init__(self, answers: list[dict[str, Any]], seconds: float) -> None:
+        self.texts = [answer["choices"][0]["message"]["content"] for answer in answers]
+        usages = [answer["usage"] for answer in answers]
+        self.tokens = sum(usage["completion_tokens"] for usage in usages)
+        details = [usage.get("completion_tokens_details") or {} for usage in usages]
+        self.accepted = sum(each.get("accepted_prediction_tokens", 0) for each in details)
+        self.rejected = sum(each.get("rejected_prediction_tokens", 0) for each in details)
+        self.rate = self.tokens / seconds
+
+
+async def run(url: str, bodies: list[dict[str, Any]], streams: int) -> Answers:
+    """All requests, ``streams`` at a time."""
+    waiting = list(enumerate(bodies))
+    answers: dict[int, dict[str, Any]] = {}
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+
+        async def work() -> None:
+            while waiting:
+                number, body = waiting.pop(0)
+                answer = await client.post("/v1/chat/completions", json=body)
+                answer.raise_for_status()
+                answers[number] = answer.json()
+
+        began = time.perf_counter()
+        await asyncio.gather(*(work() for _ in range(streams)))
+        seconds = time.perf_counter() - began
+    return Answers([answers[number] for number in range(len(bodies))], seconds)
+
+
+def stories(count: int, tokens: int, **fields: Any) -> list[dict[str, Any]]:
+    """Requests for stories."""
+    return [
+        {"messages": [{"role": "user", "content": story(number)}], "max_tokens": tokens, "seed": number, **fields}
+        for number in range(count)
+    ]
+
+
+def objects(count: int, **fields: Any) -> list[dict[str, Any]]:
+    """Requests for JSON."""
+    return [
+        {
+            "messages": [{"role": "user", "content": story(number)}],
+            "max_tokens": 120,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema(number)}},
+            "seed": number,
+            **fields,
+        }
+        for number in range(count)
+    ]
+
+
+SCENARIOS: dict[str, tuple[str, int, Any, float]] = {
+    "draft model, greedy": ("draft_model", 1, lambda: stories(5, 160, temperature=0), 2.2),
+    "draft model, temperature 0.8": ("draft_model", 1, lambda: stories(5, 160, temperature=0.8), 1.7),
+    "draft model, 8 streams": ("draft_model", 8, lambda: stories(16, 120, temperature=0), 1.15),
+    "draft model, 32 streams": ("draft_model", 32, lambda: stories(64, 80, temperature=0.8), 0.97),
+    "prediction, nine tenths right": ("prediction", 1, lambda: stories(5, 160, temperature=0), 3.0),
+    "suffix, requests that repeat": ("suffix", 1, lambda: stories(5, 160, temperature=0), 2.5),
+    "ngram, free stories": ("ngram", 1, lambda: stories(5, 160, temperature=0.8), 0.97),
+    "JSON schemas, draft model": ("draft_model", 1, lambda: objects(12, temperature=0), 1.4),
+    "JSON schemas, prediction": ("prediction", 1, lambda: objects(12, temperature=0), 1.4),
+}
+"""By name: the method, streams, requests, and what the ratio is to be at least."""
+
+
+def measure(url: str, plain: str, name: str, rounds: int) -> dict[str, Any]:
+    """The scenario on both servers in turn."""
+    _, streams, make, target = SCENARIOS[name]
+    bodies = make()
+    without = asyncio.run(run(plain, bodies, streams))
+    if name.startswith("prediction"):
+        for body, text in zip(bodies, without.texts, strict=True):
+            body["prediction"] = {"type": "content", "content": changed(text)}
+    asyncio.run(run(url, bodies, streams))
+    ratios, rates, same = [], [], True
+    for _ in range(rounds):
+        without, found = asyncio.run(run(plain, bodies, streams)), asyncio.run(run(url, bodies, streams))
+        ratios.append(found.rate / without.rate)
+        rates.append((without.rate, found.rate))
+        same = same and found.texts == without.texts
+    steps = found.tokens - found.accepted
+    return {
+        "scenario": name,
+        "without": round(statistics.median(rate for rate, _ in rates), 1),
+        "with": round(statistics.median(rate for _, rate in rates), 1),
+        "ratio": round(statistics.median(ratios), 2),
+        "target": target,
+        "tokens per step": round(found.tokens / max(steps, 1), 2),
+        "held": round(found.accepted / max(found.accepted + found.rejected, 1), 2),
+        "same": same,
+    }
+
+
+def main() -> int:
+    """Print a row per scenario."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="the checkpoint that is served")
+    parser.add_argument("--drafter", type=Path, required=True, help="the draft model")
+    parser.add_argument("--tokens", type=int, default=5, help="drafts of a request in a step")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", action="append", help="scenarios whose names begin so; may be given again")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--json", type=Path, help="write the rows there, too")
+    args = parser.parse_args()
+    names = [name for name in SCENARIOS if not args.only or name.startswith(tuple(args.only))]
+    folder = Path("build/speculation")
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    common = ["--dtype", args.dtype]
+    with served(args.model, common, folder / "without.log") as plain:
+        for method in dict.fromkeys(SCENARIOS[name][0] for name in names):
+            flags = [*common, "--speculative", method, "--speculative-tokens", str(args.tokens)]
+            if method == "draft_model":
+                flags += ["--speculative-model", str(args.drafter)]
+            with served(args.model, flags, folder / f"{method}.log") as url:
+                for name in names:
+                    if SCENARIOS[name][0] == method:
+                        rows.append(measure(url, plain, name, args.rounds))
+                        print(json.dumps(rows[-1]), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
