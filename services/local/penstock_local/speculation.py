@@ -88,6 +88,8 @@ def check_method(method: object, name: str) -> None:
 
 def check_section(section: Mapping[str, Any]) -> None:
     """Raise ConfigError for what the engine would refuse before it loads anything: values out of range, keys that do not fit."""
+    if not section:
+        return
     from penstock_enginecore.config.speculative import SpeculativeConfig
 
     class Engine(msgspec.Struct, frozen=True, kw_only=True):

@@ -228,11 +228,9 @@ class GenerationRunner:
                 output = self._forward.run(batch, inputs.logits_indices)
                 logits, prompt_logprobs, launched = output.logits, {}, output.launched
                 watched = output.watched
-        draws = None if choice is None else choice.draws
+        draws, wanted = None if choice is None else choice.draws, step.num_drafts_wanted
         seconds = time.perf_counter() - began
-        self._pending = PendingStep(
-            inputs, logits, prompt_logprobs, draws, launched, step.num_drafts_wanted, watched, seconds
-        )
+        self._pending = PendingStep(inputs, logits, prompt_logprobs, draws, launched, wanted, watched, seconds)
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
