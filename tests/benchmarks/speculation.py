@@ -10,7 +10,6 @@ import asyncio
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from tests.benchmarks.peers import Server
 from tests.fakes.network.ports import free_port
 
 WORDS = ("dog", "fox", "king", "bird", "boat", "garden", "river", "cat", "teacher", "dragon", "baker", "moon")
@@ -52,30 +52,24 @@ def changed(text: str) -> str:
 
 
 @contextmanager
-def served(model: Path, flags: list[str], log: Path) -> Iterator[str]:
+def served(name: str, model: Path, flags: list[str], folder: Path) -> Iterator[str]:
     """The base URL of a server."""
-    ports = free_port(), free_port(), free_port()
-    command = [sys.executable, "-m", "penstock_local", "serve", str(model), "--grpc-port", str(ports[0])]
-    command += ["--http-port", str(ports[1]), "--admin-port", str(ports[2]), *flags]
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-        try:
-            url = f"http://127.0.0.1:{ports[1]}"
-            for _ in range(240):
-                time.sleep(0.5)
-                if process.poll() is not None:
-                    raise RuntimeError(f"{' '.join(command)} has ended: see {log}")
-                try:
-                    if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                        break
-                except httpx.HTTPError:
-                    continue
-            else:
-                raise RuntimeError(f"{' '.join(command)} does not serve: see {log}")
-            yield url
-        finally:
-            process.terminate()
-            process.wait(30)
+    http, grpc, admin = free_port(), free_port(), free_port()
+    command = [sys.executable, "-m", "penstock_local", "serve", str(model), "--http-port", str(http)]
+    command += ["--grpc-port", str(grpc), "--admin-port", str(admin), *flags]
+    server, url = Server(name, command, {}, folder / f"{name}.log"), f"http://127.0.0.1:{http}"
+    try:
+        server.wait(lambda: _healthy(url))
+        yield url
+    finally:
+        server.close()
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 class Answers:
@@ -190,12 +184,12 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     common = ["--dtype", args.dtype]
-    with served(args.model, common, folder / "without.log") as plain:
+    with served("without", args.model, common, folder) as plain:
         for method in dict.fromkeys(SCENARIOS[name][0] for name in names):
             flags = [*common, "--speculative", method, "--speculative-tokens", str(args.tokens)]
             if method == "draft_model":
                 flags += ["--speculative-model", str(args.drafter)]
-            with served(args.model, flags, folder / f"{method}.log") as url:
+            with served(method, args.model, flags, folder) as url:
                 for name in names:
                     if SCENARIOS[name][0] == method:
                         rows.append(measure(url, plain, name, args.rounds))

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from penstock_common.errors import nearest
+
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 QUANTIZATIONS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
 """Ways of quantizing weights that are served, by ``quant_method``; not all that checkpoints can say of each."""
@@ -24,6 +26,13 @@ _PARTS = ("vision_config", "audio_config", "text_config")
 def looks_like_a_path(model: str) -> bool:
     """Whether a name can only be meant as a directory; anything else may be an id on the hub."""
     return model.startswith((".", "/", "~")) or model.count("/") > 1
+
+
+def no_directory(path: str) -> str:
+    """That there is none at ``path``, with the nearest name beside it."""
+    folder = Path(path).expanduser()
+    siblings = [each.name for each in folder.parent.iterdir()] if folder.parent.is_dir() else []
+    return f"no such directory{nearest(folder.name, siblings)}"
 
 
 def problem(path: str, *, trust_remote_code: bool = False, tokenizer: bool = True, weights: bool = True) -> str:

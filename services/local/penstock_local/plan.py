@@ -8,7 +8,7 @@ from typing import Any
 from penstock_common import checkpoint
 from penstock_common.addresses import with_port
 from penstock_common.checkpoint import looks_like_a_path
-from penstock_common.errors import ConfigError, nearest
+from penstock_common.errors import ConfigError
 from penstock_common.memory import Memory
 from penstock_local import speculation
 from penstock_local.cache_memory import check_cache_memory
@@ -65,9 +65,7 @@ def check(options: ServeOptions, *, gpus: Sequence[str] = (), memory: Memory | N
 def check_model(model: str, *, trust_remote_code: bool = False, weights: bool = True) -> None:
     """Raise ConfigError when the files of ``model`` show that it cannot be served. An id on the hub is not looked up here."""
     if not Path(model).expanduser().exists() and (looks_like_a_path(model) or not _HUB_ID.fullmatch(model)):
-        path = Path(model).expanduser()
-        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ConfigError(f"model {model}: no such directory{nearest(path.name, siblings)}")
+        raise ConfigError(f"model {model}: {checkpoint.no_directory(model)}")
     if problem := checkpoint.problem(model, trust_remote_code=trust_remote_code, weights=weights):
         raise ConfigError(f"model {problem}")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.checkpoint import looks_like_a_path
+from penstock_common.checkpoint import looks_like_a_path, no_directory
 from penstock_common.config.loader import build
 from penstock_common.errors import ConfigError, nearest
 
@@ -108,8 +108,7 @@ def check_drafting_model(section: Mapping[str, Any]) -> None:
         _check_files(path)
         return
     if path.exists() or looks_like_a_path(model):
-        siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ConfigError(f"speculative.model is {model}: no such directory{nearest(path.name, siblings)}")
+        raise ConfigError(f"speculative.model is {model}: {no_directory(model)}")
     from penstock_local.hub import check_hub
 
     try:
