@@ -3,12 +3,15 @@
 Engines tell it of themselves; a frontend may tell it of the engines it knows.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
 from penstock_common.types.outputs import SchedulerStats, SpecDecodingStats
+
+T = TypeVar("T")
 
 LABELS = ("model_name", "engine")
 Family = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily
@@ -48,12 +51,9 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
 def engine_families(loads: Iterable[EngineLoad]) -> Iterator[Family]:
     """One family per metric, with a series per engine."""
     known = list(loads)
-    for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-        for name, (text, value) in table.items():
-            family = kind(name, text, labels=LABELS)
-            for load in known:
-                family.add_metric((load.model, load.engine), value(load.stats))
-            yield family
+    stats = [(load, load.stats) for load in known]
+    yield from _families(GaugeMetricFamily, _GAUGES, stats)
+    yield from _families(CounterMetricFamily, _COUNTERS, stats)
     fraction = GaugeMetricFamily("penstock:load", "Requests running and waiting over max_num_seqs", labels=LABELS)
     for load in known:
         if load.max_num_seqs:
@@ -68,16 +68,25 @@ def engine_families(loads: Iterable[EngineLoad]) -> Iterator[Family]:
     yield from _speculation_families(known)
 
 
+def _families(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    table: Mapping[str, tuple[str, Callable[[T], float]]],
+    known: Sequence[tuple[EngineLoad, T]],
+) -> Iterator[Family]:
+    """One family per row of ``table``, with a series per engine, of its statistics."""
+    for name, (text, value) in table.items():
+        family = kind(name, text, labels=LABELS)
+        for load, stats in known:
+            family.add_metric((load.model, load.engine), value(stats))
+        yield family
+
+
 def _speculation_families(loads: Sequence[EngineLoad]) -> Iterator[Family]:
     """Those of engines that speculate; none where no engine does."""
     known = [(load, stats) for load in loads if (stats := load.stats.spec_decoding_stats) is not None]
     if not known:
         return
-    for name, (text, value) in _DRAFTS.items():
-        family = CounterMetricFamily(name, text, labels=LABELS)
-        for load, stats in known:
-            family.add_metric((load.model, load.engine), value(stats))
-        yield family
+    yield from _families(CounterMetricFamily, _DRAFTS, known)
     by_place = CounterMetricFamily(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
         "Accepted tokens by their place in a draft, from 0",

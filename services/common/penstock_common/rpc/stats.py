@@ -43,12 +43,7 @@ def speculation_from_proto(message: stats_pb2.SpecDecodingStats) -> SpecDecoding
 
 def speculation_to_proto(stats: SpecDecodingStats) -> stats_pb2.SpecDecodingStats:
     """The message for these counts."""
-    return stats_pb2.SpecDecodingStats(
-        num_drafts=stats.num_drafts,
-        num_draft_tokens=stats.num_draft_tokens,
-        num_accepted_tokens=stats.num_accepted_tokens,
-        num_accepted_tokens_per_pos=stats.num_accepted_tokens_per_pos,
-    )
+    return stats_pb2.SpecDecodingStats(**msgspec.structs.asdict(stats))
 
 
 def _refuse(field: str, value: float, limit: str) -> None:
