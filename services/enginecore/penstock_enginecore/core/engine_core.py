@@ -118,7 +118,6 @@ class EngineCore:
             StepRecovery(executor, self.scheduler, keep_failed_step),
             max_steps=max_steps,
             on_done=self._count_step,
-            drafts=config.speculative.enabled,
         )
 
     @property

@@ -32,9 +32,7 @@ class StepsInFlight:
         *,
         max_steps: int,
         on_done: StepDone,
-        drafts: bool = False,
     ) -> None:
-        """``drafts``: whether tokens may be drafted behind a step."""
         self._executor = executor
         self._scheduler = scheduler
         self._grammars = grammars
@@ -42,7 +40,6 @@ class StepsInFlight:
         self._max_steps = max_steps
         self._on_done = on_done
         self._steps: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
-        self._drafts = drafts
         self._drafting: deque[tuple[SchedulerOutput, Future[DraftTokenIds]]] = deque()
         """Of steps in flight, and of those that are over and whose drafts have not been taken in."""
 
@@ -70,7 +67,7 @@ class StepsInFlight:
             if self._steps and self._scheduler.constrained(scheduled) and not self.finish_all(drain_aborts):
                 return False
             future = self._executor.sample_tokens(self._grammars.bitmask(scheduled))
-            if self._drafts and scheduled.num_scheduled_tokens:
+            if scheduled.num_drafts_wanted:
                 self._drafting.append((scheduled, self._executor.take_draft_token_ids()))
         except EngineDeadError:
             raise

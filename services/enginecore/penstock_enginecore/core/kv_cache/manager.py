@@ -72,27 +72,13 @@ class KVCacheManager:
         self._hasher.extend(request, request.num_tokens)
         return find_computed_blocks(self.pool, self._groups, request.block_hashes, self.block_size, request.num_tokens)
 
-    def allocate_slots(self, request: Request, num_new_tokens: int) -> tuple[list[int], ...] | None:
+    def allocate_slots(
+        self, request: Request, num_new_tokens: int, *, reserve: int = 0
+    ) -> tuple[list[int], ...] | None:
         """Blocks for the next ``num_new_tokens`` tokens of a running request.
 
         Returns the ids of the blocks added, a list per group, or an empty tuple when none was needed, which is often, or
-        None when there are not enough.
-        """
-        tables = self._blocks[request.key]
-        missing = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size) - len(tables[0])
-        if missing <= 0:
-            return ()
-        if missing * len(tables) > self.pool.num_free_blocks:
-            return None
-        return tuple([self._extend(table, missing) for table in tables])
-
-    def num_allocated_tokens(self, request: Request) -> int:
-        """Tokens that the blocks of a running request have a place for."""
-        return len(self._blocks[request.key][0]) * self.block_size
-
-    def allocate_spare(self, request: Request, num_new_tokens: int, *, reserve: int) -> tuple[list[int], ...] | None:
-        """As ``allocate_slots``, of blocks that nobody needs: as many as ``reserve`` requests take next stay free in each
-        group.
+        None when there are not enough, or fewer than ``reserve`` in each group would stay free.
         """
         tables = self._blocks[request.key]
         missing = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size) - len(tables[0])
@@ -101,6 +87,10 @@ class KVCacheManager:
         if (missing + reserve) * len(tables) > self.pool.num_free_blocks:
             return None
         return tuple([self._extend(table, missing) for table in tables])
+
+    def num_allocated_tokens(self, request: Request) -> int:
+        """Tokens that the blocks of a running request have a place for."""
+        return len(self._blocks[request.key][0]) * self.block_size
 
     def _extend(self, table: list[KVCacheBlock], count: int) -> list[int]:
         new = self.pool.allocate(count)

@@ -5,7 +5,6 @@ have an eighth at most.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Self
 
 import msgspec
 
@@ -59,12 +58,8 @@ class DraftPlanner:
 
     # What a step verifies.
 
-    def planned(self, requests: Sequence[Request]) -> Self:
+    def plan(self, requests: Sequence[Request]) -> None:
         """Choose how many of their drafts the running ``requests`` would have verified in a step that takes all of them."""
-        self._plan(requests)
-        return self
-
-    def _plan(self, requests: Sequence[Request]) -> None:
         self._planned = {}
         drafting = []
         num_rows = 0
@@ -75,7 +70,7 @@ class DraftPlanner:
         if not drafting:
             return
         num_rows = min(num_rows, self._max_num_tokens)
-        histories = [_history(request, self._policy, forced=is_forced(request)) for request, _ in drafting]
+        histories = [_history(request, self._policy, forced=request.drafts_forced) for request, _ in drafting]
         limits = [min(len(drafts), _room(request)) for request, drafts in drafting]
         chosen = self._policy.choose(histories, limits, num_rows, drafting=False)
         beside_prompts = num_rows > len(requests) or len(self._waiting) > self._waiting.num_held
@@ -93,13 +88,14 @@ class DraftPlanner:
             output.add_known(request, 1, new_block_ids)
             return
         count = min(len(drafts), self._max_num_tokens - output.total_num_scheduled_tokens - 1)
-        count, block_ids = self._place(request, 1, count)
+        count, block_ids = self._place(request, count)
         output.add_known(request, 1 + count, new_block_ids, drafts[:count])
         if block_ids:
             output.add_blocks(request, block_ids)
 
     def _drafts_of(self, request: Request) -> Sequence[int]:
-        """What there is to verify: text that its grammar forces, before what was drafted."""
+        """What there is to verify: text that its grammar forces, before what was drafted. Remembers which of the two it is."""
+        request.drafts_forced = False
         if request.max_drafts == 0 or request.status is not RequestStatus.RUNNING:
             return ()
         grammar = request.grammar
@@ -107,21 +103,20 @@ class DraftPlanner:
             if not grammar.ready:
                 return ()
             if forced := grammar.forced:
+                request.drafts_forced = True
                 return forced
             if request.spec_token_ids and not allows(grammar.mask, request.spec_token_ids[0]):
                 return ()
         return request.spec_token_ids
 
-    def _place(self, request: Request, num_tokens: int, count: int) -> tuple[int, tuple[list[int], ...]]:
-        """How many of ``count`` positions behind the next ``num_tokens`` of a request have a place, and the blocks added."""
-        if count <= 0:
-            return 0, ()
-        kv_cache = self._kv_cache
-        left = kv_cache.num_allocated_tokens(request) - request.num_computed_tokens - num_tokens
-        if left >= count or len(self._waiting) > self._waiting.num_held:
-            return max(min(left, count), 0), ()
-        block_ids = kv_cache.allocate_spare(request, num_tokens + count, reserve=len(self._running))
-        return (max(min(left, count), 0), ()) if block_ids is None else (count, block_ids)
+    def _place(self, request: Request, count: int) -> tuple[int, tuple[list[int], ...]]:
+        """How many of ``count`` positions behind the next token of a request have a place, and the blocks added."""
+        left = self._kv_cache.num_allocated_tokens(request) - request.num_computed_tokens - 1
+        if left < count and len(self._waiting) == self._waiting.num_held:
+            block_ids = self._kv_cache.allocate_slots(request, 1 + count, reserve=len(self._running))
+            if block_ids is not None:
+                return count, block_ids
+        return max(min(left, count), 0), ()
 
     # What is drafted behind it.
 
@@ -142,7 +137,7 @@ class DraftPlanner:
         chosen = self._policy.choose(histories, [limit for _, limit in sampling], num_rows, drafting=True)
         for (request, _), count in zip(sampling, chosen, strict=True):
             if count and self._drafts_ahead:
-                count, block_ids = self._place(request, 1, count)
+                count, block_ids = self._place(request, count)
                 if block_ids:
                     output.add_blocks(request, block_ids)
             if count > 0:
@@ -211,12 +206,6 @@ def plan_drafts(
     return DraftPlanner(
         config, policy, kv_cache=kv_cache, running=running, waiting=waiting, max_num_tokens=budget.max_num_tokens
     )
-
-
-def is_forced(request: Request) -> bool:
-    """Whether the request's drafts are text that its grammar forces. Remembered for when they are verified."""
-    request.drafts_forced = request.grammar is not None and bool(request.grammar.forced)
-    return request.drafts_forced
 
 
 def _room(request: Request) -> int:

@@ -34,7 +34,7 @@ class RunningScheduler:
         left out for that. What goes wrong with one ends that one alone. Hot: once per request and step.
         """
         budget, max_num_tokens, dealer = self._budget, self._budget.max_num_tokens, self._dealer
-        drafting = None if self._drafting is None else self._drafting.planned(requests)
+        drafting = self._drafting
         requests, decodes_left = dealer.deal(requests)
         left_out = False
         for request in requests:

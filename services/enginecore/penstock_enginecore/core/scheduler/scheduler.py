@@ -171,6 +171,8 @@ class DefaultScheduler(Scheduler):
         self, output: SchedulerOutput, running: list[Request], start_waiting: Callable[[SchedulerOutput], None]
     ) -> None:
         had_preempted = self._preemption.num_preemptions
+        if self._drafting is not None:
+            self._drafting.plan(running)
         left_out = self._continue_running.schedule(output, running)
         if self._preemption.num_preemptions == had_preempted:
             start_waiting(output)
