@@ -1,6 +1,6 @@
 """A drafter that knows what the output will be, and is as wrong about it as it is told to be."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ class KnownDrafter:
     name = "known"
     specs: Mapping[str, Any] = {}
     weight_bytes = kv_cache_bytes = 0
-    state_layers: Sequence[int] = ()
 
     def __init__(self, outputs: Mapping[tuple[int, ...], list[int]], wrong: Wrong, vocab_size: int) -> None:
         self._outputs = outputs

@@ -62,14 +62,12 @@ class ForwardBatch:
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
     """``logits`` ``[rows, vocab]``. ``states``: what ``ForwardPass.head`` takes; None where they were not asked for.
-    ``launched``: the tokens, where the pass was to choose them and did. ``watched`` ``[tokens, layers * hidden size]``: hidden
-    states of the layers that are watched, side by side; None where none is.
+    ``launched``: the tokens, where the pass was to choose them and did.
     """
 
     logits: torch.Tensor
     states: Any = None
     launched: LaunchedTokens | None = None
-    watched: torch.Tensor | None = None
 
 
 @runtime_checkable

@@ -12,19 +12,18 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 
 
-def count_final(token_ids: IntArray, num_rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[int]:
-    """How many of each request's sampled tokens are its next ones: as many as its drafts that hold, and one more.
+def final_runs(token_ids: IntArray, num_rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The next tokens of each request among those that were sampled: its drafts that hold, and one more.
 
-    ``token_ids`` int64 ``[rows]``: sampled, the rows of a request one behind the other, the first behind its final tokens and row
-    j behind ``drafts[i][:j]``; each request has one more than drafts. ``num_rows``: how many of them can be reached, 1 at least.
+    ``token_ids`` int64 ``[rows]``: the rows of a request one behind the other, the first behind its final tokens and row j behind
+    ``drafts[i][:j]``; each request has one more than drafts. ``num_rows``: how many of them can be reached, 1 at least.
     """
-    counts, start = [], 0
+    runs, start = [], 0
     for rows, drafted in zip(num_rows, drafts, strict=True):
+        sampled = token_ids[start : start + rows].tolist()
         count = 1
-        if rows > 1:
-            sampled = token_ids[start : start + rows].tolist()
-            while count < rows and sampled[count - 1] == drafted[count - 1]:
-                count += 1
-        counts.append(count)
+        while count < rows and sampled[count - 1] == drafted[count - 1]:
+            count += 1
+        runs.append(sampled[:count])
         start += len(drafted) + 1
-    return counts
+    return runs

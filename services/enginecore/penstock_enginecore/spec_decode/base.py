@@ -8,16 +8,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock_enginecore.attention.base import AttentionMetadata, IntArray
+from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import NewRequestData
-from penstock_enginecore.sample.base import FloatArray
+from penstock_enginecore.forward.base import ForwardBatch
+from penstock_enginecore.sample.base import SamplingInputs
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
     """A request of the step that is over, whose tokens are final. ``token_ids`` int32 ``[tokens]``: prompt and output, the newest
-    included; a view that is overwritten later. ``num_drafts``: tokens to draft, at most; 0 for one that only is to be followed.
+    included; a view that is overwritten later. ``num_drafts``: tokens to draft, at most; 0 for none.
     """
 
     request_id: str
@@ -26,51 +27,19 @@ class DraftRequest:
     num_drafts: int
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Tokens laid out flat for a forward pass, as in ``ForwardBatch``."""
-
-    token_ids: IntArray
-    positions: IntArray
-    attention: list[AttentionMetadata]
-
-
-@dataclass(frozen=True, slots=True)
-class DraftSampling:
-    """How requests draw, ``[requests]`` each: ``temperature``, 0 is greedy, ``top_k``, ``top_p`` and ``min_p`` as in
-    ``SamplingInputs``, and ``uniforms`` float64 ``[requests, drafts]``: of the output indices that are drafted, the next first.
-    """
-
-    temperature: FloatArray
-    top_k: IntArray
-    top_p: FloatArray
-    min_p: FloatArray
-    uniforms: FloatArray
-
-
 class DraftStep(Protocol):
     """The step that is over, as drafters see it."""
 
     requests: Sequence[DraftRequest]
     """All that had tokens in it, in the order of the batch."""
-    states: torch.Tensor | None
-    """Hidden states of the layers that the drafter asked for, side by side, ``[tokens of the step, layers * hidden size]``; None
-    where it asked for none. The rows of a request are those from ``first_row`` on."""
-    first_row: IntArray
-    """int64 ``[requests]``: where the tokens of each begin in ``states``."""
-    first_position: IntArray
-    """int64 ``[requests]``: the position of the first of them."""
 
-    def lay_out(self, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray]) -> Layout:
-        """Lay out ``tokens[i]`` of the request at index ``requests[i]`` from position ``first[i]`` on. There are blocks for
-        ``num_drafts - 1`` positions behind the newest token.
+    def lay_out(self, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray]) -> ForwardBatch:
+        """Lay out ``tokens[i]`` of the request at index ``requests[i]`` from position ``first[i]`` on, one request at least.
+        There are blocks for ``num_drafts - 1`` positions behind the newest token.
         """
 
-    def block_ids(self, request: int, group: int) -> npt.NDArray[np.int32]:
-        """Blocks of a request in a KV cache group, ``[blocks]``; a view. 0 is the null block."""
-
-    def sampling(self, requests: Sequence[int], num_drafts: int) -> DraftSampling:
-        """How these requests, by index, draw their next ``num_drafts`` tokens."""
+    def sampling(self, requests: Sequence[int], place: int) -> SamplingInputs:
+        """How these requests, by index, draw the draft at ``place``, the first is at 0, without rules."""
 
 
 class Drafter(Protocol):
@@ -88,12 +57,6 @@ class Drafter(Protocol):
     @property
     def weight_bytes(self) -> int:
         """Bytes of its weights."""
-
-    @property
-    def state_layers(self) -> Sequence[int]:
-        """Of which layers of the model it wants the hidden states: i is what goes into layer i, and the number of layers what
-        comes out of the last, behind the norm. Empty: of none.
-        """
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -15,14 +15,13 @@ from penstock_enginecore.config import EngineCoreConfig, ModelConfig
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import NewRequestData
-from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.build import BuiltForward, ForwardConfig, build_forward
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
 from penstock_enginecore.pooling.embedder import resolve_task
 from penstock_enginecore.sample.base import SamplingInputs
 from penstock_enginecore.spec_decode.arms import Arms
-from penstock_enginecore.spec_decode.base import DraftSampling, DraftStep
+from penstock_enginecore.spec_decode.base import DraftStep
 from penstock_enginecore.spec_decode.draft_layers import PREFIX, draft_layers
 from penstock_enginecore.spec_decode.vocabulary import check_vocabulary
 
@@ -47,7 +46,6 @@ class DraftModel:
     """
 
     name = "draft_model"
-    state_layers: Sequence[int] = ()
 
     def __init__(self, model: LoadedModel, built: BuiltForward, vocab_size: int, sampling: str) -> None:
         """``vocab_size``: of the model that verifies. ``sampling``: ``speculative.draft_sampling``."""
@@ -158,11 +156,11 @@ class DraftModel:
         drafts: list[list[int]],
     ) -> None:
         """A forward pass over ``tokens`` of ``requests`` from positions ``first`` on, and a draft for each of ``drafting``."""
-        layout = step.lay_out(requests, first, tokens)
+        batch = step.lay_out(requests, first, tokens)
         ends = dict(zip(requests, (np.cumsum([len(each) for each in tokens]) - 1).tolist(), strict=True))
         rows = np.array([ends[i] for i in drafting], dtype=np.int64)
-        attention = layout.attention[: self._num_groups]
-        logits = self._forward.run(ForwardBatch(layout.token_ids, layout.positions, attention), rows).logits
+        own = replace(batch, attention=batch.attention[: self._num_groups])
+        logits = self._forward.run(own, rows).logits
         if not drafting:
             return
         inputs = self._inputs(step, drafting, place)
@@ -173,12 +171,12 @@ class DraftModel:
 
     def _inputs(self, step: DraftStep, drafting: Sequence[int], place: int) -> SamplingInputs:
         """How the drafts at a place are chosen."""
-        draws: DraftSampling = step.sampling(drafting, place + 1)
-        temperature = draws.temperature.copy()
+        inputs = step.sampling(drafting, place)
+        temperature = inputs.temperature.copy()
         for row, i in enumerate(drafting):
             if temperature[row] and not self._coupled(step.requests[i].request_id, place):
                 temperature[row] = 0.0
-        return SamplingInputs(temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniforms[:, place])
+        return replace(inputs, temperature=temperature)
 
     def _coupled(self, request_id: str, place: int) -> bool:
         if self._sampling != "auto":

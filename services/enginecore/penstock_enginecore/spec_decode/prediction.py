@@ -9,7 +9,9 @@ import torch
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import NewRequestData
-from penstock_enginecore.spec_decode.base import Drafter, DraftRequest, DraftSampling, DraftStep, Layout
+from penstock_enginecore.forward.base import ForwardBatch
+from penstock_enginecore.sample.base import SamplingInputs
+from penstock_enginecore.spec_decode.base import Drafter, DraftRequest, DraftStep
 from penstock_enginecore.spec_decode.token_index import TokenIndex
 
 _WIDTH = 2
@@ -90,11 +92,6 @@ class Predicted:
         return 0 if self._inner is None else self._inner.weight_bytes
 
     @property
-    def state_layers(self) -> Sequence[int]:
-        """Those of the inner one."""
-        return () if self._inner is None else self._inner.state_layers
-
-    @property
     def kv_cache_bytes(self) -> int:
         """Those of the inner one."""
         return 0 if self._inner is None else self._inner.kv_cache_bytes
@@ -153,17 +150,11 @@ class _Without(DraftStep):
             DraftRequest(each.request_id, each.token_ids, each.num_prompt_tokens, 0 if drafted else each.num_drafts)
             for each, drafted in zip(step.requests, drafts, strict=True)
         ]
-        self.states = step.states
-        self.first_row, self.first_position = step.first_row, step.first_position
 
-    def lay_out(self, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray]) -> Layout:
+    def lay_out(self, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray]) -> ForwardBatch:
         """That of the step."""
         return self._step.lay_out(requests, first, tokens)
 
-    def block_ids(self, request: int, group: int) -> npt.NDArray[np.int32]:
-        """Those of the step."""
-        return self._step.block_ids(request, group)
-
-    def sampling(self, requests: Sequence[int], num_drafts: int) -> DraftSampling:
+    def sampling(self, requests: Sequence[int], place: int) -> SamplingInputs:
         """That of the step."""
-        return self._step.sampling(requests, num_drafts)
+        return self._step.sampling(requests, place)

@@ -1,6 +1,6 @@
 """What drafters that look tokens up have not: weights, and keys and values."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -12,7 +12,6 @@ class Weightless:
 
     specs: Mapping[str, KVCacheSpec] = {}
     weight_bytes = kv_cache_bytes = 0
-    state_layers: Sequence[int] = ()
 
     def allocate(self, config: KVCacheConfig) -> None:
         """There is no cache."""

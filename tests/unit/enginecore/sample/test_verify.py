@@ -5,12 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_enginecore.sample.verify import count_final
+from penstock_enginecore.sample.verify import final_runs
 
 
 def counted(sampled: list[list[int]], drafts: list[list[int]], num_rows: list[int] | None = None) -> list[int]:
     flat = np.array([token for rows in sampled for token in rows], dtype=np.int64)
-    return count_final(flat, num_rows or [len(d) + 1 for d in drafts], drafts)
+    runs = final_runs(flat, num_rows or [len(d) + 1 for d in drafts], drafts)
+    assert all(run == rows[: len(run)] for run, rows in zip(runs, sampled, strict=True))
+    return [len(run) for run in runs]
 
 
 @pytest.mark.parametrize(

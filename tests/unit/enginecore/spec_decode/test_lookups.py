@@ -36,7 +36,7 @@ def new(request_id: str, tokens: list[int], num_prompt: int, *, salt: str = "", 
 
 def propose(drafter: Any, tokens: list[int], num_prompt: int = 1, count: int = 4, request_id: str = "r") -> list[int]:
     request = DraftRequest(request_id, np.array(tokens, dtype=np.int32), num_prompt, count)
-    return drafter.propose(SimpleNamespace(requests=[request], states=None, first_row=None, first_position=None))[0]
+    return drafter.propose(SimpleNamespace(requests=[request]))[0]
 
 
 def accepted(drafter: Any, prompt: list[int], output: list[int], count: int = 5) -> float:

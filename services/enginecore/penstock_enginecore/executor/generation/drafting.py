@@ -3,8 +3,6 @@
 import logging
 import time
 
-import torch
-
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, SchedulerOutput
 from penstock_enginecore.executor.generation.draft_step import BatchDraftStep
@@ -22,7 +20,7 @@ class Drafting:
         self.drafter = drafter
         self.failure = ""
         self._known: set[str] = set()
-        self._step: tuple[StepInputs, torch.Tensor | None, dict[str, int]] | None = None
+        self._step: tuple[StepInputs, dict[str, int]] | None = None
 
     def update(self, step: SchedulerOutput, batch: InputBatch) -> None:
         """Tell the drafter who comes and goes. Before ``batch`` takes the step in."""
@@ -31,9 +29,7 @@ class Drafting:
             for request_id in (*step.finished_request_ids, *step.preempted_request_ids):
                 if request_id in self._known:
                     self._known.discard(request_id)
-                    if not self.failure:
-                        prompt = batch.num_prompt_tokens_of(request_id)
-                        self.drafter.end(request_id, batch.tokens_of(request_id), num_prompt_tokens=prompt)
+                    self._end(request_id, batch)
             for new in step.new_requests:
                 self._known.add(new.request_id)
                 if not self.failure:
@@ -41,19 +37,19 @@ class Drafting:
         except Exception as e:
             self._fail(e)
 
-    def sampled(self, inputs: StepInputs, states: torch.Tensor | None, wanted: dict[str, int]) -> None:
-        """A step whose tokens the batch has taken in. ``states``: hidden states of the layers that the drafter asked for."""
-        self._step = inputs, states, wanted
+    def sampled(self, inputs: StepInputs, wanted: dict[str, int]) -> None:
+        """A step whose tokens the batch has taken in. ``wanted``: by request id, how many tokens to draft."""
+        self._step = inputs, wanted
 
     def draft(self, batch: InputBatch) -> DraftTokenIds:
         """Behind the step that was sampled last."""
         step, self._step = self._step, None
         if step is None or self.failure:
             return DraftTokenIds(failure=self.failure)
-        inputs, states, wanted = step
+        inputs, wanted = step
         began = time.perf_counter()
         try:
-            drafts = self.drafter.propose(BatchDraftStep(batch, inputs, wanted, states))
+            drafts = self.drafter.propose(BatchDraftStep(batch, inputs, wanted))
             if len(drafts) != len(inputs.request_ids):
                 raise RuntimeError(f"{len(drafts)} drafts for {len(inputs.request_ids)} requests")
         except Exception as e:
@@ -73,21 +69,23 @@ class Drafting:
     def forget(self, batch: InputBatch | None) -> None:
         """Every request has gone, without more ado."""
         self._step = None
-        if batch is None or self.failure:
-            self._known.clear()
-            return
+        known, self._known = self._known, set()
         try:
-            for request_id in self._known:
-                prompt = batch.num_prompt_tokens_of(request_id)
-                self.drafter.end(request_id, batch.tokens_of(request_id), num_prompt_tokens=prompt)
+            if batch is not None:
+                for request_id in known:
+                    self._end(request_id, batch)
         except Exception as e:
             self._fail(e)
-        self._known.clear()
 
     def allocate(self, config: KVCacheConfig) -> None:
         """Have the drafter take memory for its keys and values."""
         if not self.failure:
             self.drafter.allocate(config)
+
+    def _end(self, request_id: str, batch: InputBatch) -> None:
+        if not self.failure:
+            prompt = batch.num_prompt_tokens_of(request_id)
+            self.drafter.end(request_id, batch.tokens_of(request_id), num_prompt_tokens=prompt)
 
     def _fail(self, error: Exception) -> None:
         self.failure = f"{type(error).__name__}: {error}"

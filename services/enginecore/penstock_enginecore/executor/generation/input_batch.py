@@ -182,6 +182,8 @@ class InputBatch:
 
     def logprobs(self, request_ids: Sequence[str]) -> list[tuple[int, int]]:
         """Which of the requests want log-probabilities, by index, and of how many of the likeliest tokens; -1 is all."""
+        if not self._logprobs:
+            return []
         counts = ((i, self._logprobs.get(self._rows[r])) for i, r in enumerate(request_ids))
         return [(i, count) for i, count in counts if count is not None]
 
@@ -250,15 +252,13 @@ class InputBatch:
         grammar_rows = None if grammar is None else named_rows(grammar, request_ids)
         if not self._rules:
             return LogitRules(grammar=grammar_rows)
-        found = [
-            (i, row, rules, 0 if offsets is None else int(offsets[i]))
-            for i, row in enumerate(rows.tolist())
-            if (rules := self._rules.get(row))
-        ]
-        return join_rules(
-            [(i, rules.behind(self._output(row, n), n), self._output(row, n)) for i, row, rules, n in found],
-            grammar_rows,
-        )
+        found = []
+        for i, row in enumerate(rows.tolist()):
+            if rules := self._rules.get(row):
+                num_drafts = 0 if offsets is None else int(offsets[i])
+                output = self._output(row, num_drafts)
+                found.append((i, rules.behind(output, num_drafts), output))
+        return join_rules(found, grammar_rows)
 
     def _output(self, row: int, num_drafts: int = 0) -> npt.NDArray[np.int32]:
         """The output tokens of a row, and so many drafts."""
@@ -273,17 +273,11 @@ class InputBatch:
         """Of a request."""
         return int(self._num_prompt_tokens[self._rows[request_id]])
 
-    def blocks_of(self, request_id: str, group: int) -> npt.NDArray[np.int32]:
-        """Blocks of a request in a KV cache group, ``[blocks]``; a view."""
-        row = self._rows[request_id]
-        return self._block_tables[group][row, : self._num_blocks[row, group]]
-
-    def draws_of(self, request_ids: Sequence[str], num_tokens: int) -> SamplingInputs:
-        """How requests draw their next ``num_tokens`` tokens, without rules; ``uniforms`` ``[requests, num_tokens]``."""
+    def draws_of(self, request_ids: Sequence[str], offset: int) -> SamplingInputs:
+        """How requests draw the token behind their next ``offset`` ones, without rules."""
         rows = self._row_array(request_ids)
-        index = (self._num_tokens[rows] - self._num_prompt_tokens[rows])[:, None] + np.arange(num_tokens)
-        numbers = uniforms(np.repeat(self._sampling.seed[rows], num_tokens), index.ravel())
-        return SamplingInputs(*self._sampling.of(rows), uniforms=numbers.reshape(len(rows), num_tokens))
+        index = self._num_tokens[rows] - self._num_prompt_tokens[rows] + offset
+        return SamplingInputs(*self._sampling.of(rows), uniforms=uniforms(self._sampling.seed[rows], index))
 
     def _row_array(self, request_ids: Sequence[str]) -> IntArray:
         return np.fromiter((self._rows[r] for r in request_ids), dtype=np.int64, count=len(request_ids))

@@ -79,6 +79,7 @@ class GenerationRunner:
         self.graph_capture = None if built.graphs is None else GraphCapture(self._forward, self._newest, built.graphs)
         self._graphs = built.graphs or GraphStats
         self._caches: LayerCaches = {}
+        self._num_groups = 0
         self._batch: InputBatch | None = None
         self._kv_cache: KVCacheConfig | None = None
         self._vectors = self._no_vectors()
@@ -101,16 +102,12 @@ class GenerationRunner:
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
         """Those of the forward pass, which may keep its cache in another dtype than the model's, and of what drafts."""
-        return {**self._forward.specs, **self._drafter_specs}
-
-    @property
-    def _drafter_specs(self) -> dict[str, KVCacheSpec]:
-        return {} if self._drafting is None else dict(self._drafting.drafter.specs)
+        return {**self._forward.specs, **({} if self._drafting is None else self._drafting.drafter.specs)}
 
     @property
     def weight_bytes(self) -> int:
         """Those of the forward pass, and of what drafts."""
-        return self._forward.weight_bytes + (self._drafting.drafter.weight_bytes if self._drafting else 0)
+        return self._forward.weight_bytes + (0 if self._drafting is None else self._drafting.drafter.weight_bytes)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -125,6 +122,7 @@ class GenerationRunner:
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the KV cache and begin with no requests."""
         self._caches = self._forward.memory.allocate(model_layers(config))
+        self._num_groups = num_groups(self._caches)
         self._forward.bind(self._caches)
         if self._drafting is not None:
             self._drafting.forget(self._batch)
@@ -217,20 +215,19 @@ class GenerationRunner:
         fed = None if self._chosen_elsewhere else self._newest.feed(inputs.unknown, inputs.unknown_rows)
         if self.experts is not None:
             self.experts.spread.begin_step(len(inputs.token_ids))
-        own = inputs.attention[: num_groups(self._caches)]
+        own = inputs.attention[: self._num_groups]
         batch = ForwardBatch(inputs.token_ids, inputs.positions, own, self._embedded(inputs), fed, choice)
         targets = self._batch.prompt_targets(inputs)
         launched = None
         if targets and self._chosen_elsewhere is None:
-            logits, prompt_logprobs, watched = score_prompts(self._forward, batch, inputs.logits_indices, targets)
+            logits, prompt_logprobs = score_prompts(self._forward, batch, inputs.logits_indices, targets)
         else:
             with nullcontext() if self._vocabulary is None else self._vocabulary.apart():
                 output = self._forward.run(batch, inputs.logits_indices)
                 logits, prompt_logprobs, launched = output.logits, {}, output.launched
-                watched = output.watched
         draws, wanted = None if choice is None else choice.draws, step.num_drafts_wanted
         seconds = time.perf_counter() - began
-        self._pending = PendingStep(inputs, logits, prompt_logprobs, draws, launched, wanted, watched, seconds)
+        self._pending = PendingStep(inputs, logits, prompt_logprobs, draws, launched, wanted, seconds)
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
@@ -251,7 +248,7 @@ class GenerationRunner:
         output = self._sampling.sample(self._batch, pending, grammar)
         output.seconds = pending.seconds + time.perf_counter() - began
         if self._drafting is not None:
-            self._drafting.sampled(pending.inputs, pending.watched, pending.num_drafts_wanted)
+            self._drafting.sampled(pending.inputs, pending.num_drafts_wanted)
         return output
 
     @torch.inference_mode()
@@ -263,7 +260,7 @@ class GenerationRunner:
 
     def _choice(self, batch: InputBatch, inputs: StepInputs) -> Choice | None:
         """How a device is to choose the step's tokens, where it can."""
-        sampling_ids = [inputs.request_ids[i] for i in inputs.sampling_requests]
+        sampling_ids = inputs.sampling_ids
         draws = None if self._launcher is None else batch.plain_draws(sampling_ids)
         if draws is None:
             return None
@@ -275,7 +272,7 @@ class GenerationRunner:
     ) -> Late[ModelRunnerOutput]:
         """The output of a step whose tokens a device chooses, once they are on the host."""
         arrival = self._begin_copy(launched.results)
-        if sampling_ids := pending.sampling_ids:
+        if sampling_ids := pending.inputs.sampling_ids:
             expected = batch.expect_tokens(sampling_ids)
             if pending.launched is None:
                 self._newest.keep(expected.rows, launched.token_ids)
@@ -284,8 +281,7 @@ class GenerationRunner:
 
     def _expect(self, batch: InputBatch, pending: PendingStep, arrival: Arrival | None) -> None:
         """Count the tokens of a step that another worker samples. ``arrival``: None where nobody here reads them."""
-        request_ids = pending.inputs.request_ids
-        expected = batch.expect_tokens([request_ids[i] for i in pending.inputs.sampling_requests])
+        expected = batch.expect_tokens(pending.inputs.sampling_ids)
         if arrival is not None:
             self._coming.append((expected, arrival))
 

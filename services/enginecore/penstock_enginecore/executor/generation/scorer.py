@@ -52,9 +52,8 @@ class OutputScores:
 
 def score_prompts(
     forward: ForwardPass, batch: ForwardBatch, sampled_rows: IntArray, targets: Sequence[PromptTargets]
-) -> tuple[torch.Tensor, dict[str, Logprobs], torch.Tensor | None]:
-    """Run a step: logits ``[len(sampled_rows), vocab]``, log-probabilities of ``targets`` by request id, and the states of layers
-    that are watched.
+) -> tuple[torch.Tensor, dict[str, Logprobs]]:
+    """Run a step: logits ``[len(sampled_rows), vocab]``, and log-probabilities of ``targets`` by request id.
 
     The logits of prompt tokens are made from the hidden states of the forward pass, a few rows at a time, so that a long prompt
     needs no more memory than a short one. Where the head does not run on its own they come out of the pass itself.
@@ -69,7 +68,7 @@ def score_prompts(
         own = None if separate else logits[start : start + len(target.rows)]
         start += len(target.rows)
         result[target.request_id] = _score(forward, target, output.states, own, logits.shape[1])
-    return logits[: len(sampled_rows)], result, output.watched
+    return logits[: len(sampled_rows)], result
 
 
 def _score(

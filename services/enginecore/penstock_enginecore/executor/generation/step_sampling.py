@@ -1,6 +1,7 @@
 """Samples a step on the host: a token of each request, or the drafts of it that hold and one more."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
@@ -13,7 +14,7 @@ from penstock_enginecore.executor.generation.scorer import OutputScores
 from penstock_enginecore.executor.generation.step_inputs import SampledRows, StepInputs
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.sample.base import LaunchedTokens
-from penstock_enginecore.sample.verify import count_final
+from penstock_enginecore.sample.verify import final_runs
 
 
 class StepSampling:
@@ -44,12 +45,12 @@ class StepSampling:
             if launched is not None:
                 sampled.token_ids[plain] = launched.token_ids.cpu().numpy()
             logprobs = scores.logprobs(rows.request_ids, sampled.token_ids)
-            if pending.inputs.drafts is None:
+            if (drafts := pending.inputs.drafts) is None:
                 batch.append_tokens(rows.request_ids, sampled.token_ids)
                 for i, token in zip(sampling, sampled.token_ids.tolist(), strict=True):
                     tokens[i].append(token)
             else:
-                runs = _final_runs(pending.inputs, sampled.token_ids, grammar)
+                runs = final_runs(sampled.token_ids, _reachable(pending.inputs, drafts, grammar), drafts)
                 batch.append_runs(pending.inputs.sampling_ids, runs)
                 for i, run in zip(sampling, runs, strict=True):
                     tokens[i] = run
@@ -81,19 +82,13 @@ class StepSampling:
         return plain, None if draws is None else self._launcher.launch(logits[plain], draws)
 
 
-def _final_runs(inputs: StepInputs, token_ids: IntArray, grammar: GrammarBitmask | None) -> list[list[int]]:
-    """The tokens that each request which samples has got: its drafts that hold, and one more."""
-    drafts = inputs.drafts or [[] for _ in inputs.sampling_requests]
+def _reachable(inputs: StepInputs, drafts: Sequence[Sequence[int]], grammar: GrammarBitmask | None) -> list[int]:
+    """How many rows of each request that samples can be reached: of one that is constrained those that have a mask."""
     named = {} if grammar is None else Counter(grammar.request_ids)
-    num_rows = [
+    return [
         min(len(drafted) + 1, named.get(request_id, len(drafted) + 1))
         for request_id, drafted in zip(inputs.sampling_ids, drafts, strict=True)
     ]
-    runs, start = [], 0
-    for count, drafted in zip(count_final(token_ids, num_rows, drafts), drafts, strict=True):
-        runs.append(token_ids[start : start + count].tolist())
-        start += len(drafted) + 1
-    return runs
 
 
 def _nans_of(inputs: StepInputs, tokens: list[list[int]], num_nans: IntArray) -> dict[str, int]:
