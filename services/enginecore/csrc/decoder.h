@@ -246,10 +246,21 @@ class Decoder {
 
   // Of rows that are multiplied with `linear` next.
   bool norm(Cursor& cursor, int part, const float* weight, const Linear& linear) {
-    return each_token(cursor, part, [&](int64_t t) {
-      norm_state(part, t, weight, normed_.row(t));
-      if (splits(linear)) split_row(linear, normed_.row(t), parts_.row(t));
-    });
+    return each_token(cursor, part, [&](int64_t t) { norm_row(part, t, weight, linear); });
+  }
+
+  void norm_row(int part, int64_t token, const float* weight, const Linear& linear) {
+    norm_state(part, token, weight, normed_.row(token));
+    if (splits(linear)) split_row(linear, normed_.row(token), parts_.row(token));
+  }
+
+  // What comes into a layer, where it is asked for.
+  void give_hidden(size_t layer, int64_t token) const {
+    const int64_t n = model_.hidden;
+    for (int64_t i = 0; i < step_.num_kept; ++i) {
+      if (step_.kept_layers[i] != static_cast<int64_t>(layer)) continue;
+      std::memcpy(step_.hidden + (token * step_.num_kept + i) * n, states_[kAll] + token * n, n * sizeof(float));
+    }
   }
 
   // Rows that no token's task of its own has put there.
@@ -287,7 +298,11 @@ class Decoder {
     const int part = part_of(index);
     const auto normed = [this]() -> const Buffer& { return normed_; };
     const auto attended = [this, part]() -> const Buffer& { return *heads_[part]; };
-    if (!norm(cursor, kAll, l.input_norm, l.qkv)) return false;
+    if (!each_token(cursor, kAll, [&](int64_t t) {
+          give_hidden(index, t);
+          norm_row(kAll, t, l.input_norm, l.qkv);
+        }))
+      return false;
     if (!product(cursor, kAll, normed, l.qkv, [&] { return Output{qkv_.data(), qkv_.stride(), l.qkv.bias, l.qkv.n, Epilogue::kStore}; }))
       return false;
     if (!some_tokens(cursor, kAll, [&](int64_t first, int64_t end) { keep(index, first, end); })) return false;

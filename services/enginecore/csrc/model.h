@@ -142,6 +142,7 @@ struct Rotary {
 // became of that input. The rows are the tokens, of the last layer those that the logits need. `first` is 0 in the first call, `last`
 // the number of layers in the one that ends the step. All else is the same in all of them.
 // `sum_nanoseconds` [2 * layers]: how long the sums over the ranks take is put there, those of a layer's attention and of its MLP.
+// `hidden` [tokens, kept, hidden]: what comes into each of the `kept_layers` is put there.
 struct Step {
   int64_t num_tokens;
   int64_t num_requests;
@@ -165,6 +166,9 @@ struct Step {
   float* mlp_input;
   const float* mlp_output;
   int64_t* sum_nanoseconds;
+  int64_t num_kept;
+  const int64_t* kept_layers;  // [kept]
+  float* hidden;
 };
 
 // `logits` [tokens, stride] of a router to the experts of each token, [tokens, top], and their weights: see Mixture.

@@ -11,8 +11,8 @@ from penstock_common.checkpoint import looks_like_a_path, no_directory
 from penstock_common.config.loader import build
 from penstock_common.errors import ConfigError, nearest
 
-METHODS = ("prediction", "ngram", "suffix", "draft_model")
-WITH_MODEL = ("draft_model",)
+METHODS = ("prediction", "ngram", "suffix", "draft_model", "eagle", "eagle3")
+WITH_MODEL = ("draft_model", "eagle", "eagle3")
 FLAG, MODEL_FLAG, TOKENS_FLAG = "--speculative", "--speculative-model", "--speculative-tokens"
 CONFIG_FLAG = "--speculative-config"
 CONFIG_NAME = "speculative_config"
@@ -71,7 +71,7 @@ def of_flags(method: str, model: str, tokens: int | None) -> dict[str, Any]:
     if method in WITH_MODEL and not model:
         raise ConfigError(f"{FLAG} is {method}, which needs {MODEL_FLAG}: the directory or the hub id of what drafts")
     if model and method not in WITH_MODEL:
-        raise ConfigError(f"{MODEL_FLAG} is {model} with {FLAG} {method}; only {', '.join(WITH_MODEL)} has a model")
+        raise ConfigError(f"{MODEL_FLAG} is {model} with {FLAG} {method}; only {', '.join(WITH_MODEL)} have one")
     section: dict[str, Any] = {"method": method}
     if model:
         section["model"] = str(Path(model).expanduser()) if Path(model).expanduser().is_dir() else model

@@ -9,8 +9,8 @@ from penstock_common.config.checks import check_fields
 from penstock_common.config.sizes import ByteSize
 from penstock_common.errors import ConfigError
 
-Method = Literal["", "prediction", "ngram", "suffix", "draft_model"]
-_WITH_MODEL = ("draft_model",)
+Method = Literal["", "prediction", "ngram", "suffix", "draft_model", "eagle", "eagle3"]
+_WITH_MODEL = ("draft_model", "eagle", "eagle3")
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,12 +22,13 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         Method,
         Meta(
             description="What drafts tokens: ngram, which looks the last ones up in the request; suffix, in what was put "
-            "out before, too; draft_model, a smaller model of the same vocabulary; prediction, nothing but what clients give as "
-            "such, and text that a constraint leaves no choice of; any method drafts these first. Empty: nothing is drafted."
+            "out before, too; draft_model, a smaller model of the same vocabulary; eagle and eagle3, a head on the model's "
+            "hidden states; prediction, nothing but what clients give as such, and text that a constraint leaves no choice of; "
+            "any method drafts these first. Empty: nothing is drafted."
         ),
     ] = ""
-    model: Annotated[str, Meta(description="Directory or name of the draft model.")] = ""
-    revision: Annotated[str, Meta(description="Revision of the draft model.")] = ""
+    model: Annotated[str, Meta(description="Directory or name of the draft model or head.")] = ""
+    revision: Annotated[str, Meta(description="Revision of the draft model or head.")] = ""
     num_speculative_tokens: Annotated[
         int, Meta(ge=1, le=32, description="Tokens that are drafted of a request in a step, at most.")
     ] = 5
@@ -58,7 +59,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     draft_sampling: Annotated[
         Literal["auto", "greedy", "coupled"],
         Meta(
-            description="How a draft model chooses for a request that is drawn at random: its likeliest token, or by the "
+            description="How a draft model or head chooses for a request that is drawn at random: its likeliest token, or by the "
             "request's own random numbers; auto: whichever held more often for the request."
         ),
     ] = "auto"

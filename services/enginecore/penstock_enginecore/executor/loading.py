@@ -111,7 +111,7 @@ def _load_runner(
         if links is None:
             built = build_forward(model, _with_part(forward, split))
             experts = None if shared is None else _experts(config, shared, model)
-            drafter = create_drafter(config, model, forward, progress)
+            drafter = create_drafter(config, model, built.forward, forward, progress)
             return GenerationRunner(model, built, experts=experts, drafter=drafter)
         stage = StageConfig(
             links=links,

@@ -62,12 +62,14 @@ class ForwardBatch:
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
     """``logits`` ``[rows, vocab]``. ``states``: what ``ForwardPass.head`` takes; None where they were not asked for.
-    ``launched``: the tokens, where the pass was to choose them and did.
+    ``launched``: the tokens, where the pass was to choose them and did. ``hidden`` ``[tokens, layers * hidden size]``: what
+    ``ForwardPass.keep_hidden`` asked for, side by side; a tensor of its own.
     """
 
     logits: torch.Tensor
     states: Any = None
     launched: LaunchedTokens | None = None
+    hidden: torch.Tensor | None = None
 
 
 @runtime_checkable
@@ -111,6 +113,11 @@ class ForwardPass(Protocol):
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
         """``[tokens, hidden size]`` on the device, a new tensor: what the first layer gets for int64 ``[tokens]``."""
+
+    def keep_hidden(self, layers: Sequence[int]) -> None:
+        """Give hidden states of the tokens from the next run on, as transformers counts them: ``i`` is what comes into layer i,
+        the number of layers what the last norm puts out.
+        """
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
         """Compute the tokens of a step and write their keys and values. Logits of ``rows`` (int64) of the flat batch."""

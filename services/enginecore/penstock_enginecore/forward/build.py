@@ -99,7 +99,7 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     """What runs a model that generates. Raises ModelLoadError for a model that cannot be served, ConfigError for a backend or
     kernels that cannot be had, and SpentError.
     """
-    native, attends, backend = _open(config)
+    native, attends, backend = open_backends(config)
     probed = probe_model(model, config.device, config.block_size, config.cache_dtype)
     reference = ModulesForward(probed, create_backend("reference", config.device))
 
@@ -157,7 +157,7 @@ def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -
     """What runs one stage of a model that generates, with its links open; the other layers are freed. The model is on the host.
     Raises as ``build_forward`` does, and ModelLoadError for a model that is not served in stages.
     """
-    native, attends, backend = _open(config)
+    native, attends, backend = open_backends(config)
     whole = probe_model(model, torch.device("cpu"), config.block_size, config.cache_dtype)
     left = cut(whole, stage).placed(config.device)
 
@@ -197,7 +197,7 @@ def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -
 @torch.inference_mode()
 def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
     """What runs the layers of a model that is pooled. Raises as ``build_forward`` does."""
-    native, attends, backend = _open(config)
+    native, attends, backend = open_backends(config)
     specs = in_cache_dtype(probe_specs(model, config.device, config.block_size), config.cache_dtype)
 
     def backbone(attends: AttentionBackend, packed_bytes: int = 0) -> Backbone:
@@ -254,7 +254,7 @@ def _sampler(kernels: SamplingKernels | None, vocabulary: SplitVocabulary | None
     return sampler if vocabulary is None else SplitSampler(sampler, vocabulary)
 
 
-def _open(config: ForwardConfig) -> tuple[NativeBackend | None, bool, AttentionBackend]:
+def open_backends(config: ForwardConfig) -> tuple[NativeBackend | None, bool, AttentionBackend]:
     """The kernels, whether they attend, and what attends."""
     native = open_backend(config.kernels, config.device, config.num_threads, rounded=config.rounded)
     if native is None or not native.uses.attention:

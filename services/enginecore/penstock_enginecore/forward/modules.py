@@ -99,6 +99,7 @@ class ModulesForward:
         self._backend = backend
         self._packed_bytes = packed_bytes
         self._caches: Mapping[torch.nn.Module, LayerCache] = {}
+        self._kept_layers: Sequence[int] = ()
         self.memory = backend.memory(probed.specs, probed.cache_dtype, probed.device, probed.cache_scales)
 
     @property
@@ -115,6 +116,10 @@ class ModulesForward:
         embedded = self._module.get_input_embeddings()(self._to_device(token_ids)[None])
         return cast("torch.Tensor", embedded[0])
 
+    def keep_hidden(self, layers: Sequence[int]) -> None:
+        """As the model itself puts them out."""
+        self._kept_layers = tuple(layers)
+
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
         """One call of the model. States are what its layers put out, kept where its head can be called on its own."""
         if batch.embedded is None:
@@ -127,8 +132,9 @@ class ModulesForward:
         plans = [self._backend.plan(metadata, self.device) for metadata in batch.attention]
         capture = self._head.capture() if keep_states else nullcontext()
         with use_context(StepContext(self._backend, self._caches, plans)), capture as states:
-            logits = module_logits(self._module, inputs, self._to_device(batch.positions), self._to_device(rows))
-        return ForwardOutput(logits, states)
+            positions, wanted = self._to_device(batch.positions), self._to_device(rows)
+            logits, hidden = module_outputs(self._module, inputs, positions, wanted, self._kept_layers)
+        return ForwardOutput(logits, states, hidden=hidden)
 
     def head(self, states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
         """By the model's own ``forward`` behind its layers."""
@@ -184,5 +190,18 @@ def module_logits(
     module: PreTrainedModel, inputs: dict[str, torch.Tensor], positions: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
     """Logits ``[len(rows), vocab]`` of a flat batch of ``inputs`` at ``positions``, int64 ``[tokens]``."""
-    output: Any = module(**inputs, position_ids=positions[None], logits_to_keep=rows, use_cache=False)
-    return cast("torch.Tensor", output.logits[0])
+    return module_outputs(module, inputs, positions, rows)[0]
+
+
+def module_outputs(
+    module: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    positions: torch.Tensor,
+    rows: torch.Tensor,
+    layers: Sequence[int] = (),
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Those logits, and hidden states ``[tokens, layers * hidden size]`` of ``layers``, see ``ForwardPass.keep_hidden``."""
+    asked = {"output_hidden_states": True} if layers else {}
+    output: Any = module(**inputs, position_ids=positions[None], logits_to_keep=rows, use_cache=False, **asked)
+    hidden = torch.cat([output.hidden_states[layer][0] for layer in layers], dim=1) if layers else None
+    return cast("torch.Tensor", output.logits[0]), hidden

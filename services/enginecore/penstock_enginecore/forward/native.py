@@ -7,7 +7,7 @@ float32, and so is the KV cache unless inputs of products are rounded. What is t
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -103,6 +103,7 @@ class NativeForward:
         self._whole = any(isinstance(part, DispatchedExperts) for part in module.modules())
         self._embedding = EmbeddingLookup(module.get_input_embeddings())
         self._sum_nanoseconds = np.zeros(2 * len(calls), dtype=np.int64)
+        self._kept_layers = np.zeros(0, dtype=np.int64)
         makers = [partial(turns, module, kind) for kind in self._layers.rotaries]
         self._rotaries = Rotaries(makers, self._model.rotary_size, probed.model.max_len)
 
@@ -123,6 +124,10 @@ class NativeForward:
         """Rows of the embedding in float32."""
         return self._embedding.of(token_ids)
 
+    def keep_hidden(self, layers: Sequence[int]) -> None:
+        """In float32."""
+        self._kept_layers = np.array(layers, dtype=np.int64)
+
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
         """Head included. States are what the layers put out, ``[tokens, hidden size]``; unless they are kept, the last layer
         computes behind its keys and values no more than the logits need.
@@ -132,6 +137,10 @@ class NativeForward:
             self._groups[i] = group_struct(metadata)
         rotaries = self._rotaries.of(batch.positions, x)
         logits = torch.empty(len(rows), self._model.head.n)
+        kept = self._kept_layers
+        hidden = torch.empty(len(x), len(kept), x.shape[1]) if len(kept) else None
+        normed = np.flatnonzero(kept == self._model.num_layers)
+        keeps = keep_states or self._whole or bool(len(normed))
         first = batch.attention[0]
         step = Step(
             len(x),
@@ -150,19 +159,25 @@ class NativeForward:
             len(rows),
             rows.ctypes.data,
             logits.data_ptr(),
-            keep_states or self._whole,
+            keeps,
             0,
             self._model.num_layers,
             None,
             None,
             self._sum_nanoseconds.ctypes.data,
+            len(kept),
+            kept.ctypes.data,
+            None if hidden is None else hidden.data_ptr(),
         )
         self._compute(step, x)
+        if hidden is not None and len(normed):
+            hidden[:, normed] = self._module.model.norm(x)[:, None]
         if self._seams is not None and not self._model.head.n:
             self._seams.leaving = x
         if self._part is not None:
             self._part.collectives.have_reduced((self._sum_nanoseconds * 1e-9).tolist())
-        return ForwardOutput(self._finish(logits), x if keep_states else None)
+        given = None if hidden is None else hidden.flatten(1)
+        return ForwardOutput(self._finish(logits), x if keep_states else None, hidden=given)
 
     def head(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The last norm and the head alone."""

@@ -136,6 +136,10 @@ class StageForward:
         """See ``ForwardPass``; zeros behind the first stage."""
         return self._inner.embed(token_ids)
 
+    def keep_hidden(self, layers: Sequence[int]) -> None:
+        """RuntimeError: a stage has no more than its own layers."""
+        raise RuntimeError(f"hidden states of layers {list(layers)} are not all in one stage")
+
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
         """Waits for the stage before. What leaves is on its way when this returns. Raises StageFailedError where a stage before
         has failed.

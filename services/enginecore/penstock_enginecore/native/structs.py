@@ -162,6 +162,9 @@ class Step(ctypes.Structure):
         ("mlp_input", _Pointer),
         ("mlp_output", _Pointer),
         ("sum_nanoseconds", _Pointer),
+        ("num_kept", _Int),
+        ("kept_layers", _Pointer),
+        ("hidden", _Pointer),
     ]
 
 

@@ -49,6 +49,8 @@ class Drafter(Protocol):
     """
 
     name: str
+    state_layers: Sequence[int]
+    """Hidden states that it gets, as ``ForwardPass.keep_hidden`` counts them."""
 
     @property
     def specs(self) -> Mapping[str, KVCacheSpec]:
@@ -74,8 +76,22 @@ class Drafter(Protocol):
     def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:
         """A request that steps have no more, for now or for good, with its tokens."""
 
+    def observe(self, step: DraftStep, first: IntArray, states: Sequence[torch.Tensor]) -> None:
+        """Hidden states of a step, where it asked for some, before tokens are chosen: ``states[i]`` ``[tokens, width]`` of request
+        i from position ``first[i]`` on, drafts included. Tokens that are not known here are negative.
+        """
+
     def propose(self, step: DraftStep) -> list[list[int]]:
         """Draft behind a step: a list per request of it, of ``num_drafts`` tokens at most."""
 
     def to(self, device: torch.device) -> None:
         """Move the weights."""
+
+
+class Stateless:
+    """The part of a ``Drafter`` that concerns hidden states, for one that has no use for them."""
+
+    state_layers: Sequence[int] = ()
+
+    def observe(self, step: DraftStep, first: IntArray, states: Sequence[torch.Tensor]) -> None:
+        """Nothing is asked for."""

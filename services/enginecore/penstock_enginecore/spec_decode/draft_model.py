@@ -19,9 +19,9 @@ from penstock_enginecore.forward.build import BuiltForward, ForwardConfig, build
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
 from penstock_enginecore.pooling.embedder import resolve_task
-from penstock_enginecore.sample.base import SamplingInputs
 from penstock_enginecore.spec_decode.arms import Arms
-from penstock_enginecore.spec_decode.base import DraftStep
+from penstock_enginecore.spec_decode.base import DraftStep, Stateless
+from penstock_enginecore.spec_decode.draft_choice import DraftChoice, num_held
 from penstock_enginecore.spec_decode.draft_layers import PREFIX, draft_layers
 from penstock_enginecore.spec_decode.vocabulary import check_vocabulary
 
@@ -39,7 +39,7 @@ class _Followed:
         self.arms = Arms()
 
 
-class DraftModel:
+class DraftModel(Stateless):
     """A ``Drafter``. It computes a request's tokens when it drafts for it, all that it has not seen at once: requests that get no
     drafts cost nothing. Requests that begin on cached blocks are computed from their beginning, for these may have no keys
     and values of its own.
@@ -53,7 +53,7 @@ class DraftModel:
         self._forward = built.forward
         self._sampler = built.sampler
         self._vocab_size = min(vocab_size, model.vocab_size)
-        self._sampling = sampling
+        self._choice = DraftChoice(sampling)
         self._requests: dict[str, _Followed] = {}
         self.kv_cache_bytes = self._num_groups = 0
 
@@ -139,8 +139,7 @@ class DraftModel:
         followed.drafts = []
         if not drafts or len(token_ids) <= first:
             return
-        known = token_ids[first : first + len(drafts)].tolist()
-        held = next((n for n, (a, b) in enumerate(zip(drafts, known, strict=False)) if a != b), len(known))
+        held = num_held(drafts, token_ids[first : first + len(drafts)].tolist())
         followed.arms.held(len(drafts), held)
         # The last draft was not computed.
         followed.computed = min(first + min(held, len(drafts) - 1), len(token_ids) - 1)
@@ -163,26 +162,12 @@ class DraftModel:
         logits = self._forward.run(own, rows).logits
         if not drafting:
             return
-        inputs = self._inputs(step, drafting, place)
+        arms = [self._requests[step.requests[i].request_id].arms for i in drafting]
+        inputs = self._choice.inputs(step, drafting, arms, place)
         for i, token in zip(
             drafting, self._sampler.sample(logits[:, : self._vocab_size], inputs).token_ids.tolist(), strict=True
         ):
             drafts[i].append(token)
-
-    def _inputs(self, step: DraftStep, drafting: Sequence[int], place: int) -> SamplingInputs:
-        """How the drafts at a place are chosen."""
-        inputs = step.sampling(drafting, place)
-        temperature = inputs.temperature.copy()
-        for row, i in enumerate(drafting):
-            if temperature[row] and not self._coupled(step.requests[i].request_id, place):
-                temperature[row] = 0.0
-        return replace(inputs, temperature=temperature)
-
-    def _coupled(self, request_id: str, place: int) -> bool:
-        if self._sampling != "auto":
-            return self._sampling == "coupled"
-        arms = self._requests[request_id].arms
-        return arms.choose() if place == 0 else arms.coupled
 
 
 def load_draft_model(

@@ -2,19 +2,23 @@
 
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
+from penstock_enginecore.forward.base import ForwardPass
 from penstock_enginecore.forward.build import ForwardConfig
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.spec_decode.base import Drafter
 from penstock_enginecore.spec_decode.draft_model import load_draft_model
+from penstock_enginecore.spec_decode.eagle import load_eagle
 from penstock_enginecore.spec_decode.ngram import Ngram
 from penstock_enginecore.spec_decode.prediction import Predicted
 from penstock_enginecore.spec_decode.suffix import Suffix
 
 
 def create_drafter(
-    config: EngineCoreConfig, model: LoadedModel, forward: ForwardConfig, progress: Progress
+    config: EngineCoreConfig, model: LoadedModel, target: ForwardPass, forward: ForwardConfig, progress: Progress
 ) -> Drafter | None:
-    """None where nothing is drafted. Raises ModelLoadError for a draft model, or a head, that does not go with ``model``."""
+    """None where nothing is drafted. Raises ModelLoadError for a draft model, or a head, that does not go with ``model``,
+    which ``target`` runs.
+    """
     speculative = config.speculative
     match speculative.method:
         case "":
@@ -34,3 +38,5 @@ def create_drafter(
             )
         case "draft_model":
             return Predicted(load_draft_model(config, model, forward, progress))
+        case "eagle" | "eagle3":
+            return Predicted(load_eagle(config, model, target, forward, progress))

@@ -79,6 +79,7 @@ class Predicted:
     def __init__(self, inner: Drafter | None) -> None:
         self._inner = inner
         self.name = "prediction" if inner is None else inner.name
+        self.state_layers: Sequence[int] = () if inner is None else inner.state_layers
         self._places: dict[str, Place] = {}
 
     @property
@@ -118,6 +119,11 @@ class Predicted:
         self._places.pop(request_id, None)
         if self._inner is not None:
             self._inner.end(request_id, token_ids, num_prompt_tokens=num_prompt_tokens)
+
+    def observe(self, step: DraftStep, first: IntArray, states: Sequence[torch.Tensor]) -> None:
+        """Hand it on."""
+        if self._inner is not None:
+            self._inner.observe(step, first, states)
 
     def propose(self, step: DraftStep) -> list[list[int]]:
         """A request that its prediction has drafts for asks the inner one for none."""

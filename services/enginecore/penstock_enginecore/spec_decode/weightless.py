@@ -5,9 +5,10 @@ from collections.abc import Mapping
 import torch
 
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.spec_decode.base import Stateless
 
 
-class Weightless:
+class Weightless(Stateless):
     """The part of a ``Drafter`` that concerns a device."""
 
     specs: Mapping[str, KVCacheSpec] = {}

@@ -1,7 +1,10 @@
 """What a runner does with its drafter: it tells it of requests, and has it draft behind a step."""
 
+import itertools
 import logging
 import time
+
+import torch
 
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, SchedulerOutput
@@ -34,6 +37,17 @@ class Drafting:
                 self._known.add(new.request_id)
                 if not self.failure:
                     self.drafter.begin(new)
+        except Exception as e:
+            self._fail(e)
+
+    def observe(self, inputs: StepInputs, batch: InputBatch, hidden: torch.Tensor | None) -> None:
+        """The hidden states ``[tokens, width]`` of a step that is computed; None where none are kept."""
+        if hidden is None or self.failure:
+            return
+        starts = inputs.attention[0].query_start_loc
+        try:
+            states = [hidden[start:end] for start, end in itertools.pairwise(starts.tolist())]
+            self.drafter.observe(BatchDraftStep(batch, inputs, {}), inputs.positions[starts[:-1]], states)
         except Exception as e:
             self._fail(e)
 

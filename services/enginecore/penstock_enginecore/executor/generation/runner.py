@@ -64,6 +64,8 @@ class GenerationRunner:
         several ranks hold. ``drafter``: guesses tokens behind each step.
         """
         self._drafting = None if drafter is None else Drafting(drafter)
+        if drafter is not None and drafter.state_layers:
+            built.forward.keep_hidden(drafter.state_layers)
         self.experts = experts
         self._model = model
         self._forward = built.forward
@@ -218,16 +220,16 @@ class GenerationRunner:
         own = inputs.attention[: self._num_groups]
         batch = ForwardBatch(inputs.token_ids, inputs.positions, own, self._embedded(inputs), fed, choice)
         targets = self._batch.prompt_targets(inputs)
-        launched = None
         if targets and self._chosen_elsewhere is None:
-            logits, prompt_logprobs = score_prompts(self._forward, batch, inputs.logits_indices, targets)
+            output, prompt_logprobs = score_prompts(self._forward, batch, inputs.logits_indices, targets)
         else:
             with nullcontext() if self._vocabulary is None else self._vocabulary.apart():
-                output = self._forward.run(batch, inputs.logits_indices)
-                logits, prompt_logprobs, launched = output.logits, {}, output.launched
+                output, prompt_logprobs = self._forward.run(batch, inputs.logits_indices), {}
+        if self._drafting is not None:
+            self._drafting.observe(inputs, self._batch, output.hidden)
         draws, wanted = None if choice is None else choice.draws, step.num_drafts_wanted
         seconds = time.perf_counter() - began
-        self._pending = PendingStep(inputs, logits, prompt_logprobs, draws, launched, wanted, seconds)
+        self._pending = PendingStep(inputs, output.logits, prompt_logprobs, draws, output.launched, wanted, seconds)
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput | Late[ModelRunnerOutput]:

@@ -1,7 +1,7 @@
 """Log-probabilities of a step, as its output reports them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from penstock_common.types.logprobs import Logprobs
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.executor.generation.step_inputs import PromptTargets
-from penstock_enginecore.forward.base import ForwardBatch, ForwardPass
+from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass
 from penstock_enginecore.sample.logprobs import token_logprobs
 
 _MAX_LOGITS_BYTES = 64 * 2**20
@@ -52,8 +52,8 @@ class OutputScores:
 
 def score_prompts(
     forward: ForwardPass, batch: ForwardBatch, sampled_rows: IntArray, targets: Sequence[PromptTargets]
-) -> tuple[torch.Tensor, dict[str, Logprobs]]:
-    """Run a step: logits ``[len(sampled_rows), vocab]``, and log-probabilities of ``targets`` by request id.
+) -> tuple[ForwardOutput, dict[str, Logprobs]]:
+    """Run a step: its output with logits ``[len(sampled_rows), vocab]``, and log-probabilities of ``targets`` by request id.
 
     The logits of prompt tokens are made from the hidden states of the forward pass, a few rows at a time, so that a long prompt
     needs no more memory than a short one. Where the head does not run on its own they come out of the pass itself.
@@ -68,7 +68,7 @@ def score_prompts(
         own = None if separate else logits[start : start + len(target.rows)]
         start += len(target.rows)
         result[target.request_id] = _score(forward, target, output.states, own, logits.shape[1])
-    return logits[: len(sampled_rows)], result
+    return replace(output, logits=logits[: len(sampled_rows)], states=None, launched=None), result
 
 
 def _score(

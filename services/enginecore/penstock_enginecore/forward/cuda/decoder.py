@@ -5,6 +5,7 @@ of its shape, reads nothing on the host and allocates nothing. What is taken ove
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from penstock_enginecore.forward.cuda.buffers import padded_shape
 from penstock_enginecore.forward.cuda.families import plan_model
 from penstock_enginecore.forward.cuda.feedback import TokenFeedback
 from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs
+from penstock_enginecore.forward.cuda.kept_hidden import KeptHidden
 from penstock_enginecore.forward.cuda.latent_layer import latent_specs
 from penstock_enginecore.forward.cuda.launches import Kernels, SamplingKernels
 from penstock_enginecore.forward.cuda.layer_trace import Trace, first_difference, traced
@@ -64,6 +66,7 @@ class FusedForward:
         self._memory: StepMemory | None = None
         self._caches: list[LayerCache] = []
         self._after_layer: AfterLayer | None = None
+        self._kept: KeptHidden | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -107,6 +110,12 @@ class FusedForward:
         self._layers.embed(torch.from_numpy(token_ids).to(self.device), out)
         return out
 
+    def keep_hidden(self, layers: Sequence[int]) -> None:
+        """In the model's dtype."""
+        self._forget_graphs()
+        width, dtype = self._layers.widths.hidden, self._probed.model.dtype
+        self._kept = KeptHidden(layers, width, dtype, self.device) if layers else None
+
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
         """States are what the last norm puts out, ``[tokens, hidden size]``. RuntimeError without a KV cache."""
         if self._memory is None or not self._caches:
@@ -120,7 +129,8 @@ class FusedForward:
         hidden = self._compute(step, batch.embedded, padded)
         states = hidden[:num_tokens].clone() if keep_states else None
         logits = step.activations.logits[: len(rows)]
-        return ForwardOutput(logits, states, self._feedback.launched(batch, step.shape))
+        kept = None if self._kept is None else self._kept.of(num_tokens)
+        return ForwardOutput(logits, states, self._feedback.launched(batch, step.shape), kept)
 
     def head(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The head alone: a new tensor."""
@@ -193,8 +203,14 @@ class FusedForward:
 
     def _launch(self, step: Step) -> torch.Tensor:
         """The layers, the head and the choice of tokens, for what the first layer gets."""
-        activations = step.activations
-        hidden = self._layers.run(step.inputs, activations, self._caches, self._after_layer)
+        activations, kept = step.activations, self._kept
+        after_layer = self._after_layer
+        if kept is not None and after_layer is None:
+            kept.begin(step.shape.tokens)
+            after_layer = lambda layer, states: kept.put(layer + 1, states)  # noqa: E731
+        hidden = self._layers.run(step.inputs, activations, self._caches, after_layer)
+        if kept is not None:
+            kept.put(len(self._plan.layers), hidden)
         torch.index_select(hidden, 0, step.inputs.rows, out=activations.chosen)
         self._logits(activations.chosen, activations.logits)
         self._feedback.choose(activations.logits, step.inputs, step.shape)
@@ -215,8 +231,7 @@ class FusedForward:
     def _trace(self, probe: Probe) -> Trace:
         """What the first layer gets and each layer puts out."""
         count = len(probe.token_ids)
-        trace = [self.embed(probe.token_ids)]
-        self._layers.scale_input(trace[0])
+        trace: Trace = []
         self._after_layer = lambda _, hidden: trace.append(hidden[:count].clone())
         try:
             probe_logits(self, probe, np.zeros(1, dtype=np.int64))

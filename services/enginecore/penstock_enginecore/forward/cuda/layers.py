@@ -22,7 +22,7 @@ from penstock_enginecore.forward.cuda.rotary import rotary_table
 from penstock_enginecore.forward.proof import UnsuitableError
 
 AfterLayer = Callable[[int, torch.Tensor], None]
-"""Gets the number of a layer and what it put out, ``[tokens, hidden size]``."""
+"""Gets the number of a layer and what it put out, ``[tokens, hidden size]``; -1 and what the first one gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,8 @@ class Layers:
         """From what stands in ``activations.residual``: what the last norm puts out, ``[tokens, hidden size]``."""
         kernels, residual = self._kernels, activations.residual
         self.scale_input(residual)
+        if after_layer is not None:
+            after_layer(-1, residual)
         x, spare = activations.normed, activations.x
         kernels.add_rms_norm(residual, None, self._layers[0].plan.norms_before[0], x)
         for i, (layer, cache, next_norm) in enumerate(zip(self._layers, caches, self._next_norms, strict=True)):

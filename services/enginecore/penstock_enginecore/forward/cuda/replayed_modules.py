@@ -1,7 +1,7 @@
 """The forward pass by transformers' own modules, whole steps of which are replayed."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -21,9 +21,10 @@ from penstock_enginecore.forward.cuda.buffers import (
 )
 from penstock_enginecore.forward.cuda.feedback import TokenFeedback
 from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs
+from penstock_enginecore.forward.cuda.kept_hidden import KeptHidden
 from penstock_enginecore.forward.cuda.launches import SamplingKernels
 from penstock_enginecore.forward.cuda.steps import CacheShape
-from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, caches_by_module, module_logits
+from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, caches_by_module, module_outputs
 from penstock_enginecore.forward.probe import NUM_TOKENS
 from penstock_enginecore.models.attention_hook import StepContext, use_context
 from penstock_enginecore.models.head import HiddenStates
@@ -45,6 +46,7 @@ class ReplayedModules:
         self.specs = probed.specs
         self.memory = self._modules.memory
         self._module = probed.model.module
+        self._dtype = probed.model.dtype
         self._max_len = max(probed.model.max_len, NUM_TOKENS)
         self._attention = attention
         self._graphs = graphs
@@ -53,6 +55,7 @@ class ReplayedModules:
         self._shape: CacheShape | None = None
         self._buffers: InputBuffers | None = None
         self._logits: torch.Tensor | None = None
+        self._kept: KeptHidden | None = None
 
     @property
     def failure(self) -> str:
@@ -91,6 +94,13 @@ class ReplayedModules:
         """As ``ModulesForward``."""
         return self._modules.embed(token_ids)
 
+    def keep_hidden(self, layers: Sequence[int]) -> None:
+        """As the model itself puts them out."""
+        self._graphs.clear()
+        self._modules.keep_hidden(layers)
+        width, dtype = self._module.config.hidden_size, self._dtype
+        self._kept = KeptHidden(layers, width, dtype, self.device) if layers else None
+
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
         """Logits of a step that is replayed are in memory that the next one overwrites. RuntimeError without a KV cache."""
         if self._buffers is None or not self._caches:
@@ -107,7 +117,8 @@ class ReplayedModules:
         launch = functools.partial(self._launch, inputs, shape)
         padded = Padded(shape.tokens, shape.tokens - num_tokens, shape.requests - len(rows))
         logits = self._graphs.run(shape, launch, padded)
-        return ForwardOutput(logits[: len(rows)], launched=self._feedback.launched(batch, shape))
+        kept = None if self._kept is None else self._kept.of(num_tokens)
+        return ForwardOutput(logits[: len(rows)], launched=self._feedback.launched(batch, shape), hidden=kept)
 
     def head(self, states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
         """As ``ModulesForward``."""
@@ -133,7 +144,12 @@ class ReplayedModules:
         token_ids, positions, rows = inputs.token_ids.long(), inputs.positions.long(), inputs.rows.long()
         plans: list[StepPlan] = [self._attention.padded_plan(group, positions) for group in inputs.groups]
         with use_context(StepContext(self._attention, self._caches, plans)), _failures_named(self._module):
-            computed = module_logits(self._module, {"input_ids": token_ids[None]}, positions, rows)
+            layers = () if self._kept is None else self._kept.layers
+            ids = {"input_ids": token_ids[None]}
+            computed, hidden = module_outputs(self._module, ids, positions, rows, layers)
+        if self._kept is not None and hidden is not None:
+            self._kept.begin(len(hidden))
+            self._kept.put_all(hidden)
         # Held by their graphs, those of all shapes would be there at once.
         logits = self._logits_like(computed)[: shape.requests]
         logits.copy_(computed)

@@ -1,0 +1,288 @@
+"""Drafts by an EAGLE head: a chain of its own guesses behind the target's hidden states (Li et al., 2024, 2025)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock_common.checkpoint import problem
+from penstock_enginecore.attention.base import IntArray
+from penstock_enginecore.attention.kv_memory import num_bytes, num_groups
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.executor import Progress
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.scheduler.output import NewRequestData
+from penstock_enginecore.forward.base import ForwardPass
+from penstock_enginecore.forward.build import ForwardConfig
+from penstock_enginecore.forward.upload import to_device
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.loader import LoadedModel, weight_files
+from penstock_enginecore.models.quantization.weights import open_tensors
+from penstock_enginecore.sample.base import Sampler
+from penstock_enginecore.spec_decode.arms import Arms
+from penstock_enginecore.spec_decode.base import DraftStep
+from penstock_enginecore.spec_decode.draft_choice import DraftChoice, num_held
+from penstock_enginecore.spec_decode.draft_layers import PREFIX, draft_layers
+from penstock_enginecore.spec_decode.draft_model import draft_checkpoint
+from penstock_enginecore.spec_decode.head import read_head
+from penstock_enginecore.spec_decode.head_config import Kind, read_head_config
+from penstock_enginecore.spec_decode.head_forward import HeadForward, build_head
+from penstock_enginecore.spec_decode.pending_states import PendingStates
+from penstock_enginecore.spec_decode.vocabulary import check_vocabulary
+
+_MOST_TOKENS = 512
+"""Tokens of a pass of the head, at most: what it takes beside the target's steps stays small."""
+_MOST_PENDING = 32
+"""Hidden states of a request that wait until it drafts, at most: one pass over many costs less than many over one."""
+
+
+class _Followed:
+    """What the drafter has of a request: keys and values of the positions before ``pending``, the hidden states of those behind,
+    and ``drafts`` that were made when it had ``first`` tokens.
+    """
+
+    def __init__(self, num_computed: int) -> None:
+        self.pending = PendingStates(num_computed)
+        self.first = 0
+        self.drafts: list[int] = []
+        self.arms = Arms()
+
+
+class Eagle:
+    """A ``Drafter``. At each position of a request whose token behind is known it computes keys and values from the target's
+    hidden states: when it drafts, or when many wait. What it computes behind that, of states that it guessed itself, is
+    computed again. Requests that want no drafts at all are not followed. Positions on cached blocks have what the request
+    that filled them left there, which may be nothing: drafts are worse then.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: HeadForward,
+        target: ForwardPass,
+        sampler: Sampler,
+        target_tokens: torch.Tensor | None,
+        vocab_size: int,
+        state_layers: Sequence[int],
+        sampling: str,
+    ) -> None:
+        """``target``: of the model that verifies, of ``vocab_size``; it embeds tokens for a head that does not.
+        ``target_tokens``: by token of the head.
+        """
+        self.name = name
+        self.state_layers = state_layers
+        self._forward = forward
+        self._head = forward.head
+        self._target = target
+        self._sampler = sampler
+        self._target_tokens = None if target_tokens is None else target_tokens.to(forward.device)
+        self._vocab_size = vocab_size
+        self._choice = DraftChoice(sampling)
+        self._requests: dict[str, _Followed] = {}
+        self.kv_cache_bytes = self._num_groups = 0
+
+    @property
+    def specs(self) -> Mapping[str, KVCacheSpec]:
+        """Its layers, behind the prefix that tells them from the model's."""
+        return {PREFIX + name: spec for name, spec in self._forward.specs.items()}
+
+    @property
+    def weight_bytes(self) -> int:
+        """Those of the head."""
+        return self._forward.weight_bytes
+
+    def allocate(self, config: KVCacheConfig) -> None:
+        """Keys and values of its own layers."""
+        caches = self._forward.memory.allocate(draft_layers(config))
+        if (
+            self._forward.device.type != "cpu"
+        ):  # a host's fresh memory is zeros; positions that nobody computed are attended over
+            for layer in caches.values():
+                layer.cache.keys.zero_()
+                layer.cache.values.zero_()
+        self._forward.bind(caches)
+        self.kv_cache_bytes = num_bytes(caches)
+        self._num_groups = num_groups(caches)
+        self._requests.clear()
+
+    def release(self) -> None:
+        """Let go of them."""
+        self._forward.bind({})
+        self.kv_cache_bytes = 0
+
+    def begin(self, request: NewRequestData) -> None:
+        """What is cached of it counts as computed."""
+        if request.sampling_params.num_speculative_tokens != 0:
+            self._requests[request.request_id] = _Followed(request.num_computed_tokens)
+
+    def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:  # noqa: ARG002
+        """Forget it."""
+        self._requests.pop(request_id, None)
+
+    def to(self, device: torch.device) -> None:
+        """Move its weights."""
+        self._head.to(device)
+
+    @torch.inference_mode()
+    def observe(self, step: DraftStep, first: IntArray, states: Sequence[torch.Tensor]) -> None:
+        """Keep the hidden states of a step that is computed, and compute where many wait."""
+        waiting = {}
+        for i, (request, position, own) in enumerate(zip(step.requests, first.tolist(), states, strict=True)):
+            followed = self._requests.get(request.request_id)
+            if followed is None:
+                continue
+            followed.pending.add(position, own)
+            if len(followed.pending) > _MOST_PENDING:
+                known = request.token_ids[followed.pending.start + 1 : followed.pending.end + 1]
+                unknown = np.flatnonzero(known < 0)
+                waiting[i] = int(unknown[0]) if len(unknown) else len(known)
+        for _ in self._follow(step, waiting):
+            pass
+
+    @torch.inference_mode()
+    def propose(self, step: DraftStep) -> list[list[int]]:
+        """Catch up with the requests that want drafts, and go on from there, a token of each at a time."""
+        drafts: list[list[int]] = [[] for _ in step.requests]
+        waiting = {}
+        for i, request in enumerate(step.requests):
+            followed = self._requests.get(request.request_id)
+            if request.num_drafts <= 0 or followed is None:
+                continue
+            self._learn(followed, request.token_ids)
+            count = len(request.token_ids) - 1 - followed.pending.start
+            if 0 < count <= len(followed.pending):
+                waiting[i] = count
+        last: dict[int, torch.Tensor] = {}
+        for going, outputs in self._follow(step, waiting):
+            last.update(zip(going, outputs, strict=True))
+        going = sorted(last)
+        if going:
+            self._draft(step, going, torch.stack([last[i] for i in going]), drafts)
+        for i in going:
+            followed = self._requests[step.requests[i].request_id]
+            followed.first, followed.drafts = len(step.requests[i].token_ids), drafts[i]
+        return drafts
+
+    def _draft(self, step: DraftStep, going: list[int], states: torch.Tensor, drafts: list[list[int]]) -> None:
+        """A chain behind ``states`` ``[requests, hidden size]`` of the positions in front of the newest tokens."""
+        place = 0
+        while True:
+            for i, token in zip(going, self._choose(step, going, states, place), strict=True):
+                drafts[i].append(token)
+            place += 1
+            stays = [row for row, i in enumerate(going) if step.requests[i].num_drafts > place]
+            if not stays:
+                return
+            going = [going[row] for row in stays]
+            first = np.array([len(step.requests[i].token_ids) + place - 2 for i in going])
+            tokens = [np.array(drafts[i][-1:]) for i in going]
+            states = self._run(step, going, first, tokens, states[stays], own=True)
+
+    def _follow(self, step: DraftStep, waiting: Mapping[int, int]) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """Compute so many positions of requests by index, some tokens at a time. Gives the requests that are done with, and what
+        the head put out at their last positions, ``[requests, hidden size]``.
+        """
+        left = {i: count for i, count in waiting.items() if count > 0}
+        while left:
+            taken, room = dict[int, int](), _MOST_TOKENS
+            for i, count in left.items():
+                if room > 0:
+                    taken[i] = min(count, room)
+                    room -= taken[i]
+            going, first, tokens, states = list(taken), list[int](), list[IntArray](), list[torch.Tensor]()
+            for i, count in taken.items():
+                request = step.requests[i]
+                followed = self._requests[request.request_id]
+                start = followed.pending.start
+                first.append(start)
+                tokens.append(request.token_ids[start + 1 : start + 1 + count].astype(np.int64))
+                states.append(followed.pending.take(count))
+            out = self._run(step, going, np.array(first), tokens, torch.cat(states), own=False)
+            left = {i: count - taken.get(i, 0) for i, count in left.items() if count > taken.get(i, 0)}
+            ends = np.cumsum([len(each) for each in tokens]) - 1
+            rows = [row for row, i in enumerate(going) if i not in left]
+            yield [going[row] for row in rows], out[to_device(ends[rows], out.device)]
+
+    def _run(
+        self,
+        step: DraftStep,
+        requests: Sequence[int],
+        first: IntArray,
+        tokens: Sequence[IntArray],
+        states: torch.Tensor,
+        *,
+        own: bool,
+    ) -> torch.Tensor:
+        """A pass over ``tokens`` of ``requests``, each beside the states in front of it, at positions from ``first`` on."""
+        batch = step.lay_out(requests, first, tokens)
+        embed = self._head.embed_tokens
+        if embed is None:
+            embedded = self._target.embed(batch.token_ids)
+        else:
+            embedded = embed(to_device(batch.token_ids, self._forward.device))
+        attention = batch.attention[: self._num_groups]
+        return self._forward.run(embedded, states, batch.positions, attention, own=own)
+
+    def _choose(self, step: DraftStep, going: Sequence[int], states: torch.Tensor, place: int) -> list[int]:
+        """A token of the target's for each request."""
+        arms = [self._requests[step.requests[i].request_id].arms for i in going]
+        inputs = self._choice.inputs(step, going, arms, place)
+        logits = self._head.logits(states)
+        if self._target_tokens is None:
+            return [int(token) for token in self._sampler.sample(logits[:, : self._vocab_size], inputs).token_ids]
+        if not inputs.temperature.any():
+            found = self._sampler.sample(logits, inputs).token_ids
+            return self._target_tokens[torch.from_numpy(found).to(logits.device)].tolist()
+        whole = logits.new_full((len(logits), self._vocab_size), -torch.inf)
+        whole[:, self._target_tokens] = logits
+        return [int(token) for token in self._sampler.sample(whole, inputs).token_ids]
+
+    @staticmethod
+    def _learn(followed: _Followed, token_ids: npt.NDArray[np.int32]) -> None:
+        """What became of the last drafts."""
+        drafts, first = followed.drafts, followed.first
+        followed.drafts = []
+        if drafts and len(token_ids) > first:
+            known = token_ids[first : first + len(drafts)].tolist()
+            followed.arms.held(len(drafts), num_held(drafts, known))
+
+
+def load_eagle(
+    config: EngineCoreConfig, model: LoadedModel, target: ForwardPass, forward: ForwardConfig, progress: Progress
+) -> Eagle:
+    """The head that ``speculative.model`` names, for ``model``, whose pass is ``target``, computing as ``forward`` says. Raises
+    ModelLoadError for one that cannot draft for it.
+    """
+    speculative = config.speculative
+    kind: Kind = "eagle3" if speculative.method == "eagle3" else "eagle"
+    progress(f"loading a head for {kind} from {speculative.model}")
+    checkpoint = draft_checkpoint(config)
+    try:
+        if reason := problem(speculative.model, trust_remote_code=True, tokenizer=False):
+            raise ModelLoadError(reason)
+        directory = weight_files(checkpoint)
+        check_vocabulary(Path(config.model.path), directory)
+        of_head = read_head_config(directory, kind, model.module.config.num_hidden_layers)
+        size, vocab = model.hidden_size, model.vocab_size
+        shared = None if of_head.vocab_size != vocab else partial(_lm_head, config)
+        head, tokens = read_head(directory, of_head, hidden_size=size, vocab_size=vocab, lm_head=shared)
+    except ModelLoadError as e:
+        if str(e).startswith("speculative.model"):
+            raise
+        raise ModelLoadError(f"speculative.model is {speculative.model!r}, which cannot draft: {e}") from e
+    built, sampler = build_head(head, replace(forward, part=None, int8=False, cache_dtype=None), model.dtype)
+    sampling = speculative.draft_sampling
+    return Eagle(kind, built, target, sampler, tokens, vocab, of_head.state_layers, sampling)
+
+
+def _lm_head(config: EngineCoreConfig) -> torch.Tensor:
+    """The served model's, which the decoder has packed by now. Raises ModelLoadError."""
+    with open_tensors(weight_files(config.model)) as stored:
+        for name in ("lm_head.weight", "model.embed_tokens.weight"):  # tied
+            if name in stored:
+                return stored[name][...]
+    raise ModelLoadError("it has no lm_head of its own, and the model's files have none that is called lm_head.weight")
