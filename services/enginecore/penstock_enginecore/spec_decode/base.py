@@ -77,8 +77,8 @@ class Drafter(Protocol):
         """A request that steps have no more, for now or for good, with its tokens."""
 
     def observe(self, step: DraftStep, first: IntArray, states: Sequence[torch.Tensor]) -> None:
-        """Hidden states of a step, where it asked for some, before tokens are chosen: ``states[i]`` ``[tokens, width]`` of request
-        i from position ``first[i]`` on, drafts included. Tokens that are not known here are negative.
+        """Hidden states of a step, where it asked for some, before tokens are chosen: ``states[i]`` ``[tokens, width]`` of the
+        request at index i from position ``first[i]`` on, drafts included. Tokens that are not known here are negative.
         """
 
     def propose(self, step: DraftStep) -> list[list[int]]:
