@@ -83,11 +83,11 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     speculative: Annotated[
         str,
         Meta(
-            description="Draft tokens ahead and verify several to a step, which changes none: prediction, ngram, suffix "
-            "or draft_model."
+            description="Draft tokens ahead and verify several to a step, which changes none: prediction, ngram, suffix, "
+            "draft_model, eagle or eagle3."
         ),
     ] = ""
-    speculative_model: Annotated[str, Meta(description="Directory or hub id of the draft model, for draft_model.")] = ""
+    speculative_model: Annotated[str, Meta(description="Directory or hub id of the draft model or head.")] = ""
     speculative_tokens: (
         Annotated[
             int, Meta(ge=1, le=MAX_SPECULATIVE_TOKENS, description="Tokens drafted in a step, at most; unset: 5.")

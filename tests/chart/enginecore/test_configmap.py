@@ -62,8 +62,9 @@ def test_what_drafts_reaches_the_engine(tmp_path: Path):
     assert speculative.suffix_decoding_max_tree_depth == 32
 
 
-def test_a_draft_model_is_on_the_volume_of_the_model_or_on_the_hub(tmp_path: Path):
-    values = ("enginecore.speculative.method=draft_model", "enginecore.speculative.model=heads/chat")
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+def test_what_drafts_is_on_the_volume_of_the_model_or_on_the_hub(method: str, tmp_path: Path):
+    values = (f"enginecore.speculative.method={method}", "enginecore.speculative.model=heads/chat")
     for values_set, path in ((BARE, "/var/lib/penstock/model/heads/chat"), (HUB, "heads/chat")):
         config = load(release(values_set, *values), "enginecore", tmp_path)
         assert isinstance(config, EngineCoreConfig)
@@ -83,9 +84,9 @@ def test_pools_draft_each_in_its_way():
         (["method=draft_model"], r"enginecore.speculative.model is required when method is draft_model"),
         (
             ["method=ngram", "model=x"],
-            r"enginecore.speculative.model is x; only the method draft_model",
+            r"enginecore.speculative.model is x; only the methods draft_model",
         ),
-        (["model=x"], r"enginecore.speculative.model is x; only the method"),
+        (["model=x"], r"enginecore.speculative.model is x; only the methods"),
         (["method=ngrm"], "enginecore.speculative.method"),
         (["method=ngram", "tokens=0"], "enginecore.speculative.tokens"),
         (["method=ngram", "tokens=33"], "enginecore.speculative.tokens"),

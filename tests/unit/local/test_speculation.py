@@ -50,6 +50,7 @@ def test_vllms_object_is_taken_as_it_is() -> None:
     [
         ({"speculative": "ngrm"}, r"--speculative is 'ngrm'; known: .*did you mean 'ngram'"),
         ({"speculative": "draft_model"}, "--speculative is draft_model, which needs --speculative-model"),
+        ({"speculative": "eagle3"}, "--speculative is eagle3, which needs --speculative-model"),
         ({"speculative": "ngram", "speculative_model": "x"}, "--speculative-model is x with --speculative ngram"),
         ({"speculative_model": "x"}, "--speculative-model is x without --speculative"),
         ({"speculative_tokens": 4}, "--speculative-tokens is 4 without --speculative"),

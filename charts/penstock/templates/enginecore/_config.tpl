@@ -8,11 +8,11 @@
 {{- define "penstock.enginecore.speculative" -}}
 {{- $own := .values.speculative -}}
 {{- $key := printf "%s.speculative" (include "penstock.key" .) -}}
-{{- $drafts := eq $own.method "draft_model" -}}
+{{- $drafts := has $own.method (list "draft_model" "eagle" "eagle3") -}}
 {{- if and $drafts (not $own.model) -}}
 {{- fail (printf "%s.model is required when method is %s: what drafts" $key $own.method) -}}
 {{- else if and $own.model (not $drafts) -}}
-{{- fail (printf "%s.model is %s; only the method draft_model has one" $key $own.model) -}}
+{{- fail (printf "%s.model is %s; only the methods draft_model, eagle and eagle3 have one" $key $own.model) -}}
 {{- end -}}
 {{- if $own.method -}}
 method: {{ $own.method }}
