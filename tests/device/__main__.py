@@ -1,7 +1,8 @@
 """``make check-gpu``: what engines compute on a GPU beside what they should, each check in a process of its own.
 
 Greedy tokens of every family against transformers' on the CPU, in float32, and what computes them; the same in bfloat16; and what
-only a device has: graphs, sleeping weights, an 8-bit cache, kernels whose bits do not depend on the batch, draws.
+only a device has: graphs, sleeping weights, an 8-bit cache, kernels whose bits do not depend on the batch, draws; and tokens with
+and without drafts.
 ``--device cpu`` runs the checks that a CPU can, to see that they run.
 """
 

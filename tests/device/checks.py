@@ -12,6 +12,7 @@ import torch
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
+from tests.device.speculation import speculation, speeds
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.models.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model
 from tests.fakes.models.transformers_greedy import greedy_tokens
@@ -180,6 +181,8 @@ FUSED = (
 )
 """Those that the fused decoder computes."""
 
+DRAFTERS = ("ngram", "suffix", "draft_model")
+
 CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
     **{f"float32 {name}": partial(family, name, "float32") for name in FUSED},
     "draws": draws,
@@ -187,6 +190,8 @@ CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
     "sleeps": sleeps,
     "eight_bits": eight_bits,
     "recorded": recorded,
+    **{f"drafts {method} {heat}": partial(speculation, method, heat) for method in DRAFTERS for heat in (0.0, 0.8)},
+    "speeds with drafts": speeds,
     **{f"bfloat16 {name}": partial(family, name, "bfloat16") for name in FUSED[:6]},
     **{f"float32 {name}": partial(family, name, "float32") for name in ARCHITECTURES if name not in FUSED},
 }

@@ -41,6 +41,8 @@ def lines(plan: Plan, results: dict[str, Any]) -> Iterator[str]:
     yield from (_engine(results, streams) for streams in plan.engine_streams)
     yield from ("", "| attention of one layer | floor ms | ms | of the floor | error |", "|---|---|---|---|---|")
     yield from (_attention(plan, results, limits, index) for index in range(len(plan.decode)))
+    yield from ("", "| streams | context | tokens of each | ms | beside one token |", "|---|---|---|---|---|")
+    yield from _verify(plan, results)
     yield ""
     yield f"Device idle while decoding: {_idle(results)}."
     yield from _peers(results)
@@ -130,6 +132,19 @@ def _engine(results: dict[str, Any], streams: int) -> str:
         return _row((streams, *[UNMEASURED] * 4))
     rows = [results["engine"][name][str(streams)] for name in ("in-process", "over gRPC")]
     return _row((streams, *(f"{row['tokens_per_s']:.0f}" for row in rows), *(f"{row['itl_ms']:.2f}" for row in rows)))
+
+
+def _verify(plan: Plan, results: dict[str, Any]) -> Iterator[str]:
+    """Steps that verify drafts, each beside the first of its streams."""
+    measured = iter(results["verify"]["verify"] if _ok(results, "verify") else ())
+    for row in plan.verify:
+        one = None
+        for tokens in plan.verified:
+            found = next(measured, None)
+            ms = found["ms"] if found else None
+            one = one or ms
+            times = f"{ms / one:.2f}x" if ms and one else UNMEASURED
+            yield _row((row.streams, row.context, tokens, _ms(ms), times))
 
 
 def _idle(results: dict[str, Any]) -> str:

@@ -98,6 +98,9 @@ class Plan:
     engine_streams: tuple[int, ...]
     output_len: int
     input_len: int
+    verify: tuple[Row, ...] = ()
+    """Steps in which each stream has several tokens: each number of ``verified``."""
+    verified: tuple[int, ...] = (1, 2, 5, 8, 12)
 
 
 LLAMA_8B = ModelShape("8B", 32, 4096, 32, 8, 128, 14_336, 128_256, "bfloat16")
@@ -119,9 +122,16 @@ FULL = Plan(
     engine_streams=(1, 64),
     output_len=128,
     input_len=1024,
+    verify=(Row(1, 1024), Row(8, 1024), Row(1, 16_384)),
 )
 SMALL = Plan(
-    LLAMA_1B, decode=(Row(1, 1024), Row(64, 1024)), prefill=(), engine_streams=(1,), output_len=128, input_len=1024
+    LLAMA_1B,
+    decode=(Row(1, 1024), Row(64, 1024)),
+    prefill=(),
+    engine_streams=(1,),
+    output_len=128,
+    input_len=1024,
+    verify=(Row(1, 1024),),
 )
 SMOKE = Plan(
     TINY,
@@ -130,6 +140,8 @@ SMOKE = Plan(
     engine_streams=(1, 4),
     output_len=8,
     input_len=32,
+    verify=(Row(1, 64), Row(2, 64)),
+    verified=(1, 5),
 )
 
 

@@ -1,0 +1,108 @@
+"""Speculation on a device: the demo model's tokens with drafts beside those without."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.engine_core import EngineCore
+from tests.fakes.engines.in_process import Run, build_engine, generate
+
+_DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo_model"
+_MODEL, _DRAFTER = _DEMO / "penstock-tiny", _DEMO / "penstock-tiny-draft"
+_THINGS = ("dog", "king", "boat", "river", "teacher", "dragon")
+NEW_TOKENS = 96
+
+
+def speculation(method: str, temperature: float, device: str) -> dict[str, Any]:
+    """Stories of several requests at once and of one alone, with drafts and without.
+
+    On a GPU all tokens must be the same in bfloat16 by kernels whose bits do not depend on the batch; how many are by the
+    usual ones in float32 is told.
+    """
+    sure = device == "cuda"
+    speculative: dict[str, Any] = {"method": method, "adaptive": False, "num_speculative_tokens": 4}
+    if method == "draft_model":
+        speculative |= {"model": str(_DRAFTER)}
+    plain, _, _ = _told(device, {}, temperature, invariant=sure)
+    drafted, run, engine = _told(device, speculative, temperature, invariant=sure)
+    usual = _told(device, {}, temperature, invariant=False)[0] if sure else plain
+    usual_drafted = _told(device, speculative, temperature, invariant=False)[0] if sure else drafted
+    counts = run.stats.spec_decoding_stats
+    failure = engine.drafter_failure
+    per_draft = 1 + counts.num_accepted_tokens / max(1, counts.num_drafts) if counts else 0.0
+    same, near = _alike(drafted, plain), _alike(usual_drafted, usual)
+    drafts = bool(counts and counts.num_accepted_tokens)
+    return {
+        "ok": drafted == plain and drafts and not failure,
+        "same": same,
+        "usual": near,
+        "tokens_per_draft_step": per_draft,
+        "counts": None if counts is None else [counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens],
+        "failure": failure,
+        "graphs": str(engine.executor.worker_stats()[0].graphs),
+        "says": f"{same}, usual kernels in float32 {near}, {per_draft:.2f} tokens a step that had drafts {failure or ''}",
+    }
+
+
+def speeds(device: str) -> dict[str, Any]:
+    """Tokens per second of one stream of the demo model by method, as an engine drafts that measures its steps."""
+    found: dict[str, float] = {}
+    for method in ("", "ngram", "suffix", "draft_model"):
+        speculative = {"method": method} | ({"model": str(_DRAFTER)} if method == "draft_model" else {})
+        engine = _engine(device, speculative, invariant=False)
+        _story(engine, "warm up", 1)
+        began = time.monotonic()
+        tokens = sum(len(_story(engine, f"r{i}", i)) for i in range(4))
+        found[method or "none"] = tokens / (time.monotonic() - began)
+        engine.shutdown()
+    return {
+        "ok": True,
+        "tokens_per_s": found,
+        "says": ", ".join(f"{name} {rate:.0f} tokens/s" for name, rate in found.items()),
+    }
+
+
+def _engine(device: str, speculative: dict[str, Any], *, invariant: bool) -> EngineCore:
+    return build_engine(
+        _MODEL,
+        model={"device": device, "dtype": "bfloat16" if invariant else "float32"},
+        cache={"block_size": 16, "num_blocks": 1024},
+        kernels={"batch_invariant": invariant},
+        speculative=speculative,
+    )
+
+
+def _told(
+    device: str, speculative: dict[str, Any], temperature: float, *, invariant: bool
+) -> tuple[list[list[int]], Run, EngineCore]:
+    """Tokens of all at once, then of the first alone."""
+    engine = _engine(device, speculative, invariant=invariant)
+    crowd = generate(engine, [_request(f"r{i}", i, temperature) for i in range(len(_THINGS))])
+    alone = generate(engine, [_request("alone", 0, temperature)])
+    tokens = [*(crowd.tokens[f"r{i}"] for i in range(len(_THINGS))), alone.tokens["alone"]]
+    engine.shutdown()
+    return tokens, alone, engine
+
+
+def _story(engine: EngineCore, name: str, number: int) -> list[int]:
+    return generate(engine, [_request(name, number, 0.0)]).tokens[name]
+
+
+def _request(name: str, number: int, temperature: float) -> tuple[str, list[int], SamplingParams]:
+    auto: Any = AutoTokenizer
+    asked = [{"role": "user", "content": f"Tell me a story about a {_THINGS[number % len(_THINGS)]}."}]
+    tokenizer = auto.from_pretrained(_MODEL)
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    return name, prompt, SamplingParams(temperature=temperature, seed=number, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+def _alike(found: list[list[int]], expected: list[list[int]]) -> str:
+    """How many tokens are the same up to the first of each request that is not."""
+    count = 0
+    for mine, theirs in zip(found, expected, strict=True):
+        differs = (i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1])
+        count += next(differs, min(len(mine), len(theirs)))
+    return f"{count}/{sum(map(len, expected))}"
