@@ -181,7 +181,7 @@ FUSED = (
 )
 """Those that the fused decoder computes."""
 
-DRAFTERS = ("ngram", "suffix", "draft_model")
+DRAFTERS = ("ngram", "suffix", "draft_model", "eagle3")
 
 CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
     **{f"float32 {name}": partial(family, name, "float32") for name in FUSED},

@@ -11,7 +11,8 @@ from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.engines.in_process import Run, build_engine, generate
 
 _DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo_model"
-_MODEL, _DRAFTER = _DEMO / "penstock-tiny", _DEMO / "penstock-tiny-draft"
+_MODEL = _DEMO / "penstock-tiny"
+_DRAFTERS = {"draft_model": _DEMO / "penstock-tiny-draft", "eagle3": _DEMO / "penstock-tiny-eagle3"}
 _THINGS = ("dog", "king", "boat", "river", "teacher", "dragon")
 NEW_TOKENS = 96
 
@@ -24,8 +25,8 @@ def speculation(method: str, temperature: float, device: str) -> dict[str, Any]:
     """
     sure = device == "cuda"
     speculative: dict[str, Any] = {"method": method, "adaptive": False, "num_speculative_tokens": 4}
-    if method == "draft_model":
-        speculative |= {"model": str(_DRAFTER)}
+    if method in _DRAFTERS:
+        speculative |= {"model": str(_DRAFTERS[method])}
     plain, _, _ = _told(device, {}, temperature, invariant=sure)
     drafted, run, engine = _told(device, speculative, temperature, invariant=sure)
     usual = _told(device, {}, temperature, invariant=False)[0] if sure else plain
@@ -50,8 +51,8 @@ def speculation(method: str, temperature: float, device: str) -> dict[str, Any]:
 def speeds(device: str) -> dict[str, Any]:
     """Tokens per second of one stream of the demo model by method, as an engine drafts that measures its steps."""
     found: dict[str, float] = {}
-    for method in ("", "ngram", "suffix", "draft_model"):
-        speculative = {"method": method} | ({"model": str(_DRAFTER)} if method == "draft_model" else {})
+    for method in ("", "ngram", "suffix", *_DRAFTERS):
+        speculative = {"method": method} | ({"model": str(_DRAFTERS[method])} if method in _DRAFTERS else {})
         engine = _engine(device, speculative, invariant=False)
         _story(engine, "warm up", 1)
         began = time.monotonic()
