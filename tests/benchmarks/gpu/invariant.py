@@ -17,14 +17,16 @@ def measure(plan: Plan, device: torch.device) -> dict[str, Any]:
     are those that it has alone, and a prompt's last token's those of a decode of it.
     """
     with passes.forward_pass(plan, device, KernelsConfig(batch_invariant=True)) as (forward, computing):
-        decode = [
-            passes.time_decode(forward, plan, row, device) | {"same_bits": _alone(forward, plan, row)}
-            for row in plan.decode
-        ]
-        prefill = [
-            passes.time_prefill(forward, plan, each, device) | {"same_bits": _decoded(forward, plan, each)}
-            for each in plan.prefill
-        ]
+        decode = passes.fitting(
+            plan.decode,
+            lambda row: passes.time_decode(forward, plan, row, device) | {"same_bits": _alone(forward, plan, row)},
+        )
+        prefill = passes.fitting(
+            plan.prefill,
+            lambda each: (
+                passes.time_prefill(forward, plan, each, device) | {"same_bits": _decoded(forward, plan, each)}
+            ),
+        )
     return {"computing": computing, "decode": decode, "prefill": prefill}
 
 
