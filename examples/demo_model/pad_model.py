@@ -3,16 +3,23 @@
 ``python pad_model.py OUT``: more heads, wider MLPs and more layers are added, whose output weights are zero, so that they are
 computed and change nothing: what serves it costs what a model of that size costs, and what is drafted for the demo model fits
 it. Any server that knows Llama loads it.
+
+Heads for the demo model fit it as they are: its hidden states are the demo model's, from the same layers.
+``--head HEAD --head-out OUT`` pads an EAGLE-3 head to the shape of its layers, as such heads have it, and changes none of its
+guesses either.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import shutil
 from pathlib import Path
 
 import torch
+from eagle3_files import LAYOUTS, load_head, save_head
+from eagle3_head import Eagle3Head
 from torch import Tensor
 from train import save_model
 from transformers import LlamaForCausalLM
@@ -39,6 +46,16 @@ def pad_model(
     return padded
 
 
+def pad_head(head: Eagle3Head, *, heads: int = HEADS, kv_heads: int = KV_HEADS, width: int = WIDTH) -> Eagle3Head:
+    """Return a head of so many ``heads``, ``kv_heads`` and MLP columns (``width``) that guesses what ``head`` does."""
+    config = dataclasses.replace(
+        head.config, num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=width
+    )
+    padded, known = Eagle3Head(config), head.state_dict()
+    padded.load_state_dict({name: pad(name, new, known[name]) for name, new in padded.state_dict().items()})
+    return padded
+
+
 def pad(name: str, new: Tensor, old: Tensor | None) -> Tensor:
     """Return a weight that holds ``old`` in its first rows and columns. What puts out nothing else is zero behind them."""
     padded = new.clone()
@@ -50,12 +67,17 @@ def pad(name: str, new: Tensor, old: Tensor | None) -> Tensor:
 
 
 def main() -> None:
-    """Write the checkpoint."""
+    """Write the checkpoint, and the head."""
     parser = argparse.ArgumentParser(description="Pad the Penstock demo model to the cost of 100 million parameters.")
     here = Path(__file__).resolve().parent
     parser.add_argument("out", type=Path, help="folder to write the model to")
     parser.add_argument("--model", type=Path, default=here / "penstock-tiny", help="folder of the demo model")
+    parser.add_argument("--head", type=Path, help="folder of an EAGLE-3 head for the demo model")
+    parser.add_argument("--head-out", type=Path, help="folder to write the padded head to")
+    parser.add_argument("--layout", choices=LAYOUTS, default="safeailab", help="of the files of the padded head")
     options = parser.parse_args()
+    if (options.head is None) != (options.head_out is None):
+        parser.error("--head and --head-out go together")
     torch.manual_seed(0)
     padded = pad_model(LlamaForCausalLM.from_pretrained(options.model))
     options.out.mkdir(parents=True, exist_ok=True)
@@ -63,6 +85,8 @@ def main() -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(options.model / name, options.out / name)
     print(f"{sum(weight.numel() for weight in padded.parameters()) / 1e6:.1f} million parameters")
+    if options.head is not None:
+        save_head(pad_head(load_head(options.head)), options.head_out, options.layout, options.out)
 
 
 if __name__ == "__main__":
