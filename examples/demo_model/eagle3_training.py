@@ -170,25 +170,26 @@ def tokens_per_step(held: Tensor, begins: int, ends: list[int]) -> tuple[int, in
 
 @torch.no_grad()
 def measure_head(
-    model: LlamaForCausalLM, head: Eagle3Head, tokenizer: Tokenizer, rows_count: int = 48, count: int = 4
+    model: LlamaForCausalLM, head: Eagle3Head, tokenizer: Tokenizer, batches: int = 8, size: int = 16, count: int = 4
 ) -> dict[str, float]:
-    """Return the tokens of a step with ``count`` greedy drafts, on rows that training never uses: where the text goes on as
-    they do, and where it is what the model likes best behind their first 128 tokens, up to its end.
+    """Return the tokens of a step with ``count`` greedy drafts, on ``batches`` of ``size`` rows that training never uses:
+    where the text goes on as they do, and where it is what the model likes best behind their first 128 tokens, up to its end.
     """
-    texts = torch.tensor([ids for ids, _ in itertools.islice(rows(tokenizer, HELD_OUT_SEED, SHORT_ROW), rows_count)])
-    layers = head.config.aux_layers
-    tokens, steps = tokens_per_step(
-        held_places(head, Seen(model, layers, texts), count), PROMPT, [SHORT_ROW] * rows_count
-    )
-    prompts = texts[:, :PROMPT]
-    made = continuations(model, prompts)
-    ends = [end_of(row, model.config.to_dict()["eos_token_id"]) for row in made.tolist()]
-    own, own_steps = tokens_per_step(held_places(head, Seen(model, layers, made), count), PROMPT, ends)
+    data = rows(tokenizer, HELD_OUT_SEED, SHORT_ROW)
+    told, own = [0, 0], [0, 0]
+    for _ in range(batches):
+        texts = torch.tensor([ids for ids, _ in itertools.islice(data, size)])
+        made = continuations(model, texts[:, :PROMPT])
+        ends = [end_of(row, model.config.to_dict()["eos_token_id"]) for row in made.tolist()]
+        for sums, ids, until in ((told, texts, [SHORT_ROW] * len(texts)), (own, made, ends)):
+            held = held_places(head, Seen(model, head.config.aux_layers, ids), count)
+            for at, number in enumerate(tokens_per_step(held, PROMPT, until)):
+                sums[at] += number
     return {
-        "tokens per step, own greedy text": own / own_steps,
-        "of tokens": own,
-        "tokens per step, held-out text": tokens / steps,
-        "of held-out tokens": tokens,
+        "tokens per step, own greedy text": own[0] / own[1],
+        "steps of own greedy text": own[1],
+        "tokens per step, held-out text": told[0] / told[1],
+        "steps of held-out text": told[1],
     }
 
 

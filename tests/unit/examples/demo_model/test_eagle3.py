@@ -208,7 +208,16 @@ def test_training_lowers_the_loss_and_repeats(demo: SimpleNamespace, model: Llam
     built = trained(3)
     with torch.no_grad():
         assert training.chain_loss(built, seen) < 0.9 * training.chain_loss(trained(0), seen)
-    assert same(built, trained(3))
+    assert same(trained(1), trained(1))
+
+
+def test_measuring(demo: SimpleNamespace, model: LlamaForCausalLM, head: torch.nn.Module) -> None:
+    """A head of random weights brings next to nothing, and every step its own token."""
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    found = demo.eagle3_training.measure_head(model, head, tokenizer, batches=1, size=3)
+    assert 1 <= found["tokens per step, own greedy text"] < 1.3
+    assert 1 <= found["tokens per step, held-out text"] < 1.3
+    assert found["steps of held-out text"] > 500
 
 
 def test_tokens_of_steps(demo: SimpleNamespace) -> None:
