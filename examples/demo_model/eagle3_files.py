@@ -80,7 +80,7 @@ def speculators_config(config: HeadConfig, layer: dict[str, Any]) -> dict[str, A
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
-        "speculators_version": "0.3.0",
+        "speculators_version": "0.9.0",
         "transformer_layer_config": {**layer, "torch_dtype": "float32"},
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.hidden_size,
