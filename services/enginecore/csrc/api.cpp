@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <new>
 
+#include "chain.h"
 #include "decoder.h"
 #include "operators.h"
 
@@ -49,7 +50,7 @@ void penstock_sizes(int64_t* sizes) {
   using namespace penstock;
   for (size_t size : {sizeof(Linear), sizeof(Cache), sizeof(Params), sizeof(Layer), sizeof(Model), sizeof(Group), sizeof(Step),
                       sizeof(Attention), sizeof(Write), sizeof(Sampling), sizeof(Mask), sizeof(Grouped), sizeof(Mixture), sizeof(Rotary),
-                      sizeof(Route)})
+                      sizeof(Route), sizeof(Chain)})
     *sizes++ = static_cast<int64_t>(size);
 }
 
@@ -94,17 +95,22 @@ int penstock_sample(void* context, const penstock::Sampling* sampling) {
 }
 
 int penstock_decoder_new(void* context, const penstock::Model* model, void** decoder) {
-  return guarded([&] { *decoder = new penstock::Decoder(*model, static_cast<Context*>(context)->pool); });
+  return guarded([&] { *decoder = new penstock::ChainingDecoder(*model, static_cast<Context*>(context)->pool); });
 }
 
-void penstock_decoder_free(void* decoder) { delete static_cast<penstock::Decoder*>(decoder); }
+void penstock_decoder_free(void* decoder) { delete static_cast<penstock::ChainingDecoder*>(decoder); }
 
 int penstock_decoder_forward(void* decoder, const penstock::Step* step) {
-  return guarded([&] { static_cast<penstock::Decoder*>(decoder)->forward(*step); });
+  return guarded([&] { static_cast<penstock::ChainingDecoder*>(decoder)->forward(*step); });
+}
+
+// `step` as for `penstock_decoder_forward`, which computes all layers and keeps no states.
+int penstock_decoder_chain(void* decoder, const penstock::Step* step, const penstock::Chain* chain) {
+  return guarded([&] { static_cast<penstock::ChainingDecoder*>(decoder)->chain(*step, *chain); });
 }
 
 int penstock_decoder_head(void* decoder, const float* x, const int64_t* rows, int64_t num_rows, float* logits) {
-  return guarded([&] { static_cast<penstock::Decoder*>(decoder)->head(x, rows, num_rows, logits); });
+  return guarded([&] { static_cast<penstock::ChainingDecoder*>(decoder)->head(x, rows, num_rows, logits); });
 }
 
 }  // extern "C"

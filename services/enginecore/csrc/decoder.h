@@ -162,13 +162,15 @@ class Decoder {
     float* to = step_.x + token * n;
     if (step_.embedding_kind == kFloat32) {
       std::memcpy(to, static_cast<const float*>(step_.embedding) + from, n * sizeof(float));
-      return;
+    } else {
+      const uint16_t* row = static_cast<const uint16_t*>(step_.embedding) + from;
+      for (int64_t i = 0; i < n; ++i) {
+        const uint32_t bits = static_cast<uint32_t>(row[i]) << 16;
+        std::memcpy(to + i, &bits, sizeof bits);
+      }
     }
-    const uint16_t* row = static_cast<const uint16_t*>(step_.embedding) + from;
-    for (int64_t i = 0; i < n; ++i) {
-      const uint32_t bits = static_cast<uint32_t>(row[i]) << 16;
-      std::memcpy(to + i, &bits, sizeof bits);
-    }
+    if (step_.embedding_scale != 1.0f)
+      for (int64_t i = 0; i < n; ++i) to[i] *= step_.embedding_scale;
   }
 
   int part_of(size_t layer) const { return layer + 1 == layers_.size() ? kLast : kAll; }

@@ -134,7 +134,8 @@ struct Rotary {
 };
 
 // `x` [tokens, hidden]: embedded tokens in, the last layer's output out, before the final norm. Where `embedding` [vocab, hidden] is not
-// null, rows of it, numbers of `embedding_kind`, are what `token_ids` [tokens] become. `positions` [tokens]: rows of the rotaries.
+// null, rows of it, numbers of `embedding_kind`, times `embedding_scale` are what `token_ids` [tokens] become. `positions` [tokens]: rows
+// of the rotaries.
 // `rows` [num_rows]: tokens whose logits [num_rows, vocab] are wanted.
 // `keep_states` is 0: of `x` the last layer puts out no more than the logits need, and leaves the rest as it was.
 // Where MLPs are computed elsewhere, a step takes several calls. One computes layers `first` to `last`, and of the last its attention
@@ -155,6 +156,7 @@ struct Step {
   const int64_t* token_ids;
   const void* embedding;
   int64_t embedding_kind;
+  float embedding_scale;
   const int64_t* positions;
   const Rotary* rotaries;
   int64_t num_rows;
@@ -169,6 +171,21 @@ struct Step {
   int64_t num_kept;
   const int64_t* kept_layers;  // [kept]
   float* hidden;
+};
+
+// How a decoder goes on behind a step, whose `rows` are the last tokens of its first requests, one of each. Of request i it chooses
+// `counts[i]` tokens, `num_drafts` at most, and of none more than of the one before; from the first `width` logits, as Sampling says.
+// The tokens of place p are chosen with `uniforms[p]`. Those that others come behind are computed with rows `positions[p]` of the
+// step's rotaries; the step looks its own tokens up in an embedding, and has blocks for them in its tables.
+struct Chain {
+  int64_t num_drafts;
+  int64_t num_groups;
+  int64_t width;
+  const int64_t* counts;      // [rows]
+  const int64_t* positions;   // [num_drafts - 1, rows]
+  const float* temperatures;  // [rows]
+  const double* uniforms;     // [num_drafts, rows]
+  int64_t* tokens;            // [num_drafts, rows]
 };
 
 // `logits` [tokens, stride] of a router to the experts of each token, [tokens, top], and their weights: see Mixture.

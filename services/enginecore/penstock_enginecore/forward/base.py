@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
@@ -70,6 +71,33 @@ class ForwardOutput:
     states: Any = None
     launched: LaunchedTokens | None = None
     hidden: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChainedDraws:
+    """How the first requests of a step go on behind it. ``counts`` int64 ``[requests]``: tokens to choose, one at least, of no
+    request more than of the one before. ``temperature`` float32 ``[requests]``, 0 is greedy; ``uniforms`` float64
+    ``[counts[0], requests]``; there are no filters. ``vocab_size``: how many of the logits tokens are chosen from.
+    """
+
+    counts: IntArray
+    temperature: npt.NDArray[np.float32]
+    uniforms: npt.NDArray[np.float64]
+    vocab_size: int
+
+
+@runtime_checkable
+class ChainedForward(Protocol):
+    """What a pass does besides that goes on from the tokens that it chooses, without anybody's asking for the steps between."""
+
+    @property
+    def chains(self) -> bool:
+        """Whether it does so for its model."""
+
+    def chain(self, batch: ForwardBatch, draws: ChainedDraws) -> IntArray:
+        """Compute the tokens of a step, choose one behind the last of each of its first requests, compute these, and so on; the
+        last ones are not computed. Block tables reach as far. Tokens int64 ``[counts[0], requests]``, 0 where none is wanted.
+        """
 
 
 @runtime_checkable

@@ -19,16 +19,22 @@ from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.attention.kv_memory import KVMemory
 from penstock_enginecore.experts.layer import DispatchedExperts
-from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass
+from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch, ForwardOutput, ForwardPass
 from penstock_enginecore.forward.modules import ProbedModel, module_bytes
-from penstock_enginecore.forward.native_inputs import EmbeddingLookup, EmbeddingRows, Rotaries
+from penstock_enginecore.forward.native_inputs import (
+    EmbeddingLookup,
+    EmbeddingRows,
+    Rotaries,
+    StepRotaries,
+    later_positions,
+)
 from penstock_enginecore.forward.native_layers import DecoderLayers, turns
 from penstock_enginecore.forward.native_models import is_mixture, unsuitable, unsuitable_part
 from penstock_enginecore.forward.proof import Candidate, UnsuitableError
 from penstock_enginecore.native.attention import cache_struct, group_struct, kernel_layout
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.packed_layers import PackedLayers
-from penstock_enginecore.native.structs import Cache, Group, Step
+from penstock_enginecore.native.structs import Cache, Chain, Group, Step
 from penstock_enginecore.parallel.part import Part
 from penstock_enginecore.parallel.stages import Seams
 
@@ -133,16 +139,80 @@ class NativeForward:
         computes behind its keys and values no more than the logits need.
         """
         x, embedding = self._entering(batch)
-        for i, metadata in enumerate(batch.attention):
-            self._groups[i] = group_struct(metadata)
         rotaries = self._rotaries.of(batch.positions, x)
         logits = torch.empty(len(rows), self._model.head.n)
         kept = self._kept_layers
         hidden = torch.empty(len(x), len(kept), x.shape[1]) if len(kept) else None
         normed = np.flatnonzero(kept == self._model.num_layers)
         keeps = keep_states or self._whole or bool(len(normed))
+        step = self._step(batch, x, embedding, rotaries, rows, logits)
+        step.keep_states = keeps
+        if hidden is not None:
+            step.num_kept, step.kept_layers, step.hidden = len(kept), kept.ctypes.data, hidden.data_ptr()
+        self._compute(step, x)
+        if hidden is not None and len(normed):
+            hidden[:, normed] = self._module.model.norm(x)[:, None]
+        if self._seams is not None and not self._model.head.n:
+            self._seams.leaving = x
+        if self._part is not None:
+            self._part.collectives.have_reduced((self._sum_nanoseconds * 1e-9).tolist())
+        given = None if hidden is None else hidden.flatten(1)
+        return ForwardOutput(self._finish(logits), x if keep_states else None, hidden=given)
+
+    @property
+    def chains(self) -> bool:
+        """Where the kernels compute all of a step, from the embedding on, and share it with nobody."""
+        alone = self._part is None and self._seams is None
+        known = self._embedding.rows(np.zeros(0, dtype=np.int64)) is not None
+        return alone and known and not self._layers.outside and self._model.head.n > 0
+
+    def chain(self, batch: ForwardBatch, draws: ChainedDraws) -> IntArray:
+        """In one call. Raises IndexError for what the kernels would read beyond tables."""
+        counts = np.ascontiguousarray(draws.counts)
+        x, embedding = self._entering(batch)
+        if embedding is None or draws.vocab_size > min(len(embedding.weight), self._model.head.n):
+            raise IndexError(f"there are no embeddings of {draws.vocab_size} tokens that the kernels could look up")
+        rows = batch.attention[0].query_start_loc[1 : len(counts) + 1] - 1
+        later = later_positions(batch, rows, counts)
+        rotaries = self._rotaries.of(np.concatenate([batch.positions, later.ravel()]), x)
+        logits = torch.empty(len(rows), self._model.head.n)
+        step = self._step(batch, x, embedding, rotaries, rows, logits)
+        tokens = np.zeros((len(later) + 1, len(counts)), dtype=np.int64)
+        uniforms = np.ascontiguousarray(draws.uniforms)
+        chain = Chain(
+            len(tokens),
+            len(batch.attention),
+            draws.vocab_size,
+            counts.ctypes.data,
+            rotaries.positions.ctypes.data + batch.positions.nbytes,
+            draws.temperature.ctypes.data,
+            uniforms.ctypes.data,
+            tokens.ctypes.data,
+        )
+        self._library.call_on(self._handle, "decoder_chain", ctypes.byref(step), ctypes.byref(chain))
+        return tokens
+
+    def head(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The last norm and the head alone."""
+        logits = torch.empty(len(rows), self._model.head.n)
+        x, count = states.data_ptr(), len(rows)
+        self._library.call_on(self._handle, "decoder_head", x, rows.data_ptr(), count, logits.data_ptr())
+        return self._finish(logits)
+
+    def _step(
+        self,
+        batch: ForwardBatch,
+        x: torch.Tensor,
+        embedding: EmbeddingRows | None,
+        rotaries: StepRotaries,
+        rows: IntArray,
+        logits: torch.Tensor,
+    ) -> Step:
+        """All layers of ``batch``, of whose tokens nothing is kept. It points into what it is made of."""
+        for i, metadata in enumerate(batch.attention):
+            self._groups[i] = group_struct(metadata)
         first = batch.attention[0]
-        step = Step(
+        return Step(
             len(x),
             first.num_requests,
             first.query_start_loc.ctypes.data,
@@ -154,37 +224,22 @@ class NativeForward:
             batch.token_ids.ctypes.data,
             None if embedding is None else embedding.weight.data_ptr(),
             0 if embedding is None else embedding.kind,
+            1.0 if embedding is None else embedding.scale,
             rotaries.positions.ctypes.data,
             rotaries.structs,
             len(rows),
             rows.ctypes.data,
             logits.data_ptr(),
-            keeps,
+            0,
             0,
             self._model.num_layers,
             None,
             None,
             self._sum_nanoseconds.ctypes.data,
-            len(kept),
-            kept.ctypes.data,
-            None if hidden is None else hidden.data_ptr(),
+            0,
+            None,
+            None,
         )
-        self._compute(step, x)
-        if hidden is not None and len(normed):
-            hidden[:, normed] = self._module.model.norm(x)[:, None]
-        if self._seams is not None and not self._model.head.n:
-            self._seams.leaving = x
-        if self._part is not None:
-            self._part.collectives.have_reduced((self._sum_nanoseconds * 1e-9).tolist())
-        given = None if hidden is None else hidden.flatten(1)
-        return ForwardOutput(self._finish(logits), x if keep_states else None, hidden=given)
-
-    def head(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The last norm and the head alone."""
-        logits = torch.empty(len(rows), self._model.head.n)
-        x, count = states.data_ptr(), len(rows)
-        self._library.call_on(self._handle, "decoder_head", x, rows.data_ptr(), count, logits.data_ptr())
-        return self._finish(logits)
 
     def _compute(self, step: Step, x: torch.Tensor) -> None:
         """The layers and the head, and between them the MLPs that are modules'. ``x``: the step's."""

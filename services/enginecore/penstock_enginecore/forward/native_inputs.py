@@ -8,22 +8,35 @@ import numpy as np
 import torch
 
 from penstock_enginecore.attention.base import IntArray
+from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.models.narrow_weight import NarrowWeight
 from penstock_enginecore.native.structs import Rotary
 from penstock_enginecore.native.weights import KINDS
 
 Turns = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines float32 ``[positions, size]``."""
+_SCALED = frozenset(
+    {
+        "Gemma2TextScaledWordEmbedding",
+        "Gemma3TextScaledWordEmbedding",
+        "GemmaTextScaledWordEmbedding",
+        "VaultGemmaTextScaledWordEmbedding",
+    }
+)
+"""Embeddings whose rows are multiplied with their ``embed_scale`` and nothing else."""
 _MAX_TABLE_BYTES = 64 * 1024 * 1024
 """Cosines and sines of all positions are kept up to this size."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRows:
-    """Where the kernels find rows ``[vocab, hidden]`` of an embedding, numbers of ``kind``, while this is there."""
+    """Where the kernels find rows ``[vocab, hidden]`` of an embedding, numbers of ``kind``, while this is there; they multiply
+    them with ``scale``.
+    """
 
     weight: torch.Tensor
     kind: int
+    scale: float = 1.0
 
 
 class EmbeddingLookup:
@@ -31,17 +44,21 @@ class EmbeddingLookup:
 
     def __init__(self, embedding: Any) -> None:
         self._embedding = embedding
-        plain = type(embedding) is torch.nn.Embedding and embedding.max_norm is None
-        self._is_plain = plain and not embedding._forward_pre_hooks and not embedding._forward_hooks
+        self._scaled = type(embedding).__name__ in _SCALED
+        known = (self._scaled or type(embedding) is torch.nn.Embedding) and embedding.max_norm is None
+        self._is_known = known and not embedding._forward_pre_hooks and not embedding._forward_hooks
 
     def rows(self, token_ids: IntArray) -> EmbeddingRows | None:
         """For the kernels to look ``token_ids`` up; None where the module does more than that. Raises IndexError."""
         weight = self._embedding.weight
+        scales_floats = weight.dtype == torch.float32
         weight = weight.kept if isinstance(weight, NarrowWeight) else weight
-        if not self._is_plain or weight.dtype not in (torch.float32, torch.bfloat16) or not weight.is_contiguous():
+        if not self._is_known or (self._scaled and not scales_floats):
+            return None
+        if weight.dtype not in (torch.float32, torch.bfloat16) or not weight.is_contiguous():
             return None
         _check(token_ids, len(weight), "a token id")
-        return EmbeddingRows(weight, KINDS[weight.dtype])
+        return EmbeddingRows(weight, KINDS[weight.dtype], float(self._embedding.embed_scale) if self._scaled else 1.0)
 
     def of(self, token_ids: IntArray) -> torch.Tensor:
         """float32 ``[tokens, hidden]``, by the module."""
@@ -85,6 +102,27 @@ class Rotaries:
 
     def _make(self, positions: torch.Tensor, like: torch.Tensor) -> list[Turns]:
         return [make(positions, like) for make in self._makers]
+
+
+def later_positions(batch: ForwardBatch, rows: IntArray, counts: IntArray) -> IntArray:
+    """Positions of the tokens that come behind ``rows`` ``[requests]``, the last ones of the first requests of ``batch``, where
+    ``counts`` ``[requests]`` are chosen, the most first: int64 ``[counts[0] - 1, requests]``, the last one again where a request
+    has no more. Raises IndexError where a block table ends before one, ValueError for other counts.
+    """
+    if (
+        not len(counts)
+        or counts[-1] < 1
+        or (counts[1:] > counts[:-1]).any()
+        or len(counts) > len(batch.attention[0].seq_lens)
+    ):
+        raise ValueError(f"requests of which there are {len(counts)} want {counts.tolist()} tokens")
+    last = batch.positions[rows]
+    end = int((last + counts).max())
+    for metadata in batch.attention:
+        if end > metadata.block_table.shape[1] * metadata.block_size:
+            raise IndexError(f"the table of {metadata.block_table.shape[1]} blocks ends before position {end - 1}")
+    later: IntArray = last + np.minimum(np.arange(1, counts[0])[:, None], counts - 1)
+    return later
 
 
 def _check(indices: IntArray, end: int, what: str) -> None:

@@ -171,6 +171,7 @@ def _load(path: Path) -> ctypes.CDLL:
         "sample": (pointer, pointer),
         "decoder_new": (pointer, pointer, pointer),
         "decoder_forward": (pointer, pointer),
+        "decoder_chain": (pointer, pointer, pointer),
         "decoder_head": (pointer, pointer, pointer, integer, pointer),
     }.items():
         function = getattr(library, f"penstock_{name}")

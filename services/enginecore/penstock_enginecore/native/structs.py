@@ -151,6 +151,7 @@ class Step(ctypes.Structure):
         ("token_ids", _Pointer),
         ("embedding", _Pointer),
         ("embedding_kind", _Int),
+        ("embedding_scale", ctypes.c_float),
         ("positions", _Pointer),
         ("rotaries", ctypes.POINTER(Rotary)),
         ("num_rows", _Int),
@@ -165,6 +166,21 @@ class Step(ctypes.Structure):
         ("num_kept", _Int),
         ("kept_layers", _Pointer),
         ("hidden", _Pointer),
+    ]
+
+
+class Chain(ctypes.Structure):
+    """How many tokens the requests of a step go on for, and how these are chosen."""
+
+    _fields_ = [
+        ("num_drafts", _Int),
+        ("num_groups", _Int),
+        ("width", _Int),
+        ("counts", _Pointer),
+        ("positions", _Pointer),
+        ("temperatures", _Pointer),
+        ("uniforms", _Pointer),
+        ("tokens", _Pointer),
     ]
 
 
@@ -264,5 +280,6 @@ ALL: tuple[type[Any], ...] = (
     Mixture,
     Rotary,
     Route,
+    Chain,
 )
 """In the order in which ``penstock_sizes`` reports their sizes."""

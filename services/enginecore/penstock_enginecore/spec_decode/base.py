@@ -33,9 +33,11 @@ class DraftStep(Protocol):
     requests: Sequence[DraftRequest]
     """All that had tokens in it, in the order of the batch."""
 
-    def lay_out(self, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray]) -> ForwardBatch:
+    def lay_out(
+        self, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray], *, ahead: int = 0
+    ) -> ForwardBatch:
         """Lay out ``tokens[i]`` of the request at index ``requests[i]`` from position ``first[i]`` on, one request at least.
-        There are blocks for ``num_drafts - 1`` positions behind the newest token.
+        There are blocks for ``num_drafts - 1`` positions behind the newest token; block tables go on for ``ahead`` positions.
         """
 
     def sampling(self, requests: Sequence[int], place: int) -> SamplingInputs:

@@ -1,8 +1,9 @@
 """Drafts by a smaller model of the same vocabulary: a chain of its own next tokens (Leviathan et al., 2023)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -15,10 +16,12 @@ from penstock_enginecore.config import EngineCoreConfig, ModelConfig
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import NewRequestData
+from penstock_enginecore.forward.base import ChainedDraws, ChainedForward, ForwardBatch
 from penstock_enginecore.forward.build import BuiltForward, ForwardConfig, build_forward
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
 from penstock_enginecore.pooling.embedder import resolve_task
+from penstock_enginecore.sample.base import RowKinds, SamplingInputs
 from penstock_enginecore.spec_decode.arms import Arms
 from penstock_enginecore.spec_decode.base import DraftStep, Stateless
 from penstock_enginecore.spec_decode.draft_choice import DraftChoice, num_held
@@ -39,6 +42,15 @@ class _Followed:
         self.arms = Arms()
 
 
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Tokens of a request, by index, from position ``first`` on: ``token_ids`` int64 ``[tokens]``."""
+
+    request: int
+    first: int
+    token_ids: IntArray
+
+
 class DraftModel(Stateless):
     """A ``Drafter``. It computes a request's tokens when it drafts for it, all that it has not seen at once: requests that get no
     drafts cost nothing. Requests that begin on cached blocks are computed from their beginning, for these may have no keys
@@ -51,6 +63,8 @@ class DraftModel(Stateless):
         """``vocab_size``: of the model that verifies. ``sampling``: ``speculative.draft_sampling``."""
         self._model = model
         self._forward = built.forward
+        chained = isinstance(built.forward, ChainedForward) and built.forward.chains
+        self._chained = cast("ChainedForward", built.forward) if chained else None
         self._sampler = built.sampler
         self._vocab_size = min(vocab_size, model.vocab_size)
         self._choice = DraftChoice(sampling)
@@ -96,37 +110,80 @@ class DraftModel(Stateless):
     def propose(self, step: DraftStep) -> list[list[int]]:
         """Catch up with the requests that want drafts, and go on from there, a token of each at a time."""
         drafts: list[list[int]] = [[] for _ in step.requests]
-        going = self._catch_up(step, drafts)
-        for place in range(1, max((self._wanted(step, i) for i in going), default=0)):
-            going = [i for i in going if self._wanted(step, i) > place]
-            first = np.array([len(step.requests[i].token_ids) + place - 1 for i in going])
-            tokens = [np.array(drafts[i][-1:]) for i in going]
-            self._run(step, going, first, tokens, going, place, drafts)
-        for i, request in enumerate(step.requests):
-            if drafts[i]:
-                followed = self._requests[request.request_id]
-                followed.first, followed.drafts = len(request.token_ids), drafts[i]
+        behind, drafting = self._behind(step)
+        inputs = self._inputs(step, drafting, 0) if drafting else None
+        if inputs is None:
+            if behind:
+                self._run(step, behind, ())
+        elif self._chained is None or (kinds := _kinds(inputs)).any_filtered:
+            self._loop(step, behind, drafting, inputs, drafts)
+        else:
+            self._chain(self._chained, step, behind, drafting, kinds, inputs, drafts)
+        for i in drafting:
+            request = step.requests[i]
+            followed = self._requests[request.request_id]
+            followed.first, followed.drafts = len(request.token_ids), drafts[i]
         return drafts
 
-    def _catch_up(self, step: DraftStep, drafts: list[list[int]]) -> list[int]:
-        """Compute what is new of the requests that want drafts, and draft a token of those that are done with. Returns these."""
-        running, first, tokens, done, left = list[int](), list[int](), list[IntArray](), list[int](), _MOST_BEHIND
+    def _behind(self, step: DraftStep) -> tuple[list[_Tokens], list[int]]:
+        """What is to be computed of the requests that want drafts, and which of them are caught up with then: they come first in
+        both, those that want most in front.
+        """
+        caught_up, others, left = list[_Tokens](), list[_Tokens](), _MOST_BEHIND
         for i, request in enumerate(step.requests):
             if self._wanted(step, i) <= 0 or left <= 0:
                 continue
             followed = self._requests[request.request_id]
             self._learn(followed, request.token_ids)
-            end = min(len(request.token_ids), followed.computed + left)
-            running.append(i)
-            first.append(followed.computed)
-            tokens.append(request.token_ids[followed.computed : end].astype(np.int64))
-            left -= end - followed.computed
+            first, end = followed.computed, min(len(request.token_ids), followed.computed + left)
+            tokens = _Tokens(i, first, request.token_ids[first:end].astype(np.int64))
+            left -= end - first
             followed.computed = end
-            if end == len(request.token_ids):
-                done.append(i)
-        if running:
-            self._run(step, running, np.array(first), tokens, done, 0, drafts)
-        return done
+            (caught_up if end == len(request.token_ids) else others).append(tokens)
+        caught_up.sort(key=lambda tokens: -self._wanted(step, tokens.request))
+        return caught_up + others, [tokens.request for tokens in caught_up]
+
+    def _loop(
+        self,
+        step: DraftStep,
+        behind: Sequence[_Tokens],
+        drafting: Sequence[int],
+        inputs: SamplingInputs,
+        drafts: list[list[int]],
+    ) -> None:
+        """Draft by a forward pass for each place, and a sampler. ``inputs``: those of the first one."""
+        going, tokens = list(drafting), list(behind)
+        for place in range(self._wanted(step, drafting[0])):
+            if place:
+                going = [i for i in going if self._wanted(step, i) > place]
+                ends = [len(step.requests[i].token_ids) + place - 1 for i in going]
+                tokens = [_Tokens(i, end, np.array(drafts[i][-1:])) for i, end in zip(going, ends, strict=True)]
+                inputs = self._inputs(step, going, place)
+            logits = self._run(step, tokens, going)[:, : self._vocab_size]
+            for i, token in zip(going, self._sampler.sample(logits, inputs).token_ids.tolist(), strict=True):
+                drafts[i].append(token)
+
+    def _chain(
+        self,
+        forward: ChainedForward,
+        step: DraftStep,
+        behind: Sequence[_Tokens],
+        drafting: Sequence[int],
+        kinds: RowKinds,
+        inputs: SamplingInputs,
+        drafts: list[list[int]],
+    ) -> None:
+        """Draft by one call of ``forward``. ``inputs``: those of the first place, of these ``kinds``."""
+        counts = np.array([self._wanted(step, i) for i in drafting])
+        uniforms = np.zeros((int(counts[0]), len(drafting)))
+        for place in range(len(uniforms) if kinds.any_drawn else 0):
+            going = [i for i, count in zip(drafting, counts, strict=True) if count > place]
+            uniforms[place, : len(going)] = (step.sampling(going, place) if place else inputs).uniforms
+        batch = self._lay_out(step, behind, len(uniforms) - 1)
+        draws = ChainedDraws(counts, kinds.plain_temperature, uniforms, self._vocab_size)
+        tokens = forward.chain(batch, draws)
+        for i, count, chosen in zip(drafting, counts, tokens.T.tolist(), strict=True):
+            drafts[i] = chosen[:count]
 
     def _wanted(self, step: DraftStep, i: int) -> int:
         """Drafts of a request, as far as the drafter's own limit of length goes."""
@@ -144,30 +201,25 @@ class DraftModel(Stateless):
         # The last draft was not computed.
         followed.computed = min(first + min(held, len(drafts) - 1), len(token_ids) - 1)
 
-    def _run(
-        self,
-        step: DraftStep,
-        requests: Sequence[int],
-        first: IntArray,
-        tokens: Sequence[IntArray],
-        drafting: Sequence[int],
-        place: int,
-        drafts: list[list[int]],
-    ) -> None:
-        """A forward pass over ``tokens`` of ``requests`` from positions ``first`` on, and a draft for each of ``drafting``."""
-        batch = step.lay_out(requests, first, tokens)
-        ends = dict(zip(requests, (np.cumsum([len(each) for each in tokens]) - 1).tolist(), strict=True))
-        rows = np.array([ends[i] for i in drafting], dtype=np.int64)
-        own = replace(batch, attention=batch.attention[: self._num_groups])
-        logits = self._forward.run(own, rows).logits
-        if not drafting:
-            return
+    def _inputs(self, step: DraftStep, drafting: Sequence[int], place: int) -> SamplingInputs:
+        """How these requests, by index, choose their drafts at ``place``."""
         arms = [self._requests[step.requests[i].request_id].arms for i in drafting]
-        inputs = self._choice.inputs(step, drafting, arms, place)
-        for i, token in zip(
-            drafting, self._sampler.sample(logits[:, : self._vocab_size], inputs).token_ids.tolist(), strict=True
-        ):
-            drafts[i].append(token)
+        return self._choice.inputs(step, drafting, arms, place)
+
+    def _lay_out(self, step: DraftStep, tokens: Sequence[_Tokens], ahead: int = 0) -> ForwardBatch:
+        """With block tables of its own layers, that go on for ``ahead`` positions."""
+        first = np.array([each.first for each in tokens])
+        batch = step.lay_out([each.request for each in tokens], first, [each.token_ids for each in tokens], ahead=ahead)
+        return replace(batch, attention=batch.attention[: self._num_groups])
+
+    def _run(self, step: DraftStep, tokens: Sequence[_Tokens], drafting: Sequence[int]) -> torch.Tensor:
+        """A forward pass, and logits ``[drafting, vocab]`` behind the last tokens of ``drafting``, which come first."""
+        rows = np.cumsum([len(each.token_ids) for each in tokens])[: len(drafting)] - 1
+        return self._forward.run(self._lay_out(step, tokens), rows).logits
+
+
+def _kinds(inputs: SamplingInputs) -> RowKinds:
+    return RowKinds.of(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
 
 
 def load_draft_model(

@@ -157,9 +157,11 @@ class _Without(DraftStep):
             for each, drafted in zip(step.requests, drafts, strict=True)
         ]
 
-    def lay_out(self, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray]) -> ForwardBatch:
+    def lay_out(
+        self, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray], *, ahead: int = 0
+    ) -> ForwardBatch:
         """That of the step."""
-        return self._step.lay_out(requests, first, tokens)
+        return self._step.lay_out(requests, first, tokens, ahead=ahead)
 
     def sampling(self, requests: Sequence[int], place: int) -> SamplingInputs:
         """That of the step."""

@@ -27,16 +27,17 @@ def lay_out(
     rows: IntArray,
     computed: IntArray,
     lengths: IntArray,
+    ahead: int = 0,
 ) -> LaidOut:
     """``lengths`` tokens of each of ``rows`` from position ``computed`` on, int64 ``[requests]`` each. ``block_tables``: one
-    per KV cache group, ``[rows, blocks]``.
+    per KV cache group, ``[rows, blocks]``; those of the metadata go on for ``ahead`` positions behind the tokens.
     """
     query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(lengths, out=query_start_loc[1:])
     seq_lens = computed + lengths
     token_rows = np.repeat(rows, lengths)
     positions = np.arange(query_start_loc[-1]) + np.repeat(computed - query_start_loc[:-1], lengths)
-    blocks_used = -(-int(seq_lens.max(initial=0)) // block_size)
+    blocks_used = -(-(int(seq_lens.max(initial=0)) + ahead) // block_size)
     attention = []
     for table in block_tables:
         blocks = table[token_rows, positions // block_size].astype(np.int64)

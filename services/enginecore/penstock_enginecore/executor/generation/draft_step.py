@@ -28,10 +28,12 @@ class BatchDraftStep:
             for request_id in inputs.request_ids
         ]
 
-    def lay_out(self, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray]) -> ForwardBatch:
+    def lay_out(
+        self, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray], *, ahead: int = 0
+    ) -> ForwardBatch:
         """Tokens of requests, by index, from position ``first`` on."""
         lengths = np.fromiter(map(len, tokens), dtype=np.int64, count=len(tokens))
-        laid_out = self._batch.lay_out([self._ids[i] for i in requests], first, lengths)
+        laid_out = self._batch.lay_out([self._ids[i] for i in requests], first, lengths, ahead=ahead)
         token_ids = np.concatenate(tokens).astype(np.int64, copy=False)
         return ForwardBatch(token_ids, laid_out.positions, laid_out.attention)
 

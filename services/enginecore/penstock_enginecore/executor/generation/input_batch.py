@@ -112,12 +112,14 @@ class InputBatch:
             drafts=drafts_of,
         )
 
-    def lay_out(self, request_ids: Sequence[str], first: IntArray, lengths: IntArray) -> LaidOut:
-        """Lay out ``lengths`` int64 ``[requests]`` tokens of each request, from position ``first`` on."""
-        return self._lay_out(self._row_array(request_ids), first, lengths)
+    def lay_out(self, request_ids: Sequence[str], first: IntArray, lengths: IntArray, *, ahead: int) -> LaidOut:
+        """Lay out ``lengths`` int64 ``[requests]`` tokens of each request, from position ``first`` on. Block tables go on for
+        ``ahead`` positions.
+        """
+        return self._lay_out(self._row_array(request_ids), first, lengths, ahead)
 
-    def _lay_out(self, rows: IntArray, computed: IntArray, lengths: IntArray) -> LaidOut:
-        return lay_out(self._block_tables, self._block_size, rows, computed, lengths)
+    def _lay_out(self, rows: IntArray, computed: IntArray, lengths: IntArray, ahead: int = 0) -> LaidOut:
+        return lay_out(self._block_tables, self._block_size, rows, computed, lengths, ahead)
 
     def sampling_inputs(
         self, request_ids: Sequence[str], grammar: GrammarBitmask | None = None, offsets: IntArray | None = None
