@@ -1,6 +1,8 @@
 // Hammers the thread pool for ThreadSanitizer: programs of all kinds, one after the other, from several callers with pools of
 // their own and with a pool that they take turns at, on more threads than there are cores. Every result is checked.
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -9,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "chain.h"
 #include "decoder.h"
 #include "operators.h"
 
@@ -51,13 +54,14 @@ class Caller {
         out_(operators_, kHidden, kHeads * kHead, seed + 1),
         gate_up_(operators_, 4 * kPanel, kHidden, seed + 2),
         down_(operators_, kHidden, 2 * kPanel, seed + 3),
-        wide_(operators_, 40, 1024, seed + 4) {
+        wide_(operators_, 40, 1024, seed + 4),
+        embedding_(numbers(qkv_.linear.n * kHidden, seed + 5)) {
     for (Layer& layer : layers_)
       layer = {norm_.data(), nullptr, norm_.data(), nullptr, nullptr, nullptr, qkv_.linear, out_.linear, gate_up_.linear, down_.linear,
                Mixture{}, {20, 0, 0.25f, 0.0f, nullptr}, 0};
     const Model model{kLayers, kHidden, kHeads, 1, kHead, kHead, 2 * kPanel, kSiluGate, 0, 1e-5f, 0.0f, layers_, norm_.data(),
                       qkv_.linear, {}};
-    decoder_ = std::make_unique<Decoder>(model, pool);
+    decoder_ = std::make_unique<ChainingDecoder>(model, pool);
   }
 
   void decode(int64_t tokens) {
@@ -75,7 +79,7 @@ class Caller {
     const Rotary rotary{cosines.data(), sines.data()};
     const auto forward = [&](int64_t keep_states, std::vector<float>& logits) {
       std::vector<float> x = numbers(tokens * kHidden, 7);
-      decoder_->forward({tokens, 1, starts, lens, &group, zeros, caches, x.data(), nullptr, nullptr, 0, positions.data(), &rotary,
+      decoder_->forward({tokens, 1, starts, lens, &group, zeros, caches, x.data(), nullptr, nullptr, 0, 1.0f, positions.data(), &rotary,
                          static_cast<int64_t>(rows.size()), rows.data(), logits.data(), keep_states, 0, kLayers, nullptr, nullptr, nullptr});
       return x;
     };
@@ -85,6 +89,55 @@ class Caller {
     check(logits == kept, "logits depend on whether states are kept");
     decoder_->head(x.data(), rows.data(), static_cast<int64_t>(rows.size()), again.data());
     check(kept == again, "the head alone gives other logits");
+  }
+
+  // Two requests, whose blocks take turns, go on for some tokens by one call, then token by token.
+  void go_on(int64_t drafts) {
+    const int64_t before[] = {13, 20}, counts[] = {drafts, (drafts + 1) / 2}, vocab = qkv_.linear.n, zeros[kLayers] = {};
+    const int32_t table[] = {1, 3, 5, 2, 4, 6};
+    std::vector<float> cosines(3 * kChunk * kHead), sines(cosines.size());
+    for (size_t i = 0; i < cosines.size(); ++i) {
+      const float angle = 0.7f * static_cast<float>(i / kHead);
+      cosines[i] = std::cos(angle), sines[i] = std::sin(angle);
+    }
+    const Rotary rotary{cosines.data(), sines.data()};
+    const float temperatures[] = {0.0f, 1.5f};
+    std::vector<double> uniforms(2 * drafts);
+    for (size_t i = 0; i < uniforms.size(); ++i) uniforms[i] = static_cast<double>(i * 7 % 11) / 11;
+    std::vector<float> keys(7 * kChunk * kHead), values(keys.size()), logits(2 * vocab);
+    const Cache caches[kLayers] = {{keys.data(), values.data(), kHead, kHead}, {keys.data(), values.data(), kHead, kHead}};
+    // Of each of the first requests the tokens from..end, and then so many in a chain.
+    const auto run = [&](const int64_t* from, const int64_t* end, const std::vector<int64_t>& ids, int64_t requests, int64_t first_draft,
+                         int64_t length, int64_t* tokens) {
+      std::vector<int64_t> starts{0}, positions, slots, rows, later;
+      for (int64_t r = 0; r < requests; ++r) {
+        for (int64_t p = from[r]; p < end[r]; ++p)
+          positions.push_back(p), slots.push_back(table[3 * r + p / kChunk] * kChunk + p % kChunk);
+        starts.push_back(static_cast<int64_t>(positions.size()));
+        rows.push_back(starts.back() - 1);
+      }
+      for (int64_t place = 1; place < length; ++place)
+        for (int64_t r = 0; r < requests; ++r) later.push_back(end[r] + std::min(place, counts[r] - 1) - 1);
+      const int64_t count = starts.back();
+      std::vector<float> x(count * kHidden);
+      const Group group{slots.data(), table, 3, kChunk};
+      const Step step{count, requests, starts.data(), end, &group, zeros, caches, x.data(), ids.data(), embedding_.data(), kFloat32, 0.5f,
+                      positions.data(), &rotary, requests, rows.data(), logits.data(), 0, 0, kLayers, nullptr, nullptr, nullptr};
+      const std::vector<int64_t> ones(requests, 1);
+      decoder_->chain(step, {length, 1, vocab - 3, length > 1 ? counts : ones.data(), later.data(), temperatures,
+                             uniforms.data() + 2 * first_draft, tokens});
+    };
+    std::vector<int64_t> prompts(before[0] + before[1]), found(2 * drafts), tokens(2 * drafts);
+    for (size_t i = 0; i < prompts.size(); ++i) prompts[i] = static_cast<int64_t>(i * 13) % vocab;
+    const int64_t none[] = {0, 0};
+    run(none, before, prompts, 2, 0, drafts, found.data());
+    run(none, before, prompts, 2, 0, 1, tokens.data());
+    for (int64_t place = 1; place < drafts; ++place) {
+      const int64_t from[] = {before[0] + place - 1, before[1] + place - 1}, end[] = {from[0] + 1, from[1] + 1};
+      const std::vector<int64_t> ids(tokens.begin() + 2 * (place - 1), tokens.begin() + 2 * place);
+      run(from, end, ids, counts[1] > place ? 2 : 1, place, 1, tokens.data() + 2 * place);
+    }
+    check(found == tokens, "a chain gives other tokens than its steps");
   }
 
   void multiply(int64_t rows) {
@@ -107,6 +160,7 @@ class Caller {
 
   void work(int round) {
     decode(1 + round * 7 % 40);
+    go_on(1 + round * 3 % 7);
     multiply(1 + round * 5 % 30);
     draw(1 + round % 9);
   }
@@ -116,8 +170,9 @@ class Caller {
   Operators operators_;
   std::vector<float> norm_;
   Weight qkv_, out_, gate_up_, down_, wide_;
+  const std::vector<float> embedding_;
   Layer layers_[kLayers];
-  std::unique_ptr<Decoder> decoder_;
+  std::unique_ptr<ChainingDecoder> decoder_;
 };
 
 }  // namespace
