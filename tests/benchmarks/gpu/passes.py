@@ -32,14 +32,15 @@ def measure(plan: Plan, device: torch.device) -> dict[str, Any]:
     return {"computing": computing, "decode": decode, "prefill": prefill}
 
 
-def fitting(rows: Sequence[T], measure_row: Callable[[T], dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is measured of ``rows``, less those that the device has no memory for."""
-    found = []
+def fitting(rows: Sequence[T], measure_row: Callable[[T], dict[str, Any]]) -> list[dict[str, Any] | None]:
+    """What is measured of ``rows``, None of those that the device has no memory for."""
+    found: list[dict[str, Any] | None] = []
     for row in rows:
         try:
             found.append(measure_row(row))
         except torch.OutOfMemoryError as e:
             print(f"{row}: {str(e).splitlines()[0]}", file=sys.stderr)
+            found.append(None)
             torch.cuda.empty_cache()
     return found
 

@@ -58,7 +58,7 @@ def plot(plan: Plan, results: dict[str, Any], path: Path) -> None:
     rows = [
         (row, found)
         for row, found in zip(plan.decode, results["passes"]["decode"], strict=True)
-        if row.context == context
+        if row.context == context and found is not None
     ]
     streams = [row.streams for row, _ in rows]
     figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
@@ -84,10 +84,16 @@ def _ok(results: dict[str, Any], phase: str) -> bool:
     return phase in results and "error" not in results[phase]
 
 
+def _passed(results: dict[str, Any], kind: str, index: int) -> float | None:
+    """Milliseconds of a row; None where it was not measured, or did not fit."""
+    found = results["passes"][kind][index] if _ok(results, "passes") else None
+    return None if found is None else found["ms"]
+
+
 def _decode(plan: Plan, results: dict[str, Any], limits: Ceilings | None, index: int) -> str:
     row = plan.decode[index]
     floor = limits.decode_ms(plan.shape, row) if limits else None
-    found = results["passes"]["decode"][index]["ms"] if _ok(results, "passes") else None
+    found = _passed(results, "decode", index)
     rate = f"{row.streams / found * 1e3:.0f}" if found else UNMEASURED
     cells = (row.streams, row.context, _ms(floor), _ms(row.target_ms, "none"), _ms(found), _share(floor, found), rate)
     return _row(cells)
@@ -96,7 +102,7 @@ def _decode(plan: Plan, results: dict[str, Any], limits: Ceilings | None, index:
 def _prefill(plan: Plan, results: dict[str, Any], limits: Ceilings | None, index: int) -> str:
     prefill = plan.prefill[index]
     floor = limits.prefill_ms(plan.shape, prefill) if limits else None
-    found = results["passes"]["prefill"][index]["ms"] if _ok(results, "passes") else None
+    found = _passed(results, "prefill", index)
     return _row((prefill.tokens, _ms(floor), _ms(prefill.target_ms, "none"), _ms(found), _share(floor, found)))
 
 
@@ -108,11 +114,11 @@ def _invariant(plan: Plan, results: dict[str, Any]) -> Iterator[str]:
     }
     for kind, of_kind in names.items():
         for index, name in enumerate(of_kind):
-            if not _ok(results, "invariant"):
+            found = results["invariant"][kind][index] if _ok(results, "invariant") else None
+            if found is None:
                 yield _row((name, *[UNMEASURED] * 3))
                 continue
-            found = results["invariant"][kind][index]
-            usual = results["passes"][kind][index]["ms"] if _ok(results, "passes") else None
+            usual = _passed(results, kind, index)
             price = f"{found['ms'] / usual:.2f}x" if usual else UNMEASURED
             yield _row((name, _ms(found["ms"]), price, "yes" if found["same_bits"] else "NO"))
 
