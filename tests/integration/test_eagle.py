@@ -1,0 +1,220 @@
+"""EAGLE heads: the same tokens as without, the guesses of plain torch, in both layouts, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.spec_decode.base import DraftStep
+from penstock_enginecore.spec_decode.eagle import Eagle
+from tests.fakes.engines.in_process import generate
+from tests.fakes.models.heads import LAYOUTS, Head, Reference, random_head, save_head
+from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.integration.test_drafters import CACHE, DEMO, SETTINGS, SIZES, engine_of, requests
+
+HIDDEN = 64
+TRAINED = Path("examples/demo_model/penstock-tiny-eagle3")
+SIZE: dict[str, Any] = {"hidden": HIDDEN, "vocab": VOCAB_SIZE}
+HEADS = {
+    "eagle": random_head("eagle", **SIZE),
+    "eagle3": random_head("eagle3", layers=(0, 1, 1), **SIZE),
+    "eagle3, normed": random_head("eagle3", layers=(1,), normed_residual=True, **SIZE),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("model")
+    save_tiny_model("llama", path, seed=0, **SIZES)
+    return path
+
+
+def speculative(head: Head, folder: Path, layout: str = "SafeAILab", **more: Any) -> dict[str, Any]:
+    save_head(head, folder, layout, **SIZE)
+    return {"method": head.kind, "model": str(folder), "adaptive": False, "num_speculative_tokens": 4, **more}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("head", ["eagle", "eagle3"])
+def test_tokens_are_those_without(model: Path, head: str, setting: str, temperature: float, tmp_path: Path) -> None:
+    sections = SETTINGS[setting]
+    expected = generate(engine_of(model, **sections), requests(temperature)).tokens
+    engine = engine_of(model, speculative(HEADS[head], tmp_path, draft_sampling="coupled"), **sections)
+    for _ in range(2):  # the second time on prefixes
+        run = generate(engine, requests(temperature))
+        assert run.tokens == expected
+    assert not engine.drafter_failure
+    assert run.stats.spec_decoding_stats.num_draft_tokens > 50
+    if setting == "few blocks":
+        assert run.stats.num_preemptions > 0
+
+
+class Seen:
+    """What a drafter has proposed, by the tokens behind which it did."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.drafts: dict[tuple[int, ...], list[int]] = {}
+        propose = Eagle.propose
+
+        def spy(drafter: Eagle, step: DraftStep) -> list[list[int]]:
+            made = propose(drafter, step)
+            self.drafts |= {
+                tuple(request.token_ids.tolist()): drafted
+                for request, drafted in zip(step.requests, made, strict=True)
+                if drafted
+            }
+            return made
+
+        monkeypatch.setattr(Eagle, "propose", spy)
+
+
+@pytest.mark.parametrize("kernels", [{}, {"isa": "off"}])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head", HEADS)
+def test_drafts_are_those_of_plain_torch(
+    model: Path, head: str, layout: str, kernels: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, reference = Seen(monkeypatch), Reference(model, HEADS[head])
+    engine = engine_of(
+        model,
+        speculative(HEADS[head], tmp_path, layout),
+        cache={"enable_prefix_caching": False},
+        scheduler={"max_num_batched_tokens": 24},  # prompts come in pieces
+        kernels=kernels,
+    )
+    generate(engine, requests(0.0))
+    assert len(seen.drafts) > 100
+    for tokens, drafts in list(seen.drafts.items())[::3]:
+        assert drafts == reference.drafts(list(tokens), len(drafts)), len(tokens)
+
+
+def story(tokenizer: Any, thing: str) -> list[int]:
+    """The tokens that ask for one."""
+    messages = [{"role": "user", "content": f"Tell me a story about a {thing}."}]
+    token_ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return token_ids
+
+
+def test_the_demo_models_head_drafts_two_and_a_half_tokens_a_step() -> None:
+    torch.set_num_threads(1)
+    params, tokenizer = SamplingParams(temperature=0.0, max_tokens=100), AutoTokenizer.from_pretrained(DEMO)
+    made = [(thing, story(tokenizer, thing), params) for thing in ("dog", "king", "boat", "river")]
+    expected = generate(engine_of(DEMO), made).tokens
+    engine = engine_of(
+        DEMO, {"method": "eagle3", "model": str(TRAINED), "num_speculative_tokens": 4, "adaptive": False}
+    )
+    run = generate(engine, made)
+    counts = run.stats.spec_decoding_stats
+    assert run.tokens == expected
+    assert 1 + counts.num_accepted_tokens / counts.num_drafts >= 2.5
+
+
+def test_requests_that_want_no_drafts_are_not_followed(model: Path, tmp_path: Path) -> None:
+    engine = engine_of(model, speculative(HEADS["eagle3"], tmp_path))
+    params = SamplingParams(temperature=0.0, max_tokens=40, num_speculative_tokens=0)
+    assert generate(engine, [("r", list(range(1, 30)), params)]).stats.spec_decoding_stats.num_draft_tokens == 0
+
+
+def test_a_head_is_slept_on_and_woken(model: Path, tmp_path: Path) -> None:
+    engine = engine_of(model, speculative(HEADS["eagle"], tmp_path))
+    expected = generate(engine, requests(0.0)).tokens
+    for level in (1, 2):
+        engine.finish_steps()
+        engine.scheduler.preempt_all()
+        engine.scheduler.reset_prefix_cache()
+        engine.executor.collective_rpc("sleep", [level])
+        engine.executor.collective_rpc("wake_up", [["weights", "kv_cache"]])
+        assert generate(engine, requests(0.0)).tokens == expected
+    assert not engine.drafter_failure
+
+
+def test_workers_in_processes_draft_as_one_does(model: Path, tmp_path: Path) -> None:
+    expected = generate(engine_of(model), requests(0.8)).tokens
+    engine = engine_of(
+        model,
+        speculative(HEADS["eagle3"], tmp_path),
+        executor={"kind": "multiproc", "tensor_parallel_size": 2},
+    )
+    try:
+        run = generate(engine, requests(0.8))
+        assert run.tokens == expected
+        assert run.stats.spec_decoding_stats.num_draft_tokens > 50
+        assert not engine.drafter_failure
+    finally:
+        engine.shutdown()
+
+
+def changed(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Other tensors in a head's file; None for none."""
+    found = load_file(folder / "model.safetensors")
+    found.update({name: tensor for name, tensor in tensors.items() if tensor is not None})
+    save_file(
+        {name: each for name, each in found.items() if tensors.get(name, each) is not None},
+        folder / "model.safetensors",
+    )
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (
+            {"fc.weight": torch.zeros(HIDDEN, 3 * 48)},
+            r"its fc takes 144 numbers, and .* are 3 of 64: .* another hidden size",
+        ),
+        ({"norm.weight": None}, "it has no tensor norm.weight, which a head for 'eagle3' has"),
+        ({"midlayer.self_attn.q_norm.weight": torch.ones(16)}, r"it has a tensor layers\.0\.self_attn\.q_norm\.weight"),
+        ({"norm.weight": torch.ones(65)}, r"its norm.weight is \[65\], and must be \[64\]"),
+        ({"d2t": torch.arange(VOCAB_SIZE // 2) + 2}, rf"its token \d+ is token {VOCAB_SIZE} of the model, which has"),
+        ({"d2t": None}, "and it has no d2t that says which they are"),
+        ({"embed_tokens.weight": torch.zeros(99, HIDDEN)}, f"its embed_tokens has 99 tokens, the model {VOCAB_SIZE}"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    model: Path, tensors: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    asked = speculative(HEADS["eagle3"], tmp_path)
+    changed(tmp_path, **tensors)
+    with pytest.raises(ModelLoadError, match=rf"speculative.model is .*, which cannot draft: .*{message}"):
+        engine_of(model, asked)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, "has 2; the model has layers 0 to 1"),
+        ({"eagle_config": None}, "by default has layer 2; the model has layers 0 to 1"),
+        ({"model_type": "mamba"}, "model_type is 'mamba'; served: llama, qwen3"),
+        ({"norm_before_fc": True}, "its norm_before_fc is True; heads with that are not served"),
+        ({"architectures": ["EagleLlamaForCausalLM"]}, "describes a head for 'eagle'; speculative.method is 'eagle3'"),
+        ({"hidden_size": 48}, "its hidden_size is 48 and the model's 64"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_refused_by_name(
+    model: Path, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    asked = speculative(HEADS["eagle3"], tmp_path)
+    save_head(HEADS["eagle3"], tmp_path, "SafeAILab", **SIZE, **changes)
+    with pytest.raises(ModelLoadError, match=f"speculative.model is .*, which cannot draft: .*{message}"):
+        engine_of(model, asked)
+
+
+def test_pickled_weights_are_refused(model: Path, tmp_path: Path) -> None:
+    asked = speculative(HEADS["eagle3"], tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match=r"speculative.model is .*safetensors"):
+        engine_of(model, asked)
+
+
+def test_the_cache_has_room_for_its_layers(model: Path, tmp_path: Path) -> None:
+    plain, drafting = engine_of(model), engine_of(model, speculative(HEADS["eagle3"], tmp_path))
+    assert CACHE["num_blocks"] == 256
+    stats = [engine.executor.worker_stats()[0] for engine in (plain, drafting)]
+    assert stats[1].kv_cache_bytes > stats[0].kv_cache_bytes
+    assert stats[1].weight_bytes > stats[0].weight_bytes
