@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import FinishReason, SchedulerStats
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
@@ -72,9 +73,10 @@ def build_engine(path: Path, **sections: Any) -> EngineCore:
 
 
 class Run(msgspec.Struct):
-    """What came out: tokens and end of each request, and the last statistics."""
+    """What came out: tokens, log-probabilities and end of each request, and the last statistics."""
 
     tokens: dict[str, list[int]] = {}
+    logprobs: dict[str, Logprobs] = {}
     finish_reasons: dict[str, FinishReason] = {}
     stats: SchedulerStats = SchedulerStats()
 
@@ -86,19 +88,32 @@ def generate(
     after_step: Callable[[], None] = lambda: None,
 ) -> Run:
     """Run requests (id, prompt, sampling parameters) to their ends, all queued at once."""
+    made = [
+        EngineCoreRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=params)
+        for request_id, prompt, params in requests
+    ]
+    return answer(engine, made, after_step=after_step)
+
+
+def answer(
+    engine: EngineCore, requests: Sequence[EngineCoreRequest], *, after_step: Callable[[], None] = lambda: None
+) -> Run:
+    """Run requests to their ends, all queued at once."""
     run = Run()
     woken = threading.Event()
     engine.wake = woken.set
-    for request_id, prompt, params in requests:
-        request = EngineCoreRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=params)
+    for request in requests:
         engine.add(engine.preprocess(CLIENT, request))
-        run.tokens[request_id] = []
+        run.tokens[request.request_id] = []
+        run.logprobs[request.request_id] = Logprobs()
     while engine.has_requests:
         for outputs in engine.step(lambda: None).values():
             run.stats = outputs.scheduler_stats or run.stats
             for output in outputs.outputs:
                 assert output.error is None, output.error
                 run.tokens[output.request_id] += output.new_token_ids
+                if output.new_logprobs is not None:
+                    run.logprobs[output.request_id].extend(output.new_logprobs)
                 if output.finish_reason is not None:
                     run.finish_reasons[output.request_id] = output.finish_reason
         after_step()
