@@ -71,6 +71,7 @@ class FollowedGrammar:
         self.drafts: list[int] = []
         self.draft_masks: list[Mask] = []
         self.drafted = True
+        self.turn = 0
         self.num_processes_ended = 0
 
     def accept(self, token_id: int) -> bool:

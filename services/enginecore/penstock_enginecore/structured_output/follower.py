@@ -78,7 +78,7 @@ class GrammarFollower:
         self._grammars = itertools.count(1)
         self._generation = 0
         self._unsent: deque[tuple[Begin | Advance | Draft, list[int]]] = deque()
-        self._drafts: list[tuple[int, int, list[int]]] = []
+        self._drafts: list[tuple[int, int, int, list[int]]] = []
         self._told: set[int] = set()
         self._tokens: list[tuple[int, int]] = []
         self._ended: list[int] = []
@@ -145,7 +145,7 @@ class GrammarFollower:
     def advance(self, grammar: FollowedGrammar, token_id: int) -> None:
         """Take in a token that the mask allows."""
         with self._changed:
-            grammar.ready, grammar.mask, grammar.forced = False, NO_MASK, ()
+            grammar.ready, grammar.mask, grammar.forced, grammar.drafted = False, NO_MASK, (), True
             grammar.tokens.append(token_id)
             self._tokens.append((grammar.number, token_id))
             if grammar.draft_masks and grammar.drafts[0] == token_id:
@@ -158,9 +158,10 @@ class GrammarFollower:
         """Have the masks made behind tokens that may come next."""
         with self._changed:
             grammar.drafts, grammar.draft_masks = list(token_ids), []
+            grammar.turn += 1
             grammar.drafted = not (self._generation and grammar.prompt and grammar.ready)
             if not grammar.drafted:
-                self._drafts.append((grammar.number, len(grammar.tokens), grammar.drafts.copy()))
+                self._drafts.append((grammar.number, len(grammar.tokens), grammar.turn, grammar.drafts.copy()))
 
     def flush(self) -> None:
         """Hand over what has come since the last call. Never blocks."""
@@ -262,7 +263,7 @@ class GrammarFollower:
             if grammar is None or grammar.terminated or grammar.failure is not None:
                 continue
             if result.kind == "drafted":
-                if result.taken == len(grammar.tokens) and not grammar.drafted:
+                if result.turn == grammar.turn and result.taken == len(grammar.tokens):
                     grammar.draft_masks, grammar.drafted = list(behind), True
                 continue
             if result.kind == "unknown":

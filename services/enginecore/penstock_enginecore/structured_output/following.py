@@ -178,12 +178,12 @@ class Follower:
     def _draft(self, message: Draft) -> None:
         """Masks behind drafts of grammars that are at the tokens they were drafted behind, and whose last token cost little."""
         results, rows = [], []
-        for number, taken, drafts in message.drafts:
+        for number, taken, turn, drafts in message.drafts:
             matcher = self._matchers.get(number)
             masks = list[bytes]()
             if matcher is not None and matcher.taken == taken and matcher.cost <= self._settings.patience:
                 masks = self._behind(number, matcher, drafts)
-            results.append(Result(number, "drafted", taken, count=len(masks)))
+            results.append(Result(number, "drafted", taken, count=len(masks), turn=turn))
             rows += masks
             if len(rows) * self._words * 4 > MAX_PACKET // 2:
                 self._tell(results, rows)

@@ -63,10 +63,12 @@ class Advance(msgspec.Struct, frozen=True, tag="advance"):
 
 
 class Draft(msgspec.Struct, frozen=True, tag="draft"):
-    """Compute the masks behind drafts, as (number, tokens taken before, drafts), and be where it was before."""
+    """Compute the masks behind drafts, as (number, tokens taken before, turn, drafts), and be where it was before. ``turn``
+    tells apart the drafts of a number: a step that failed has others when it is made again, behind the same tokens.
+    """
 
     generation: int
-    drafts: list[tuple[int, int, list[int]]]
+    drafts: list[tuple[int, int, int, list[int]]]
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -81,7 +83,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
     """What became of a number's tokens, of which it has ``taken`` so many in all. ``cost``: seconds of CPU time of the last one.
-    ``forced``: tokens that must come next. ``drafted``: there are ``count`` masks, behind one draft, two, and so on.
+    ``forced``: tokens that must come next. ``drafted``: there are ``count`` masks, behind one draft of ``turn``, two, and so on.
     ``text``: what failed. ``unknown``: the process does not have the grammar to begin with.
     """
 
@@ -92,6 +94,7 @@ class Result(msgspec.Struct, frozen=True, array_like=True):
     text: str = ""
     forced: list[int] = []
     count: int = 0
+    turn: int = 0
 
 
 class Masks(msgspec.Struct, frozen=True, tag="masks"):

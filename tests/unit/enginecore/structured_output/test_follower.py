@@ -148,6 +148,26 @@ def test_a_mask_is_not_taken_for_that_of_a_later_token(follower: GrammarFollower
     assert may(pairs) == {B}
 
 
+def test_masks_behind_drafts_are_not_taken_for_those_of_others(follower: GrammarFollower):
+    pairs = begun(follower, PAIRS)
+    for drafts in ([A, B], [A, A]):  # a step that failed is made again
+        pairs.grammar.draft(drafts)
+        follower.flush()
+    while not pairs.grammar.drafted:
+        follower.wait([pairs.grammar])
+    assert [allowed(mask) for mask in pairs.grammar.draft_masks] == [{B}]
+
+
+def test_nobody_waits_for_masks_behind_drafts_of_a_step_that_is_over(follower: GrammarFollower):
+    pairs = begun(follower, PAIRS)
+    pairs.grammar.draft([A, B])
+    assert not pairs.grammar.drafted
+    assert pairs.grammar.accept(A)
+    assert pairs.grammar.drafted
+    assert may(pairs) == {B}
+    assert not pairs.grammar.draft_masks
+
+
 def test_a_late_mask_is_told_and_only_then(follower: GrammarFollower):
     pairs, told = begun(follower, PAIRS), []
     pairs.grammar.changed = lambda: told.append(True)  # type: ignore[attr-defined]

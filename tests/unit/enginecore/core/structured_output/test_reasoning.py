@@ -5,6 +5,8 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.outputs import FinishReason
@@ -141,6 +143,29 @@ def test_the_end_of_the_output_is_not_taken_in_the_reasoning():
     assert not gated.accept(EOS)
     assert gated.accept(END)
     assert gated.accept(EOS)
+
+
+@given(
+    output=st.lists(st.sampled_from([BEGIN, END, 2, 4, 3]), max_size=6),
+    drafts=st.lists(st.sampled_from([BEGIN, END, 2, 4, 3, EOS]), max_size=8),
+    ended=st.sampled_from([None, False, True]),
+)
+def test_masks_behind_drafts_are_those_of_an_output_that_has_these_tokens(output, drafts, ended):
+    def after(token_ids):
+        grammar = FakeGrammar(0, 3, EOS, VOCAB, lambda: None)
+        gated = GatedGrammar(grammar, ReasoningGate(TOKENS, [], ended), all_but(frozenset({EOS}), VOCAB))
+        return gated if all(gated.accept(token) for token in token_ids) else None
+
+    gated = after(output)
+    if gated is None:
+        return
+    gated.draft(drafts)
+    assert gated.drafted
+    for place, mask in enumerate(gated.draft_masks):
+        alone = after(output + drafts[: place + 1])
+        if alone is None:  # no row behind a draft that is refused is reached
+            break
+        np.testing.assert_array_equal(mask, alone.mask)
 
 
 # In the engine.
