@@ -131,6 +131,8 @@ SCENARIOS: dict[str, tuple[str, int, Any, float]] = {
     "draft model, temperature 0.8": ("draft_model", 1, lambda: stories(5, 160, temperature=0.8), 1.7),
     "draft model, 8 streams": ("draft_model", 8, lambda: stories(16, 120, temperature=0), 1.15),
     "draft model, 32 streams": ("draft_model", 32, lambda: stories(64, 80, temperature=0.8), 0.97),
+    "EAGLE-3, greedy": ("eagle3", 1, lambda: stories(5, 160, temperature=0), 2.2),
+    "EAGLE-3, temperature 0.8": ("eagle3", 1, lambda: stories(5, 160, temperature=0.8), 1.7),
     "prediction, nine tenths right": ("prediction", 1, lambda: stories(5, 160, temperature=0), 3.0),
     "suffix, requests that repeat": ("suffix", 1, lambda: stories(5, 160, temperature=0), 2.5),
     "ngram, free stories": ("ngram", 1, lambda: stories(5, 160, temperature=0.8), 0.97),
@@ -173,6 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="the checkpoint that is served")
     parser.add_argument("--drafter", type=Path, required=True, help="the draft model")
+    parser.add_argument("--head", type=Path, help="the EAGLE-3 head; without one its scenarios are left out")
     parser.add_argument("--tokens", type=int, default=5, help="drafts of a request in a step")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", action="append", help="scenarios whose names begin so; may be given again")
@@ -180,6 +183,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the rows there, too")
     args = parser.parse_args()
     names = [name for name in SCENARIOS if not args.only or name.startswith(tuple(args.only))]
+    drafters = {"draft_model": args.drafter} | ({"eagle3": args.head} if args.head else {})
+    names = [name for name in names if args.head or SCENARIOS[name][0] != "eagle3"]
     folder = Path("build/speculation")
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -187,8 +192,8 @@ def main() -> int:
     with served("without", args.model, common, folder) as plain:
         for method in dict.fromkeys(SCENARIOS[name][0] for name in names):
             flags = [*common, "--speculative", method, "--speculative-tokens", str(args.tokens)]
-            if method == "draft_model":
-                flags += ["--speculative-model", str(args.drafter)]
+            if method in drafters:
+                flags += ["--speculative-model", str(drafters[method])]
             with served(method, args.model, flags, folder) as url:
                 for name in names:
                     if SCENARIOS[name][0] == method:
