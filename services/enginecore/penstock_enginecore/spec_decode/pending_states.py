@@ -20,7 +20,8 @@ class PendingStates:
         if not self.start <= position <= self.end:
             self._parts, self.start, self.end = [], position, position
         self._cut(position - self.start)
-        self._parts.append(states)
+        shared = states.untyped_storage().nbytes() > 2 * states.nbytes  # a whole step would stay for a few rows of it
+        self._parts.append(states.clone() if shared else states)
         self.end = position + len(states)
 
     def take(self, count: int) -> torch.Tensor:
