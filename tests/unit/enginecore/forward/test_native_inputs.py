@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from penstock_enginecore.forward import native_inputs
 from penstock_enginecore.forward.native_inputs import EmbeddingLookup, Rotaries, Turns
@@ -41,6 +42,19 @@ def test_of_a_weight_kept_in_16_bits_these_are_read() -> None:
     rows = EmbeddingLookup(of).rows(np.array([1]))
     assert rows is not None
     assert (rows.weight.data_ptr(), rows.kind) == (kept.data_ptr(), 1)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_rows_that_are_only_scaled_are_looked_up_with_their_scale(narrow: bool) -> None:
+    of = Gemma3TextScaledWordEmbedding(7, 4, padding_idx=0, embed_scale=1.7).requires_grad_(requires_grad=False)
+    ids = np.array([1, 5])
+    if narrow:
+        of.weight = torch.nn.Parameter(NarrowWeight(of.weight.detach().bfloat16()), requires_grad=False)
+    rows = EmbeddingLookup(of).rows(ids)
+    assert rows is not None
+    assert torch.equal(rows.weight[ids].float() * torch.tensor(rows.scale), of(torch.from_numpy(ids)))
+    if not narrow:  # in bfloat16 the products are rounded, which the kernels' are not
+        assert EmbeddingLookup(of.bfloat16()).rows(ids) is None
 
 
 def test_embeddings_that_do_more_are_computed_by_their_modules() -> None:
