@@ -130,7 +130,7 @@ async def memory(
         client = await stack.enter_async_context(PublicClient(public.address))
 
         def sample() -> None:
-            rows.append(MemoryRow(done, _resident_mib(serving.pid), _resident_mib(public.pid)))
+            rows.append(MemoryRow(done, resident_mib(serving.pid), resident_mib(public.pid)))
             if done % SAY_EVERY == 0 or done == requests:
                 row = rows[-1]
                 log(f"{done} requests: engine {row.engine_mib:.1f} MiB, frontend {row.frontend_mib:.1f} MiB")
@@ -152,7 +152,8 @@ async def memory(
     return rows
 
 
-def _resident_mib(pid: int) -> float:
+def resident_mib(pid: int | str = "self") -> float:
+    """The resident set of a process. RuntimeError when it has ended."""
     found = re.search(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     if found is None:
         raise RuntimeError(f"process {pid} has ended")

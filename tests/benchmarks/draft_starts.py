@@ -1,0 +1,66 @@
+"""How much later an engine that drafts is ready: ``python -m tests.benchmarks.draft_starts --rounds 5``.
+
+``penstock serve`` from its start to the first healthy answer, without drafts and with, in turn; the medians count.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from tests.benchmarks.peers import Server
+from tests.benchmarks.speculation import healthy, serve_command
+from tests.fakes.network.ports import free_port
+
+MODEL = Path("examples/demo_model/penstock-tiny")
+LIMIT = 0.5
+"""Seconds that looking tokens up may add to a start."""
+_POLL = 0.02
+
+
+def start(model: Path, flags: list[str], log: Path) -> float:
+    """Seconds to the first healthy answer."""
+    port = free_port()
+    server = Server("start", serve_command(model, port, flags), {}, log)
+    try:
+        return server.wait(lambda: _soon(f"http://127.0.0.1:{port}"))
+    finally:
+        server.close()
+
+
+def _soon(url: str) -> bool:
+    """Whether it is healthy within a second, told at once."""
+    for _ in range(round(1 / _POLL)):
+        if healthy(url):
+            return True
+        time.sleep(_POLL)
+    return False
+
+
+def main() -> int:
+    """Print seconds of each round, and the medians. Returns 1 when drafts add more than they may."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=MODEL, help="the checkpoint that is served")
+    parser.add_argument("--method", default="ngram")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    folder = Path("build/speculation")
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "start.log"
+    flags = {"without": [], args.method: ["--speculative", args.method]}
+    start(args.model, flags["without"], log)  # files come from the disk
+    seconds: dict[str, list[float]] = {name: [] for name in flags}
+    for number in range(args.rounds):
+        for name in flags if number % 2 == 0 else reversed(flags):
+            seconds[name].append(round(start(args.model, flags[name], log), 2))
+        print(json.dumps({name: found[-1] for name, found in seconds.items()}), flush=True)
+    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    longer = medians[args.method] - medians["without"]
+    print(f"{json.dumps(medians)}: {longer:+.2f} s, {LIMIT} s allowed")
+    return int(longer > LIMIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
