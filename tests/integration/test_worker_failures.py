@@ -124,7 +124,7 @@ def make_engine(model: Path, step_timeout: float) -> EngineCore:
         model,
         executor={"kind": "multiproc", "tensor_parallel_size": 2, "step_timeout": step_timeout},
         scheduler={"async_scheduling": True},
-        plugins=[NAME],
+        plugins=(NAME,),
     )
 
 

@@ -46,7 +46,7 @@ def config_of(
     coordinator: Mapping[str, Any] | None = None,
     data_parallel: Mapping[str, Any] | None = None,
     expert_parallel: Mapping[str, Any] | None = None,
-    plugins: list[str] | None = None,
+    plugins: tuple[str, ...] | None = None,
     speculative: Mapping[str, Any] | None = None,
 ) -> EngineCoreConfig:
     """Of an engine over the checkpoint at ``path``, one torch thread, with overrides by configuration section."""
