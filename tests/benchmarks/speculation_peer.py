@@ -2,8 +2,10 @@
 
 ``python -m tests.benchmarks.speculation_peer --peer DIR --model PADDED --drafter DRAFTER --json RUNS`` needs vLLM's CPU build in
 ``DIR/venv``, and arctic-inference there for ``suffix``. Every server, without drafts and with each method, gets 64 requests
-alone and 64 at 8 streams, greedy and at temperature 0.8 with a seed each. Runs are added to the JSON file, so that ``--servers``,
-``--methods`` and ``--dtypes`` may measure a part at a time; ``--report`` prints the table of what the file has.
+alone and 64 at 8 streams, greedy and at temperature 0.8 with a seed each, all of whose prompts are in its prefix cache. They
+are sent a few at a time, and sent again where other processes took more than a twentieth of the processors meanwhile: what
+is sent is added to the JSON file, of which the least disturbed counts, and a later call measures what is missing there.
+``--minutes`` bounds a call, ``--servers``, ``--methods`` and ``--dtypes`` what it measures; ``--report`` prints the table alone.
 
 vLLM 0.32 without triton-cpu samples drafted requests at a temperature that was never written (``repaired``): texts are noise and
 no draft holds. ``--repair`` writes three lines into its virtual environment that do what its Triton kernel does.
@@ -14,12 +16,9 @@ import asyncio
 import contextlib
 import json
 import os
-import re
-import statistics
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,20 @@ import msgspec
 
 from tests.benchmarks.peers import KV_CACHE, Server, machine
 from tests.benchmarks.speculation import run, served, stories
+from tests.benchmarks.speculation_runs import QUIET, SERVERS, Place, Run, draft_counts, lacks, rate, read_runs, report
 from tests.fakes.network.ports import free_port
 
 REQUESTS, TOKENS = 64, 120
-CELLS = tuple((streams, temperature) for streams in (1, 8) for temperature in (0.0, 0.8))
-SERVERS = ("vLLM", "Penstock")
+AT_ONCE = {1: 8, 8: 32}
+"""Requests that are sent and timed together, by streams."""
+TEMPERATURES = (0.0, 0.8)
 WORKLOADS = {"off": ("stories", "records"), "ngram": ("records",)}
 """By method; every other one gets stories."""
-QUIET = 0.05
-"""Share of the processors that other processes may take of a run that counts."""
-SETTLE = 3.0
+SETTLE = 2.0
 """Seconds until counts of drafts have reached the metrics."""
+TRIES = 3
+WAIT = 30.0
+"""Seconds to wait for others to end."""
 SAMPLER = "lib/python3*/site-packages/vllm/utils/cpu_triton_utils.py"
 FAULT = """    torch.ops._C.expand_kernel_impl(
         _ensure_int64(output),
@@ -54,102 +56,11 @@ REPAIR = """    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zer
 """
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """All requests of a workload once. ``drafts``: times that a request had some in a step; ``others``: share of the processors
-    that processes of others took meanwhile.
-    """
-
-    server: str
-    method: str
-    dtype: str
-    workload: str
-    streams: int
-    temperature: float
-    tokens: int
-    seconds: float
-    drafts: float
-    accepted: float
-    others: float
-    settings: str
-    texts: list[str]
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds
-
-
 def repaired(source: str) -> str:
     """vLLM's ``cpu_triton_utils.py`` with per-request values that reach their tokens: the kernel behind it writes into a copy
     of its output, as integers. As it was where the fault is not there.
     """
     return source.replace(FAULT, REPAIR)
-
-
-def draft_counts(metrics: str) -> tuple[float, float]:
-    """Of a server's metrics: how often a request had drafts in a step, and how many of the tokens held."""
-
-    def total(name: str) -> float:
-        pattern = rf"^vllm:spec_decode_num_{name}_total(?:\{{[^}}]*\}})? (\S+)"
-        return sum(float(value) for value in re.findall(pattern, metrics, re.MULTILINE))
-
-    return total("drafts"), total("accepted_tokens")
-
-
-def changed_share(before: Sequence[str], after: Sequence[str]) -> float:
-    """Of requests in the same order, the share whose texts differ. ValueError unless there are as many of both."""
-    if len(before) != len(after):
-        raise ValueError(f"{len(before)} texts beside {len(after)}")
-    return sum(a != b for a, b in zip(before, after, strict=True)) / max(len(before), 1)
-
-
-def counting(runs: list[Run]) -> list[Run]:
-    """Those of ``runs`` that were not disturbed, or the one that was least."""
-    return [each for each in runs if each.others <= QUIET] or sorted(runs, key=lambda each: each.others)[:1]
-
-
-def cell(runs: list[Run], before: list[Run]) -> dict[str, float]:
-    """Of the rounds of one server with a method, and without (``before``): tokens/s of both, tokens per step that had drafts,
-    the share of texts that differ between the two, and between rounds without (NaN where there is one round).
-    """
-    drafts = sum(each.drafts for each in runs)
-    return {
-        "off": statistics.median(each.rate for each in counting(before)),
-        "on": statistics.median(each.rate for each in counting(runs)),
-        "length": 1 + sum(each.accepted for each in runs) / drafts if drafts else 1.0,
-        "per step": sum(each.tokens for each in runs) / sum(each.tokens - each.accepted for each in runs),
-        "changed": statistics.mean(changed_share(a.texts, b.texts) for a, b in zip(before, runs, strict=False)),
-        "again": changed_share(before[0].texts, before[1].texts) if len(before) > 1 else float("nan"),
-        "others": max(each.others for kept in (counting(before), counting(runs)) for each in kept),
-    }
-
-
-def report(runs: list[Run]) -> str:
-    """The table, in Markdown: a row for each type, method, number of streams and temperature that both servers have."""
-    by: dict[tuple[Any, ...], list[Run]] = defaultdict(list)
-    for each in runs:
-        by[each.server, each.dtype, each.workload, each.streams, each.temperature, each.method].append(each)
-    lines = [
-        "| | streams | temperature | vLLM off | on | Penstock off | on | beside vLLM | length, vLLM | Penstock "
-        "| changed, vLLM | Penstock | asked again, vLLM | Penstock | others |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for (server, *place, method), found in by.items():
-        others = by.get((SERVERS[1], *place, method))
-        if server != SERVERS[0] or method == "off" or not others:
-            continue
-        dtype, _, streams, temperature = place
-        theirs, ours = (
-            cell(each, by[name, *place, "off"]) for name, each in zip(SERVERS, (found, others), strict=True)
-        )
-        rates = [f"{each[key]:.0f}" for each in (theirs, ours) for key in ("off", "on")]
-        lengths = [f"{each['length']:.2f}" for each in (theirs, ours)]
-        shares = [f"{100 * each[key]:.0f} %" for key in ("changed", "again") for each in (theirs, ours)]
-        cells = [f"{method}, {dtype}", str(streams), f"{temperature:g}", *rates]
-        cells += [f"{ours['on'] / theirs['on']:.2f}", *lengths, *shares]
-        cells.append(f"{100 * max(theirs['others'], ours['others']):.0f} %")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 def records(count: int, **fields: Any) -> list[dict[str, Any]]:
@@ -196,6 +107,27 @@ def busy_seconds() -> tuple[float, float]:
     return (user + nice + system + sum(rest)) / ticks, sum(t for pid, t in times.items() if ours(pid)) / ticks
 
 
+def wait_for_others() -> None:
+    """Return when other processes leave the processors alone, or after half a minute."""
+    until, quiet = time.monotonic() + WAIT, False
+    while not quiet and time.monotonic() < until:
+        everybody, own = busy_seconds()
+        time.sleep(1)
+        everybody_after, own_after = busy_seconds()
+        quiet = (everybody_after - everybody) - (own_after - own) < QUIET * (os.cpu_count() or 1)
+
+
+def places(method: str) -> list[Place]:
+    """All that is asked with a method."""
+    return [
+        Place(workload=workload, streams=streams, temperature=temperature, part=part)
+        for workload in WORKLOADS.get(method, ("stories",))
+        for streams, at_once in AT_ONCE.items()
+        for temperature in TEMPERATURES
+        for part in range(REQUESTS // at_once)
+    ]
+
+
 class Peers:
     """Starts either server as its users would. ``peer``: the folder with vLLM's environment."""
 
@@ -204,12 +136,14 @@ class Peers:
         self._peer: Path = options.peer.resolve()
         self._folder = Path("build/speculation_peer")
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._until = time.monotonic() + 60 * options.minutes
 
     def config(self, method: str) -> list[str]:
         """Flags of a method, the same for both servers."""
         if method == "off":
             return []
-        config: dict[str, Any] = {"method": method, "num_speculative_tokens": self._options.tokens}
+        tokens = 12 if method == "suffix" else self._options.tokens
+        config: dict[str, Any] = {"method": method, "num_speculative_tokens": tokens}
         if method in ("draft_model", "eagle3"):
             config["model"] = str(self._options.head if method == "eagle3" else self._options.drafter)
         if method == "ngram":
@@ -246,39 +180,50 @@ class Peers:
             process.close()
 
     def measure(self, server: str, method: str, dtype: str) -> Iterator[Run]:
-        """One round of a server with a method."""
+        """What the file lacks of a server with a method, twice without one; until the time is over."""
+        missing = self._missing(server, method, dtype)
+        if not missing or time.monotonic() > self._until:
+            return
         with self.serve(server, method, dtype) as url:
-            for workload in WORKLOADS.get(method, ("stories",)):
-                for streams in (1, 8):  # compiled code, caches, and for ``suffix`` answers that come again
-                    warm = bodies(workload, 0.0)[:: 1 if method == "suffix" and streams == 8 else 8]
-                    asyncio.run(run(url, warm, streams))
-                for streams, temperature in CELLS:
-                    yield self._cell(url, server, method, dtype, workload, streams, temperature)
+            for workload in dict.fromkeys(place.workload for place in missing):
+                self._warm_up(url, workload, again=method == "suffix")
+            for _ in range(TRIES):
+                for place in self._missing(server, method, dtype):
+                    if time.monotonic() < self._until:
+                        yield self._ask(url, server, method, dtype, place)
 
-    def _cell(
-        self, url: str, server: str, method: str, dtype: str, workload: str, streams: int, temperature: float
-    ) -> Run:
+    def _missing(self, server: str, method: str, dtype: str) -> list[Place]:
+        said = [each for each in read_runs(self._options.json) if each.of == (server, method, dtype)]
+        return [place for place in places(method) if lacks(said, place, times=2 if method == "off" else 1)]
+
+    def _warm_up(self, url: str, workload: str, *, again: bool) -> None:
+        """Compiled code, prompts in the prefix cache, and whole answers where requests come ``again``."""
+        for temperature in TEMPERATURES:
+            asked = bodies(workload, temperature)
+            asyncio.run(run(url, [body if again else {**body, "max_tokens": 1} for body in asked], 8))
+            for streams in (1, 8):
+                asyncio.run(run(url, asked[::8], streams))
+
+    def _ask(self, url: str, server: str, method: str, dtype: str, place: Place) -> Run:
+        wait_for_others()
+        drafts, accepted = draft_counts(httpx.get(f"{url}/metrics").text)
+        at_once = AT_ONCE[place.streams]
+        asked = bodies(place.workload, place.temperature)[place.part * at_once :][:at_once]
+        (all_before, own_before), began = busy_seconds(), time.perf_counter()
+        answers = asyncio.run(run(url, asked, place.streams))
+        (all_after, own_after), seconds = busy_seconds(), time.perf_counter() - began
         time.sleep(SETTLE)
-        before, (all_before, own_before) = draft_counts(httpx.get(f"{url}/metrics").text), busy_seconds()
-        began = time.perf_counter()
-        answers = asyncio.run(run(url, bodies(workload, temperature), streams))
-        seconds = time.perf_counter() - began
-        all_after, own_after = busy_seconds()
-        time.sleep(SETTLE)
-        after = draft_counts(httpx.get(f"{url}/metrics").text)
-        others = ((all_after - all_before) - (own_after - own_before)) / seconds / (os.cpu_count() or 1)
+        drafts_after, accepted_after = draft_counts(httpx.get(f"{url}/metrics").text)
         return Run(
             server=server,
             method=method,
             dtype=dtype,
-            workload=workload,
-            streams=streams,
-            temperature=temperature,
+            place=place,
             tokens=answers.tokens,
             seconds=seconds,
-            drafts=after[0] - before[0],
-            accepted=after[1] - before[1],
-            others=max(others, 0.0),
+            drafts=drafts_after - drafts,
+            accepted=accepted_after - accepted,
+            others=max(all_after - all_before - own_after + own_before, 0.0) / seconds / (os.cpu_count() or 1),
             settings=self.settings(server),
             texts=answers.texts,
         )
@@ -289,11 +234,6 @@ def _healthy(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=2).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def read_runs(path: Path) -> list[Run]:
-    """What is in the file; nothing where there is none."""
-    return msgspec.json.decode(path.read_bytes(), type=list[Run]) if path.exists() else []
 
 
 def main() -> int:
@@ -307,8 +247,8 @@ def main() -> int:
     parser.add_argument("--servers", default=",".join(SERVERS))
     parser.add_argument("--methods", default="off,draft_model,ngram,suffix", help="of off, and vLLM's names")
     parser.add_argument("--dtypes", default="float32,bfloat16")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=5, help="drafts of a request in a step")
+    parser.add_argument("--minutes", type=float, default=60.0, help="start nothing after so many")
+    parser.add_argument("--tokens", type=int, default=5, help="drafts of a request in a step; suffix: 12")
     parser.add_argument("--peer-eager", action="store_true", help="vLLM without compilation")
     parser.add_argument("--peer-threads", default=f"0-{(os.cpu_count() or 1) - 1}", help="VLLM_CPU_OMP_THREADS_BIND")
     parser.add_argument("--repair", action="store_true", help="mend vLLM's sampling without triton-cpu, see above")
@@ -319,13 +259,11 @@ def main() -> int:
             path.write_text(repaired(path.read_text()))
     peers = Peers(options)
     for dtype in [] if options.report else options.dtypes.split(","):
-        for method in options.methods.split(",") * options.rounds:
+        for method in options.methods.split(","):
             for server in options.servers.split(","):
                 for found in peers.measure(server, method, dtype):
-                    fields = msgspec.to_builtins(found)
-                    print(
-                        json.dumps({k: v for k, v in fields.items() if k != "texts"} | {"rate": found.rate}), flush=True
-                    )
+                    line = {"server": server, "method": method, "dtype": dtype, **msgspec.to_builtins(found.place)}
+                    print(json.dumps(line | {"rate": rate([found]), "others": found.others}), flush=True)
                     options.json.write_bytes(msgspec.json.encode([*read_runs(options.json), found]))
     print(f"{machine()}\n\n{report(read_runs(options.json))}")
     return 0
