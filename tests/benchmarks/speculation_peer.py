@@ -38,8 +38,8 @@ WORKLOADS = {"off": ("stories", "records"), "ngram": ("records",)}
 """By method; every other one gets stories."""
 SETTLE = 2.0
 """Seconds until counts of drafts have reached the metrics."""
-TRIES = 3
-WAIT = 30.0
+TRIES = 20
+WAIT = 20.0
 """Seconds to wait for others to end."""
 SAMPLER = "lib/python3*/site-packages/vllm/utils/cpu_triton_utils.py"
 FAULT = """    torch.ops._C.expand_kernel_impl(
@@ -107,14 +107,15 @@ def busy_seconds() -> tuple[float, float]:
     return (user + nice + system + sum(rest)) / ticks, sum(t for pid, t in times.items() if ours(pid)) / ticks
 
 
-def wait_for_others() -> None:
-    """Return when other processes leave the processors alone, or after half a minute."""
+def wait_for_others() -> bool:
+    """Return when other processes leave the processors alone, or after a while: whether they do."""
     until, quiet = time.monotonic() + WAIT, False
     while not quiet and time.monotonic() < until:
         everybody, own = busy_seconds()
         time.sleep(1)
         everybody_after, own_after = busy_seconds()
         quiet = (everybody_after - everybody) - (own_after - own) < QUIET * (os.cpu_count() or 1)
+    return quiet
 
 
 def places(method: str) -> list[Place]:
@@ -188,12 +189,16 @@ class Peers:
             for workload in dict.fromkeys(place.workload for place in missing):
                 self._warm_up(url, workload, again=method == "suffix")
             for _ in range(TRIES):
+                asked = {each.place for each in self._said(server, method, dtype)}
                 for place in self._missing(server, method, dtype):
-                    if time.monotonic() < self._until:
+                    if time.monotonic() < self._until and (wait_for_others() or place not in asked):
                         yield self._ask(url, server, method, dtype, place)
 
+    def _said(self, server: str, method: str, dtype: str) -> list[Run]:
+        return [each for each in read_runs(self._options.json) if each.of == (server, method, dtype)]
+
     def _missing(self, server: str, method: str, dtype: str) -> list[Place]:
-        said = [each for each in read_runs(self._options.json) if each.of == (server, method, dtype)]
+        said = self._said(server, method, dtype)
         return [place for place in places(method) if lacks(said, place, times=2 if method == "off" else 1)]
 
     def _warm_up(self, url: str, workload: str, *, again: bool) -> None:
@@ -205,7 +210,6 @@ class Peers:
                 asyncio.run(run(url, asked[::8], streams))
 
     def _ask(self, url: str, server: str, method: str, dtype: str, place: Place) -> Run:
-        wait_for_others()
         drafts, accepted = draft_counts(httpx.get(f"{url}/metrics").text)
         at_once = AT_ONCE[place.streams]
         asked = bodies(place.workload, place.temperature)[place.part * at_once :][:at_once]
