@@ -1,10 +1,13 @@
 """The attention layers of a drafter among those of the model: the same block tables, memory of their own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import msgspec
 
-from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.attention.kv_cache import LayerCaches
+from penstock_enginecore.attention.kv_memory import KVMemory, num_bytes, num_groups
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 
 PREFIX = "draft."
 """What the names of a drafter's layers begin with."""
@@ -28,3 +31,60 @@ def _with(config: KVCacheConfig, name_of: Callable[[str], str | None]) -> KVCach
         for group in config.groups
     ]
     return msgspec.structs.replace(config, groups=tuple(groups))
+
+
+class Layers(Protocol):
+    """What runs a drafter's layers; see ``ForwardPass``."""
+
+    @property
+    def specs(self) -> Mapping[str, KVCacheSpec]:
+        """By the layers' own names."""
+
+    @property
+    def memory(self) -> KVMemory:
+        """Allocates caches for ``bind``."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+
+    def bind(self, caches: LayerCaches) -> None:
+        """Run on this KV cache from now on."""
+
+
+class WithLayers:
+    """The part of a ``Drafter`` that concerns its weights and the keys and values of its layers, which ``layers`` runs.
+    ``num_groups``: of the KV cache, up to the last that has some of them.
+    """
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        self.kv_cache_bytes = self.num_groups = 0
+
+    @property
+    def specs(self) -> Mapping[str, KVCacheSpec]:
+        """Its layers, behind the prefix that tells them from the model's."""
+        return {PREFIX + name: spec for name, spec in self._layers.specs.items()}
+
+    @property
+    def weight_bytes(self) -> int:
+        """Those of what runs them."""
+        return self._layers.weight_bytes
+
+    def allocate(self, config: KVCacheConfig) -> None:
+        """Keys and values of its own layers."""
+        caches = self._layers.memory.allocate(draft_layers(config))
+        for layer in caches.values():
+            if (
+                layer.cache.keys.device.type != "cpu"
+            ):  # a host's fresh memory is zeros; what nobody computed may be attended over
+                layer.cache.keys.zero_()
+                layer.cache.values.zero_()
+        self._layers.bind(caches)
+        self.kv_cache_bytes = num_bytes(caches)
+        self.num_groups = num_groups(caches)
+
+    def release(self) -> None:
+        """Let go of them."""
+        self._layers.bind({})
+        self.kv_cache_bytes = 0

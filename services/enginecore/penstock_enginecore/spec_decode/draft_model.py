@@ -1,6 +1,6 @@
 """Drafts by a smaller model of the same vocabulary: a chain of its own next tokens (Leviathan et al., 2023)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -11,10 +11,9 @@ import numpy.typing as npt
 import torch
 
 from penstock_enginecore.attention.base import IntArray
-from penstock_enginecore.attention.kv_memory import num_bytes, num_groups
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig
 from penstock_enginecore.core.executor import Progress
-from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.scheduler.output import NewRequestData
 from penstock_enginecore.forward.base import ChainedDraws, ChainedForward, ForwardBatch
 from penstock_enginecore.forward.build import BuiltForward, ForwardConfig, build_forward
@@ -25,7 +24,7 @@ from penstock_enginecore.sample.base import RowKinds, SamplingInputs
 from penstock_enginecore.spec_decode.arms import Arms
 from penstock_enginecore.spec_decode.base import DraftStep, Stateless
 from penstock_enginecore.spec_decode.draft_choice import DraftChoice, num_held
-from penstock_enginecore.spec_decode.draft_layers import PREFIX, draft_layers
+from penstock_enginecore.spec_decode.draft_layers import WithLayers
 from penstock_enginecore.spec_decode.vocabulary import check_vocabulary
 
 _MOST_BEHIND = 512
@@ -51,7 +50,7 @@ class _Tokens:
     token_ids: IntArray
 
 
-class DraftModel(Stateless):
+class DraftModel(WithLayers, Stateless):
     """A ``Drafter``. It computes a request's tokens when it drafts for it, all that it has not seen at once: requests that get no
     drafts cost nothing. Requests that begin on cached blocks are computed from their beginning, for these may have no keys
     and values of its own.
@@ -61,6 +60,7 @@ class DraftModel(Stateless):
 
     def __init__(self, model: LoadedModel, built: BuiltForward, vocab_size: int, sampling: str) -> None:
         """``vocab_size``: of the model that verifies. ``sampling``: ``speculative.draft_sampling``."""
+        super().__init__(built.forward)
         self._model = model
         self._forward = built.forward
         chained = isinstance(built.forward, ChainedForward) and built.forward.chains
@@ -69,30 +69,11 @@ class DraftModel(Stateless):
         self._vocab_size = min(vocab_size, model.vocab_size)
         self._choice = DraftChoice(sampling)
         self._requests: dict[str, _Followed] = {}
-        self.kv_cache_bytes = self._num_groups = 0
-
-    @property
-    def specs(self) -> Mapping[str, KVCacheSpec]:
-        """Its layers, behind the prefix that tells them from the model's."""
-        return {PREFIX + name: spec for name, spec in self._forward.specs.items()}
-
-    @property
-    def weight_bytes(self) -> int:
-        """Those of its forward pass."""
-        return self._forward.weight_bytes
 
     def allocate(self, config: KVCacheConfig) -> None:
-        """Keys and values of its own layers."""
-        caches = self._forward.memory.allocate(draft_layers(config))
-        self._forward.bind(caches)
-        self.kv_cache_bytes = num_bytes(caches)
-        self._num_groups = num_groups(caches)
+        """Nothing of any request is computed."""
+        super().allocate(config)
         self._requests = {key: _Followed() for key in self._requests}
-
-    def release(self) -> None:
-        """Let go of them."""
-        self._forward.bind({})
-        self.kv_cache_bytes = 0
 
     def begin(self, request: NewRequestData) -> None:
         """Nothing of it is computed."""
@@ -210,7 +191,7 @@ class DraftModel(Stateless):
         """With block tables of its own layers, that go on for ``ahead`` positions."""
         first = np.array([each.first for each in tokens])
         batch = step.lay_out([each.request for each in tokens], first, [each.token_ids for each in tokens], ahead=ahead)
-        return replace(batch, attention=batch.attention[: self._num_groups])
+        return replace(batch, attention=batch.attention[: self.num_groups])
 
     def _run(self, step: DraftStep, tokens: Sequence[_Tokens], drafting: Sequence[int]) -> torch.Tensor:
         """A forward pass, and logits ``[drafting, vocab]`` behind the last tokens of ``drafting``, which come first."""

@@ -11,10 +11,9 @@ import torch
 
 from penstock_common.checkpoint import problem
 from penstock_enginecore.attention.base import IntArray
-from penstock_enginecore.attention.kv_memory import num_bytes, num_groups
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
-from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.scheduler.output import NewRequestData
 from penstock_enginecore.forward.base import ForwardPass
 from penstock_enginecore.forward.build import ForwardConfig
@@ -26,7 +25,7 @@ from penstock_enginecore.sample.base import Sampler
 from penstock_enginecore.spec_decode.arms import Arms
 from penstock_enginecore.spec_decode.base import DraftStep
 from penstock_enginecore.spec_decode.draft_choice import DraftChoice, num_held
-from penstock_enginecore.spec_decode.draft_layers import PREFIX, draft_layers
+from penstock_enginecore.spec_decode.draft_layers import WithLayers
 from penstock_enginecore.spec_decode.draft_model import draft_checkpoint
 from penstock_enginecore.spec_decode.head import read_head
 from penstock_enginecore.spec_decode.head_config import Kind, read_head_config
@@ -52,7 +51,7 @@ class _Followed:
         self.arms = Arms()
 
 
-class Eagle:
+class Eagle(WithLayers):
     """A ``Drafter``. At each position of a request whose token behind is known it computes keys and values from the target's
     hidden states: when it drafts, or when many wait. What it computes behind that, of states that it guessed itself, is
     computed again. Requests that want no drafts at all are not followed. Positions on cached blocks have what the request
@@ -73,6 +72,7 @@ class Eagle:
         """``target``: of the model that verifies, of ``vocab_size``; it embeds tokens for a head that does not.
         ``target_tokens``: by token of the head.
         """
+        super().__init__(forward)
         self.name = name
         self.state_layers = state_layers
         self._forward = forward
@@ -83,36 +83,11 @@ class Eagle:
         self._vocab_size = vocab_size
         self._choice = DraftChoice(sampling)
         self._requests: dict[str, _Followed] = {}
-        self.kv_cache_bytes = self._num_groups = 0
-
-    @property
-    def specs(self) -> Mapping[str, KVCacheSpec]:
-        """Its layers, behind the prefix that tells them from the model's."""
-        return {PREFIX + name: spec for name, spec in self._forward.specs.items()}
-
-    @property
-    def weight_bytes(self) -> int:
-        """Those of the head."""
-        return self._forward.weight_bytes
 
     def allocate(self, config: KVCacheConfig) -> None:
-        """Keys and values of its own layers."""
-        caches = self._forward.memory.allocate(draft_layers(config))
-        if (
-            self._forward.device.type != "cpu"
-        ):  # a host's fresh memory is zeros; positions that nobody computed are attended over
-            for layer in caches.values():
-                layer.cache.keys.zero_()
-                layer.cache.values.zero_()
-        self._forward.bind(caches)
-        self.kv_cache_bytes = num_bytes(caches)
-        self._num_groups = num_groups(caches)
+        """Begin with no requests."""
+        super().allocate(config)
         self._requests.clear()
-
-    def release(self) -> None:
-        """Let go of them."""
-        self._forward.bind({})
-        self.kv_cache_bytes = 0
 
     def begin(self, request: NewRequestData) -> None:
         """What is cached of it counts as computed."""
@@ -224,7 +199,7 @@ class Eagle:
             embedded = self._target.embed(batch.token_ids)
         else:
             embedded = embed(to_device(batch.token_ids, self._forward.device))
-        attention = batch.attention[: self._num_groups]
+        attention = batch.attention[: self.num_groups]
         return self._forward.run(embedded, states, batch.positions, attention, own=own)
 
     def _choose(self, step: DraftStep, going: Sequence[int], states: torch.Tensor, place: int) -> list[int]:
