@@ -7,20 +7,17 @@ import msgspec
 
 from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.attention.kv_memory import KVMemory, num_bytes, num_groups
-from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-
-PREFIX = "draft."
-"""What the names of a drafter's layers begin with."""
+from penstock_enginecore.core.kv_cache.spec import DRAFT_PREFIX, KVCacheConfig, KVCacheSpec
 
 
 def model_layers(config: KVCacheConfig) -> KVCacheConfig:
     """The groups with the layers of the model alone; one may have none left."""
-    return _with(config, lambda name: None if name.startswith(PREFIX) else name)
+    return _with(config, lambda name: None if name.startswith(DRAFT_PREFIX) else name)
 
 
 def draft_layers(config: KVCacheConfig) -> KVCacheConfig:
     """The groups with the layers of the drafter alone, by the names that these have themselves; one may have none."""
-    return _with(config, lambda name: name.removeprefix(PREFIX) if name.startswith(PREFIX) else None)
+    return _with(config, lambda name: name.removeprefix(DRAFT_PREFIX) if name.startswith(DRAFT_PREFIX) else None)
 
 
 def _with(config: KVCacheConfig, name_of: Callable[[str], str | None]) -> KVCacheConfig:
@@ -64,7 +61,7 @@ class WithLayers:
     @property
     def specs(self) -> Mapping[str, KVCacheSpec]:
         """Its layers, behind the prefix that tells them from the model's."""
-        return {PREFIX + name: spec for name, spec in self._layers.specs.items()}
+        return {DRAFT_PREFIX + name: spec for name, spec in self._layers.specs.items()}
 
     @property
     def weight_bytes(self) -> int:

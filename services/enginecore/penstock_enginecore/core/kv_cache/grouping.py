@@ -8,7 +8,9 @@ layers, and groups of equal size waste nothing. (The idea is vLLM's hybrid KV ca
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from penstock_enginecore.core.kv_cache.spec import KVCacheGroup, KVCacheSpec
+import msgspec
+
+from penstock_enginecore.core.kv_cache.spec import DRAFT_PREFIX, KVCacheGroup, KVCacheSpec
 
 MAX_GROUPS = 8
 """Each group costs a block table and a plan of its attention in every step."""
@@ -32,10 +34,23 @@ def kv_tensor_widths(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheG
 
 
 def block_bytes(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup]) -> int:
-    """Bytes of one block in all KV tensors."""
-    block_size = max(spec.block_size for spec in specs.values())
-    dtype_size = max(spec.dtype_size for spec in specs.values())
-    return block_size * dtype_size * sum(w.key_width + w.value_width for w in kv_tensor_widths(specs, groups))
+    """Bytes of one block in all KV tensors. Those of the model and of what drafts are apart."""
+    return sum(_bytes_of(specs, groups, drafts=drafts) for drafts in (False, True))
+
+
+def _bytes_of(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup], *, drafts: bool) -> int:
+    """Of the layers of what drafts, or of the model."""
+    own = [
+        msgspec.structs.replace(
+            group, layer_names=tuple(name for name in group.layer_names if name.startswith(DRAFT_PREFIX) is drafts)
+        )
+        for group in groups
+    ]
+    layers = [specs[name] for group in own for name in group.layer_names]
+    if not layers:
+        return 0
+    numbers = sum(width.key_width + width.value_width for width in kv_tensor_widths(specs, own))
+    return max(spec.block_size for spec in layers) * max(spec.dtype_size for spec in layers) * numbers
 
 
 def group_layers(

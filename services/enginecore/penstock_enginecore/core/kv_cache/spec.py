@@ -2,6 +2,9 @@
 
 import msgspec
 
+DRAFT_PREFIX = "draft."
+"""What the names of layers begin with that belong to what drafts, not to the model."""
+
 
 def first_key(position: int, sliding_window: int | None, attention_chunk: int | None) -> int:
     """The first position that a query at ``position`` sees. It never falls as ``position`` rises."""
@@ -11,6 +14,7 @@ def first_key(position: int, sliding_window: int | None, attention_chunk: int | 
     if attention_chunk is not None:
         first = max(position // attention_chunk * attention_chunk, first)
     return first
+
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ import pytest
 from penstock_common.config.sizes import parse_bytes
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import CacheConfig
-from penstock_enginecore.core.kv_cache.grouping import MAX_GROUPS
+from penstock_enginecore.core.kv_cache.grouping import MAX_GROUPS, block_bytes
 from penstock_enginecore.core.kv_cache.sizing import size_kv_cache
 from penstock_enginecore.core.kv_cache.spec import KVCacheGroup, KVCacheSpec
 
@@ -173,3 +173,14 @@ def test_different_block_sizes_are_refused():
 def test_a_model_without_kv_cache_is_refused():
     with pytest.raises(ConfigError, match="no attention layer"):
         size(specs={})
+
+
+def test_layers_of_a_drafter_have_memory_of_their_own_in_every_group():
+    window = msgspec.structs.replace(SPEC, sliding_window=32)
+    specs = {"layer.0": SPEC, "layer.1": window, "layer.2": SPEC, "draft.layer.0": window}
+    cut = {False: ("layer.0", "layer.2"), True: ("layer.1", "draft.layer.0")}
+    groups = [
+        KVCacheGroup(layer_names=names, sliding_window=32 if windowed else None) for windowed, names in cut.items()
+    ]
+    # Two tensors of the model, the second of which one layer has alone, and one of the drafter.
+    assert block_bytes(specs, groups) == 3 * SPEC.page_size_bytes
