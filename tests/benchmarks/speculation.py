@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import random
+import shutil
 import statistics
 import sys
 import time
@@ -18,7 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import safetensors.torch
+import torch
 
+from tests.benchmarks.extraction import extractions
 from tests.benchmarks.peers import Server
 from tests.fakes.network.ports import free_port
 
@@ -132,6 +136,9 @@ def objects(count: int, **fields: Any) -> list[dict[str, Any]]:
     ]
 
 
+USELESS = "useless"
+"""In place of a method: a draft model that knows nothing."""
+
 SCENARIOS: dict[str, tuple[str, int, Any, float]] = {
     "draft model, greedy": ("draft_model", 1, lambda: stories(5, 160, temperature=0), 2.2),
     "draft model, temperature 0.8": ("draft_model", 1, lambda: stories(5, 160, temperature=0.8), 1.7),
@@ -141,11 +148,27 @@ SCENARIOS: dict[str, tuple[str, int, Any, float]] = {
     "EAGLE-3, temperature 0.8": ("eagle3", 1, lambda: stories(5, 160, temperature=0.8), 0.97),
     "prediction, nine tenths right": ("prediction", 1, lambda: stories(5, 160, temperature=0), 3.0),
     "suffix, requests that repeat": ("suffix", 1, lambda: stories(5, 160, temperature=0), 2.5),
+    "ngram, extraction": ("ngram", 1, lambda: extractions(24, temperature=0), 1.3),
     "ngram, free stories": ("ngram", 1, lambda: stories(5, 160, temperature=0.8), 0.97),
     "JSON schemas, draft model": ("draft_model", 1, lambda: objects(12, temperature=0), 1.4),
     "JSON schemas, prediction": ("prediction", 1, lambda: objects(12, temperature=0), 1.4),
+    "useless drafter": (USELESS, 1, lambda: stories(5, 160, temperature=0), 0.97),
 }
 """By name: the method, streams, requests, and what the ratio is to be at least."""
+
+
+def make_useless(drafter: Path, folder: Path) -> Path:
+    """A draft model as ``drafter`` whose weights are drawn anew: what it guesses never holds, and costs as much."""
+    made = folder / "useless-drafter"
+    shutil.copytree(drafter, made, dirs_exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+    for path in made.glob("*.safetensors"):
+        drawn = {
+            name: torch.empty_like(weight).normal_(0, 0.05, generator=generator) if weight.dim() > 1 else weight
+            for name, weight in safetensors.torch.load_file(path).items()
+        }
+        safetensors.torch.save_file(drawn, path, metadata={"format": "pt"})
+    return made
 
 
 def measure(url: str, plain: str, name: str, rounds: int) -> dict[str, Any]:
@@ -197,7 +220,10 @@ def main() -> int:
     common = ["--dtype", args.dtype]
     with served("without", args.model, common, folder) as plain:
         for method in dict.fromkeys(SCENARIOS[name][0] for name in names):
-            flags = [*common, "--speculative", method, "--speculative-tokens", str(args.tokens)]
+            if method == USELESS:
+                drafters[method] = make_useless(args.drafter, folder)
+            flags = [*common, "--speculative", "draft_model" if method == USELESS else method]
+            flags += ["--speculative-tokens", str(args.tokens)]
             if method in drafters:
                 flags += ["--speculative-model", str(drafters[method])]
             with served(method, args.model, flags, folder) as url:
