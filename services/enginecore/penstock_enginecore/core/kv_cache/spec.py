@@ -16,7 +16,6 @@ def first_key(position: int, sliding_window: int | None, attention_chunk: int | 
     return first
 
 
-
 class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One attention layer's demand. ``dtype_size`` in bytes. ``sliding_window``: keys a query sees, itself included.
     ``attention_chunk``: a query at position p sees keys from ``p // attention_chunk * attention_chunk``. Both in tokens,
