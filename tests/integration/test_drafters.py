@@ -78,8 +78,8 @@ def test_tokens_are_those_without(models: dict[str, Path], method: str, setting:
         assert run.stats.num_preemptions > 0
 
 
-def test_a_draft_model_is_slept_on_and_woken(models: dict[str, Path]) -> None:
-    engine = engine_of(models["model"], {"method": "draft_model", "model": str(models["model"])})
+def expect_the_same_behind_sleep(engine: EngineCore) -> None:
+    """At either level, with weights and cache brought back."""
     expected = generate(engine, requests(0.0)).tokens
     for level in (1, 2):
         engine.finish_steps()
@@ -88,6 +88,11 @@ def test_a_draft_model_is_slept_on_and_woken(models: dict[str, Path]) -> None:
         engine.executor.collective_rpc("sleep", [level])
         engine.executor.collective_rpc("wake_up", [["weights", "kv_cache"]])
         assert generate(engine, requests(0.0)).tokens == expected
+
+
+def test_a_draft_model_is_slept_on_and_woken(models: dict[str, Path]) -> None:
+    engine = engine_of(models["model"], {"method": "draft_model", "model": str(models["model"])})
+    expect_the_same_behind_sleep(engine)
 
 
 def test_workers_in_processes_draft_as_one_does(models: dict[str, Path]) -> None:

@@ -15,7 +15,15 @@ from penstock_enginecore.spec_decode.eagle import Eagle
 from tests.fakes.engines.in_process import generate
 from tests.fakes.models.heads import LAYOUTS, Head, Reference, random_head, save_head
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
-from tests.integration.test_drafters import CACHE, DEMO, SETTINGS, SIZES, engine_of, requests
+from tests.integration.test_drafters import (
+    CACHE,
+    DEMO,
+    SETTINGS,
+    SIZES,
+    engine_of,
+    expect_the_same_behind_sleep,
+    requests,
+)
 
 HIDDEN = 64
 TRAINED = Path("examples/demo_model/penstock-tiny-eagle3")
@@ -124,14 +132,7 @@ def test_requests_that_want_no_drafts_are_not_followed(model: Path, tmp_path: Pa
 
 def test_a_head_is_slept_on_and_woken(model: Path, tmp_path: Path) -> None:
     engine = engine_of(model, speculative(HEADS["eagle"], tmp_path))
-    expected = generate(engine, requests(0.0)).tokens
-    for level in (1, 2):
-        engine.finish_steps()
-        engine.scheduler.preempt_all()
-        engine.scheduler.reset_prefix_cache()
-        engine.executor.collective_rpc("sleep", [level])
-        engine.executor.collective_rpc("wake_up", [["weights", "kv_cache"]])
-        assert generate(engine, requests(0.0)).tokens == expected
+    expect_the_same_behind_sleep(engine)
     assert not engine.drafter_failure
 
 
