@@ -1,7 +1,7 @@
 """Speculation beside vLLM's CPU build: the same checkpoints, methods and requests, one server after the other.
 
 ``python -m tests.benchmarks.speculation_peer --peer DIR --model PADDED --drafter DRAFTER --json RUNS`` needs vLLM's CPU build in
-``DIR/venv``, and arctic-inference there for ``suffix``. Every server, without drafts and with each method, gets 64 requests
+``DIR/venv``, and arctic-inference there for ``suffix``. Every server, without drafts and with each method, gets 24 requests
 alone and 64 at 8 streams, greedy and at temperature 0.8 with a seed each, all of whose prompts are in its prefix cache. They
 are sent a few at a time, and sent again where other processes took more than a twentieth of the processors meanwhile: what
 is sent is added to the JSON file, of which the least disturbed counts, and a later call measures what is missing there.
@@ -30,9 +30,10 @@ from tests.benchmarks.speculation import run, served, stories
 from tests.benchmarks.speculation_runs import QUIET, SERVERS, Place, Run, draft_counts, lacks, rate, read_runs, report
 from tests.fakes.network.ports import free_port
 
-REQUESTS, TOKENS = 64, 120
+TOKENS = 120
+REQUESTS = {1: 24, 8: 64}
 AT_ONCE = {1: 8, 8: 32}
-"""Requests that are sent and timed together, by streams."""
+"""Requests, and how many of them are sent and timed together, by streams."""
 TEMPERATURES = (0.0, 0.8)
 WORKLOADS = {"off": ("stories", "records"), "ngram": ("records",)}
 """By method; every other one gets stories."""
@@ -85,9 +86,9 @@ def records(count: int, **fields: Any) -> list[dict[str, Any]]:
 
 
 def bodies(workload: str, temperature: float) -> list[dict[str, Any]]:
-    """The requests of a workload."""
-    fields = {"temperature": temperature, "model": "m"}
-    return records(REQUESTS, **fields) if workload == "records" else stories(REQUESTS, TOKENS, **fields)
+    """The requests of a workload, as many as are sent with most streams."""
+    count, fields = max(REQUESTS.values()), {"temperature": temperature, "model": "m"}
+    return records(count, **fields) if workload == "records" else stories(count, TOKENS, **fields)
 
 
 def busy_seconds() -> tuple[float, float]:
@@ -125,7 +126,7 @@ def places(method: str) -> list[Place]:
         for workload in WORKLOADS.get(method, ("stories",))
         for streams, at_once in AT_ONCE.items()
         for temperature in TEMPERATURES
-        for part in range(REQUESTS // at_once)
+        for part in range(REQUESTS[streams] // at_once)
     ]
 
 
@@ -181,7 +182,7 @@ class Peers:
             process.close()
 
     def measure(self, server: str, method: str, dtype: str) -> Iterator[Run]:
-        """What the file lacks of a server with a method, twice without one; until the time is over."""
+        """What the file lacks of a server with a method, several streams without one twice; until the time is over."""
         missing = self._missing(server, method, dtype)
         if not missing or time.monotonic() > self._until:
             return
@@ -199,7 +200,9 @@ class Peers:
 
     def _missing(self, server: str, method: str, dtype: str) -> list[Place]:
         said = self._said(server, method, dtype)
-        return [place for place in places(method) if lacks(said, place, times=2 if method == "off" else 1)]
+        return [
+            place for place in places(method) if lacks(said, place, times=2 if method == "off" and place.streams > 1 else 1)
+        ]
 
     def _warm_up(self, url: str, workload: str, *, again: bool) -> None:
         """Compiled code, prompts in the prefix cache, and whole answers where requests come ``again``."""
