@@ -3,7 +3,7 @@
 ``python -m tests.benchmarks.speculation_peer --peer DIR --model PADDED --drafter DRAFTER --json RUNS`` needs vLLM's CPU build in
 ``DIR/venv``, and arctic-inference there for ``suffix``. Every server, without drafts and with each method, gets 24 requests
 alone and 64 at 8 streams, greedy and at temperature 0.8 with a seed each, all of whose prompts are in its prefix cache. They
-are sent a few at a time, and sent again where other processes took more than a twentieth of the processors meanwhile: what
+are sent a few at a time, and sent again where other processes took more than a tenth of the processors meanwhile: what
 is sent is added to the JSON file, of which the least disturbed counts, and a later call measures what is missing there.
 ``--minutes`` bounds a call, ``--servers``, ``--methods`` and ``--dtypes`` what it measures; ``--report`` prints the table alone.
 

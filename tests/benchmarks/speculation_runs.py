@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 SERVERS = ("vLLM", "Penstock")
-QUIET = 0.05
+QUIET = 0.1
 """Share of the processors that other processes may take."""
 
 
