@@ -43,8 +43,8 @@ class LoraAdapter:
 
 @dataclass(frozen=True, slots=True)
 class LoraSegment:
-    """The tokens of a step from ``first`` to before ``end``, one at least, whose requests have the adapter of ``digest``. Segments
-    of a step are in order and have no tokens in common; tokens in none of them are the base model's.
+    """The tokens of a step from ``first`` to before ``end``, one at least, whose requests have the adapter of ``digest``.
+    Segments of a step are in order and have no tokens in common; tokens in none of them are the base model's.
     """
 
     digest: bytes
