@@ -50,7 +50,7 @@ void penstock_sizes(int64_t* sizes) {
   using namespace penstock;
   for (size_t size : {sizeof(Linear), sizeof(Cache), sizeof(Params), sizeof(Layer), sizeof(Model), sizeof(Group), sizeof(Step),
                       sizeof(Attention), sizeof(Write), sizeof(Sampling), sizeof(Mask), sizeof(Grouped), sizeof(Mixture), sizeof(Rotary),
-                      sizeof(Route), sizeof(Chain)})
+                      sizeof(Route), sizeof(Chain), sizeof(Fusion)})
     *sizes++ = static_cast<int64_t>(size);
 }
 

@@ -15,7 +15,8 @@ namespace penstock {
 
 class ChainingDecoder : public Decoder {
  public:
-  ChainingDecoder(const Model& model, Pool& pool) : Decoder(model, pool), pool_(pool), stride_(model.head.n) {}
+  ChainingDecoder(const Model& model, Pool& pool)
+      : Decoder(model, pool), pool_(pool), stride_(model.head.n), fed_(model.fusion.fc.n > 0 ? model.hidden : 0) {}
   ~ChainingDecoder() { pool_.quiet(); }
 
   void chain(const Step& first, const Chain& chain) {
@@ -39,6 +40,7 @@ class ChainingDecoder : public Decoder {
     starts_.resize(rows + 1);
     std::iota(starts_.begin(), starts_.end(), 0);
     lens_.resize(rows);
+    states_.resize(rows * fed_);
     slots_.resize(chain.num_groups * rows);
     groups_.assign(first.groups, first.groups + chain.num_groups);
     for (int64_t g = 0; g < chain.num_groups; ++g) groups_[g].slots = slots_.data() + g * rows;
@@ -67,6 +69,8 @@ class ChainingDecoder : public Decoder {
     step.groups = groups_.data();
     step.token_ids = chain.tokens + (place - 1) * rows_;
     step.positions = chain.positions + (place - 1) * rows_;
+    step.states = states_.data();
+    step.own_states = 1;
     return step;
   }
 
@@ -85,17 +89,20 @@ class ChainingDecoder : public Decoder {
       const Sampling of{1, chain_.width, logits_ + row * stride_, chain_.temperatures + row, chain_.uniforms + at, peaks_.data() + row,
                         chain_.tokens + at};
       sample_row(of, 0, sums);
+      if (chain_.vocabulary != nullptr) chain_.tokens[at] = chain_.vocabulary[chain_.tokens[at]];
+      std::copy_n(state(row), fed_, states_.data() + row * fed_);
     });
   }
 
   Pool& pool_;
   const Pool::Job choose_job_{[](void* self, Cursor& cursor) { static_cast<ChainingDecoder*>(self)->choose(cursor); }, this};
   const int64_t stride_;  // logits of a row
+  const int64_t fed_;     // numbers that it put out for a token and that go on beside the next one
   Chain chain_{};
   int64_t place_ = 0, rows_ = 0;
   Count num_choosing_;
   const float* logits_ = nullptr;
-  std::vector<float> peaks_;
+  std::vector<float> peaks_, states_;
   std::vector<int64_t> starts_, lens_, slots_;
   std::vector<Group> groups_;
 };

@@ -74,13 +74,14 @@ class Decoder {
       norms_ = norms_ || layer.attention_out_norm != nullptr || layer.mlp_out_norm != nullptr;
     }
     look(model_.head);
+    look(model_.fusion.fc);
     if (mixes_) mixing_.measure(layers_);
   }
   ~Decoder() { pool_.quiet(); }
 
   void forward(const Step& step) {
     const int64_t calls = std::min<int64_t>(step.last + 1, model_.num_layers) - step.first;
-    pool_.prepare(kPhases * static_cast<int>(calls) + 2 + kHeadPhases);
+    pool_.prepare(kPhases * static_cast<int>(calls) + 3 + kHeadPhases);
     step_ = step;
     first_ = step.first, last_layer_ = step.last;
     num_embedded_ = step.first == 0 && step.embedding != nullptr ? step.num_tokens : 0;
@@ -103,6 +104,10 @@ class Decoder {
     pool_.run(head_job_);
   }
 
+ protected:
+  // What the last layer put out for a row of the logits of the last step.
+  const float* state(int64_t row) const { return states_[kLast] + (gathered_ ? row : step_.rows[row]) * model_.hidden; }
+
  private:
   // What stays the same in all calls of a step.
   void begin(const Step& step) {
@@ -123,6 +128,8 @@ class Decoder {
     if (norms_) added_.resize(std::max(tokens, step.num_rows) * m.hidden);
     if (mixes_) mixing_.resize(tokens, m.hidden);
     if (parts_width_ > 0) parts_.resize(std::max(tokens, step.num_rows), parts_width_);
+    if (fuses()) both_.resize(tokens, 2 * m.hidden);
+    num_fused_ = m.fusion.state_norm != nullptr && step.own_states ? 0 : tokens;
     plan_attention(attention(0), pool_.threads(), plans_[kAll]);  // the same for all layers but the last
     plans_[kLast] = plans_[kAll];
     if (few) leave_out(plans_[kLast]);
@@ -144,7 +151,7 @@ class Decoder {
 
   void run(Cursor& cursor) {
     const int64_t first = first_, last = last_layer_;
-    if (!cursor(num_embedded_, [this](int64_t t) { embed(t); })) return;
+    if (fuses() ? !fuse(cursor) : !cursor(num_embedded_, [this](int64_t t) { embed(t, step_.x + t * model_.hidden); })) return;
     if (first > 0 && !take_mlp(cursor, first - 1)) return;
     for (int64_t i = first; i <= last && i < static_cast<int64_t>(layers_.size()); ++i) {
       if (!attend_layer(cursor, i)) return;
@@ -157,9 +164,8 @@ class Decoder {
     logits(cursor);
   }
 
-  void embed(int64_t token) {
+  void embed(int64_t token, float* to) const {
     const int64_t n = model_.hidden, from = step_.token_ids[token] * n;
-    float* to = step_.x + token * n;
     if (step_.embedding_kind == kFloat32) {
       std::memcpy(to, static_cast<const float*>(step_.embedding) + from, n * sizeof(float));
     } else {
@@ -171,6 +177,47 @@ class Decoder {
     }
     if (step_.embedding_scale != 1.0f)
       for (int64_t i = 0; i < n; ++i) to[i] *= step_.embedding_scale;
+  }
+
+  bool fuses() const { return model_.fusion.fc.n > 0; }
+
+  // What the first layer of an EAGLE head gets.
+  bool fuse(Cursor& cursor) {
+    const Linear& fc = model_.fusion.fc;
+    if (!each_token(cursor, kAll, [this](int64_t t) { put_both(t); })) return false;
+    const Blocks blocks(num_fused_, fc.n);
+    return cursor(blocks.tasks(), [&](int64_t task) {
+      const bool alone = model_.fusion.state_norm != nullptr;
+      const float* from = splits(fc) ? parts_.data() : alone ? step_.states : both_.data();
+      const int64_t stride = splits(fc) ? parts_.stride() : alone ? fc.k : both_.stride();
+      Product(from, stride, fc, {step_.x, model_.hidden, fc.bias, fc.n, Epilogue::kStore}, blocks)(task);
+    });
+  }
+
+  // A token's embedding and what goes into `fc` beside it, or without it; or the states that need none.
+  void put_both(int64_t token) {
+    const Fusion& f = model_.fusion;
+    const int64_t n = model_.hidden;
+    float *both = both_.row(token), *x = step_.x + token * n;
+    if (step_.embedding != nullptr) embed(token, both);
+    else std::memcpy(both, x, n * sizeof(float));
+    if (f.state_norm == nullptr) {
+      std::memcpy(both + n, step_.states + token * n, n * sizeof(float));
+      if (splits(f.fc)) split_row(f.fc, both, parts_.row(token));
+      return;
+    }
+    rms_norm(both, f.embedding_norm, both, n, model_.eps);
+    if (step_.own_states) std::memcpy(x, step_.states + token * n, n * sizeof(float));
+    else if (splits(f.fc)) split_row(f.fc, step_.states + token * f.fc.k, parts_.row(token));
+  }
+
+  // Puts the normed state behind the embedding, for `linear`.
+  void norm_both(int64_t token, const Linear& linear) {
+    const int64_t n = model_.hidden;
+    float *to = both_.row(token) + n, *x = step_.x + token * n;
+    rms_norm(x, model_.fusion.state_norm, to, n, model_.eps);
+    if (model_.fusion.normed_residual) std::memcpy(x, to, n * sizeof(float));
+    if (splits(linear)) split_row(linear, both_.row(token), parts_.row(token));
   }
 
   int part_of(size_t layer) const { return layer + 1 == layers_.size() ? kLast : kAll; }
@@ -298,11 +345,13 @@ class Decoder {
   bool attend_layer(Cursor& cursor, size_t index) {
     const Layer& l = layers_[index];
     const int part = part_of(index);
-    const auto normed = [this]() -> const Buffer& { return normed_; };
+    const bool both = index == 0 && model_.fusion.state_norm != nullptr;
+    const auto normed = [this, both]() -> const Buffer& { return both ? both_ : normed_; };
     const auto attended = [this, part]() -> const Buffer& { return *heads_[part]; };
     if (!each_token(cursor, kAll, [&](int64_t t) {
           give_hidden(index, t);
-          norm_row(kAll, t, l.input_norm, l.qkv);
+          if (both) norm_both(t, l.qkv);
+          else norm_row(kAll, t, l.input_norm, l.qkv);
         }))
       return false;
     if (!product(cursor, kAll, normed, l.qkv, [&] { return Output{qkv_.data(), qkv_.stride(), l.qkv.bias, l.qkv.n, Epilogue::kStore}; }))
@@ -398,8 +447,7 @@ class Decoder {
     if (rows == 0 || model_.head.n == 0) return;  // of a pipeline the last stage alone has a head
     const Linear& head = model_.head;
     if (!cursor(rows, [&](int64_t row) {
-          const float* states = states_[kLast] + (gathered_ ? row : step_.rows[row]) * model_.hidden;
-          rms_norm(states, model_.final_norm, normed_.row(row), model_.hidden, model_.eps);
+          norm_state(kLast, gathered_ ? row : step_.rows[row], model_.final_norm, normed_.row(row));
           if (splits(head)) split_row(head, normed_.row(row), parts_.row(row));
         }))
       return;
@@ -423,7 +471,7 @@ class Decoder {
   Model model_;
   std::vector<Layer> layers_;
   Step step_{};
-  Count first_, last_layer_, num_embedded_;  // of this call
+  Count first_, last_layer_, num_embedded_, num_fused_;  // of this call
   Count counts_[2], num_attentions_[2], num_merges_[2], num_rows_, num_gathered_;
   float* states_[2] = {};          // the hidden states
   const Buffer* heads_[2] = {};    // what the heads put out
@@ -438,6 +486,7 @@ class Decoder {
   std::vector<float> last_;        // the states and, in `kept_`, heads of tokens whose logits are wanted
   Buffer kept_;
   AttentionPlan plans_[2];
+  Buffer both_;                    // of a head's tokens the embedding and the state, or both of them normed
   Buffer segments_;                // sums of attention by segments
   std::vector<int64_t> wanted_before_;
 };

@@ -98,9 +98,21 @@ struct Exchange {
   int64_t piece;
 };
 
+// What the first layer of an EAGLE head gets in place of embedded tokens; `fc.n` is 0: nothing of the kind. By `fc` from embedding and
+// states of each token, side by side. Or, where there are norms (EAGLE-3), from the states alone, unless the head put them out itself;
+// that layer's qkv reads the embedding and what came of the states, each normed, side by side, and the latter goes around its attention,
+// normed where `normed_residual` is not 0.
+struct Fusion {
+  Linear fc;
+  const float* embedding_norm;
+  const float* state_norm;
+  int64_t normed_residual;
+};
+
 // A rank among others has some of the heads, of the intermediate features and of the vocabulary; a stage of a pipeline some of the
 // layers, and no head unless it is the last. Of a head the first `rotary_size` numbers are rotated. Queries, and
-// keys, are normed head by head, or, where `norms_all_heads` is not 0, all heads as one. `logit_softcap` is 0: off.
+// keys, are normed head by head, or, where `norms_all_heads` is not 0, all heads as one. `logit_softcap` is 0: off. `final_norm` is null
+// where there is none.
 struct Model {
   int64_t num_layers;
   int64_t hidden;
@@ -117,6 +129,7 @@ struct Model {
   const float* final_norm;
   Linear head;
   Exchange exchange;
+  Fusion fusion;
 };
 
 // Where the requests of a step lie, in one group of the KV cache.
@@ -144,6 +157,7 @@ struct Rotary {
 // the number of layers in the one that ends the step. All else is the same in all of them.
 // `sum_nanoseconds` [2 * layers]: how long the sums over the ranks take is put there, those of a layer's attention and of its MLP.
 // `hidden` [tokens, kept, hidden]: what comes into each of the `kept_layers` is put there.
+// `states` [tokens, width]: what a model with a fusion joins to the tokens; `own_states` is not 0: it put them out itself, [tokens, hidden].
 struct Step {
   int64_t num_tokens;
   int64_t num_requests;
@@ -171,12 +185,15 @@ struct Step {
   int64_t num_kept;
   const int64_t* kept_layers;  // [kept]
   float* hidden;
+  const float* states;
+  int64_t own_states;
 };
 
 // How a decoder goes on behind a step, whose `rows` are the last tokens of its first requests, one of each. Of request i it chooses
 // `counts[i]` tokens, `num_drafts` at most, and of none more than of the one before; from the first `width` logits, as Sampling says.
 // The tokens of place p are chosen with `uniforms[p]`. Those that others come behind are computed with rows `positions[p]` of the
-// step's rotaries; the step looks its own tokens up in an embedding, and has blocks for them in its tables.
+// step's rotaries; the step looks its own tokens up in an embedding, and has blocks for them in its tables. `vocabulary` [width]: the
+// token that each logit is of, null where they are in order. A model with a fusion joins what it put out to the tokens that come behind.
 struct Chain {
   int64_t num_drafts;
   int64_t num_groups;
@@ -186,6 +203,7 @@ struct Chain {
   const float* temperatures;  // [rows]
   const double* uniforms;     // [num_drafts, rows]
   int64_t* tokens;            // [num_drafts, rows]
+  const int64_t* vocabulary;
 };
 
 // `logits` [tokens, stride] of a router to the experts of each token, [tokens, top], and their weights: see Mixture.

@@ -21,20 +21,15 @@ from penstock_enginecore.attention.kv_memory import KVMemory
 from penstock_enginecore.experts.layer import DispatchedExperts
 from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch, ForwardOutput, ForwardPass
 from penstock_enginecore.forward.modules import ProbedModel, module_bytes
-from penstock_enginecore.forward.native_inputs import (
-    EmbeddingLookup,
-    EmbeddingRows,
-    Rotaries,
-    StepRotaries,
-    later_positions,
-)
+from penstock_enginecore.forward.native_chain import ChainedTokens, expect_embeddings
+from penstock_enginecore.forward.native_inputs import EmbeddingLookup, EmbeddingRows, Rotaries, StepRotaries
 from penstock_enginecore.forward.native_layers import DecoderLayers, turns
 from penstock_enginecore.forward.native_models import is_mixture, unsuitable, unsuitable_part
 from penstock_enginecore.forward.proof import Candidate, UnsuitableError
 from penstock_enginecore.native.attention import cache_struct, group_struct, kernel_layout
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.packed_layers import PackedLayers
-from penstock_enginecore.native.structs import Cache, Chain, Group, Step
+from penstock_enginecore.native.structs import Cache, Group, Step
 from penstock_enginecore.parallel.part import Part
 from penstock_enginecore.parallel.stages import Seams
 
@@ -168,29 +163,17 @@ class NativeForward:
 
     def chain(self, batch: ForwardBatch, draws: ChainedDraws) -> IntArray:
         """In one call. Raises IndexError for what the kernels would read beyond tables."""
-        counts = np.ascontiguousarray(draws.counts)
         x, embedding = self._entering(batch)
-        if embedding is None or draws.vocab_size > min(len(embedding.weight), self._model.head.n):
-            raise IndexError(f"there are no embeddings of {draws.vocab_size} tokens that the kernels could look up")
-        rows = batch.attention[0].query_start_loc[1 : len(counts) + 1] - 1
-        later = later_positions(batch, rows, counts)
-        rotaries = self._rotaries.of(np.concatenate([batch.positions, later.ravel()]), x)
-        logits = torch.empty(len(rows), self._model.head.n)
-        step = self._step(batch, x, embedding, rotaries, rows, logits)
-        tokens = np.zeros((len(later) + 1, len(counts)), dtype=np.int64)
-        uniforms = np.ascontiguousarray(draws.uniforms)
-        chain = Chain(
-            len(tokens),
-            len(batch.attention),
-            draws.vocab_size,
-            counts.ctypes.data,
-            rotaries.positions.ctypes.data + batch.positions.nbytes,
-            draws.temperature.ctypes.data,
-            uniforms.ctypes.data,
-            tokens.ctypes.data,
-        )
+        expect_embeddings(embedding, draws.vocab_size)
+        if draws.vocab_size > self._model.head.n:
+            raise IndexError(f"there are {self._model.head.n} logits, not those of {draws.vocab_size} tokens")
+        chained = ChainedTokens(batch, draws)
+        rotaries = self._rotaries.of(chained.positions, x)
+        logits = torch.empty(len(chained.rows), self._model.head.n)
+        step = self._step(batch, x, embedding, rotaries, chained.rows, logits)
+        chain = chained.struct(rotaries, draws.vocab_size)
         self._library.call_on(self._handle, "decoder_chain", ctypes.byref(step), ctypes.byref(chain))
-        return tokens
+        return chained.tokens
 
     def head(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The last norm and the head alone."""

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from penstock_enginecore.forward.native_models import (
     UNROTATED,
     Norms,
     activation,
+    epsilon,
     gate_and_up,
     is_gated,
+    is_norm,
     linears,
-    norm_eps,
     norm_weight,
     norms_all_heads,
     own_layers,
@@ -51,11 +51,9 @@ class DecoderLayers:
     are computed by ``outside``, their modules by layer.
     """
 
-    def __init__(
-        self, library: NativeLibrary, module: PreTrainedModel, calls: Sequence[AttentionCall], part: Part | None
-    ) -> None:
+    def __init__(self, library: NativeLibrary, module: Any, calls: Sequence[AttentionCall], part: Part | None) -> None:
         self._library = library
-        self._module: Any = module
+        self._module = module
         self._keep: list[object] = []
         self._packed: list[PackedWeight] = []
         self._mixture_bytes = 0
@@ -78,9 +76,9 @@ class DecoderLayers:
         """
         for layer in own_layers(self._module.model):
             for linear in linears(layer):
-                _empty(linear)
+                empty(linear)
         if self._module.lm_head.weight is not self._module.get_input_embeddings().weight:
-            _empty(self._module.lm_head)
+            empty(self._module.lm_head)
 
     def _model(self, own: Sequence[Any], layers: Sequence[Layer], call: AttentionCall, part: Part | None) -> Model:
         model, config = self._module.model, self._module.config
@@ -95,11 +93,11 @@ class DecoderLayers:
             max((len(gate_and_up(mlp)[0]) for mlp in gated), default=0),
             activation(gated[0]) if gated else 0,
             norms_all_heads(own[0].self_attn),
-            norm_eps(model.norm),
+            epsilon(model),
             getattr(config, "final_logit_softcapping", None) or 0.0,
             self._kept((Layer * len(layers))(*layers)),
-            self._norm(model.norm),
-            self._pack(head, None) if len(head := self._module.lm_head.weight) else Linear(),
+            self.norm(model.norm),
+            self.pack(head, None) if len(head := self._module.lm_head.weight) else Linear(),
             _exchange(part),
         )
 
@@ -116,19 +114,19 @@ class DecoderLayers:
         how, sinks = params_struct(call.params)
         self._keep.append(sinks)
         gate_up, down, mixture = Linear(), Linear(), Mixture()
-        qkv = self._pack(torch.cat([p.weight for p in projections]), bias)
-        output = self._pack(attention.o_proj.weight, attention.o_proj.bias)
+        qkv = self.pack(torch.cat([p.weight for p in projections]), bias)
+        output = self.pack(attention.o_proj.weight, attention.o_proj.bias)
         if is_gated(layer.mlp):
-            gate_up = self._pack(interleaved(self._library, *gate_and_up(layer.mlp)), None)
-            down = self._pack(layer.mlp.down_proj.weight, layer.mlp.down_proj.bias)
+            gate_up = self.pack(interleaved(self._library, *gate_and_up(layer.mlp)), None)
+            down = self.pack(layer.mlp.down_proj.weight, layer.mlp.down_proj.bias)
         else:
             mixture = self._mixture(index, layer.mlp)
         return Layer(
-            self._norm(norms.before_attention),
-            self._norm(norms.attention_out),
-            self._norm(norms.before_mlp),
-            self._norm(norms.mlp_out),
-            *map(self._norm, query_key_norms(attention)),
+            self.norm(norms.before_attention),
+            self.norm(norms.attention_out),
+            self.norm(norms.before_mlp),
+            self.norm(norms.mlp_out),
+            *map(self.norm, query_key_norms(attention)),
             qkv,
             output,
             gate_up,
@@ -148,13 +146,15 @@ class DecoderLayers:
         gate_up, down = (self._kept((Linear * len(each))(*(weight.struct for weight in each))) for each in products)
         return Mixture(len(gate_up), router.top, router.normalize, router.packed.struct, gate_up, down)
 
-    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Of another product beside the layers."""
         packed = PackedWeight(self._library, weight, bias)
         self._packed.append(packed)
         return packed.struct
 
-    def _norm(self, norm: Any) -> int | None:
-        return None if norm is None else self._kept(norm_weight(self._module, norm)).data_ptr()
+    def norm(self, norm: Any) -> int | None:
+        """What a norm multiplies with, null where there is none."""
+        return self._kept(norm_weight(self._module, norm)).data_ptr() if is_norm(norm) else None
 
     def _kept(self, memory: Any) -> Any:
         """``memory``, which structs point into."""
@@ -184,5 +184,6 @@ def turns(
     return cosines, sines
 
 
-def _empty(linear: Any) -> None:
+def empty(linear: Any) -> None:
+    """Let go of its weight."""
     linear.weight = torch.nn.Parameter(torch.empty(0, dtype=linear.weight.dtype), requires_grad=False)

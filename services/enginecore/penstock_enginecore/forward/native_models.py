@@ -89,6 +89,13 @@ def unsuitable(
     model = cast("Any", module).model
     if (dtype := module.get_input_embeddings().weight.dtype) not in (torch.float32, torch.bfloat16):
         return f"its weights are {str(dtype).removeprefix('torch.')}"
+    return unsuitable_layers(library, model, calls, specs)
+
+
+def unsuitable_layers(
+    library: NativeLibrary, model: Any, calls: Sequence[AttentionCall], specs: Mapping[str, KVCacheSpec]
+) -> str | None:
+    """Why the decoder does not compute the layers of a base ``model``, as ``unsuitable`` has it."""
     if odd := [spec.block_size for spec in specs.values() if spec.block_size % TILE]:
         return f"cache.block_size {odd[0]} is no multiple of {TILE}"
     layers = own_layers(model)
@@ -96,8 +103,7 @@ def unsuitable(
         return "its layers are not called one after the other"
     if reason := _unsuitable_attention(library, calls):
         return reason
-    norms = [norm for layer in layers for norm in (*Norms.of(layer), *query_key_norms(layer.self_attn)) if norm]
-    if len({norm_eps(norm) for norm in [model.norm, *norms]}) > 1:
+    if len(set(map(norm_eps, _norms(model)))) > 1:
         return "its norms add several epsilons"
     return next((reason for layer in layers if (reason := _unsuitable_mlp(library, layer.mlp))), None)
 
@@ -184,6 +190,22 @@ def norm_weight(module: PreTrainedModel, norm: Any) -> torch.Tensor:
 def norm_eps(norm: Any) -> float:
     """What a norm adds to the mean of the squares."""
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+
+
+def epsilon(model: Any) -> float:
+    """What all norms of a base model add."""
+    return norm_eps(_norms(model)[0])
+
+
+def is_norm(norm: Any) -> bool:
+    """Whether a place for a norm has one."""
+    return norm is not None and not isinstance(norm, torch.nn.Identity)
+
+
+def _norms(model: Any) -> list[Any]:
+    """Of a base model, the last one first."""
+    of_layers = [norm for layer in own_layers(model) for norm in (*Norms.of(layer), *query_key_norms(layer.self_attn))]
+    return list(filter(is_norm, [model.norm, *of_layers]))
 
 
 def rotary_kinds(model: Any) -> list[str | None]:

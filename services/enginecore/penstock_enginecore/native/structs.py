@@ -102,6 +102,17 @@ class Exchange(ctypes.Structure):
     _fields_ = [("base", _Pointer), ("rank", _Int), ("size", _Int), ("piece", _Int)]
 
 
+class Fusion(ctypes.Structure):
+    """What the first layer of an EAGLE head gets in place of embedded tokens; nothing of the kind where all is 0."""
+
+    _fields_ = [
+        ("fc", Linear),
+        ("embedding_norm", _Pointer),
+        ("state_norm", _Pointer),
+        ("normed_residual", _Int),
+    ]
+
+
 class Model(ctypes.Structure):
     """A decoder."""
 
@@ -121,6 +132,7 @@ class Model(ctypes.Structure):
         ("final_norm", _Pointer),
         ("head", Linear),
         ("exchange", Exchange),
+        ("fusion", Fusion),
     ]
 
 
@@ -166,6 +178,8 @@ class Step(ctypes.Structure):
         ("num_kept", _Int),
         ("kept_layers", _Pointer),
         ("hidden", _Pointer),
+        ("states", _Pointer),
+        ("own_states", _Int),
     ]
 
 
@@ -181,6 +195,7 @@ class Chain(ctypes.Structure):
         ("temperatures", _Pointer),
         ("uniforms", _Pointer),
         ("tokens", _Pointer),
+        ("vocabulary", _Pointer),
     ]
 
 
@@ -281,5 +296,6 @@ ALL: tuple[type[Any], ...] = (
     Rotary,
     Route,
     Chain,
+    Fusion,
 )
 """In the order in which ``penstock_sizes`` reports their sizes."""

@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from penstock_enginecore.sample.base import SamplingInputs
+import numpy as np
+
+from penstock_enginecore.attention.base import IntArray
+from penstock_enginecore.sample.base import FloatArray, RowKinds, SamplingInputs
 from penstock_enginecore.spec_decode.arms import Arms
 from penstock_enginecore.spec_decode.base import DraftStep
 
@@ -27,6 +30,19 @@ class DraftChoice:
         if self._sampling != "auto":
             return self._sampling == "coupled"
         return arms.choose() if place == 0 else arms.coupled
+
+
+def chain_uniforms(
+    step: DraftStep, drafting: Sequence[int], counts: IntArray, first: SamplingInputs, kinds: RowKinds
+) -> FloatArray:
+    """The random numbers of chains of ``counts`` drafts, the most first, of these requests, by index: ``[counts[0], requests]``,
+    0 where none is drawn. ``first``: the inputs of the first place, of these ``kinds``.
+    """
+    uniforms = np.zeros((int(counts[0]), len(drafting)))
+    for place in range(len(uniforms) if kinds.any_drawn else 0):
+        going = [i for i, count in zip(drafting, counts, strict=True) if count > place]
+        uniforms[place, : len(going)] = (step.sampling(going, place) if place else first).uniforms
+    return uniforms
 
 
 def num_held(drafts: Sequence[int], known: Sequence[int]) -> int:

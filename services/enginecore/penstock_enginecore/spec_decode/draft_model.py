@@ -23,7 +23,7 @@ from penstock_enginecore.pooling.embedder import resolve_task
 from penstock_enginecore.sample.base import RowKinds, SamplingInputs
 from penstock_enginecore.spec_decode.arms import Arms
 from penstock_enginecore.spec_decode.base import DraftStep, Stateless
-from penstock_enginecore.spec_decode.draft_choice import DraftChoice, num_held
+from penstock_enginecore.spec_decode.draft_choice import DraftChoice, chain_uniforms, num_held
 from penstock_enginecore.spec_decode.draft_layers import WithLayers
 from penstock_enginecore.spec_decode.vocabulary import check_vocabulary
 
@@ -156,10 +156,7 @@ class DraftModel(WithLayers, Stateless):
     ) -> None:
         """Draft by one call of ``forward``. ``inputs``: those of the first place, of these ``kinds``."""
         counts = np.array([self._wanted(step, i) for i in drafting])
-        uniforms = np.zeros((int(counts[0]), len(drafting)))
-        for place in range(len(uniforms) if kinds.any_drawn else 0):
-            going = [i for i, count in zip(drafting, counts, strict=True) if count > place]
-            uniforms[place, : len(going)] = (step.sampling(going, place) if place else inputs).uniforms
+        uniforms = chain_uniforms(step, drafting, counts, inputs, kinds)
         batch = self._lay_out(step, behind, len(uniforms) - 1)
         draws = ChainedDraws(counts, kinds.plain_temperature, uniforms, self._vocab_size)
         tokens = forward.chain(batch, draws)

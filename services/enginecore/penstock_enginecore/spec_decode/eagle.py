@@ -1,6 +1,6 @@
 """Drafts by an EAGLE head: a chain of its own guesses behind the target's hidden states (Li et al., 2024, 2025)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,21 +15,21 @@ from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.scheduler.output import NewRequestData
-from penstock_enginecore.forward.base import ForwardPass
+from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch, ForwardPass
 from penstock_enginecore.forward.build import ForwardConfig
-from penstock_enginecore.forward.upload import to_device
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, weight_files
 from penstock_enginecore.models.quantization.weights import open_tensors
-from penstock_enginecore.sample.base import Sampler
+from penstock_enginecore.sample.base import RowKinds, Sampler, SamplingInputs
 from penstock_enginecore.spec_decode.arms import Arms
 from penstock_enginecore.spec_decode.base import DraftStep
-from penstock_enginecore.spec_decode.draft_choice import DraftChoice, num_held
+from penstock_enginecore.spec_decode.draft_choice import DraftChoice, chain_uniforms, num_held
 from penstock_enginecore.spec_decode.draft_layers import WithLayers
 from penstock_enginecore.spec_decode.draft_model import draft_checkpoint
 from penstock_enginecore.spec_decode.head import read_head
 from penstock_enginecore.spec_decode.head_config import Kind, read_head_config
-from penstock_enginecore.spec_decode.head_forward import HeadForward, build_head
+from penstock_enginecore.spec_decode.head_forward import HeadPass, build_head
+from penstock_enginecore.spec_decode.native_head import NativeHead
 from penstock_enginecore.spec_decode.pending_states import PendingStates
 from penstock_enginecore.spec_decode.vocabulary import check_vocabulary
 
@@ -61,25 +61,21 @@ class Eagle(WithLayers):
     def __init__(
         self,
         name: str,
-        forward: HeadForward,
-        target: ForwardPass,
+        forward: HeadPass,
         sampler: Sampler,
         target_tokens: torch.Tensor | None,
         vocab_size: int,
         state_layers: Sequence[int],
         sampling: str,
     ) -> None:
-        """``target``: of the model that verifies, of ``vocab_size``; it embeds tokens for a head that does not.
-        ``target_tokens``: by token of the head.
-        """
+        """``vocab_size``: of the model that verifies. ``target_tokens``: by token of the head, None for all."""
         super().__init__(forward)
         self.name = name
         self.state_layers = state_layers
         self._forward = forward
-        self._head = forward.head
-        self._target = target
+        self._chained = forward if isinstance(forward, NativeHead) and forward.chains else None
         self._sampler = sampler
-        self._target_tokens = None if target_tokens is None else target_tokens.to(forward.device)
+        self._target_tokens = None if target_tokens is None else target_tokens.numpy()
         self._vocab_size = vocab_size
         self._choice = DraftChoice(sampling)
         self._requests: dict[str, _Followed] = {}
@@ -100,7 +96,7 @@ class Eagle(WithLayers):
 
     def to(self, device: torch.device) -> None:
         """Move its weights."""
-        self._head.to(device)
+        self._forward.to(device)
 
     @torch.inference_mode()
     def observe(self, step: DraftStep, first: IntArray, states: Sequence[torch.Tensor]) -> None:
@@ -115,12 +111,11 @@ class Eagle(WithLayers):
                 known = request.token_ids[followed.pending.start + 1 : followed.pending.end + 1]
                 unknown = np.flatnonzero(known < 0)
                 waiting[i] = int(unknown[0]) if len(unknown) else len(known)
-        for _ in self._follow(step, waiting):
-            pass
+        self._catch_up(step, waiting)
 
     @torch.inference_mode()
     def propose(self, step: DraftStep) -> list[list[int]]:
-        """Catch up with the requests that want drafts, and go on from there, a token of each at a time."""
+        """Catch up with the requests that want drafts, and go on from there."""
         drafts: list[list[int]] = [[] for _ in step.requests]
         waiting = {}
         for i, request in enumerate(step.requests):
@@ -131,36 +126,65 @@ class Eagle(WithLayers):
             count = len(request.token_ids) - 1 - followed.pending.start
             if 0 < count <= len(followed.pending):
                 waiting[i] = count
-        last: dict[int, torch.Tensor] = {}
-        for going, outputs in self._follow(step, waiting):
-            last.update(zip(going, outputs, strict=True))
-        going = sorted(last)
+        going = sorted(waiting, key=lambda i: -step.requests[i].num_drafts)
         if going:
-            self._draft(step, going, torch.stack([last[i] for i in going]), drafts)
+            inputs = self._inputs(step, going, 0)
+            kinds = RowKinds.of(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
+            # All but the last tokens, where there are too many for a pass.
+            ahead = {i: count - 1 for i, count in waiting.items()} if sum(waiting.values()) > _MOST_TOKENS else {}
+            self._catch_up(step, ahead)
+            counts = {i: waiting[i] - ahead.get(i, 0) for i in going}
+            if self._chained is None or kinds.any_filtered:
+                self._loop(step, counts, inputs, drafts)
+            else:
+                self._chain(self._chained, step, counts, inputs, kinds, drafts)
         for i in going:
             followed = self._requests[step.requests[i].request_id]
             followed.first, followed.drafts = len(step.requests[i].token_ids), drafts[i]
         return drafts
 
-    def _draft(self, step: DraftStep, going: list[int], states: torch.Tensor, drafts: list[list[int]]) -> None:
-        """A chain behind ``states`` ``[requests, hidden size]`` of the positions in front of the newest tokens."""
-        place = 0
+    def _loop(
+        self, step: DraftStep, waiting: Mapping[int, int], inputs: SamplingInputs, drafts: list[list[int]]
+    ) -> None:
+        """Compute so many positions of requests by index, those that want most drafts first, and draft behind them by a pass of
+        the head for each place, and a sampler. ``inputs``: those of the first place.
+        """
+        going, place = list(waiting), 0
+        batch, states = self._take(step, waiting)
+        states = self._forward.run(batch, states, batch.attention[0].query_start_loc[1:] - 1, own=False)
         while True:
-            for i, token in zip(going, self._choose(step, going, states, place), strict=True):
+            for i, token in zip(going, self._choose(self._forward.logits(states), inputs), strict=True):
                 drafts[i].append(token)
             place += 1
-            stays = [row for row, i in enumerate(going) if step.requests[i].num_drafts > place]
-            if not stays:
+            going = [i for i in going if step.requests[i].num_drafts > place]
+            if not going:
                 return
-            going = [going[row] for row in stays]
             first = np.array([len(step.requests[i].token_ids) + place - 2 for i in going])
-            tokens = [np.array(drafts[i][-1:]) for i in going]
-            states = self._run(step, going, first, tokens, states[stays], own=True)
+            batch = self._lay_out(step, going, first, [np.array(drafts[i][-1:]) for i in going])
+            states = self._forward.run(batch, states[: len(going)], np.arange(len(going)), own=True)
+            inputs = self._inputs(step, going, place)
 
-    def _follow(self, step: DraftStep, waiting: Mapping[int, int]) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """Compute so many positions of requests by index, some tokens at a time. Gives the requests that are done with, and what
-        the head put out at their last positions, ``[requests, hidden size]``.
-        """
+    def _chain(
+        self,
+        forward: NativeHead,
+        step: DraftStep,
+        waiting: Mapping[int, int],
+        inputs: SamplingInputs,
+        kinds: RowKinds,
+        drafts: list[list[int]],
+    ) -> None:
+        """The same by one call of ``forward``. ``inputs``: those of the first place, of these ``kinds``."""
+        going = list(waiting)
+        counts = np.array([step.requests[i].num_drafts for i in going])
+        uniforms = chain_uniforms(step, going, counts, inputs, kinds)
+        batch, states = self._take(step, waiting, ahead=len(uniforms) - 1)
+        draws = ChainedDraws(counts, kinds.plain_temperature, uniforms, self._vocab_size)
+        tokens = forward.chain(batch, states, draws, self._target_tokens)
+        for i, count, chosen in zip(going, counts, tokens.T.tolist(), strict=True):
+            drafts[i] = chosen[:count]
+
+    def _catch_up(self, step: DraftStep, waiting: Mapping[int, int]) -> None:
+        """Compute keys and values of so many positions of requests by index, some tokens at a time."""
         left = {i: count for i, count in waiting.items() if count > 0}
         while left:
             taken, room = dict[int, int](), _MOST_TOKENS
@@ -168,53 +192,40 @@ class Eagle(WithLayers):
                 if room > 0:
                     taken[i] = min(count, room)
                     room -= taken[i]
-            going, first, tokens, states = list(taken), list[int](), list[IntArray](), list[torch.Tensor]()
-            for i, count in taken.items():
-                request = step.requests[i]
-                followed = self._requests[request.request_id]
-                start = followed.pending.start
-                first.append(start)
-                tokens.append(request.token_ids[start + 1 : start + 1 + count].astype(np.int64))
-                states.append(followed.pending.take(count))
-            out = self._run(step, going, np.array(first), tokens, torch.cat(states), own=False)
+            self._forward.run(*self._take(step, taken), np.zeros(0, dtype=np.int64), own=False)
             left = {i: count - taken.get(i, 0) for i, count in left.items() if count > taken.get(i, 0)}
-            ends = np.cumsum([len(each) for each in tokens]) - 1
-            rows = [row for row, i in enumerate(going) if i not in left]
-            yield [going[row] for row in rows], out[to_device(ends[rows], out.device)]
 
-    def _run(
-        self,
-        step: DraftStep,
-        requests: Sequence[int],
-        first: IntArray,
-        tokens: Sequence[IntArray],
-        states: torch.Tensor,
-        *,
-        own: bool,
-    ) -> torch.Tensor:
-        """A pass over ``tokens`` of ``requests``, each beside the states in front of it, at positions from ``first`` on."""
-        batch = step.lay_out(requests, first, tokens)
-        embed = self._head.embed_tokens
-        if embed is None:
-            embedded = self._target.embed(batch.token_ids)
-        else:
-            embedded = embed(to_device(batch.token_ids, self._forward.device))
-        attention = batch.attention[: self.num_groups]
-        return self._forward.run(embedded, states, batch.positions, attention, own=own)
+    def _take(
+        self, step: DraftStep, waiting: Mapping[int, int], *, ahead: int = 0
+    ) -> tuple[ForwardBatch, torch.Tensor]:
+        """So many positions of requests by index, each with the token behind it, and the target's states there, which are gone
+        then. Block tables go on for ``ahead`` positions.
+        """
+        first, tokens, states = list[int](), list[IntArray](), list[torch.Tensor]()
+        for i, count in waiting.items():
+            request, pending = step.requests[i], self._requests[step.requests[i].request_id].pending
+            first.append(pending.start)
+            tokens.append(request.token_ids[pending.start + 1 : pending.start + 1 + count].astype(np.int64))
+            states.append(pending.take(count))
+        return self._lay_out(step, list(waiting), np.array(first), tokens, ahead), torch.cat(states)
 
-    def _choose(self, step: DraftStep, going: Sequence[int], states: torch.Tensor, place: int) -> list[int]:
-        """A token of the target's for each request."""
+    def _lay_out(
+        self, step: DraftStep, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray], ahead: int = 0
+    ) -> ForwardBatch:
+        """With block tables of its own layers."""
+        batch = step.lay_out(requests, first, tokens, ahead=ahead)
+        return replace(batch, attention=batch.attention[: self.num_groups])
+
+    def _inputs(self, step: DraftStep, going: Sequence[int], place: int) -> SamplingInputs:
+        """How these requests, by index, choose their drafts at ``place``."""
         arms = [self._requests[step.requests[i].request_id].arms for i in going]
-        inputs = self._choice.inputs(step, going, arms, place)
-        logits = self._head.logits(states)
-        if self._target_tokens is None:
-            return [int(token) for token in self._sampler.sample(logits[:, : self._vocab_size], inputs).token_ids]
-        if not inputs.temperature.any():
-            found = self._sampler.sample(logits, inputs).token_ids
-            return self._target_tokens[torch.from_numpy(found).to(logits.device)].tolist()
-        whole = logits.new_full((len(logits), self._vocab_size), -torch.inf)
-        whole[:, self._target_tokens] = logits
-        return [int(token) for token in self._sampler.sample(whole, inputs).token_ids]
+        return self._choice.inputs(step, going, arms, place)
+
+    def _choose(self, logits: torch.Tensor, inputs: SamplingInputs) -> list[int]:
+        """A token of the target's for each row."""
+        found = self._sampler.sample(logits, inputs).token_ids
+        tokens: list[int] = (found if self._target_tokens is None else self._target_tokens[found]).tolist()
+        return tokens
 
     @staticmethod
     def _learn(followed: _Followed, token_ids: npt.NDArray[np.int32]) -> None:
@@ -249,9 +260,9 @@ def load_eagle(
         if str(e).startswith("speculative.model"):
             raise
         raise ModelLoadError(f"speculative.model is {speculative.model!r}, which cannot draft: {e}") from e
-    built, sampler = build_head(head, replace(forward, part=None, int8=False, cache_dtype=None), model.dtype)
+    built, sampler = build_head(head, model, target, replace(forward, part=None, int8=False, cache_dtype=None))
     sampling = speculative.draft_sampling
-    return Eagle(kind, built, target, sampler, tokens, vocab, of_head.state_layers, sampling)
+    return Eagle(kind, built, sampler, tokens, vocab, of_head.state_layers, sampling)
 
 
 def _lm_head(config: EngineCoreConfig) -> torch.Tensor:

@@ -35,6 +35,7 @@ class EagleHead(nn.Module):
         make_layer, norm, rotary = _PARTS[layer.model_type]
         self.config = layer
         self.kind = config.kind
+        self.states_width = states_width
         hidden, inputs = layer.hidden_size, states_width
         if self.kind == "eagle":
             inputs += hidden
@@ -46,8 +47,8 @@ class EagleHead(nn.Module):
         else:
             first.hidden_norm = norm(hidden, eps=layer.rms_norm_eps)
             self._widen(first.self_attn)
-            self.norm = norm(hidden, eps=layer.rms_norm_eps)
-        self._normed_residual = config.normed_residual
+        self.norm = nn.Identity() if self.kind == "eagle" else norm(hidden, eps=layer.rms_norm_eps)
+        self.normed_residual = config.normed_residual
         self.rotary_emb = rotary(layer)
         self.embed_tokens = nn.Embedding(layer.vocab_size, hidden) if embeds else None
         self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False) if has_head else None
@@ -73,8 +74,7 @@ class EagleHead(nn.Module):
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """``[tokens, vocabulary]`` of what ``forward`` put out. For a head that has its own ``lm_head``."""
-        head = cast("nn.Linear", self.lm_head)
-        return cast("torch.Tensor", head(states if self.kind == "eagle" else self.norm(states)))
+        return cast("torch.Tensor", cast("nn.Linear", self.lm_head)(self.norm(states)))
 
     def _first(self, embedded: torch.Tensor, states: torch.Tensor, turns: Any) -> torch.Tensor:
         """EAGLE-3's first layer: attention over both, and the states alone go around it."""
@@ -82,7 +82,7 @@ class EagleHead(nn.Module):
         normed = layer.hidden_norm(states)
         both = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
         attended, _ = layer.self_attn(both, position_embeddings=turns, attention_mask=None)
-        x = (normed if self._normed_residual else states) + attended
+        x = (normed if self.normed_residual else states) + attended
         return cast("torch.Tensor", x + layer.mlp(layer.post_attention_layernorm(x)))
 
     @staticmethod
@@ -102,8 +102,8 @@ def read_head(
     lm_head: Callable[[], torch.Tensor] | None,
 ) -> tuple[EagleHead, torch.Tensor | None]:
     """The head in ``directory`` in float32 on the host, for a target of ``hidden_size`` and ``vocab_size``, and which tokens of
-    the target it guesses, int64, None for all in their order. ``lm_head``: reads the target's, for a head that has none. Raises
-    ModelLoadError, naming what is missing or of another size.
+    the target it guesses, int64 and ascending, None for all of them. ``lm_head``: reads the target's, for a head that has none.
+    Raises ModelLoadError, naming what is missing or of another size.
     """
     with open_tensors(directory) as stored:
         named = {name: tensor for raw, tensor in stored.items() if (name := known_name(raw)) is not None}
@@ -121,7 +121,7 @@ def read_head(
     )
     _load(head, tensors)
     freeze_rotary(head, config.layer.max_position_embeddings)
-    return head.eval(), _target_tokens(offsets, config, vocab_size)
+    return head.eval(), _in_order(head, _target_tokens(offsets, config, vocab_size))
 
 
 def _check_sizes(tensors: dict[str, torch.Tensor], config: HeadConfig, hidden_size: int, vocab_size: int) -> None:
@@ -156,6 +156,18 @@ def _load(head: EagleHead, tensors: dict[str, torch.Tensor]) -> None:
                 f"its {name} is {list(tensor.shape)}, and must be {list(places[name].shape)} by its config.json"
             )
     head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+
+
+def _in_order(head: EagleHead, tokens: torch.Tensor | None) -> torch.Tensor | None:
+    """``tokens`` ascending, and the rows of ``lm_head`` with them: a uniform number then draws from the logits what it draws from
+    those of the whole vocabulary, where the other tokens are out.
+    """
+    if tokens is None:
+        return None
+    found, order = tokens.sort()
+    output: Any = head.lm_head
+    output.weight = nn.Parameter(output.weight.detach()[order], requires_grad=False)
+    return found
 
 
 def _target_tokens(offsets: torch.Tensor | None, config: HeadConfig, vocab_size: int) -> torch.Tensor | None:
