@@ -55,13 +55,18 @@ class Caller {
         gate_up_(operators_, 4 * kPanel, kHidden, seed + 2),
         down_(operators_, kHidden, 2 * kPanel, seed + 3),
         wide_(operators_, 40, 1024, seed + 4),
+        fc_(operators_, kHidden, kStates, seed + 6),
+        both_(operators_, (kHeads + 2) * kHead, 2 * kHidden, seed + 7),
         embedding_(numbers(qkv_.linear.n * kHidden, seed + 5)) {
     for (Layer& layer : layers_)
       layer = {norm_.data(), nullptr, norm_.data(), nullptr, nullptr, nullptr, qkv_.linear, out_.linear, gate_up_.linear, down_.linear,
                Mixture{}, {20, 0, 0.25f, 0.0f, nullptr}, 0};
-    const Model model{kLayers, kHidden, kHeads, 1, kHead, kHead, 2 * kPanel, kSiluGate, 0, 1e-5f, 0.0f, layers_, norm_.data(),
+    Model model{kLayers, kHidden, kHeads, 1, kHead, kHead, 2 * kPanel, kSiluGate, 0, 1e-5f, 0.0f, layers_, norm_.data(),
                       qkv_.linear, {}};
     decoder_ = std::make_unique<ChainingDecoder>(model, pool);
+    layers_[0].qkv = both_.linear;
+    model.fusion = {fc_.linear, norm_.data(), norm_.data(), 1};
+    head_ = std::make_unique<ChainingDecoder>(model, pool);
   }
 
   void decode(int64_t tokens) {
@@ -91,8 +96,8 @@ class Caller {
     check(kept == again, "the head alone gives other logits");
   }
 
-  // Two requests, whose blocks take turns, go on for some tokens by one call, then token by token.
-  void go_on(int64_t drafts) {
+  // Two requests, whose blocks take turns, go on for some tokens by one call, then token by token. `fuses`: beside hidden states.
+  void go_on(ChainingDecoder& decoder, bool fuses, int64_t drafts) {
     const int64_t before[] = {13, 20}, counts[] = {drafts, (drafts + 1) / 2}, vocab = qkv_.linear.n, zeros[kLayers] = {};
     const int32_t table[] = {1, 3, 5, 2, 4, 6};
     std::vector<float> cosines(3 * kChunk * kHead), sines(cosines.size());
@@ -106,9 +111,11 @@ class Caller {
     for (size_t i = 0; i < uniforms.size(); ++i) uniforms[i] = static_cast<double>(i * 7 % 11) / 11;
     std::vector<float> keys(7 * kChunk * kHead), values(keys.size()), logits(2 * vocab);
     const Cache caches[kLayers] = {{keys.data(), values.data(), kHead, kHead}, {keys.data(), values.data(), kHead, kHead}};
-    // Of each of the first requests the tokens from..end, and then so many in a chain.
-    const auto run = [&](const int64_t* from, const int64_t* end, const std::vector<int64_t>& ids, int64_t requests, int64_t first_draft,
-                         int64_t length, int64_t* tokens) {
+    std::vector<int64_t> vocabulary(vocab - 3);  // of a head: every token is another
+    for (int64_t i = 0; i < vocab - 3; ++i) vocabulary[i] = vocab - 1 - i;
+    // Of each of the first requests the tokens from..end, and then so many in a chain. Gives what was put out for the last ones.
+    const auto run = [&](const int64_t* from, const int64_t* end, const std::vector<int64_t>& ids, const std::vector<float>& states,
+                         int64_t requests, int64_t first_draft, int64_t length, int64_t* tokens) {
       std::vector<int64_t> starts{0}, positions, slots, rows, later;
       for (int64_t r = 0; r < requests; ++r) {
         for (int64_t p = from[r]; p < end[r]; ++p)
@@ -121,21 +128,28 @@ class Caller {
       const int64_t count = starts.back();
       std::vector<float> x(count * kHidden);
       const Group group{slots.data(), table, 3, kChunk};
-      const Step step{count, requests, starts.data(), end, &group, zeros, caches, x.data(), ids.data(), embedding_.data(), kFloat32, 0.5f,
+      Step step{count, requests, starts.data(), end, &group, zeros, caches, x.data(), ids.data(), embedding_.data(), kFloat32, 0.5f,
                       positions.data(), &rotary, requests, rows.data(), logits.data(), 0, 0, kLayers, nullptr, nullptr, nullptr};
+      step.states = states.data(), step.own_states = first_draft > 0;
       const std::vector<int64_t> ones(requests, 1);
-      decoder_->chain(step, {length, 1, vocab - 3, length > 1 ? counts : ones.data(), later.data(), temperatures,
-                             uniforms.data() + 2 * first_draft, tokens});
+      decoder.chain(step, {length, 1, vocab - 3, length > 1 ? counts : ones.data(), later.data(), temperatures,
+                           uniforms.data() + 2 * first_draft, tokens, fuses ? vocabulary.data() : nullptr});
+      step.keep_states = 1;
+      decoder.forward(step);
+      std::vector<float> out;
+      for (int64_t row : rows) out.insert(out.end(), x.begin() + row * kHidden, x.begin() + (row + 1) * kHidden);
+      return out;
     };
     std::vector<int64_t> prompts(before[0] + before[1]), found(2 * drafts), tokens(2 * drafts);
     for (size_t i = 0; i < prompts.size(); ++i) prompts[i] = static_cast<int64_t>(i * 13) % vocab;
     const int64_t none[] = {0, 0};
-    run(none, before, prompts, 2, 0, drafts, found.data());
-    run(none, before, prompts, 2, 0, 1, tokens.data());
+    std::vector<float> states = numbers(before[0] * kStates + before[1] * kStates, 11);
+    run(none, before, prompts, states, 2, 0, drafts, found.data());
+    states = run(none, before, prompts, states, 2, 0, 1, tokens.data());
     for (int64_t place = 1; place < drafts; ++place) {
       const int64_t from[] = {before[0] + place - 1, before[1] + place - 1}, end[] = {from[0] + 1, from[1] + 1};
       const std::vector<int64_t> ids(tokens.begin() + 2 * (place - 1), tokens.begin() + 2 * place);
-      run(from, end, ids, counts[1] > place ? 2 : 1, place, 1, tokens.data() + 2 * place);
+      states = run(from, end, ids, states, counts[1] > place ? 2 : 1, place, 1, tokens.data() + 2 * place);
     }
     check(found == tokens, "a chain gives other tokens than its steps");
   }
@@ -160,19 +174,20 @@ class Caller {
 
   void work(int round) {
     decode(1 + round * 7 % 40);
-    go_on(1 + round * 3 % 7);
+    go_on(*decoder_, false, 1 + round * 3 % 7);
+    go_on(*head_, true, 1 + round * 5 % 7);
     multiply(1 + round * 5 % 30);
     draw(1 + round % 9);
   }
 
  private:
-  static constexpr int64_t kLayers = 2, kHidden = 32, kHeads = 2, kHead = 16;
+  static constexpr int64_t kLayers = 2, kHidden = 32, kHeads = 2, kHead = 16, kStates = 3 * kHidden;
   Operators operators_;
   std::vector<float> norm_;
-  Weight qkv_, out_, gate_up_, down_, wide_;
+  Weight qkv_, out_, gate_up_, down_, wide_, fc_, both_;
   const std::vector<float> embedding_;
   Layer layers_[kLayers];
-  std::unique_ptr<ChainingDecoder> decoder_;
+  std::unique_ptr<ChainingDecoder> decoder_, head_;
 };
 
 }  // namespace
