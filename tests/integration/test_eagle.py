@@ -9,9 +9,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.spec_decode.base import DraftStep
 from penstock_enginecore.spec_decode.eagle import Eagle
+from penstock_enginecore.spec_decode.native_head import NativeHead
 from tests.fakes.engines.in_process import generate
 from tests.fakes.models.heads import LAYOUTS, Head, Reference, random_head, save_head
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
@@ -65,11 +67,16 @@ def test_tokens_are_those_without(model: Path, head: str, setting: str, temperat
 
 
 class Seen:
-    """What a drafter has proposed, by the tokens behind which it did."""
+    """What a drafter has proposed, by the tokens behind which it did, and how many chains the kernels ran for it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.drafts: dict[tuple[int, ...], list[int]] = {}
-        propose = Eagle.propose
+        self.num_chains = 0
+        propose, chain = Eagle.propose, NativeHead.chain
+
+        def count(head: NativeHead, *arguments: Any) -> IntArray:
+            self.num_chains += 1
+            return chain(head, *arguments)
 
         def spy(drafter: Eagle, step: DraftStep) -> list[list[int]]:
             made = propose(drafter, step)
@@ -81,9 +88,10 @@ class Seen:
             return made
 
         monkeypatch.setattr(Eagle, "propose", spy)
+        monkeypatch.setattr(NativeHead, "chain", count)
 
 
-@pytest.mark.parametrize("kernels", [{}, {"isa": "off"}])
+@pytest.mark.parametrize("kernels", [{}, {"decoder": False}, {"isa": "off"}])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("head", HEADS)
 def test_drafts_are_those_of_plain_torch(
@@ -99,6 +107,7 @@ def test_drafts_are_those_of_plain_torch(
     )
     generate(engine, requests(0.0))
     assert len(seen.drafts) > 100
+    assert (seen.num_chains > 20) == (not kernels)
     for tokens, drafts in list(seen.drafts.items())[::3]:
         assert drafts == reference.drafts(list(tokens), len(drafts)), len(tokens)
 

@@ -40,8 +40,10 @@ class DraftStep(Protocol):
         There are blocks for ``num_drafts - 1`` positions behind the newest token; block tables go on for ``ahead`` positions.
         """
 
-    def sampling(self, requests: Sequence[int], place: int) -> SamplingInputs:
-        """How these requests, by index, draw the draft at ``place``, the first is at 0, without rules."""
+    def sampling(self, requests: Sequence[int], place: int | IntArray) -> SamplingInputs:
+        """How these requests, by index, draw the draft at ``place``, the first is at 0, without rules. ``place`` int64
+        ``[requests]``: each its own; a request may come several times then.
+        """
 
 
 class Drafter(Protocol):

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from penstock_enginecore.attention.base import IntArray
-from penstock_enginecore.sample.base import FloatArray, RowKinds, SamplingInputs
+from penstock_enginecore.sample.base import FloatArray, SamplingInputs
 from penstock_enginecore.spec_decode.arms import Arms
 from penstock_enginecore.spec_decode.base import DraftStep
 
@@ -17,9 +16,23 @@ class DraftChoice:
     def __init__(self, sampling: str) -> None:
         self._sampling = sampling
 
+    def first(
+        self, step: DraftStep, drafting: Sequence[int], arms: Sequence[Arms], count: int
+    ) -> tuple[SamplingInputs, FloatArray]:
+        """How the drafts at the first place of these requests, by index, are chosen, each with its ``arms``, and the random
+        numbers of the first ``count`` places, ``[count, requests]``.
+        """
+        n = len(drafting)
+        made = step.sampling([*drafting] * count, np.repeat(np.arange(count), n))
+        uniforms = made.uniforms.reshape(count, n)
+        first = SamplingInputs(made.temperature[:n], made.top_k[:n], made.top_p[:n], made.min_p[:n], uniforms[0])
+        return self._by_arms(first, arms, 0), uniforms
+
     def inputs(self, step: DraftStep, drafting: Sequence[int], arms: Sequence[Arms], place: int) -> SamplingInputs:
-        """How the drafts at a place of these requests, by index, are chosen, each with its ``arms``."""
-        inputs = step.sampling(drafting, place)
+        """How their drafts at a later ``place`` are chosen."""
+        return self._by_arms(step.sampling(drafting, place), arms, place)
+
+    def _by_arms(self, inputs: SamplingInputs, arms: Sequence[Arms], place: int) -> SamplingInputs:
         temperature = inputs.temperature.copy()
         for row, own in enumerate(arms):
             if temperature[row] and not self._coupled(own, place):
@@ -30,19 +43,6 @@ class DraftChoice:
         if self._sampling != "auto":
             return self._sampling == "coupled"
         return arms.choose() if place == 0 else arms.coupled
-
-
-def chain_uniforms(
-    step: DraftStep, drafting: Sequence[int], counts: IntArray, first: SamplingInputs, kinds: RowKinds
-) -> FloatArray:
-    """The random numbers of chains of ``counts`` drafts, the most first, of these requests, by index: ``[counts[0], requests]``,
-    0 where none is drawn. ``first``: the inputs of the first place, of these ``kinds``.
-    """
-    uniforms = np.zeros((int(counts[0]), len(drafting)))
-    for place in range(len(uniforms) if kinds.any_drawn else 0):
-        going = [i for i, count in zip(drafting, counts, strict=True) if count > place]
-        uniforms[place, : len(going)] = (step.sampling(going, place) if place else first).uniforms
-    return uniforms
 
 
 def num_held(drafts: Sequence[int], known: Sequence[int]) -> int:

@@ -20,10 +20,10 @@ from penstock_enginecore.forward.build import BuiltForward, ForwardConfig, build
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
 from penstock_enginecore.pooling.embedder import resolve_task
-from penstock_enginecore.sample.base import RowKinds, SamplingInputs
+from penstock_enginecore.sample.base import FloatArray, RowKinds, SamplingInputs
 from penstock_enginecore.spec_decode.arms import Arms
 from penstock_enginecore.spec_decode.base import DraftStep, Stateless
-from penstock_enginecore.spec_decode.draft_choice import DraftChoice, chain_uniforms, num_held
+from penstock_enginecore.spec_decode.draft_choice import DraftChoice, num_held
 from penstock_enginecore.spec_decode.draft_layers import WithLayers
 from penstock_enginecore.spec_decode.vocabulary import check_vocabulary
 
@@ -92,14 +92,16 @@ class DraftModel(WithLayers, Stateless):
         """Catch up with the requests that want drafts, and go on from there, a token of each at a time."""
         drafts: list[list[int]] = [[] for _ in step.requests]
         behind, drafting = self._behind(step)
-        inputs = self._inputs(step, drafting, 0) if drafting else None
-        if inputs is None:
-            if behind:
-                self._run(step, behind, ())
-        elif self._chained is None or (kinds := _kinds(inputs)).any_filtered:
-            self._loop(step, behind, drafting, inputs, drafts)
-        else:
-            self._chain(self._chained, step, behind, drafting, kinds, inputs, drafts)
+        if drafting:
+            arms = [self._requests[step.requests[i].request_id].arms for i in drafting]
+            inputs, uniforms = self._choice.first(step, drafting, arms, self._wanted(step, drafting[0]))
+            kinds = RowKinds.of(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
+            if self._chained is None or kinds.any_filtered:
+                self._loop(step, behind, drafting, arms, inputs, drafts)
+            else:
+                self._chain(self._chained, step, behind, drafting, kinds, uniforms, drafts)
+        elif behind:
+            self._run(step, behind, ())
         for i in drafting:
             request = step.requests[i]
             followed = self._requests[request.request_id]
@@ -129,6 +131,7 @@ class DraftModel(WithLayers, Stateless):
         step: DraftStep,
         behind: Sequence[_Tokens],
         drafting: Sequence[int],
+        arms: Sequence[Arms],
         inputs: SamplingInputs,
         drafts: list[list[int]],
     ) -> None:
@@ -139,7 +142,7 @@ class DraftModel(WithLayers, Stateless):
                 going = [i for i in going if self._wanted(step, i) > place]
                 ends = [len(step.requests[i].token_ids) + place - 1 for i in going]
                 tokens = [_Tokens(i, end, np.array(drafts[i][-1:])) for i, end in zip(going, ends, strict=True)]
-                inputs = self._inputs(step, going, place)
+                inputs = self._choice.inputs(step, going, arms[: len(going)], place)
             logits = self._run(step, tokens, going)[:, : self._vocab_size]
             for i, token in zip(going, self._sampler.sample(logits, inputs).token_ids.tolist(), strict=True):
                 drafts[i].append(token)
@@ -151,12 +154,11 @@ class DraftModel(WithLayers, Stateless):
         behind: Sequence[_Tokens],
         drafting: Sequence[int],
         kinds: RowKinds,
-        inputs: SamplingInputs,
+        uniforms: FloatArray,
         drafts: list[list[int]],
     ) -> None:
-        """Draft by one call of ``forward``. ``inputs``: those of the first place, of these ``kinds``."""
+        """Draft by one call of ``forward``. ``uniforms`` ``[places, drafting]``: for rows of these ``kinds``."""
         counts = np.array([self._wanted(step, i) for i in drafting])
-        uniforms = chain_uniforms(step, drafting, counts, inputs, kinds)
         batch = self._lay_out(step, behind, len(uniforms) - 1)
         draws = ChainedDraws(counts, kinds.plain_temperature, uniforms, self._vocab_size)
         tokens = forward.chain(batch, draws)
@@ -179,11 +181,6 @@ class DraftModel(WithLayers, Stateless):
         # The last draft was not computed.
         followed.computed = min(first + min(held, len(drafts) - 1), len(token_ids) - 1)
 
-    def _inputs(self, step: DraftStep, drafting: Sequence[int], place: int) -> SamplingInputs:
-        """How these requests, by index, choose their drafts at ``place``."""
-        arms = [self._requests[step.requests[i].request_id].arms for i in drafting]
-        return self._choice.inputs(step, drafting, arms, place)
-
     def _lay_out(self, step: DraftStep, tokens: Sequence[_Tokens], ahead: int = 0) -> ForwardBatch:
         """With block tables of its own layers, that go on for ``ahead`` positions."""
         first = np.array([each.first for each in tokens])
@@ -194,10 +191,6 @@ class DraftModel(WithLayers, Stateless):
         """A forward pass, and logits ``[drafting, vocab]`` behind the last tokens of ``drafting``, which come first."""
         rows = np.cumsum([len(each.token_ids) for each in tokens])[: len(drafting)] - 1
         return self._forward.run(self._lay_out(step, tokens), rows).logits
-
-
-def _kinds(inputs: SamplingInputs) -> RowKinds:
-    return RowKinds.of(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
 
 
 def load_draft_model(

@@ -20,10 +20,10 @@ from penstock_enginecore.forward.build import ForwardConfig
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, weight_files
 from penstock_enginecore.models.quantization.weights import open_tensors
-from penstock_enginecore.sample.base import RowKinds, Sampler, SamplingInputs
+from penstock_enginecore.sample.base import FloatArray, RowKinds, Sampler, SamplingInputs
 from penstock_enginecore.spec_decode.arms import Arms
 from penstock_enginecore.spec_decode.base import DraftStep
-from penstock_enginecore.spec_decode.draft_choice import DraftChoice, chain_uniforms, num_held
+from penstock_enginecore.spec_decode.draft_choice import DraftChoice, num_held
 from penstock_enginecore.spec_decode.draft_layers import WithLayers
 from penstock_enginecore.spec_decode.draft_model import draft_checkpoint
 from penstock_enginecore.spec_decode.head import read_head
@@ -128,23 +128,29 @@ class Eagle(WithLayers):
                 waiting[i] = count
         going = sorted(waiting, key=lambda i: -step.requests[i].num_drafts)
         if going:
-            inputs = self._inputs(step, going, 0)
+            arms = [self._requests[step.requests[i].request_id].arms for i in going]
+            inputs, uniforms = self._choice.first(step, going, arms, step.requests[going[0]].num_drafts)
             kinds = RowKinds.of(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
             # All but the last tokens, where there are too many for a pass.
             ahead = {i: count - 1 for i, count in waiting.items()} if sum(waiting.values()) > _MOST_TOKENS else {}
             self._catch_up(step, ahead)
             counts = {i: waiting[i] - ahead.get(i, 0) for i in going}
             if self._chained is None or kinds.any_filtered:
-                self._loop(step, counts, inputs, drafts)
+                self._loop(step, counts, arms, inputs, drafts)
             else:
-                self._chain(self._chained, step, counts, inputs, kinds, drafts)
+                self._chain(self._chained, step, counts, kinds, uniforms, drafts)
         for i in going:
             followed = self._requests[step.requests[i].request_id]
             followed.first, followed.drafts = len(step.requests[i].token_ids), drafts[i]
         return drafts
 
     def _loop(
-        self, step: DraftStep, waiting: Mapping[int, int], inputs: SamplingInputs, drafts: list[list[int]]
+        self,
+        step: DraftStep,
+        waiting: Mapping[int, int],
+        arms: Sequence[Arms],
+        inputs: SamplingInputs,
+        drafts: list[list[int]],
     ) -> None:
         """Compute so many positions of requests by index, those that want most drafts first, and draft behind them by a pass of
         the head for each place, and a sampler. ``inputs``: those of the first place.
@@ -162,21 +168,20 @@ class Eagle(WithLayers):
             first = np.array([len(step.requests[i].token_ids) + place - 2 for i in going])
             batch = self._lay_out(step, going, first, [np.array(drafts[i][-1:]) for i in going])
             states = self._forward.run(batch, states[: len(going)], np.arange(len(going)), own=True)
-            inputs = self._inputs(step, going, place)
+            inputs = self._choice.inputs(step, going, arms[: len(going)], place)
 
     def _chain(
         self,
         forward: NativeHead,
         step: DraftStep,
         waiting: Mapping[int, int],
-        inputs: SamplingInputs,
         kinds: RowKinds,
+        uniforms: FloatArray,
         drafts: list[list[int]],
     ) -> None:
-        """The same by one call of ``forward``. ``inputs``: those of the first place, of these ``kinds``."""
+        """The same by one call of ``forward``. ``uniforms`` ``[places, requests]``: for rows of these ``kinds``."""
         going = list(waiting)
         counts = np.array([step.requests[i].num_drafts for i in going])
-        uniforms = chain_uniforms(step, going, counts, inputs, kinds)
         batch, states = self._take(step, waiting, ahead=len(uniforms) - 1)
         draws = ChainedDraws(counts, kinds.plain_temperature, uniforms, self._vocab_size)
         tokens = forward.chain(batch, states, draws, self._target_tokens)
@@ -215,11 +220,6 @@ class Eagle(WithLayers):
         """With block tables of its own layers."""
         batch = step.lay_out(requests, first, tokens, ahead=ahead)
         return replace(batch, attention=batch.attention[: self.num_groups])
-
-    def _inputs(self, step: DraftStep, going: Sequence[int], place: int) -> SamplingInputs:
-        """How these requests, by index, choose their drafts at ``place``."""
-        arms = [self._requests[step.requests[i].request_id].arms for i in going]
-        return self._choice.inputs(step, going, arms, place)
 
     def _choose(self, logits: torch.Tensor, inputs: SamplingInputs) -> list[int]:
         """A token of the target's for each row."""

@@ -163,6 +163,6 @@ class _Without(DraftStep):
         """That of the step."""
         return self._step.lay_out(requests, first, tokens, ahead=ahead)
 
-    def sampling(self, requests: Sequence[int], place: int) -> SamplingInputs:
+    def sampling(self, requests: Sequence[int], place: int | IntArray) -> SamplingInputs:
         """That of the step."""
         return self._step.sampling(requests, place)

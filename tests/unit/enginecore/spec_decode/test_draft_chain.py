@@ -64,12 +64,12 @@ class Step(DraftStep):
         laid_out = lay_out(self._tables, BLOCK_SIZE, np.array(requests), first, lengths, ahead)
         return ForwardBatch(np.concatenate(tokens), laid_out.positions, laid_out.attention)
 
-    def sampling(self, requests: Sequence[int], place: int) -> SamplingInputs:
+    def sampling(self, requests: Sequence[int], place: int | IntArray) -> SamplingInputs:
         count = len(requests)
         # Every third request is greedy.
         temperature = np.array([self._settings.get("temperature", 0.0) * (i % 3 > 0) for i in requests])
         seeds = np.array([7 + i for i in requests], dtype=np.uint64)
-        index = np.array([len(self.requests[i].token_ids) + place for i in requests])
+        index = np.array([len(self.requests[i].token_ids) for i in requests]) + place
         top_p = np.full(count, self._settings.get("top_p", 1.0))
         zeros = np.zeros(count)
         return SamplingInputs(temperature, zeros.astype(np.int64), top_p, zeros, uniforms(seeds, index))

@@ -37,6 +37,6 @@ class BatchDraftStep:
         token_ids = np.concatenate(tokens).astype(np.int64, copy=False)
         return ForwardBatch(token_ids, laid_out.positions, laid_out.attention)
 
-    def sampling(self, requests: Sequence[int], place: int) -> SamplingInputs:
+    def sampling(self, requests: Sequence[int], place: int | IntArray) -> SamplingInputs:
         """Of requests, by index."""
         return self._batch.draws_of([self._ids[i] for i in requests], place)

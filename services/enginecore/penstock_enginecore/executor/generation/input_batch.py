@@ -275,11 +275,13 @@ class InputBatch:
         """Of a request."""
         return int(self._num_prompt_tokens[self._rows[request_id]])
 
-    def draws_of(self, request_ids: Sequence[str], offset: int) -> SamplingInputs:
-        """How requests draw the token behind their next ``offset`` ones, without rules."""
+    def draws_of(self, request_ids: Sequence[str], offset: int | IntArray) -> SamplingInputs:
+        """How requests draw the token behind their next ``offset`` ones, one for each or for all of them, without rules."""
         rows = self._row_array(request_ids)
+        drawn = self._sampling.temperature[rows] > 0
         index = self._num_tokens[rows] - self._num_prompt_tokens[rows] + offset
-        return SamplingInputs(*self._sampling.of(rows), uniforms=uniforms(self._sampling.seed[rows], index))
+        uniform = uniforms(self._sampling.seed[rows], index) if drawn.any() else np.zeros(len(rows))
+        return SamplingInputs(*self._sampling.of(rows), uniforms=uniform)
 
     def _row_array(self, request_ids: Sequence[str]) -> IntArray:
         return np.fromiter((self._rows[r] for r in request_ids), dtype=np.int64, count=len(request_ids))
