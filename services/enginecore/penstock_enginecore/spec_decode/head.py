@@ -134,6 +134,8 @@ def _check_sizes(tensors: dict[str, torch.Tensor], config: HeadConfig, hidden_si
             f"its fc takes {fc.shape[1]} numbers, and the model's hidden states of a token are {states}: it is a head of another "
             "hidden size"
         )
+    if config.kind == "eagle" and own != hidden_size:
+        raise ModelLoadError(f"its hidden_size is {own} and the model's {hidden_size}, whose states its own stand for")
     embeds = tensors.get("embed_tokens.weight")
     if embeds is None and own != hidden_size:
         raise ModelLoadError(

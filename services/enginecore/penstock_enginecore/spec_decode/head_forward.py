@@ -53,8 +53,8 @@ class HeadPass(Protocol):
         """Run on this KV cache from now on. An empty one lets go of that before."""
 
     def run(self, batch: ForwardBatch, states: torch.Tensor, rows: IntArray, *, own: bool) -> torch.Tensor:
-        """What it puts out, ``[rows, hidden size]``, for ``rows`` (int64) of the tokens of ``batch``, beside ``states`` as
-        ``EagleHead.forward`` takes them.
+        """What it puts out, ``[rows, hidden size]``, for ``rows`` (int64, ascending) of the tokens of ``batch``, beside ``states``
+        as ``EagleHead.forward`` takes them.
         """
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ class HeadForward:
         embedded = self._embed(batch.token_ids)
         with use_context(StepContext(self._backend, self._caches, plans)):
             out = self._head(embedded.to(self._dtype), states.to(self._dtype), positions, own=own)
-        return cast("torch.Tensor", out[to_device(rows, self.device)])
+        return cast("torch.Tensor", out if len(rows) == len(out) else out[to_device(rows, self.device)])
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """By the head's last norm and ``lm_head``."""

@@ -17,7 +17,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch
 from penstock_enginecore.forward.modules import module_bytes
 from penstock_enginecore.forward.native_chain import ChainedTokens, expect_embeddings
-from penstock_enginecore.forward.native_inputs import EmbeddingLookup, Rotaries, StepRotaries
+from penstock_enginecore.forward.native_inputs import EmbeddingLookup, EmbeddingRows, Rotaries, StepRotaries
 from penstock_enginecore.forward.native_layers import DecoderLayers, empty, turns
 from penstock_enginecore.forward.native_models import linears, unsuitable_layers
 from penstock_enginecore.forward.proof import UnsuitableError
@@ -45,7 +45,7 @@ class NativeHead:
         max_len: int,
         run: Callable[["NativeHead"], torch.Tensor],
     ) -> None:
-        if reason := unsuitable_layers(library, head, calls, specs) or _unsuitable(head):
+        if reason := unsuitable_layers(library, head, calls, specs):
             raise UnsuitableError(reason)
         # What products round is kept rounded.
         dtype = library.rounds_to or torch.float32
@@ -87,9 +87,11 @@ class NativeHead:
 
     def run(self, batch: ForwardBatch, states: torch.Tensor, rows: IntArray, *, own: bool) -> torch.Tensor:
         """Without ``rows`` nothing is computed behind the last layer's keys and values."""
-        x, states = self._entering(batch), states.float().contiguous()
+        embedding = self._embedding.rows(batch.token_ids)
+        x = self._embedding.of(batch.token_ids) if embedding is None else self._memory(batch)
+        states = self._taken(states, x, self._model.hidden if own else self._head.states_width)
         rotaries = self._rotaries.of(batch.positions, x)
-        step, kept = self._step(batch, x, states, rotaries)
+        step, kept = self._step(batch, x, embedding, states, rotaries)
         step.own_states, step.keep_states = own, len(rows) > 0
         self._library.call_on(self._handle, "decoder_forward", ctypes.byref(step))
         del kept
@@ -117,33 +119,43 @@ class NativeHead:
         target by those of the head, int64 and ascending, None for all. Tokens of the target int64 ``[counts[0], requests]``, 0
         where none is wanted. Raises IndexError for what the kernels would read beyond tables.
         """
-        x, states = torch.empty(len(batch.token_ids), self._model.hidden), states.float().contiguous()
-        width = self._model.head.n
-        expect_embeddings(
-            self._embedding.rows(batch.token_ids), width if vocabulary is None else int(vocabulary[-1]) + 1
-        )
+        x, width = self._memory(batch), self._model.head.n
+        states = self._taken(states, x, self._head.states_width)
+        end = width if vocabulary is None else int(vocabulary[-1]) + 1
+        embedding = expect_embeddings(self._embedding.rows(batch.token_ids), end)
+        if vocabulary is not None and len(vocabulary) != width:
+            raise IndexError(f"there are {width} logits, not those of {len(vocabulary)} tokens")
         chained = ChainedTokens(batch, draws)
         logits = torch.empty(len(chained.rows), width)
         rotaries = self._rotaries.of(chained.positions, x)
-        step, kept = self._step(batch, x, states, rotaries)
+        step, kept = self._step(batch, x, embedding, states, rotaries)
         step.num_rows, step.rows, step.logits = len(chained.rows), chained.rows.ctypes.data, logits.data_ptr()
         chain = chained.struct(rotaries, width, vocabulary)
         self._library.call_on(self._handle, "decoder_chain", ctypes.byref(step), ctypes.byref(chain))
         del kept
         return chained.tokens
 
-    def _entering(self, batch: ForwardBatch) -> torch.Tensor:
-        """Embedded tokens, which the kernels overwrite, or memory for what they look up."""
-        if self._embedding.rows(batch.token_ids) is None:
-            return self._embedding.of(batch.token_ids)
+    def _memory(self, batch: ForwardBatch) -> torch.Tensor:
+        """For embedded tokens, in place of which comes what is put out."""
         return torch.empty(len(batch.token_ids), self._model.hidden)
 
+    def _taken(self, states: torch.Tensor, x: torch.Tensor, width: int) -> torch.Tensor:
+        """As the kernels read them. Raises IndexError for those of another shape."""
+        if states.shape != (len(x), width):
+            raise IndexError(f"states are {list(states.shape)}, and must be {[len(x), width]}")
+        return states.float().contiguous()
+
     def _step(
-        self, batch: ForwardBatch, x: torch.Tensor, states: torch.Tensor, rotaries: StepRotaries
+        self,
+        batch: ForwardBatch,
+        x: torch.Tensor,
+        embedding: EmbeddingRows | None,
+        states: torch.Tensor,
+        rotaries: StepRotaries,
     ) -> tuple[Step, object]:
         """All layers of ``batch``, without logits, and what it points into besides its arguments."""
         groups = (Group * len(batch.attention))(*map(group_struct, batch.attention))
-        first, embedding = batch.attention[0], self._embedding.rows(batch.token_ids)
+        first = batch.attention[0]
         step = Step(
             num_tokens=len(x),
             num_requests=first.num_requests,
@@ -162,7 +174,7 @@ class NativeHead:
         if embedding is not None:
             step.embedding, step.embedding_kind = embedding.weight.data_ptr(), embedding.kind
             step.embedding_scale = embedding.scale
-        return step, (groups, embedding)
+        return step, groups
 
     def to(self, device: torch.device) -> None:
         """Moves what the modules still hold. Packed weights stay where the kernels read them."""
@@ -188,11 +200,3 @@ class NativeHead:
 
     def undo(self) -> None:
         """The modules are as they were."""
-
-
-def _unsuitable(head: EagleHead) -> str | None:
-    """Why the decoder does not compute what is a head's own."""
-    hidden = head.config.hidden_size
-    if head.kind == "eagle" and head.states_width != hidden:
-        return f"its states are {head.states_width} numbers, and what it puts out {hidden}"
-    return None

@@ -242,3 +242,10 @@ def test_target_tokens_beyond_the_embeddings_are_refused(model: LoadedModel) -> 
     of._target_tokens = np.append(cast("IntArray", of._target_tokens)[:-1], VOCAB_SIZE)
     with pytest.raises(IndexError, match=f"no embeddings of {VOCAB_SIZE + 1} tokens"):
         drafts(of)
+
+
+def test_states_of_another_width_are_refused(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = drafter(model, HEADS["eagle3"])
+    monkeypatch.setattr(of, "state_layers", range(2))
+    with pytest.raises(IndexError, match=r"states are \[\d+, 128\], and must be \[\d+, 192\]"):
+        drafts(of)
