@@ -53,8 +53,8 @@ class HeadPass(Protocol):
         """Run on this KV cache from now on. An empty one lets go of that before."""
 
     def run(self, batch: ForwardBatch, states: torch.Tensor, rows: IntArray, *, own: bool) -> torch.Tensor:
-        """What it puts out, ``[rows, hidden size]``, for ``rows`` (int64, ascending) of the tokens of ``batch``, beside ``states``
-        as ``EagleHead.forward`` takes them.
+        """What it puts out, ``[rows, hidden size]``, for ``rows`` (int64, ascending) of the tokens of ``batch``, beside
+        ``states`` as ``EagleHead.forward`` takes them.
         """
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:

@@ -133,6 +133,26 @@ def test_draws_are_indexed_by_output_token_even_after_preemption() -> None:
     assert first != second
 
 
+def test_draws_of_several_places_are_those_of_the_steps_that_come() -> None:
+    batch = make_batch()
+    added = [
+        new("a", [1, 2, 3], [2], params=SamplingParams(seed=7)),
+        new("b", [4, 5], [3], prompt=1, params=SamplingParams(seed=8)),
+        new("c", [6], [4]),
+    ]
+    batch.update(SchedulerOutput(new_requests=added))
+    drawn = batch.draws_of(["a", "b"] * 3, np.repeat(np.arange(3), 2)).uniforms.reshape(3, 2)
+    mixed = batch.draws_of(["c", "b", "c"], np.array([0, 2, 1]))
+    assert not batch.draws_of(["c"], 1).uniforms.any()
+    for place in range(3):
+        assert batch.draws_of(["a", "b"], place).uniforms.tolist() == drawn[place].tolist()
+    assert mixed.temperature.tolist() == [0.0, 1.0, 0.0]
+    assert mixed.uniforms[1] == drawn[2, 1]
+    for place in range(3):
+        assert batch.sampling_inputs(["a", "b"]).uniforms.tolist() == drawn[place].tolist()
+        batch.append_tokens(["a", "b"], np.array([50, 51]))
+
+
 @pytest.mark.parametrize(("ignore_eos", "banned"), [(False, [3, EOS]), (True, [3])])
 def test_min_tokens_bans_what_would_end_the_request_until_it_is_reached(ignore_eos: bool, banned: list[int]) -> None:
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(3,), ignore_eos=ignore_eos)
