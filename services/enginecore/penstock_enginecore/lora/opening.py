@@ -1,0 +1,79 @@
+"""Opens the files of an adapter's directory, and says what is wrong where that cannot be."""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from penstock_common import checkpoint
+from penstock_enginecore.lora.errors import LoraError, LoraReason
+from penstock_enginecore.lora.peft_config import CONFIG_FILE
+
+TENSORS_FILE = "adapter_model.safetensors"
+_PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+
+
+class AdapterFolder:
+    """A directory that stays the same one while it is open, whatever its path comes to mean."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+
+    @classmethod
+    @contextmanager
+    def at(cls, path: Path) -> Iterator["AdapterFolder"]:
+        """Open while the ``with`` block runs. Raises LoraError."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError as e:
+            raise LoraError(LoraReason.NOT_FOUND, checkpoint.no_directory(str(path)), str(path)) from e
+        except NotADirectoryError as e:
+            what = "it is no directory; give the one that holds adapter_config.json"
+            raise LoraError(LoraReason.NOT_FOUND, what, str(path)) from e
+        except (OSError, ValueError) as e:
+            raise LoraError(LoraReason.UNREADABLE, "it cannot be opened", str(path), value=_why(e)) from e
+        try:
+            yield cls(path, descriptor)
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[tuple[BinaryIO, int]]:
+        """A file, and its size in bytes. Raises LoraError where it is missing or cannot be read, and behind the ``with`` block
+        where it has been written to meanwhile.
+        """
+        try:
+            descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._descriptor)
+        except FileNotFoundError as e:
+            raise self._missing(name) from e
+        except OSError as e:
+            raise LoraError(LoraReason.UNREADABLE, "it cannot be opened", name, value=_why(e)) from e
+        with open(descriptor, "rb", buffering=0) as opened:  # noqa: PTH123 - what is open already
+            before = os.fstat(descriptor)
+            if not stat.S_ISREG(before.st_mode):
+                raise LoraError(LoraReason.UNREADABLE, "it is no file", name)
+            try:
+                yield opened, before.st_size
+            except OSError as e:
+                raise LoraError(LoraReason.UNREADABLE, "it cannot be read", name, value=_why(e)) from e
+            after = os.fstat(descriptor)
+            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+                raise LoraError(LoraReason.UNREADABLE, "it changed while it was read", name)
+
+    def _missing(self, name: str) -> LoraError:
+        held = set(os.listdir(self._descriptor))  # noqa: PTH208 - of what is open, not of a path
+        if name == TENSORS_FILE and (pickles := sorted(held.intersection(_PICKLES))):
+            remedy = "save it with safe_serialization=True"
+            return LoraError(LoraReason.PICKLE, "it is a pickle, which may run code", pickles[0], remedy=remedy)
+        if name == CONFIG_FILE and "config.json" in held:
+            what = "it is missing; the directory holds a model, not an adapter"
+        else:
+            what = "it is missing"
+        return LoraError(LoraReason.NOT_FOUND, what, name, value=str(self._path))
+
+
+def _why(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,166 @@
+"""Reads adapters of LoRA as PEFT saves them, and refuses by name what would not be served as it was trained."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock_enginecore.lora.adapter import LoraAdapter, LowRankUpdate
+from penstock_enginecore.lora.digest import StoredUpdate, adapter_digest
+from penstock_enginecore.lora.errors import LoraError, LoraReason
+from penstock_enginecore.lora.layer_choice import ChosenLayer, choose_layers
+from penstock_enginecore.lora.opening import TENSORS_FILE, AdapterFolder
+from penstock_enginecore.lora.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, PeftConfig, parse_peft_config
+from penstock_enginecore.lora.peft_names import PeftTensors, sort_tensors, tensor_name
+from penstock_enginecore.lora.target import AdapterTarget
+from penstock_enginecore.lora.tensor_file import DTYPES, StoredTensor, TensorFile, TensorHeader
+
+logger = logging.getLogger(__name__)
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLimits:
+    """``max_rank``: of any layer of an adapter."""
+
+    max_rank: int
+
+
+@torch.no_grad()
+def read_adapter(path: Path | str, target: AdapterTarget, limits: LoraLimits) -> LoraAdapter:
+    """The adapter in the directory ``path``, for the model that ``target`` is of. Raises LoraError."""
+    with AdapterFolder.at(Path(path)) as folder:
+        with folder.file(CONFIG_FILE) as (opened, _):
+            config = parse_peft_config(opened.read(MAX_CONFIG_BYTES + 1), limits.max_rank)
+        with folder.file(TENSORS_FILE) as (opened, size):
+            file = TensorFile(opened, TENSORS_FILE, size)
+            tensors = sort_tensors(file.headers, target, TENSORS_FILE)
+            layers = _layers(config, tensors, target)
+            _check_headers(file.headers, layers, tensors, target, limits)
+            stored = file.read()
+    _check_copies(tensors, stored, target)
+    if config.base_model and target.model and Path(config.base_model).name != Path(target.model).name:
+        logger.info("lora: %s was trained on %s; this model is %s", path, config.base_model, target.model)
+    updates = [
+        StoredUpdate(tensors.naming.in_model(layer), chosen.scale, *(stored[names[side]] for side in "AB"))
+        for layer, chosen in layers.items()
+        for names in (tensors.updates[layer],)
+    ]
+    digest = adapter_digest(updates)
+    share = not tensors.copies  # or the copies would stay in memory with the views
+    ready = {
+        update.module: _update(update, tensors.updates[tensors.naming.in_file(update.module)], share=share)
+        for update in updates
+    }
+    return LoraAdapter(digest, ready)
+
+
+def _layers(config: PeftConfig, tensors: PeftTensors, target: AdapterTarget) -> dict[str, ChosenLayer]:
+    """Those that the adapter is meant for, by their names in its files; all of them linear layers of the model."""
+    naming = tensors.naming
+    known = {name: naming.in_file(name) for name in (*target.linears, *target.unserved)}
+    linear = {known[name] for name in target.all_linear}
+    layers = choose_layers(config, filter(None, known.values()), linear)
+    for layer in layers:
+        if why := target.unserved.get(naming.in_model(layer)):
+            raise LoraError(why.reason, f"target_modules means {layer}, which is {why.what}", CONFIG_FILE)
+    if not layers:
+        value = config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules)[:8]
+        raise LoraError(
+            LoraReason.NO_TARGETS, "target_modules means no layer of the model", CONFIG_FILE, value=repr(value)
+        )
+    return layers
+
+
+def _check_headers(
+    headers: Mapping[str, TensorHeader],
+    layers: Mapping[str, ChosenLayer],
+    tensors: PeftTensors,
+    target: AdapterTarget,
+    limits: LoraLimits,
+) -> None:
+    """That there are those tensors that the configuration speaks of, of the right types and shapes."""
+    for layer, names in tensors.updates.items():
+        if layer not in layers:
+            raise _surplus(layer, next(iter(names.values())), tensors, target)
+    for layer, chosen in layers.items():
+        if chosen.rank > limits.max_rank:
+            name, limit = tensor_name(layer, "A"), f"at most {limits.max_rank}"
+            raise LoraError(LoraReason.RANK, "its rank is too large", CONFIG_FILE, name, str(chosen.rank), limit)
+        features_out, features_in = target.linears[tensors.naming.in_model(layer)]
+        for side, shape in (("A", (chosen.rank, features_in)), ("B", (features_out, chosen.rank))):
+            held = tensors.updates.get(layer, {}).get(side)
+            if held is None:
+                raise LoraError(
+                    LoraReason.MISSING_TENSOR,
+                    "it is missing",
+                    TENSORS_FILE,
+                    tensor_name(layer, side),
+                    limit=f"of {shape}",
+                )
+            _check_header(held, headers[held], shape)
+    for parameter, name in tensors.copies.items():
+        _check_header(name, headers[name], target.samples[parameter].shape)
+
+
+def _check_header(name: str, header: TensorHeader, shape: tuple[int, ...]) -> None:
+    if header.dtype_name not in DTYPES:
+        served = f"served: {', '.join(DTYPES)}"
+        raise LoraError(LoraReason.DTYPE, "its type is not served", TENSORS_FILE, name, header.dtype_name, served)
+    if header.shape != shape:
+        raise LoraError(
+            LoraReason.SHAPE,
+            "its shape is wrong",
+            TENSORS_FILE,
+            name,
+            str(list(header.shape)),
+            f"must be {list(shape)}",
+        )
+
+
+def _surplus(layer: str, name: str, tensors: PeftTensors, target: AdapterTarget) -> LoraError:
+    """Why there should be no tensor ``name``."""
+    known = tensors.naming.in_model(layer)
+    if known in target.linears:
+        what = f"target_modules in {CONFIG_FILE} does not mean its layer"
+        return LoraError(LoraReason.SURPLUS_TENSOR, what, TENSORS_FILE, name)
+    if why := target.unserved.get(known):
+        return LoraError(why.reason, f"its layer is {why.what}", TENSORS_FILE, name)
+    if ".experts." in f".{layer}.":
+        return LoraError(LoraReason.EXPERTS, "it is of experts", TENSORS_FILE, name)
+    return LoraError(LoraReason.SURPLUS_TENSOR, "the model has no such layer", TENSORS_FILE, name)
+
+
+def _check_copies(tensors: PeftTensors, stored: Mapping[str, StoredTensor], target: AdapterTarget) -> None:
+    """PEFT saves the base model's lm_head along with an adapter of it: that must be ours."""
+    for parameter, name in tensors.copies.items():
+        if not target.samples[parameter].agrees(stored[name].float()):
+            raise LoraError(
+                LoraReason.BASE_WEIGHT,
+                f"it is another {parameter} than the base model's",
+                TENSORS_FILE,
+                name,
+                remedy="it was trained on another model; if it was not, save with save_embedding_layers=False",
+            )
+
+
+def _update(update: StoredUpdate, names: Mapping[str, str], *, share: bool) -> LowRankUpdate:
+    """With its scale in B. ``share``: the memory that was read."""
+    a, b = update.a.float(), update.b.float()
+    _check_finite(a, names["A"], 1.0)
+    _check_finite(b, names["B"], update.scale)
+    return LowRankUpdate(a, b.mul_(update.scale)) if share else LowRankUpdate(a.clone(), b * update.scale)
+
+
+def _check_finite(tensor: torch.Tensor, name: str, scale: float) -> None:
+    """Also when it is scaled."""
+    low, high = (float(bound) for bound in tensor.aminmax())
+    if max(abs(low), abs(high)) * abs(scale) <= _LARGEST:
+        return
+    at = (~(tensor * scale).isfinite()).nonzero()[0].tolist()
+    times = "" if scale == 1.0 else f" times {scale:g}"
+    value = f"{float(tensor[tuple(at)])}{times} at {at}"
+    raise LoraError(LoraReason.NOT_FINITE, "it has numbers that are not finite", TENSORS_FILE, name, value)

@@ -1,0 +1,198 @@
+"""What PEFT writes into ``adapter_config.json``: the settings that are honoured, and a refusal of each that is not."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock_enginecore.lora.errors import LoraError, LoraReason
+
+CONFIG_FILE = "adapter_config.json"
+MAX_CONFIG_BYTES = 1 << 20
+_MAX_PATTERNS = 4096
+TASK_TYPES = ("CAUSAL_LM", "FEATURE_EXTRACTION", "SEQ_CLS", "TOKEN_CLS")
+_WITHOUT_EFFECT = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "corda_config",
+        "ensure_weight_tying",
+        "eva_config",
+        "inference_mode",
+        "lora_dropout",
+        "lora_ga_config",
+        "loftq_config",
+        "megatron_core",
+        "merge_weights",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+    }
+)
+"""Settings of training, of initializations that are looked at by their names, and of variants that have switches of their own."""
+_HARMLESS_INITS = ("gaussian", "eva", "orthogonal", "mica")
+"""Ways to begin that leave the base model's weights as they are, and B A as the update; besides true and false."""
+_NONE: tuple[Any, ...] = (None, False, [], {}, "")
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    """As the file has them, with PEFT's defaults."""
+
+    peft_type: str
+    r: int = 8
+    lora_alpha: float = 8
+    target_modules: str | list[str] | None = None
+    exclude_modules: str | list[str] | None = None
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    layers_to_transform: int | list[int] | None = None
+    layers_pattern: str | list[str] | None = None
+    task_type: str | None = None
+    init_lora_weights: bool | str | None = True
+    base_model_name_or_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """``rank`` and ``alpha``: of layers that no pattern is for. ``target_modules`` and ``exclude_modules``: a regular expression, or
+    ends of names. ``layers``: numbers of those that are adapted, None for all; ``layers_patterns``: what their list is called.
+    ``base_model``: what it was trained on, empty where the file does not say.
+    """
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    target_modules: str | frozenset[str]
+    exclude_modules: str | frozenset[str]
+    layers: frozenset[int] | None
+    layers_patterns: tuple[str, ...]
+    task_type: str
+    base_model: str
+
+    def scale(self, rank: int, alpha: float) -> float:
+        """What ``B A`` is multiplied with: alpha / rank, or with rsLoRA (Kalajdzievski, 2023) alpha / sqrt(rank)."""
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def parse_peft_config(text: bytes, max_rank: int) -> PeftConfig:
+    """Of the file's content. Raises LoraError for settings that are not honoured, by name, and for ranks below 1."""
+    if len(text) > MAX_CONFIG_BYTES:
+        raise _garbled("it is too large", f"{len(text)} bytes", f"at most {MAX_CONFIG_BYTES}")
+    try:
+        given = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise _garbled("it cannot be read", str(e)) from e
+    if not isinstance(given, dict):
+        raise _garbled("it is no JSON object", type(given).__name__)
+    kind = given.get("peft_type")
+    if kind != "LORA":
+        raise _refused(LoraReason.PEFT_TYPE, "peft_type", kind, "only LORA is")
+    for key, value in given.items():
+        _check(key, value)
+    try:
+        settings = msgspec.convert(given, _Settings)
+    except msgspec.ValidationError as e:
+        raise _garbled("a setting is of another type", str(e)) from e
+    _check_init(settings.init_lora_weights)
+    if settings.task_type not in (None, *TASK_TYPES):
+        raise _refused(LoraReason.TASK_TYPE, "task_type", settings.task_type, f"served: {', '.join(TASK_TYPES)}")
+    _check_ranks(settings, max_rank)
+    return _config(settings)
+
+
+def _config(settings: _Settings) -> PeftConfig:
+    if settings.target_modules is None:
+        raise _garbled("target_modules is missing", "", "a list of names, an expression or 'all-linear'")
+    layers = settings.layers_to_transform
+    if layers is not None and isinstance(settings.target_modules, str):
+        raise _garbled("layers_to_transform does not go with an expression for target_modules", repr(layers))
+    names = settings.layers_pattern or []
+    return PeftConfig(
+        rank=settings.r,
+        alpha=settings.lora_alpha,
+        use_rslora=settings.use_rslora,
+        rank_pattern=settings.rank_pattern or {},
+        alpha_pattern=settings.alpha_pattern or {},
+        target_modules=_names(settings.target_modules),
+        exclude_modules=_names(settings.exclude_modules or ()),
+        layers=None if layers is None or layers == [] else frozenset([layers] if isinstance(layers, int) else layers),
+        layers_patterns=tuple([names] if isinstance(names, str) else names),
+        task_type=settings.task_type or "",
+        base_model=settings.base_model_name_or_path or "",
+    )
+
+
+def _names(given: str | list[str] | tuple[()]) -> str | frozenset[str]:
+    return given if isinstance(given, str) else frozenset(given)
+
+
+def _check_ranks(settings: _Settings, max_rank: int) -> None:
+    """Numbers that no layer can have; those that only some layers have are looked at with these."""
+    patterns = settings.rank_pattern or {}, settings.alpha_pattern or {}
+    for key, pattern in zip(("rank_pattern", "alpha_pattern"), patterns, strict=True):
+        if len(pattern) > _MAX_PATTERNS:
+            raise _garbled(f"{key} has too many entries", f"{len(pattern)}", f"at most {_MAX_PATTERNS}")
+    for key, rank in {"r": settings.r, **{f"rank_pattern[{key!r}]": rank for key, rank in patterns[0].items()}}.items():
+        if rank < 1:
+            raise _refused(LoraReason.RANK, key, rank, f"from 1 to {max_rank}")
+    alphas = {"lora_alpha": settings.lora_alpha} | {
+        f"alpha_pattern[{key!r}]": each for key, each in patterns[1].items()
+    }
+    for key, alpha in alphas.items():
+        if not math.isfinite(alpha):
+            raise _garbled(f"{key} is no finite number", str(alpha))
+
+
+def _check_init(init: bool | str | None) -> None:
+    if not isinstance(init, str) or init.lower() in _HARMLESS_INITS:
+        return
+    raise LoraError(
+        LoraReason.CHANGED_BASE,
+        "init_lora_weights: it was trained on changed weights of the base model",
+        CONFIG_FILE,
+        value=repr(init),
+        limit=f"served: true, false, {', '.join(_HARMLESS_INITS)}",
+        remedy="convert it: save_pretrained with path_initial_model_for_weight_conversion",
+    )
+
+
+def _check(key: str, value: Any) -> None:
+    """Raises for settings that change what is computed."""
+    if key in _Settings.__struct_fields__ or key in _WITHOUT_EFFECT or value in _NONE:
+        return
+    if key == "bias":
+        if value == "none":
+            return
+        raise _refused(LoraReason.BIAS, key, value, "only 'none' is", "train with bias='none'")
+    reason, remedy = _SWITCHES.get(key, (LoraReason.SETTING, ""))
+    raise _refused(reason, key, value, "", remedy)
+
+
+_SWITCHES: Mapping[str, tuple[LoraReason, str]] = {
+    "use_dora": (LoraReason.DORA, "merge it into a copy of the base model, or train without DoRA"),
+    "modules_to_save": (LoraReason.MODULES_TO_SAVE, "train without modules_to_save, or serve the merged model"),
+    "lora_bias": (LoraReason.LORA_BIAS, "train without lora_bias"),
+    "fan_in_fan_out": (LoraReason.FAN_IN_FAN_OUT, "it is for Conv1D layers, which take no adapters"),
+    "target_parameters": (LoraReason.TARGET_PARAMETERS, "target linear layers alone"),
+    "layer_replication": (LoraReason.LAYER_REPLICATION, "serve the merged model"),
+    "trainable_token_indices": (LoraReason.TRAINABLE_TOKENS, "serve the merged model"),
+}
+
+
+def _refused(reason: LoraReason, key: str, value: object, limit: str = "", remedy: str = "") -> LoraError:
+    return LoraError(reason, f"{key} is not served", CONFIG_FILE, value=_short(value), limit=limit, remedy=remedy)
+
+
+def _garbled(what: str, value: str = "", limit: str = "") -> LoraError:
+    return LoraError(LoraReason.CONFIG, what, CONFIG_FILE, value=value, limit=limit)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
