@@ -13,6 +13,7 @@ from penstock_enginecore.lora.peft_config import CONFIG_FILE
 
 TENSORS_FILE = "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+_POINTER = b"version https://git-lfs"
 
 
 class AdapterFolder:
@@ -51,11 +52,16 @@ class AdapterFolder:
             raise self._missing(name) from e
         except OSError as e:
             raise LoraError(LoraReason.UNREADABLE, "it cannot be opened", name, value=_why(e)) from e
+        before = os.fstat(descriptor)
+        if not stat.S_ISREG(before.st_mode):
+            os.close(descriptor)
+            raise LoraError(LoraReason.UNREADABLE, "it is no file", name)
         with open(descriptor, "rb", buffering=0) as opened:  # noqa: PTH123 - what is open already
-            before = os.fstat(descriptor)
-            if not stat.S_ISREG(before.st_mode):
-                raise LoraError(LoraReason.UNREADABLE, "it is no file", name)
             try:
+                if opened.read(len(_POINTER)) == _POINTER:
+                    what = "it is a Git LFS pointer, not the file itself"
+                    raise LoraError(LoraReason.NOT_FOUND, what, name, remedy="run 'git lfs pull' in that directory")
+                opened.seek(0)
                 yield opened, before.st_size
             except OSError as e:
                 raise LoraError(LoraReason.UNREADABLE, "it cannot be read", name, value=_why(e)) from e

@@ -99,7 +99,7 @@ def _check_headers(
                     "it is missing",
                     TENSORS_FILE,
                     tensor_name(layer, side),
-                    limit=f"of {shape}",
+                    limit=f"must be {list(shape)}",
                 )
             _check_header(held, headers[held], shape)
     for parameter, name in tensors.copies.items():

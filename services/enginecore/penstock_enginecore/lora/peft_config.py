@@ -1,7 +1,7 @@
 """What PEFT writes into ``adapter_config.json``: the settings that are honoured, and a refusal of each that is not."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +58,8 @@ class _Settings(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """``rank`` and ``alpha``: of layers that no pattern is for. ``target_modules`` and ``exclude_modules``: a regular expression, or
-    ends of names. ``layers``: numbers of those that are adapted, None for all; ``layers_patterns``: what their list is called.
+    """``rank`` and ``alpha``: of layers that no pattern is for. ``target_modules`` and ``exclude_modules``: a regular expression,
+    or ends of names. ``layers``: numbers of those that are adapted, None for all; ``layers_patterns``: what their list is called.
     ``base_model``: what it was trained on, empty where the file does not say.
     """
 
@@ -134,15 +134,18 @@ def _names(given: str | list[str] | tuple[()]) -> str | frozenset[str]:
 
 def _check_ranks(settings: _Settings, max_rank: int) -> None:
     """Numbers that no layer can have; those that only some layers have are looked at with these."""
-    patterns = settings.rank_pattern or {}, settings.alpha_pattern or {}
-    for key, pattern in zip(("rank_pattern", "alpha_pattern"), patterns, strict=True):
-        if len(pattern) > _MAX_PATTERNS:
-            raise _garbled(f"{key} has too many entries", f"{len(pattern)}", f"at most {_MAX_PATTERNS}")
-    for key, rank in {"r": settings.r, **{f"rank_pattern[{key!r}]": rank for key, rank in patterns[0].items()}}.items():
+    rank_pattern, alpha_pattern = settings.rank_pattern or {}, settings.alpha_pattern or {}
+    for key, count in (("rank_pattern", len(rank_pattern)), ("alpha_pattern", len(alpha_pattern))):
+        if count > _MAX_PATTERNS:
+            raise _garbled(f"{key} has too many entries", f"{count}", f"at most {_MAX_PATTERNS}")
+    for key, rank in {
+        "r": settings.r,
+        **{f"rank_pattern[{key!r}]": each for key, each in rank_pattern.items()},
+    }.items():
         if rank < 1:
             raise _refused(LoraReason.RANK, key, rank, f"from 1 to {max_rank}")
     alphas = {"lora_alpha": settings.lora_alpha} | {
-        f"alpha_pattern[{key!r}]": each for key, each in patterns[1].items()
+        f"alpha_pattern[{key!r}]": each for key, each in alpha_pattern.items()
     }
     for key, alpha in alphas.items():
         if not math.isfinite(alpha):

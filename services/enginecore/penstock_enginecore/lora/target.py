@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -51,8 +51,8 @@ class BaseSample:
 class AdapterTarget:
     """What adapters of a model can be. ``model``: the name or path it was loaded from. ``linears``: ``(out, in)`` features of its
     linear layers by name, an lm_head among them. ``unserved``: others that adapters are made for elsewhere. ``heads``: names of
-    those of both that "all-linear" leaves out: the layer that puts out logits, or scores. ``prefix``: under which transformers has
-    this model in one with a head, such as ``model``. ``samples``: by parameter.
+    those that "all-linear" leaves out: the layer that puts out logits, or scores. ``prefix``: under which transformers has this
+    model in one with a head, such as ``model``. ``samples``: by parameter.
     """
 
     model: str
@@ -124,16 +124,20 @@ def _expert_blocks(named: Mapping[str, torch.nn.Module]) -> list[str]:
 
 def _heads(module: PreTrainedModel, named: Mapping[str, torch.nn.Module]) -> Iterator[str]:
     """As PEFT finds them."""
-    head = module.get_output_embeddings()
+    head = _output_layer(module)
     if head is None:
         yield from [name for name in ("score", "classifier") if name in named][:1]
     else:
         yield next(name for name, child in named.items() if child is head)
 
 
+def _output_layer(module: Any) -> torch.nn.Module | None:
+    return cast("torch.nn.Module | None", module.get_output_embeddings())
+
+
 def _samples(module: PreTrainedModel, named: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, BaseSample]]:
     """Of the weights that PEFT saves beside an adapter of an lm_head."""
-    for layer in (module.get_input_embeddings(), module.get_output_embeddings()):
+    for layer in (module.get_input_embeddings(), _output_layer(module)):
         if not isinstance(layer, torch.nn.Linear | torch.nn.Embedding):
             continue
         name = next(name for name, child in named.items() if child is layer)

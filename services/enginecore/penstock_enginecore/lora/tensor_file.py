@@ -61,7 +61,7 @@ class StoredTensor:
 
     def bytes(self) -> memoryview:
         """Without a copy."""
-        return memoryview(self.raw.numpy())
+        return self.raw.numpy().data
 
     def float(self) -> torch.Tensor:
         """As float32; a view of what was read where it is stored so, and may be."""
@@ -71,8 +71,8 @@ class StoredTensor:
 
 
 class TensorFile:
-    """Of the name ``name``, read from where ``opened`` is, its start. Raises LoraError unless all its ``size`` bytes are accounted
-    for, as safetensors wants it.
+    """Called ``name``, of ``size`` bytes, read from where ``opened`` is, its start. Raises LoraError unless all its bytes are
+    accounted for, as safetensors wants it.
     """
 
     def __init__(self, opened: BinaryIO, name: str, size: int) -> None:
@@ -89,7 +89,7 @@ class TensorFile:
     def read(self) -> dict[str, StoredTensor]:
         """All tensors, by name. Their bytes lie in one buffer, which lives as long as one of them."""
         buffer = torch.empty(self._data_size, dtype=torch.uint8)
-        view = memoryview(buffer.numpy())
+        view = buffer.numpy().data
         done = 0
         while done < self._data_size:
             count = self._opened.readinto(view[done:])  # type: ignore[attr-defined]

@@ -1,0 +1,50 @@
+"""Adapters of tiny models, as PEFT itself makes, saves and merges them."""
+
+import copy
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+
+
+def save_adapter(model: PreTrainedModel, folder: Path, *, seed: int = 0, **settings: Any) -> Any:
+    """Write an adapter of random numbers for ``model`` to ``folder``, and return PEFT's model with it. ``settings``: of
+    LoraConfig, with all linear layers for modules where they name none.
+    """
+    torch.manual_seed(seed)
+    wanted = {"target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM", **settings}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's of what it deprecates, and of what it saves
+        adapted = get_peft_model(copy.deepcopy(model), LoraConfig(**wanted))
+        adapted.save_pretrained(folder)
+    return adapted.eval()
+
+
+def merged(adapted: Any) -> PreTrainedModel:
+    """The model with the adapter in its weights; ``adapted`` is none any more."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: PreTrainedModel = adapted.merge_and_unload()
+    return model
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Give settings of an adapter other values."""
+    settings = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(settings | changes))
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Change the tensors of an adapter in place."""
+    tensors = load_file(folder / TENSORS)
+    edit(tensors)
+    save_file(tensors, folder / TENSORS)

@@ -1,0 +1,117 @@
+"""An adapter is known by its content, however it is written down."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from penstock_enginecore.lora.digest import DIGEST_SIZE
+from penstock_enginecore.lora.peft_adapter import LoraLimits, read_adapter
+from penstock_enginecore.lora.target import AdapterTarget
+from tests.fakes.models.adapters import CONFIG, TENSORS, edit_config, edit_tensors, save_adapter
+from tests.fakes.models.tiny_models import tiny_config
+
+NAME = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def folder(model: PreTrainedModel, tmp_path: Path) -> Path:
+    save_adapter(model, tmp_path / "adapter", r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
+    return tmp_path / "adapter"
+
+
+def digest(folder: Path, model: PreTrainedModel) -> bytes:
+    return read_adapter(folder, AdapterTarget.of(model), LoraLimits(16)).digest
+
+
+def rewrite(folder: Path, order: Callable[[list[str]], list[str]]) -> None:
+    """Write the file of tensors in another order, with other spaces and metadata."""
+    tensors = load_file(folder / TENSORS)
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "made_by": "hand"}}
+    data = b""
+    for name in order(sorted(tensors)):
+        values = tensors[name].numpy().tobytes()
+        end = len(data) + len(values)
+        entries[name] = {"dtype": "F32", "shape": list(tensors[name].shape), "data_offsets": [len(data), end]}
+        data += values
+    header = json.dumps(entries, indent=3).encode()
+    (folder / TENSORS).write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+SAME: dict[str, Callable[[Path], object]] = {
+    "order in the file": lambda folder: rewrite(folder, lambda names: names[::-1]),
+    "order of settings": lambda folder: edit_config(
+        folder, **dict(reversed(list(json.loads((folder / CONFIG).read_text()).items())))
+    ),
+    "PEFT's version": lambda folder: edit_config(folder, peft_version="0.4.0"),
+    "training": lambda folder: edit_config(
+        folder, lora_dropout=0.3, base_model_name_or_path="elsewhere", inference_mode=False, revision="main"
+    ),
+    "settings of later versions": lambda folder: edit_config(folder, use_something=False, something_config=None),
+    "other words for the same layers": lambda folder: edit_config(folder, target_modules=r".*\.(q|down)_proj"),
+    "other words for the same scale": lambda folder: edit_config(folder, lora_alpha=4, use_rslora=True),
+    "other words for the same ranks": lambda folder: edit_config(
+        folder, r=9, lora_alpha=8.0, rank_pattern={".*_proj": 4}
+    ),
+    "the adapter's name in names": lambda folder: edit_tensors(
+        folder,
+        lambda held: held.update({name.replace(".weight", ".default.weight"): held.pop(name) for name in list(held)}),
+    ),
+}
+
+OTHER: dict[str, Callable[[Path], object]] = {
+    "a number": lambda folder: edit_tensors(folder, lambda held: held[NAME][0, 0].add_(1e-3)),
+    "a sign of zero": lambda folder: edit_tensors(folder, lambda held: held[NAME][0, 0].fill_(-0.0)),
+    "a scale": lambda folder: edit_config(folder, lora_alpha=9),
+    "a scale of one layer": lambda folder: edit_config(folder, alpha_pattern={"0.self_attn.q_proj": 1}),
+    "the type": lambda folder: edit_tensors(
+        folder, lambda held: held.update({name: each.bfloat16() for name, each in held.items()})
+    ),
+    "layers in each other's place": lambda folder: edit_tensors(
+        folder,
+        lambda held: held.update({name.translate(str.maketrans("01", "10")): each for name, each in held.items()}),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_the_digest_does_not_depend_on(what: str, folder: Path, model: PreTrainedModel) -> None:
+    before = digest(folder, model)
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    SAME[what](folder)
+    assert files != {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert digest(folder, model) == before
+    assert len(before) == DIGEST_SIZE
+
+
+def test_all_other_contents_have_other_digests(folder: Path, model: PreTrainedModel, tmp_path: Path) -> None:
+    edit_tensors(folder, lambda held: held[NAME][0, 0].fill_(0.0))
+    found = {"as it was": digest(folder, model)}
+    for what, change in OTHER.items():
+        shutil.copytree(folder, tmp_path / what)
+        change(tmp_path / what)
+        found[what] = digest(tmp_path / what, model)
+    assert len(set(found.values())) == len(OTHER) + 1, found
+
+
+def test_the_digest_of_a_content_is_the_same_in_all_releases(tmp_path: Path) -> None:
+    layer = "base_model.model.lm_head"
+    held = {f"{layer}.lora_A.weight": torch.arange(6.0).view(2, 3), f"{layer}.lora_B.weight": torch.ones(4, 2).half()}
+    save_file(held, tmp_path / TENSORS)
+    settings = {"peft_type": "LORA", "target_modules": ["lm_head"], "r": 2, "lora_alpha": 1}
+    (tmp_path / CONFIG).write_text(json.dumps(settings))
+    adapter = read_adapter(tmp_path, AdapterTarget("", {"lm_head": (4, 3)}), LoraLimits(2))
+    assert adapter.digest.hex() == "a2122b5cd4cc9131cec24b0c337e49ea"
+    assert torch.equal(adapter.updates["lm_head"].b, torch.full((4, 2), 0.5))
