@@ -1,0 +1,51 @@
+"""How long reading an adapter takes, from the page cache: ``python -m tests.benchmarks.adapter_reading MODEL ADAPTER``."""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from penstock_enginecore.lora.peft_adapter import LoraLimits, read_adapter
+from penstock_enginecore.lora.target import AdapterTarget
+
+
+def measure(model: Path, adapter: Path, rounds: int) -> dict[str, float]:
+    """Milliseconds of a reading on one thread, and the adapter's size."""
+    torch.set_num_threads(1)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    target, limits = AdapterTarget.of(skeleton), LoraLimits(256)
+    read = read_adapter(adapter, target, limits)
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        read_adapter(adapter, target, limits)
+        times.append(1000 * (time.perf_counter() - began))
+    return {
+        "rank": read.max_rank,
+        "layers": len(read.updates),
+        "megabytes": read.num_bytes / 1e6,
+        "median_ms": statistics.median(times),
+        "least_ms": min(times),
+        "largest_ms": max(times),
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Measure how long reading an adapter takes.")
+    parser.add_argument("model", type=Path, help="folder of the base model")
+    parser.add_argument("adapter", type=Path, help="folder of the adapter, see examples/demo_model/make_adapters.py")
+    parser.add_argument("--rounds", type=int, default=30)
+    options = parser.parse_args()
+    found = measure(options.model, options.adapter, options.rounds)
+    sys.stdout.write(json.dumps({name: round(value, 2) for name, value in found.items()}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
