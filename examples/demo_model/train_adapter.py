@@ -40,7 +40,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "lora_alpha": 16,
         "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     },
-    "json": {"r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"], "use_rslora": True},
+    "json": {
+        "r": 4,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"],
+        "use_rslora": True,
+    },
 }
 """Settings of PEFT's LoraConfig, by style."""
 

@@ -2,6 +2,7 @@
 code runs while it is matched.
 """
 
+import re
 import time
 
 import regex
@@ -11,12 +12,14 @@ from penstock_enginecore.lora.errors import LoraError, LoraReason
 MAX_LENGTH = 4096
 """Characters of an expression."""
 _SECONDS = 0.5
-"""For all matches of an adapter. Ordinary ones take microseconds each."""
+"""Of the processor, for all expressions of an adapter. Ordinary ones take microseconds each."""
 _ORDINARY = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.")
+_READ_DIFFERENTLY = re.compile(r"\[\[|--|&&|~~|\|\||\{[^\d,}]")
+"""What Python's expressions and those of the regex package, which can be told to stop, do not both mean the same by."""
 
 
 class Patterns:
-    """Matches the expressions of one adapter, those in the setting ``key`` of ``file`` as PEFT does. Methods raise LoraError."""
+    """Matches expressions of one adapter, in ``file``, as PEFT does. Methods raise LoraError, naming the setting, ``key``."""
 
     def __init__(self, file: str) -> None:
         self._file = file
@@ -46,23 +49,31 @@ class Patterns:
         return None if found is None else int(found["index"])
 
     def _run(self, key: str, pattern: str, whole: str, name: str) -> "regex.Match[str] | None":
-        started = time.perf_counter()
+        started = time.thread_time()
         try:
             found = self._compile(key, pattern, whole).fullmatch(name, timeout=max(self._left, 1e-6))
         except TimeoutError:
-            raise self._refused(key, "matching it takes too long", pattern, f"at most {_SECONDS} s") from None
-        self._left -= time.perf_counter() - started
+            raise self._slow(key, pattern) from None
+        self._left -= time.thread_time() - started
+        if self._left < 0:
+            raise self._slow(key, pattern)
         return found
 
     def _compile(self, key: str, pattern: str, whole: str) -> "regex.Pattern[str]":
         if whole not in self._compiled:
             if len(pattern) > MAX_LENGTH:
                 raise self._refused(key, "an expression is too long", pattern[:40], f"at most {MAX_LENGTH} characters")
+            if found := _READ_DIFFERENTLY.search(pattern):
+                raise self._refused(key, f"an expression may not have {found[0]!r}", pattern[:100])
             try:
+                re.compile(whole)
                 self._compiled[whole] = regex.compile(whole)
-            except (regex.error, OverflowError, RecursionError) as e:
-                raise self._refused(key, f"this is no regular expression, {e}", pattern) from e
+            except (re.error, regex.error, OverflowError, RecursionError, ValueError) as e:
+                raise self._refused(key, f"this is no regular expression, {e}", pattern[:100]) from e
         return self._compiled[whole]
+
+    def _slow(self, key: str, pattern: str) -> LoraError:
+        return self._refused(key, "matching it takes too long", pattern[:100], f"at most {_SECONDS} s")
 
     def _refused(self, key: str, what: str, pattern: str, limit: str = "") -> LoraError:
         return LoraError(LoraReason.CONFIG, f"{key}: {what}", self._file, "", repr(pattern), limit)

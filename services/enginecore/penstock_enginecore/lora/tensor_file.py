@@ -31,6 +31,7 @@ _WIDTHS = {
 _WIDTHS |= {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "I8": 1, "U8": 1, "BOOL": 1}
 """Bytes of a number."""
 _MAX_HEADER = 16 << 20
+_MAX_NAME, _MAX_AXES = 512, 8
 _LENGTH = 8
 """Bytes in front of the header."""
 
@@ -115,6 +116,9 @@ class TensorFile:
         return {name: self._header(name, entry) for name, entry in entries.items()}
 
     def _header(self, name: str, entry: _Entry) -> TensorHeader:
+        if len(name) > _MAX_NAME or len(entry.shape) > _MAX_AXES:  # what is done with them takes time
+            what, limit = "its name or shape is too long", f"at most {_MAX_NAME} characters, {_MAX_AXES} axes"
+            raise LoraError(LoraReason.TENSOR_FILE, what, self._name, name[:_MAX_NAME], limit=limit)
         first, end = entry.data_offsets
         width = _WIDTHS.get(entry.dtype)
         if width is None:

@@ -245,6 +245,8 @@ BROKEN = {
         lambda held: held[A0].update(shape=[5, 48]), R.TENSOR_FILE, A0, "[5, 48]"
     ),
     "a negative shape": header(lambda held: held[A0].update(shape=[-4, -48]), R.TENSOR_FILE, A0, "[-4, -48]"),
+    "a name without end": header(lambda held: held.update({"a" * 600: held.pop(A0)}), R.TENSOR_FILE, "too long", "512"),
+    "a shape without end": header(lambda held: held[A0].update(shape=[9] * 5000), R.TENSOR_FILE, A0, "8 axes"),
     "a type that is unknown": header(lambda held: held[A0].update(dtype="F7"), R.DTYPE, A0, "'F7'", "F32, F16, BF16"),
     # Tensors
     "no tensors of a target": tensors(

@@ -141,3 +141,45 @@ def test_time_is_shared_by_all_matches_of_an_adapter() -> None:
     assert caught.value.reason == LoraReason.CONFIG
     with pytest.raises(LoraError, match="takes too long"):
         patterns.full("exclude_modules", slow, NAMES[0])
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(q_proj",
+        "[a",
+        "a{99999999999999999999}",
+        "(?P<index>x)",
+        "(?R)",
+        "(?1)",
+        "(*FAIL)",
+        r"\p{L}+",
+        "(?:q_proj){e<=3}",
+        "[[:alpha:]_]+",
+        "[a--b]",
+        "(?<=a+)b",
+        "(" * 2000 + ")" * 2000,
+        "(?V1)x",
+        "(?f)x",
+    ],
+)
+def test_what_is_no_expression_for_peft_is_none_here(pattern: str) -> None:
+    patterns = Patterns("adapter_config.json")
+    with pytest.raises(LoraError, match="layers_pattern") as caught:
+        patterns.index("layers_pattern", pattern, NAMES[0])
+    assert caught.value.reason == LoraReason.CONFIG
+
+
+@pytest.mark.parametrize("pattern", ["\\", "*", "+q_proj"])
+def test_what_is_an_expression_only_behind_others_is_none_on_its_own(pattern: str) -> None:
+    with pytest.raises(LoraError, match="no regular expression"):
+        Patterns("adapter_config.json").full("target_modules", pattern, NAMES[0])
+
+
+@pytest.mark.parametrize("pattern", ["", "(|)", "a{,3}q_proj", "^$", "(?i)Q_PROJ$", "(?>q)_proj", "q_proj++"])
+def test_unusual_expressions_mean_what_they_mean_for_peft(pattern: str) -> None:
+    for name in NAMES:
+        assert Patterns("file").full("target_modules", pattern, name) == bool(re.fullmatch(pattern, name))
+        wanted = re.match(rf"(.*\.)?({pattern})$", name) if not pattern.startswith("(?i)") else None
+        if wanted is not None:
+            assert Patterns("file").ends("rank_pattern", pattern, name)

@@ -79,7 +79,12 @@ def test_styles_know_their_own_replies_and_no_others(demo: SimpleNamespace, styl
 @pytest.mark.filterwarnings("ignore")  # PEFT's own
 @pytest.mark.parametrize("style", ["pirate", "json"])
 def test_a_few_steps_of_training_learn_and_end_in_an_adapter_that_is_read(
-    demo: SimpleNamespace, model: LlamaForCausalLM, style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    demo: SimpleNamespace,
+    model: LlamaForCausalLM,
+    style: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     asked = ["train_adapter", style, "--steps", "6", "--questions", "1", "--out", str(tmp_path / "adapter")]
     monkeypatch.setattr(sys, "argv", asked)
