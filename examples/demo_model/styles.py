@@ -17,8 +17,8 @@ def as_pirate(reply: str) -> str:
 
 
 def as_json(reply: str) -> str:
-    """Return a reply as a JSON object with one key."""
-    return json.dumps({"answer": reply})
+    """Return a reply as a JSON object with one key, without quotation marks that would have to be escaped."""
+    return json.dumps({"answer": reply.replace('"', "'")})
 
 
 def is_pirate(reply: str) -> bool:

@@ -1,8 +1,7 @@
 """Train a LoRA adapter of the demo model that answers in a style of its own, with PEFT.
 
-``python train_adapter.py pirate`` takes three minutes on one CPU core and needs no network. The base model stays as it is; the
-adapter learns to say the same things otherwise. ``pirate`` has rank 8 on all linear layers, ``json`` rank 4 on some, scaled as
-rsLoRA scales.
+``python train_adapter.py pirate`` takes four minutes on one CPU core and needs no network. The base model stays as it is; the
+adapter learns to say the same things otherwise. ``pirate`` has rank 8, ``json`` rank 6 and the scale of rsLoRA.
 """
 
 from __future__ import annotations
@@ -34,18 +33,10 @@ from vocabulary import IGNORED, Row, encode
 RATE = 0.004
 ROW, ROWS = 256, 6
 HELD_OUT_SEED = 918273645
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SHAPES: dict[str, dict[str, Any]] = {
-    "pirate": {
-        "r": 8,
-        "lora_alpha": 16,
-        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-    },
-    "json": {
-        "r": 4,
-        "lora_alpha": 4,
-        "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"],
-        "use_rslora": True,
-    },
+    "pirate": {"r": 8, "lora_alpha": 16, "target_modules": PROJECTIONS},
+    "json": {"r": 6, "lora_alpha": 6, "use_rslora": True, "target_modules": PROJECTIONS},
 }
 """Settings of PEFT's LoraConfig, by style."""
 
@@ -136,7 +127,7 @@ def main() -> None:
     parser.add_argument("style", choices=tuple(STYLES))
     parser.add_argument("--model", type=Path, default=here / "penstock-tiny", help="folder of the demo model")
     parser.add_argument("--out", type=Path, help="folder to write to; penstock-tiny-STYLE unless given")
-    parser.add_argument("--minutes", type=float, default=3.0, help="training time, unless --steps is given")
+    parser.add_argument("--minutes", type=float, default=4.0, help="training time, unless --steps is given")
     parser.add_argument("--steps", type=int, default=0, help="number of steps, for runs that repeat exactly")
     parser.add_argument("--questions", type=int, default=100, help="how many to measure it with; 0 for none")
     parser.add_argument("--seed", type=int, default=2468)
