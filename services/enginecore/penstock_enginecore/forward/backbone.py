@@ -9,8 +9,10 @@ import torch
 from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, IntArray
 from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
-from penstock_enginecore.forward.modules import caches_by_module, module_bytes, unsupported
+from penstock_enginecore.forward.modules import NO_ROWS, caches_by_module, module_bytes, unsupported
 from penstock_enginecore.forward.probe import Probe
+from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment
+from penstock_enginecore.lora.reference import AdaptedModules
 from penstock_enginecore.models.attention_hook import AttentionContext, StepContext, use_context
 from penstock_enginecore.models.encoder import check_encoder_calls, encoder_inputs
 from penstock_enginecore.models.encoder_attention import EncoderContext
@@ -23,6 +25,7 @@ from penstock_enginecore.pooling.embedder import PoolingModel
 class BackboneBatch:
     """The tokens of a step, flat, prompts one after the other, on the host: int64 ``[tokens]``; ``query_start_loc``
     ``[prompts + 1]``. ``token_types`` tell encoders two texts apart. ``attention``: one entry per KV cache group.
+    ``segments``: the tokens that have adapters.
     """
 
     token_ids: IntArray
@@ -30,6 +33,7 @@ class BackboneBatch:
     token_types: IntArray
     query_start_loc: IntArray
     attention: Sequence[AttentionMetadata] = ()
+    segments: Sequence[LoraSegment] = ()
 
 
 class Backbone:
@@ -54,6 +58,7 @@ class Backbone:
         self._model = model
         self._backend = backend
         self._packed_bytes = packed_bytes
+        self._adapted = AdaptedModules(model.module)
         self.bind({})
 
     @property
@@ -67,10 +72,22 @@ class Backbone:
 
     def run(self, batch: BackboneBatch) -> torch.Tensor:
         """Hidden states ``[tokens, hidden size]`` after the last layer's norm."""
+        context: AttentionContext
         if self._model.is_encoder:
-            return hidden_states(self._model, batch, EncoderContext(batch.query_start_loc, self.device), self.device)
-        plans = [self._backend.plan(metadata, self.device) for metadata in batch.attention]
-        return hidden_states(self._model, batch, StepContext(self._backend, self._caches, plans), self.device)
+            context = EncoderContext(batch.query_start_loc, self.device)
+        else:
+            plans = [self._backend.plan(metadata, self.device) for metadata in batch.attention]
+            context = StepContext(self._backend, self._caches, plans)
+        with self._adapted.step(batch.segments, NO_ROWS):
+            return hidden_states(self._model, batch, context, self.device)
+
+    def add_adapter(self, adapter: LoraAdapter) -> None:
+        """To the modules of its names, see ``AdaptedForward``."""
+        self._adapted.add(adapter)
+
+    def remove_adapter(self, digest: bytes) -> None:
+        """From all of them."""
+        self._adapted.remove(digest)
 
 
 def probe_specs(model: PoolingModel, device: torch.device, block_size: int) -> dict[str, KVCacheSpec]:

@@ -13,6 +13,7 @@ from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.attention.kv_memory import KVMemory
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.upload import to_device
+from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
 
@@ -50,6 +51,7 @@ class ForwardBatch:
     KV cache group. ``embedded`` ``[tokens, hidden size]`` stands for the token ids where some of them are vectors: made by
     ``ForwardPass.embed``, then changed. It may be overwritten. ``fed``: tokens whose ids are not those of ``token_ids``; there
     are none beside ``embedded``. ``choice``: for a pass that can choose tokens itself; others leave that to whoever calls.
+    ``segments``: the tokens that have adapters, for an ``AdaptedForward``.
     """
 
     token_ids: IntArray
@@ -58,6 +60,7 @@ class ForwardBatch:
     embedded: torch.Tensor | None = None
     fed: FedTokens | None = None
     choice: Choice | None = None
+    segments: Sequence[LoraSegment] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,17 @@ class KeptWeights(Protocol):
 
     def read(self, model: LoadedModel) -> None:
         """Copy the weights of ``model``, the same checkpoint on the host, to where these are. It is used up."""
+
+
+@runtime_checkable
+class AdaptedForward(Protocol):
+    """What a pass does besides whose steps may have adapters. Both are called between steps."""
+
+    def add_adapter(self, adapter: LoraAdapter) -> None:
+        """Take segments of its digest from now on. Raises ValueError for what is no update of the model's layers."""
+
+    def remove_adapter(self, digest: bytes) -> None:
+        """Let go of its memory. KeyError where it is not there."""
 
 
 class ForwardPass(Protocol):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -14,6 +15,8 @@ from penstock_enginecore.attention.kv_cache import FLOAT8, NO_SCALES, KVScales, 
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
 from penstock_enginecore.forward.upload import to_device
+from penstock_enginecore.lora.adapter import LoraAdapter
+from penstock_enginecore.lora.reference import AdaptedModules, head_of
 from penstock_enginecore.models.attention_hook import AttentionCall, StepContext, use_context
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.head import Head, HiddenStates
@@ -21,6 +24,8 @@ from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.narrow_weight import num_bytes
 from penstock_enginecore.models.quantization.kept import dequantize_kept
 from penstock_enginecore.models.support import ProbeContext, layer_specs
+
+NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,7 @@ class ModulesForward:
         self._packed_bytes = packed_bytes
         self._caches: Mapping[torch.nn.Module, LayerCache] = {}
         self._kept_layers: Sequence[int] = ()
+        self._adapted = AdaptedModules(self._module, head_of(self._module))
         self.memory = backend.memory(probed.specs, probed.cache_dtype, probed.device, probed.cache_scales)
 
     @property
@@ -131,14 +137,27 @@ class ModulesForward:
             inputs = {"inputs_embeds": batch.embedded[None]}
         plans = [self._backend.plan(metadata, self.device) for metadata in batch.attention]
         capture = self._head.capture() if keep_states else nullcontext()
-        with use_context(StepContext(self._backend, self._caches, plans)), capture as states:
+        context = StepContext(self._backend, self._caches, plans)
+        with use_context(context), self._adapted.step(batch.segments, rows), capture as states:
             positions, wanted = self._to_device(batch.positions), self._to_device(rows)
             logits, hidden = module_outputs(self._module, inputs, positions, wanted, self._kept_layers)
+        if states is not None:
+            states.segments = batch.segments
         return ForwardOutput(logits, states, hidden=hidden)
 
     def head(self, states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
         """By the model's own ``forward`` behind its layers."""
-        return self._head.logits(states, rows)
+        of = rows.cpu().numpy() if states.segments else NO_ROWS
+        with self._adapted.step(states.segments, of):
+            return self._head.logits(states, rows)
+
+    def add_adapter(self, adapter: LoraAdapter) -> None:
+        """To the modules of its names."""
+        self._adapted.add(adapter)
+
+    def remove_adapter(self, digest: bytes) -> None:
+        """From all of them."""
+        self._adapted.remove(digest)
 
     def to(self, device: torch.device) -> None:
         """Moves all of the model's modules."""

@@ -5,12 +5,14 @@ base model replaced for the call by one that returns the hidden states it is giv
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
+
+from penstock_enginecore.lora.adapter import LoraSegment
 
 
 class _Replay(torch.nn.Module):
@@ -26,10 +28,11 @@ class _Replay(torch.nn.Module):
 
 
 class HiddenStates:
-    """What the base model put out in the forward pass inside a ``Head.capture`` block."""
+    """What the base model put out in the forward pass inside a ``Head.capture`` block, and which of its tokens have adapters."""
 
     def __init__(self) -> None:
         self.output: Any = None
+        self.segments: Sequence[LoraSegment] = ()
 
 
 class Head:

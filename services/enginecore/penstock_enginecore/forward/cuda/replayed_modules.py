@@ -26,6 +26,7 @@ from penstock_enginecore.forward.cuda.launches import SamplingKernels
 from penstock_enginecore.forward.cuda.steps import CacheShape
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, caches_by_module, module_outputs
 from penstock_enginecore.forward.probe import NUM_TOKENS
+from penstock_enginecore.lora.adapter import LoraAdapter
 from penstock_enginecore.models.attention_hook import StepContext, use_context
 from penstock_enginecore.models.head import HiddenStates
 from penstock_enginecore.models.loader import LoadedModel, first_line
@@ -33,7 +34,7 @@ from penstock_enginecore.models.loader import LoadedModel, first_line
 
 class ReplayedModules:
     """A ``ForwardPass``. Steps of padded shapes read their inputs from, and write their results to, tensors that never move, and
-    are captured by ``graphs`` at their first run; what is larger, has vectors for tokens or is to keep its states is run as by
+    are captured by ``graphs`` at their first run; what is larger, has vectors for tokens, adapters or states to keep is run as by
     ``ModulesForward``. So are all once a step could not be captured: ``failure`` says in which module.
     """
 
@@ -107,7 +108,8 @@ class ReplayedModules:
             raise RuntimeError("bind must come before the first step")
         num_tokens = len(batch.token_ids)
         shape = padded_shape(num_tokens, max(batch.attention[0].num_requests, len(rows)))
-        if keep_states or batch.embedded is not None or shape.is_large or self._graphs.failure:
+        apart = keep_states or batch.embedded is not None or len(batch.segments) > 0
+        if apart or shape.is_large or self._graphs.failure:
             self._graphs.count_launched()
             return self._modules.run(batch, rows, keep_states=keep_states)
         if self._feedback.moves(batch):
@@ -123,6 +125,14 @@ class ReplayedModules:
     def head(self, states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
         """As ``ModulesForward``."""
         return self._modules.head(states, rows)
+
+    def add_adapter(self, adapter: LoraAdapter) -> None:
+        """As ``ModulesForward``."""
+        self._modules.add_adapter(adapter)
+
+    def remove_adapter(self, digest: bytes) -> None:
+        """As ``ModulesForward``."""
+        self._modules.remove_adapter(digest)
 
     def to(self, device: torch.device) -> None:
         """Moves all of the model's modules. What steps run on is freed, and allocated again when a KV cache is bound."""

@@ -1,0 +1,129 @@
+"""Adapters on a model's own modules, whatever their family. The products in plain torch are what those of kernels are compared
+with.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.utils.hooks import RemovableHandle
+
+from penstock_enginecore.attention.base import IntArray
+from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate
+from penstock_enginecore.lora.segments import segments_of_rows
+
+Addition = Callable[[torch.Tensor, torch.Tensor], None]
+"""Adds to what a layer has made of ``x`` ``[rows, in features]``, in place: ``[rows, out features]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainAddition:
+    """By torch, in float32. ``a`` and ``b`` are those of an update, on the layer's device."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+    @classmethod
+    def of(cls, layer: torch.nn.Module, update: LowRankUpdate) -> "PlainAddition":
+        """For ``layer``."""
+        device = next((parameter.device for parameter in layer.parameters()), torch.device("cpu"))
+        return cls(update.a.to(device), update.b.to(device))
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """See ``Addition``."""
+        out += F.linear(F.linear(x.float(), self.a), self.b).to(out.dtype)
+
+
+class AdaptedModules:
+    """Linear layers of ``module``, whose outputs get what adapters add. Rows of tokens without one are not touched. ``head``: the
+    layer that gets rows whose logits are wanted in place of tokens, None where there is none. ``make``: what adds an update to a
+    layer's outputs.
+
+    Layers that no adapter knows have no hook: without adapters the model is as it was.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        head: torch.nn.Module | None = None,
+        make: Callable[[torch.nn.Module, LowRankUpdate], Addition] = PlainAddition.of,
+    ) -> None:
+        self._module = module
+        self._head = head
+        self._make = make
+        self._added: dict[bytes, dict[torch.nn.Module, Addition]] = {}
+        self._hooks: dict[torch.nn.Module, RemovableHandle] = {}
+        self._tokens: Sequence[LoraSegment] = ()
+        self._rows: Sequence[LoraSegment] = ()
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._added
+
+    def add(self, adapter: LoraAdapter) -> None:
+        """Between steps. Raises ValueError for an update whose layer is not there or has other features."""
+        layers = {self._layer(name, update): update for name, update in adapter.updates.items()}
+        self._added[adapter.digest] = {layer: self._make(layer, update) for layer, update in layers.items()}
+        for layer in layers.keys() - self._hooks.keys():
+            self._hooks[layer] = layer.register_forward_hook(self._add)
+
+    def remove(self, digest: bytes) -> None:
+        """Between steps. KeyError where it is not there."""
+        del self._added[digest]
+        for layer in self._hooks.keys() - {layer for layers in self._added.values() for layer in layers}:
+            self._hooks.pop(layer).remove()
+
+    @contextmanager
+    def step(self, segments: Sequence[LoraSegment], rows: IntArray) -> Iterator[None]:
+        """What the model computes within is a step of ``segments``, and ``rows`` int64 are its tokens whose logits are wanted.
+        Raises LookupError for an adapter that is not there.
+        """
+        expect_known(segments, self._added)
+        self._tokens, self._rows = segments, segments_of_rows(segments, rows)
+        try:
+            yield
+        finally:
+            self._tokens = self._rows = ()
+
+    def _add(self, layer: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        """The forward hook of layers that an adapter knows."""
+        segments = self._rows if layer is self._head else self._tokens
+        if not segments:
+            return
+        x, out = args[0].reshape(-1, args[0].shape[-1]), output.view(-1, output.shape[-1])
+        if segments[-1].end > len(x):
+            raise ValueError(f"a {type(layer).__name__} gets {len(x)} rows of a step with {segments[-1].end} or more")
+        for segment in segments:
+            if addition := self._added[segment.digest].get(layer):
+                addition(x[segment.first : segment.end], out[segment.first : segment.end])
+
+    def _layer(self, name: str, update: LowRankUpdate) -> torch.nn.Module:
+        try:
+            layer = self._module.get_submodule(name)
+        except AttributeError as e:
+            raise ValueError(f"{name} is no module of {type(self._module).__name__}") from e
+        if not isinstance(layer, torch.nn.Linear):
+            raise ValueError(f"{name} is {type(layer).__name__}, no linear layer")
+        expect_features(name, update, layer.out_features, layer.in_features)
+        return layer
+
+
+def head_of(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The output embedding of a transformers model."""
+    return cast("torch.nn.Module | None", cast("Any", module).get_output_embeddings())
+
+
+def expect_features(name: str, update: LowRankUpdate, out_features: int, in_features: int) -> None:
+    """Raise ValueError where ``update`` is none of a layer ``[out_features, in_features]``."""
+    a, b = tuple(update.a.shape), tuple(update.b.shape)
+    if a[1:] != (in_features,) or b != (out_features, a[0]):
+        raise ValueError(f"{name} takes [rank, {in_features}] and [{out_features}, rank], not {list(a)} and {list(b)}")
+
+
+def expect_known(segments: Sequence[LoraSegment], known: Any) -> None:
+    """Raise LookupError where the adapter of a segment is not in ``known``, digests."""
+    for segment in segments:
+        if segment.digest not in known:
+            raise LookupError(f"there is no adapter {segment.digest.hex()}; it has not been added, or was removed")

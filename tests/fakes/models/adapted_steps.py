@@ -1,0 +1,149 @@
+"""Random adapters, PEFT's own arithmetic on them, and steps of prompts that have them."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+
+from penstock_enginecore.attention.base import AttentionMetadata
+from penstock_enginecore.forward.base import ForwardBatch, ForwardPass
+from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate
+
+BLOCK_SIZE, BLOCKS_OF_A_REQUEST = 16, 6
+
+
+def linear_layers(module: torch.nn.Module) -> dict[str, torch.nn.Linear]:
+    """All of a transformers model's by name, ``lm_head`` among them."""
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
+
+
+def random_adapter(
+    module: torch.nn.Module,
+    rank: int | Callable[[str], int],
+    seed: int,
+    *,
+    layers: Iterable[str] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> LoraAdapter:
+    """An adapter of ``rank``, or of what ``rank`` says of a layer's name, on ``layers`` of ``module``, all linear ones for None,
+    that changes each of them by about a third. Its numbers are those that ``dtype`` holds.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    updates = {}
+    for name, layer in linear_layers(module).items():
+        if layers is not None and name not in set(layers):
+            continue
+        r = rank if isinstance(rank, int) else rank(name)
+        a = torch.randn(r, layer.in_features, generator=generator)
+        b = torch.randn(layer.out_features, r, generator=generator)
+        size = 0.35 * float(layer.weight.detach().float().norm() / (b @ a).norm()) if layer.weight.numel() else 0.02
+        updates[name] = LowRankUpdate(a.to(dtype).float(), (b * size).to(dtype).float())
+    return LoraAdapter(seed.to_bytes(16, "big"), updates)
+
+
+def with_peft(model: torch.nn.Module, adapter: LoraAdapter) -> Any:
+    """A copy of a transformers ``model`` that PEFT has put ``adapter`` on."""
+    ranks = {name: update.rank for name, update in adapter.updates.items()}
+    config = LoraConfig(
+        r=max(ranks.values()),
+        lora_alpha=max(ranks.values()),
+        target_modules=sorted(ranks),
+        rank_pattern={f"^{name}$": rank for name, rank in ranks.items()},
+        alpha_pattern={f"^{name}$": rank for name, rank in ranks.items()},
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of training, and of tied heads, whose embeddings stay as they are
+        adapted: Any = get_peft_model(copy.deepcopy(model), config)
+    layers = dict(adapted.base_model.model.named_modules())
+    with torch.no_grad():
+        for name, update in adapter.updates.items():
+            assert layers[name].scaling["default"] == 1.0
+            layers[name].lora_A["default"].weight.copy_(update.a)
+            layers[name].lora_B["default"].weight.copy_(update.b)
+    return adapted.eval()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """``ids`` int64 ``[tokens]`` of a request, 90 at most, and its adapter's digest, None for the base model."""
+
+    ids: np.ndarray
+    digest: bytes | None = None
+
+    @property
+    def plain(self) -> "Prompt":
+        """For the base model."""
+        return Prompt(self.ids)
+
+
+def random_prompts(vocab_size: int, digests: Sequence[bytes | None], lengths: Sequence[int]) -> list[Prompt]:
+    """One of each of ``lengths``; ``digests`` in turn, those with the same one together."""
+    generator = np.random.default_rng(0)
+    made = [
+        Prompt(generator.integers(1, vocab_size, length), digests[i % len(digests)]) for i, length in enumerate(lengths)
+    ]
+    return sorted(made, key=lambda prompt: digests.index(prompt.digest))
+
+
+def adapted_step(prompts: Sequence[Prompt], done: Sequence[int], counts: Sequence[int]) -> ForwardBatch:
+    """The next ``counts`` tokens of ``prompts``, ``done`` of each being computed. Those of whom it has none are left out, and
+    keep their blocks.
+    """
+    own = np.arange(1, 1 + len(prompts) * BLOCKS_OF_A_REQUEST, dtype=np.int32).reshape(len(prompts), -1)
+    keep = [i for i, count in enumerate(counts) if count]
+    positions = [np.arange(done[i], done[i] + counts[i]) for i in keep]
+    slots = [
+        own[i][at // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+        for i, at in zip(keep, positions, strict=True)
+    ]
+    starts = np.array([0, *accumulate(counts[i] for i in keep)], dtype=np.int64)
+    ends = np.array([done[i] + counts[i] for i in keep], dtype=np.int64)
+    metadata = AttentionMetadata(starts, ends, own[keep].copy(), np.concatenate(slots), BLOCK_SIZE)
+    tokens = np.concatenate([prompts[i].ids[done[i] : done[i] + counts[i]] for i in keep])
+    return ForwardBatch(
+        tokens, np.concatenate(positions), [metadata], segments=_segments([prompts[i].digest for i in keep], starts)
+    )
+
+
+def _segments(digests: Sequence[bytes | None], starts: np.ndarray) -> list[LoraSegment]:
+    """Neighbours with one adapter are one."""
+    found: list[LoraSegment] = []
+    for i, digest in enumerate(digests):
+        first, end = int(starts[i]), int(starts[i + 1])
+        if digest is None:
+            continue
+        if found and found[-1].digest == digest and found[-1].end == first:
+            first = found.pop().first
+        found.append(LoraSegment(digest, first, end))
+    return found
+
+
+def step_logits(
+    forward: ForwardPass, prompts: Sequence[Prompt], cuts: Sequence[int] = (), *, together: bool = True
+) -> list[torch.Tensor]:
+    """Logits of all tokens of each prompt: steps have all of them, cut at ``cuts``, or each alone. The cache is a new one."""
+    longest = max(len(prompt.ids) for prompt in prompts)
+    found: list[list[torch.Tensor]] = [[] for _ in prompts]
+    with torch.inference_mode():
+        for group in [range(len(prompts))] if together else [[index] for index in range(len(prompts))]:
+            forward.bind(forward.memory.throwaway(BLOCK_SIZE, 1 + len(prompts) * BLOCKS_OF_A_REQUEST))
+            some = [prompts[index] for index in group]
+            done = [0] * len(some)
+            for cut in [*cuts, longest]:
+                counts = [max(0, min(cut, len(each.ids)) - before) for each, before in zip(some, done, strict=True)]
+                if not any(counts):
+                    continue
+                batch = adapted_step(some, done, counts)
+                logits = forward.run(batch, np.arange(len(batch.token_ids))).logits
+                keep = [i for i, count in enumerate(counts) if count]
+                for i, part in zip(keep, torch.split(logits, [counts[i] for i in keep]), strict=True):
+                    found[group[i]].append(part.clone())
+                done = [before + count for before, count in zip(done, counts, strict=True)]
+    forward.bind({})
+    return [torch.cat(parts) for parts in found]
