@@ -50,7 +50,7 @@ void penstock_sizes(int64_t* sizes) {
   using namespace penstock;
   for (size_t size : {sizeof(Linear), sizeof(Cache), sizeof(Params), sizeof(Layer), sizeof(Model), sizeof(Group), sizeof(Step),
                       sizeof(Attention), sizeof(Write), sizeof(Sampling), sizeof(Mask), sizeof(Grouped), sizeof(Mixture), sizeof(Rotary),
-                      sizeof(Route), sizeof(Chain), sizeof(Fusion)})
+                      sizeof(Route), sizeof(Chain), sizeof(Fusion), sizeof(Update), sizeof(Segment)})
     *sizes++ = static_cast<int64_t>(size);
 }
 
@@ -68,6 +68,12 @@ int penstock_pack(void* context, const float* weight, const penstock::Linear* to
 int penstock_linear(void* context, const penstock::Linear* linear, const float* x, int64_t rows, int64_t stride, float* out,
                     int64_t out_stride) {
   return guarded([&] { static_cast<Context*>(context)->operators.linear(*linear, x, rows, stride, out, out_stride); });
+}
+
+// Adds to `out` [rows, n] what the adapters of `segments` make of rows of `x`. The first of their updates is for this product.
+int penstock_low_rank(void* context, const penstock::Segment* segments, int64_t num_segments, int64_t n, const float* x, int64_t stride,
+                      float* out, int64_t out_stride) {
+  return guarded([&] { static_cast<Context*>(context)->operators.low_rank(segments, num_segments, n, x, stride, out, out_stride); });
 }
 
 int penstock_grouped(void* context, const penstock::Grouped* grouped) {
@@ -109,8 +115,10 @@ int penstock_decoder_chain(void* decoder, const penstock::Step* step, const pens
   return guarded([&] { static_cast<penstock::ChainingDecoder*>(decoder)->chain(*step, *chain); });
 }
 
-int penstock_decoder_head(void* decoder, const float* x, const int64_t* rows, int64_t num_rows, float* logits) {
-  return guarded([&] { static_cast<penstock::ChainingDecoder*>(decoder)->head(x, rows, num_rows, logits); });
+// `segments`: of the tokens, as those of a step.
+int penstock_decoder_head(void* decoder, const float* x, const int64_t* rows, int64_t num_rows, float* logits, int64_t num_segments,
+                          const penstock::Segment* segments) {
+  return guarded([&] { static_cast<penstock::ChainingDecoder*>(decoder)->head(x, rows, num_rows, logits, num_segments, segments); });
 }
 
 }  // extern "C"

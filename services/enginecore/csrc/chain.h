@@ -71,6 +71,7 @@ class ChainingDecoder : public Decoder {
     step.positions = chain.positions + (place - 1) * rows_;
     step.states = states_.data();
     step.own_states = 1;
+    step.num_segments = 0;
     return step;
   }
 

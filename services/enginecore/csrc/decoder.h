@@ -11,6 +11,7 @@
 #include "buffer.h"
 #include "exchange.h"
 #include "gemm.h"
+#include "lora.h"
 #include "mixing.h"
 #include "pool.h"
 
@@ -89,7 +90,7 @@ class Decoder {
     pool_.run(forward_job_);
   }
 
-  void head(const float* x, const int64_t* rows, int64_t num_rows, float* logits) {
+  void head(const float* x, const int64_t* rows, int64_t num_rows, float* logits, int64_t num_segments, const Segment* segments) {
     pool_.prepare(kHeadPhases);
     step_ = Step{};
     step_.x = const_cast<float*>(x);
@@ -101,6 +102,8 @@ class Decoder {
     states_[kLast] = step_.x;
     normed_.resize(num_rows, model_.hidden);
     if (parts_width_ > 0) parts_.resize(num_rows, parts_width_);
+    take_segments(segments, num_segments, rows, num_rows, adapted_[kHead]);
+    plan_adapters(kHead, num_rows);
     pool_.run(head_job_);
   }
 
@@ -134,10 +137,23 @@ class Decoder {
     plans_[kLast] = plans_[kAll];
     if (few) leave_out(plans_[kLast]);
     segments_.resize(plans_[kAll].num_parts, part_width(attention(0)));
+    adapted_[kAll].assign(step.segments, step.segments + step.num_segments);
+    take_segments(step.segments, step.num_segments, step.rows, step.num_rows, adapted_[kHead]);
+    adapted_[kLast] = few ? adapted_[kHead] : adapted_[kAll];
+    for (int part : {kAll, kLast, kHead}) plan_adapters(part, std::max(tokens, step.num_rows));
     for (int part : {kAll, kLast}) {
       num_attentions_[part] = static_cast<int64_t>(plans_[part].tasks.size());
       num_merges_[part] = static_cast<int64_t>(plans_[part].merges.size());
     }
+  }
+
+  // The part has `rows` rows at most.
+  void plan_adapters(int part, int64_t rows) {
+    int64_t width = 0;
+    for (const Segment& of : adapted_[part]) width = std::max(width, of.width);
+    shrinkings_[part].cut(adapted_[part], pool_.threads());
+    num_shrinkings_[part] = shrinkings_[part].size();
+    if (width > 0) shrunk_.resize(rows, std::max(width, shrunk_width_)), shrunk_width_ = std::max(width, shrunk_width_);
   }
 
   const Group& group(size_t layer) const { return step_.groups[step_.layer_groups[layer]]; }
@@ -318,13 +334,37 @@ class Decoder {
     return !splits(linear) || each_token(cursor, part, [&](int64_t t) { split_row(linear, from().row(t), parts_.row(t)); });
   }
 
-  // `from` and `output` say in a task where the rows are and where the sums go. `split`: the rows were split.
+  // What adapters make of rows that are multiplied next, at `place` among an adapter's updates. `rounded`: the rows are bfloat16.
+  template <class From>
+  bool shrink(Cursor& cursor, int part, const From& from, int64_t place, bool rounded = false) {
+    return cursor(num_shrinkings_[part], [&](int64_t task) {
+      const Buffer& rows = from();
+      const auto& shrinking = shrinkings_[part];
+      if (rounded) {
+        const auto* halves = reinterpret_cast<const uint16_t*>(rows.data());
+        shrinking(task, adapted_[part], place, halves, 2 * rows.stride(), shrunk_.data(), shrunk_.stride());
+      } else {
+        shrinking(task, adapted_[part], place, rows.data(), rows.stride(), shrunk_.data(), shrunk_.stride());
+      }
+    });
+  }
+
+  // In a task of the product behind `shrink`.
+  LowRank low_rank(int part, int64_t place) const {
+    return {adapted_[part].data(), static_cast<int64_t>(adapted_[part].size()), place, shrunk_.data(), shrunk_.stride()};
+  }
+
+  // `from` and `output` say in a task where the rows are and where the sums go. `split`: the rows were split. `place`: what adapters
+  // have for it, kNone for nothing.
   template <class From, class Where>
-  bool product(Cursor& cursor, int part, const From& from, const Linear& linear, const Where& output, bool split = true) {
+  bool product(Cursor& cursor, int part, const From& from, const Linear& linear, const Where& output, int64_t place, bool split = true) {
     const Blocks blocks(counts_[part], linear.n);
     return cursor(blocks.tasks(), [&](int64_t task) {
       const Buffer& rows = split && splits(linear) ? parts_ : from();
-      Product(rows.data(), rows.stride(), linear, output(), blocks)(task);
+      const LowRank adapters = low_rank(part, place);
+      Output where = output();
+      if (place != kNone && adapters.count > 0) where.low_rank = &adapters;
+      Product(rows.data(), rows.stride(), linear, where, blocks)(task);
     });
   }
 
@@ -354,7 +394,9 @@ class Decoder {
           else norm_row(kAll, t, l.input_norm, l.qkv);
         }))
       return false;
-    if (!product(cursor, kAll, normed, l.qkv, [&] { return Output{qkv_.data(), qkv_.stride(), l.qkv.bias, l.qkv.n, Epilogue::kStore}; }))
+    if (!shrink(cursor, kAll, normed, kPlaces * index + kQkv)) return false;
+    if (!product(cursor, kAll, normed, l.qkv,
+                 [&] { return Output{qkv_.data(), qkv_.stride(), l.qkv.bias, l.qkv.n, Epilogue::kStore}; }, kPlaces * index + kQkv))
       return false;
     if (!some_tokens(cursor, kAll, [&](int64_t first, int64_t end) { keep(index, first, end); })) return false;
     if (!cursor(num_attentions_[part], [&](int64_t task) { attend(attention(index), plans_[part].tasks[task], segments_); }))
@@ -363,7 +405,10 @@ class Decoder {
       return false;
     if (part == kLast && !gather(cursor)) return false;
     if (!split(cursor, part, attended, l.output)) return false;
-    if (!product(cursor, part, attended, l.output, [&] { return residual(part, l.output, l.attention_out_norm); })) return false;
+    if (!shrink(cursor, part, attended, kPlaces * index + kOutput)) return false;
+    if (!product(cursor, part, attended, l.output, [&] { return residual(part, l.output, l.attention_out_norm); },
+                 kPlaces * index + kOutput))
+      return false;
     return settle(cursor, 2 * index, part, l.attention_out_norm);
   }
 
@@ -376,11 +421,15 @@ class Decoder {
     const Epilogue gate = model_.activation == kGeluGate ? Epilogue::kGelu : Epilogue::kSilu;
     if (!norm(cursor, part, l.mlp_norm, l.gate_up)) return false;
     const bool rounded = rounds(l.down);  // as the product before puts them out
+    if (!shrink(cursor, part, normed, kPlaces * index + kGateUp)) return false;
     if (!product(cursor, part, normed, l.gate_up,
-                 [&] { return Output{gated_.data(), gated_.stride(), nullptr, l.gate_up.n, gate, nullptr, rounded}; }))
+                 [&] { return Output{gated_.data(), gated_.stride(), nullptr, l.gate_up.n, gate, nullptr, rounded}; },
+                 kPlaces * index + kGateUp))
       return false;
     if (!rounded && !split(cursor, part, gated, l.down)) return false;
-    if (!product(cursor, part, gated, l.down, [&] { return residual(part, l.down, l.mlp_out_norm); }, !rounded)) return false;
+    if (!shrink(cursor, part, gated, kPlaces * index + kDown, rounded)) return false;
+    if (!product(cursor, part, gated, l.down, [&] { return residual(part, l.down, l.mlp_out_norm); }, kPlaces * index + kDown, !rounded))
+      return false;
     return settle(cursor, 2 * index + 1, part, l.mlp_out_norm);
   }
 
@@ -391,7 +440,7 @@ class Decoder {
     const int part = part_of(index);
     const auto normed = [this]() -> const Buffer& { return normed_; };
     if (!norm(cursor, part, l.mlp_norm, mixture.router)) return false;
-    if (!product(cursor, part, normed, mixture.router, [&] { return mixing_.router_output(mixture); })) return false;
+    if (!product(cursor, part, normed, mixture.router, [&] { return mixing_.router_output(mixture); }, kNone)) return false;
     if (!each_token(cursor, part, [&](int64_t t) { mixing_.route(mixture, t); })) return false;
     if (!cursor(1, [&](int64_t) { mixing_.plan(mixture, index, counts_[part]); })) return false;
     if (!cursor(mixing_.num_copies(index), [&](int64_t task) { mixing_.copy(mixture, task, normed_); })) return false;
@@ -451,18 +500,24 @@ class Decoder {
           if (splits(head)) split_row(head, normed_.row(row), parts_.row(row));
         }))
       return;
+    const int64_t place = kPlaces * model_.num_layers;
+    if (!shrink(cursor, kHead, [this]() -> const Buffer& { return normed_; }, place)) return;
     const Blocks blocks(rows, head.n);
     const Buffer& from = splits(head) ? parts_ : normed_;
     if (!cursor(blocks.tasks(), [&](int64_t task) {
-          Product(from.data(), from.stride(), head, {step_.logits, head.n, head.bias, head.n, Epilogue::kStore}, blocks)(task);
+          const LowRank adapters = low_rank(kHead, place);
+          Output logits{step_.logits, head.n, head.bias, head.n, Epilogue::kStore};
+          if (adapters.count > 0) logits.low_rank = &adapters;
+          Product(from.data(), from.stride(), head, logits, blocks)(task);
         }))
       return;
     if (model_.logit_softcap != 0.0f) cursor(rows, [&](int64_t row) { cap(step_.logits + row * head.n, head.n, model_.logit_softcap); });
   }
 
-  enum { kAll, kLast };                   // tokens of a step; those that the last layer has behind its attention
-  static constexpr int kHeadPhases = 3;
-  static constexpr int kPhases = 20;      // of a layer, sums over ranks and splitting of inputs among them
+  enum { kAll, kLast, kHead };            // tokens of a step; those that the last layer has behind its attention; that get logits
+  enum : int64_t { kQkv, kOutput, kGateUp, kDown, kPlaces, kNone = -1 };  // of an adapter's updates in a layer
+  static constexpr int kHeadPhases = 4;
+  static constexpr int kPhases = 22;      // of a layer, sums over ranks, of adapters and splitting of inputs among them
   static constexpr int64_t kRowTask = 4;  // tokens of a task that is done token by token
   static constexpr int64_t kManyTokens = 256;
   Pool& pool_;
@@ -472,7 +527,7 @@ class Decoder {
   std::vector<Layer> layers_;
   Step step_{};
   Count first_, last_layer_, num_embedded_, num_fused_;  // of this call
-  Count counts_[2], num_attentions_[2], num_merges_[2], num_rows_, num_gathered_;
+  Count counts_[2], num_attentions_[2], num_merges_[2], num_rows_, num_gathered_, num_shrinkings_[3];
   float* states_[2] = {};          // the hidden states
   const Buffer* heads_[2] = {};    // what the heads put out
   bool gathered_ = false;          // whether the last layer has fewer tokens
@@ -489,6 +544,10 @@ class Decoder {
   Buffer both_;                    // of a head's tokens the embedding and the state, or both of them normed
   Buffer segments_;                // sums of attention by segments
   std::vector<int64_t> wanted_before_;
+  std::vector<Segment> adapted_[3];  // rows with adapters
+  Shrinking shrinkings_[3];
+  Buffer shrunk_;                  // what their A make of the rows of one product
+  int64_t shrunk_width_ = 0;
 };
 
 }  // namespace penstock

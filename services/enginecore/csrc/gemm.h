@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "lora.h"
 #include "model.h"
 #include "pairs.h"
 #include "parts.h"
@@ -30,7 +31,7 @@ enum class Epilogue { kStore, kAdd, kSilu, kGelu };
 
 // What a product does with its sums. kStore: out = sum + bias. kAdd: out += sum + bias. kSilu: panels hold a vector of gates
 // and one of ups, out = silu(gate) * up. kGelu: the same with gelu. `rounded`: which the next product reads as it is put there, in
-// one part.
+// one part. `low_rank`: what adapters add to the sums, null for nothing; `addends`: which that is, by row and panel, in a task.
 struct Output {
   float* out;
   int64_t stride;
@@ -39,6 +40,8 @@ struct Output {
   Epilogue epilogue;
   const float* scales = nullptr;
   bool rounded = false;
+  const LowRank* low_rank = nullptr;
+  const float* addends = nullptr;
 };
 
 constexpr int64_t kPrefetch = 4096;  // bytes ahead of those that are multiplied
@@ -116,6 +119,11 @@ __attribute__((always_inline)) inline void finish(vf (&sums)[kRows][2], const Ou
     const vf left = load(output.scales + column), right = load(output.scales + column + kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) sums[i][0] *= left, sums[i][1] *= right;
+  }
+  if (output.addends != nullptr) {
+    const float* from = output.addends + row * kAddendWidth + column;
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i, from += kAddendWidth) sums[i][0] += load(from), sums[i][1] += load(from + kLanes);
   }
   if (output.epilogue == Epilogue::kSilu || output.epilogue == Epilogue::kGelu) {
     vf gated[kRows][2];  // a copy, so that sums of other products need not be in memory
@@ -233,6 +241,15 @@ struct Blocks {
       : rows(rows), group(rows > kTile ? 2 : 1), groups((panels(n) + group - 1) / group), blocks((rows + kBlockRows - 1) / kBlockRows) {}
   int64_t tasks() const { return groups * blocks; }
 
+  // Panels `first_panel` to before `last_panel`, and rows `start` to before `end`.
+  struct Task {
+    int64_t first_panel, last_panel, start, end;
+  };
+  Task of(int64_t task, int64_t n) const {
+    const int64_t first = task / blocks * group, block = task % blocks;
+    return {first, std::min(first + group, panels(n)), rows * block / blocks, rows * (block + 1) / blocks};
+  }
+
   static constexpr int64_t kBlockRows = 8 * kTile;
   int64_t rows, group, groups, blocks;
 };
@@ -246,11 +263,14 @@ class Product {
   }
 
   void operator()(int64_t task) const {
-    const int64_t first_panel = task / cut_.blocks * cut_.group, block = task % cut_.blocks;
-    const int64_t last_panel = std::min(first_panel + cut_.group, panels(linear_.n));
-    const int64_t start = cut_.rows * block / cut_.blocks, end = cut_.rows * (block + 1) / cut_.blocks;
+    const auto [first_panel, last_panel, start, end] = cut_.of(task, linear_.n);
+    Output output = output_;
+    if (output.low_rank != nullptr) {
+      const float* addends = output.low_rank->addends(first_panel, last_panel, start, end);
+      if (addends != nullptr) output.addends = addends - start * kAddendWidth - first_panel * kPanel;
+    }
 #if defined(PENSTOCK_AMX) || defined(PENSTOCK_AVX512_BF16)
-    if (splits(linear_)) return multiply_parts(first_panel, last_panel, start, end);
+    if (splits(linear_)) return multiply_parts(output, first_panel, last_panel, start, end);
 #endif
     const int64_t most = most_rows(linear_.kind), count = (end - start + most - 1) / most;  // tiles of even sizes
     const bool widen = linear_.kind == kInt8 && count > 1;
@@ -260,13 +280,13 @@ class Product {
     for (int64_t t = 0; t < count; ++t) {
       const int64_t from = start + (end - start) * t / count, to = start + (end - start) * (t + 1) / count;
       for (int64_t panel = first_panel; panel < last_panel; ++panel)
-        kTiles[widen ? kFloat32 : linear_.kind][to - from - 1](a_, stride_, packed, linear_.k, output_, from, panel);
+        kTiles[widen ? kFloat32 : linear_.kind][to - from - 1](a_, stride_, packed, linear_.k, output, from, panel);
     }
   }
 
  private:
 #if defined(PENSTOCK_AMX)
-  void multiply_parts(int64_t first_panel, int64_t last_panel, int64_t start, int64_t end) const {
+  void multiply_parts(const Output& output, int64_t first_panel, int64_t last_panel, int64_t start, int64_t end) const {
     alignas(64) float sums[kStripRows * kPanel];
     MatrixUnit unit;
     const int64_t blocks = whole_blocks(linear_.k) / kBlockInputs;
@@ -279,18 +299,18 @@ class Product {
         for (int64_t row = from; row < to; ++row) {
           const float* of = sums + (row - from) * kPanel;
           vf both[1][2] = {{load(of), load(of + kLanes)}};
-          finish<1>(both, output_, row, panel);
+          finish<1>(both, output, row, panel);
         }
       }
     }
   }
 #elif defined(PENSTOCK_AVX512_BF16)
-  void multiply_parts(int64_t first_panel, int64_t last_panel, int64_t start, int64_t end) const {
+  void multiply_parts(const Output& output, int64_t first_panel, int64_t last_panel, int64_t start, int64_t end) const {
     const int64_t count = (end - start + kTile - 1) / kTile;
     for (int64_t t = 0; t < count; ++t) {
       const int64_t from = start + (end - start) * t / count, to = start + (end - start) * (t + 1) / count;
       for (int64_t panel = first_panel; panel < last_panel; ++panel)
-        kPairTiles[to - from - 1](a_, stride_, linear_.packed, linear_.k, output_, from, panel);
+        kPairTiles[to - from - 1](a_, stride_, linear_.packed, linear_.k, output, from, panel);
     }
   }
 #endif

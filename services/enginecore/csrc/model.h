@@ -23,6 +23,40 @@ struct Linear {
   int64_t parts;
 };
 
+// Output features of a projection among those of a weight: `vectors` of them, of kLanes each, the last of which may be part of one.
+// `b` [vectors][rank][kLanes], of bfloat16 [vectors][rank / 2, rounded up][kLanes][2]; they take `rank` of a row's sums, from `first` on.
+struct Piece {
+  const void* b;
+  int64_t vectors;
+  int64_t first;
+  int64_t rank;
+};
+
+// What an adapter adds to a product with a weight of `k` inputs. `a` [rank, a_stride], of bfloat16 in blocks of [kLanes][2], of which
+// the second numbers are the inputs a vector behind the first: rows of all its projections, with zeros at the end up to whole pairs of
+// vectors. `interleaved` is not 0: vectors of the pieces, all of one size, take turns; else the pieces come one after the other.
+// `rank` is 0: nothing.
+struct Update {
+  const void* a;
+  int64_t a_stride;
+  int64_t a_kind;
+  int64_t b_kind;
+  int64_t k;
+  int64_t rank;
+  int64_t interleaved;
+  int64_t num_pieces;
+  Piece pieces[3];
+};
+
+// Rows `first` to before `end` have an adapter: `updates` of qkv, output, gate_up and down of each layer, then of the head. The largest
+// rank of them is `width`.
+struct Segment {
+  const Update* updates;
+  int64_t first;
+  int64_t end;
+  int64_t width;
+};
+
 // Products of some rows by one weight, of others by another: rows `ends[g - 1]` to `ends[g]` by `linears[g]`, all of one `n`, `k`,
 // `kind` and `parts`. `from` [rows]: where in `x` a row's inputs lie; null where they lie in order. `silu` is not 0: rows of gate and
 // up alternate in the weights, a vector's lanes of each, which have no bias, and `out` is silu(gate) * up.
@@ -158,6 +192,7 @@ struct Rotary {
 // `sum_nanoseconds` [2 * layers]: how long the sums over the ranks take is put there, those of a layer's attention and of its MLP.
 // `hidden` [tokens, kept, hidden]: what comes into each of the `kept_layers` is put there.
 // `states` [tokens, width]: what a model with a fusion joins to the tokens; `own_states` is not 0: it put them out itself, [tokens, hidden].
+// `segments`: tokens with adapters, in order.
 struct Step {
   int64_t num_tokens;
   int64_t num_requests;
@@ -187,6 +222,8 @@ struct Step {
   float* hidden;
   const float* states;
   int64_t own_states;
+  int64_t num_segments;
+  const Segment* segments;
 };
 
 // How a decoder goes on behind a step, whose `rows` are the last tokens of its first requests, one of each. Of request i it chooses

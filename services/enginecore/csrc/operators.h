@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "buffer.h"
 #include "gemm.h"
+#include "lora.h"
 #include "pool.h"
 #include "routing.h"
 #include "sampling.h"
@@ -35,6 +36,21 @@ class Operators {
     num_tasks_ = Blocks(rows, linear.n).tasks();
     output_ = {out, out_stride, linear.bias, linear.n, Epilogue::kStore};
     pool_.run(linear_job_);
+  }
+
+  void low_rank(const Segment* segments, int64_t count, int64_t n, const float* x, int64_t stride, float* out, int64_t out_stride) {
+    if (count == 0) return;
+    pool_.prepare(2);
+    adapted_.assign(segments, segments + count);
+    shrinking_.cut(adapted_, pool_.threads());
+    int64_t width = 0;
+    for (const Segment& of : adapted_) width = std::max(width, of.width);
+    x_ = x, rows_ = adapted_.back().end, stride_ = stride;
+    padded_.resize(rows_, width);
+    output_ = {out, out_stride, nullptr, n, Epilogue::kAdd};
+    num_copies_ = shrinking_.size();
+    num_tasks_ = Blocks(rows_, n).tasks();
+    pool_.run(low_rank_job_);
   }
 
   void grouped(const Grouped& grouped) {
@@ -118,6 +134,21 @@ class Operators {
     });
   }
 
+  void low_rank(Cursor& cursor) {
+    if (!cursor(num_copies_, [this](int64_t task) { shrinking_(task, adapted_, 0, x_, stride_, padded_.data(), padded_.stride()); }))
+      return;
+    cursor(num_tasks_, [this](int64_t task) {
+      const Blocks blocks(rows_, output_.n);
+      const auto [first_panel, last_panel, start, end] = blocks.of(task, output_.n);
+      const LowRank adapters{adapted_.data(), static_cast<int64_t>(adapted_.size()), 0, padded_.data(), padded_.stride()};
+      const float* from = adapters.addends(first_panel, last_panel, start, end);
+      if (from == nullptr) return;
+      const int64_t first = first_panel * kPanel, count = std::min(last_panel * kPanel, output_.n) - first;
+      for (int64_t row = start; row < end; ++row, from += kAddendWidth)
+        for (int64_t i = 0; i < count; ++i) output_.out[row * output_.stride + first + i] += from[i];
+    });
+  }
+
   bool gathers() const { return grouped_.from != nullptr || splits(grouped_.linears[0]) || conflicts(); }
 
   void grouped(Cursor& cursor) {
@@ -169,6 +200,7 @@ class Operators {
   Pool& pool_;
   const Pool::Job pack_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->pack(cursor); }, this};
   const Pool::Job linear_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->linear(cursor); }, this};
+  const Pool::Job low_rank_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->low_rank(cursor); }, this};
   const Pool::Job grouped_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->grouped(cursor); }, this};
   const Pool::Job attend_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->attend(cursor); }, this};
   const Pool::Job write_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->write(cursor); }, this};
@@ -181,6 +213,8 @@ class Operators {
   const float* x_ = nullptr;
   int64_t rows_ = 0, stride_ = 0;
   Output output_{};
+  std::vector<Segment> adapted_;
+  Shrinking shrinking_;
   Grouped grouped_{};
   std::vector<GroupTask> products_;
   Attention attention_{};

@@ -80,7 +80,7 @@ class Count {
 
 class Pool {
  public:
-  static constexpr int kMaxPhases = 16384;  // of a program; of which there are twenty at most per layer of a decoder
+  static constexpr int kMaxPhases = 18432;  // of a program; of which there are 22 at most per layer of a decoder
   // A program and what it works on, as one: a thread that comes late has both of one program.
   struct Job {
     void (*program)(void* argument, Cursor& cursor);

@@ -8,6 +8,7 @@ float32, and so is the KV cache unless inputs of products are rounded. What is t
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -21,11 +22,14 @@ from penstock_enginecore.attention.kv_memory import KVMemory
 from penstock_enginecore.experts.layer import DispatchedExperts
 from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch, ForwardOutput, ForwardPass
 from penstock_enginecore.forward.modules import ProbedModel, module_bytes
+from penstock_enginecore.forward.native_adapters import DecoderAdapters
 from penstock_enginecore.forward.native_chain import ChainedTokens, expect_embeddings
 from penstock_enginecore.forward.native_inputs import EmbeddingLookup, EmbeddingRows, Rotaries, StepRotaries
 from penstock_enginecore.forward.native_layers import DecoderLayers, turns
 from penstock_enginecore.forward.native_models import is_mixture, unsuitable, unsuitable_part
 from penstock_enginecore.forward.proof import Candidate, UnsuitableError
+from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment
+from penstock_enginecore.lora.segments import segments_of_rows
 from penstock_enginecore.native.attention import cache_struct, group_struct, kernel_layout
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.packed_layers import PackedLayers
@@ -34,6 +38,14 @@ from penstock_enginecore.parallel.part import Part
 from penstock_enginecore.parallel.stages import Seams
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenTokens:
+    """What a step's layers put out, ``x`` float32 ``[tokens, hidden size]``, and which of the tokens have adapters."""
+
+    x: torch.Tensor
+    segments: Sequence[LoraSegment]
 
 
 def decoder_candidate(
@@ -102,6 +114,7 @@ class NativeForward:
         library.free_with(self, self._handle, "decoder")
         # Ranks that share experts compute the MLPs of all tokens: so many they have told each other of.
         self._whole = any(isinstance(part, DispatchedExperts) for part in module.modules())
+        self._adapters = DecoderAdapters(library, module)
         self._embedding = EmbeddingLookup(module.get_input_embeddings())
         self._sum_nanoseconds = np.zeros(2 * len(calls), dtype=np.int64)
         self._kept_layers = np.zeros(0, dtype=np.int64)
@@ -130,7 +143,7 @@ class NativeForward:
         self._kept_layers = np.array(layers, dtype=np.int64)
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
-        """Head included. States are what the layers put out, ``[tokens, hidden size]``; unless they are kept, the last layer
+        """Head included. States are what the layers put out; unless they are kept, the last layer
         computes behind its keys and values no more than the logits need.
         """
         x, embedding = self._entering(batch)
@@ -144,7 +157,7 @@ class NativeForward:
         step.keep_states = keeps
         if hidden is not None:
             step.num_kept, step.kept_layers, step.hidden = len(kept), kept.ctypes.data, hidden.data_ptr()
-        self._compute(step, x)
+        self._compute(step, x, batch.segments, rows)
         if hidden is not None and len(normed):
             hidden[:, normed] = self._module.model.norm(x)[:, None]
         if self._seams is not None and not self._model.head.n:
@@ -152,7 +165,8 @@ class NativeForward:
         if self._part is not None:
             self._part.collectives.have_reduced((self._sum_nanoseconds * 1e-9).tolist())
         given = None if hidden is None else hidden.flatten(1)
-        return ForwardOutput(self._finish(logits), x if keep_states else None, hidden=given)
+        states = HiddenTokens(x, batch.segments) if keep_states else None
+        return ForwardOutput(self._finish(logits), states, hidden=given)
 
     @property
     def chains(self) -> bool:
@@ -162,7 +176,11 @@ class NativeForward:
         return alone and known and not self._layers.outside and self._model.head.n > 0
 
     def chain(self, batch: ForwardBatch, draws: ChainedDraws) -> IntArray:
-        """In one call. Raises IndexError for what the kernels would read beyond tables."""
+        """In one call. Raises IndexError for what the kernels would read beyond tables, ValueError for adapters, which the steps
+        between would be without.
+        """
+        if batch.segments:
+            raise ValueError("a chain has no adapters")
         x, embedding = self._entering(batch)
         expect_embeddings(embedding, draws.vocab_size)
         if draws.vocab_size > self._model.head.n:
@@ -175,12 +193,22 @@ class NativeForward:
         self._library.call_on(self._handle, "decoder_chain", ctypes.byref(step), ctypes.byref(chain))
         return chained.tokens
 
-    def head(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def head(self, states: HiddenTokens, rows: torch.Tensor) -> torch.Tensor:
         """The last norm and the head alone."""
         logits = torch.empty(len(rows), self._model.head.n)
-        x, count = states.data_ptr(), len(rows)
-        self._library.call_on(self._handle, "decoder_head", x, rows.data_ptr(), count, logits.data_ptr())
+        x, count, segments = states.x.data_ptr(), len(rows), self._adapters.structs(states.segments)
+        self._library.call_on(
+            self._handle, "decoder_head", x, rows.data_ptr(), count, logits.data_ptr(), len(segments), segments
+        )
         return self._finish(logits)
+
+    def add_adapter(self, adapter: LoraAdapter) -> None:
+        """Packed for the products of its layers."""
+        self._adapters.add(adapter)
+
+    def remove_adapter(self, digest: bytes) -> None:
+        """With what is packed of it."""
+        self._adapters.remove(digest)
 
     def _step(
         self,
@@ -222,16 +250,25 @@ class NativeForward:
             0,
             None,
             None,
+            None,
+            0,
+            0,
+            None,
         )
 
-    def _compute(self, step: Step, x: torch.Tensor) -> None:
-        """The layers and the head, and between them the MLPs that are modules'. ``x``: the step's."""
+    def _compute(self, step: Step, x: torch.Tensor, segments: Sequence[LoraSegment], rows: IntArray) -> None:
+        """The layers and the head, and between them the MLPs that are modules'. ``x``, ``segments`` and ``rows``: the step's."""
+        structs = self._adapters.structs(segments)
+        step.num_segments, step.segments = len(structs), ctypes.addressof(structs)
         for index, mlp in self._layers.outside.items():
-            few = index + 1 == self._model.num_layers and not step.keep_states and self._model.head.n
-            given = x.new_empty(min(step.num_rows, len(x)) if few else len(x), x.shape[1])
+            last = index + 1 == self._model.num_layers
+            few = last and not step.keep_states and self._model.head.n and step.num_rows < len(x)
+            given = x.new_empty(step.num_rows if few else len(x), x.shape[1])
             step.last, step.mlp_input = index, given.data_ptr()
             self._library.call_on(self._handle, "decoder_forward", ctypes.byref(step))
-            put_out = mlp(given[None])
+            of_given = segments_of_rows(segments, rows) if few else segments
+            with self._adapters.beside(of_given, rows[:0]):
+                put_out = mlp(given[None])
             states = put_out[0] if isinstance(put_out, tuple) else put_out  # some give their scores, too
             taken = states[0].contiguous()
             step.first, step.mlp_output = index + 1, taken.data_ptr()

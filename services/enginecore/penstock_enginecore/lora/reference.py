@@ -5,7 +5,7 @@ with.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,6 +19,14 @@ Addition = Callable[[torch.Tensor, torch.Tensor], None]
 """Adds to what a layer has made of ``x`` ``[rows, in features]``, in place: ``[rows, out features]``."""
 
 
+@runtime_checkable
+class AdaptedLayer(Protocol):
+    """A linear layer that knows how to add updates."""
+
+    def addition(self, update: LowRankUpdate) -> Addition:
+        """What adds ``update``."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlainAddition:
     """By torch, in float32. ``a`` and ``b`` are those of an update, on the layer's device."""
@@ -27,8 +35,10 @@ class PlainAddition:
     b: torch.Tensor
 
     @classmethod
-    def of(cls, layer: torch.nn.Module, update: LowRankUpdate) -> "PlainAddition":
-        """For ``layer``."""
+    def of(cls, layer: torch.nn.Module, update: LowRankUpdate) -> Addition:
+        """For ``layer``, by its own way to add where it has one."""
+        if isinstance(layer, AdaptedLayer):
+            return layer.addition(update)
         device = next((parameter.device for parameter in layer.parameters()), torch.device("cpu"))
         return cls(update.a.to(device), update.b.to(device))
 
@@ -39,21 +49,14 @@ class PlainAddition:
 
 class AdaptedModules:
     """Linear layers of ``module``, whose outputs get what adapters add. Rows of tokens without one are not touched. ``head``: the
-    layer that gets rows whose logits are wanted in place of tokens, None where there is none. ``make``: what adds an update to a
-    layer's outputs.
+    layer that gets rows whose logits are wanted in place of tokens, None where there is none.
 
     Layers that no adapter knows have no hook: without adapters the model is as it was.
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        head: torch.nn.Module | None = None,
-        make: Callable[[torch.nn.Module, LowRankUpdate], Addition] = PlainAddition.of,
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, head: torch.nn.Module | None = None) -> None:
         self._module = module
         self._head = head
-        self._make = make
         self._added: dict[bytes, dict[torch.nn.Module, Addition]] = {}
         self._hooks: dict[torch.nn.Module, RemovableHandle] = {}
         self._tokens: Sequence[LoraSegment] = ()
@@ -65,7 +68,7 @@ class AdaptedModules:
     def add(self, adapter: LoraAdapter) -> None:
         """Between steps. Raises ValueError for an update whose layer is not there or has other features."""
         layers = {self._layer(name, update): update for name, update in adapter.updates.items()}
-        self._added[adapter.digest] = {layer: self._make(layer, update) for layer, update in layers.items()}
+        self._added[adapter.digest] = {layer: PlainAddition.of(layer, update) for layer, update in layers.items()}
         for layer in layers.keys() - self._hooks.keys():
             self._hooks[layer] = layer.register_forward_hook(self._add)
 
@@ -92,7 +95,7 @@ class AdaptedModules:
         segments = self._rows if layer is self._head else self._tokens
         if not segments:
             return
-        x, out = args[0].reshape(-1, args[0].shape[-1]), output.view(-1, output.shape[-1])
+        x, out = args[0].reshape(-1, args[0].shape[-1]).contiguous(), output.view(-1, output.shape[-1])
         if segments[-1].end > len(x):
             raise ValueError(f"a {type(layer).__name__} gets {len(x)} rows of a step with {segments[-1].end} or more")
         for segment in segments:

@@ -163,6 +163,7 @@ def _load(path: Path) -> ctypes.CDLL:
         "context_new": (ctypes.c_int, pointer),
         "pack": (pointer, pointer, pointer),
         "linear": (pointer, pointer, pointer, integer, integer, pointer, integer),
+        "low_rank": (pointer, pointer, integer, integer, pointer, integer, pointer, integer),
         "grouped": (pointer, pointer),
         "route": (pointer, pointer),
         "attend": (pointer, pointer),
@@ -172,7 +173,7 @@ def _load(path: Path) -> ctypes.CDLL:
         "decoder_new": (pointer, pointer, pointer),
         "decoder_forward": (pointer, pointer),
         "decoder_chain": (pointer, pointer, pointer),
-        "decoder_head": (pointer, pointer, pointer, integer, pointer),
+        "decoder_head": (pointer, pointer, pointer, integer, pointer, integer, pointer),
     }.items():
         function = getattr(library, f"penstock_{name}")
         function.argtypes, function.restype = arguments, ctypes.c_int

@@ -2,7 +2,9 @@
 
 import torch
 
+from penstock_enginecore.lora.adapter import LowRankUpdate
 from penstock_enginecore.native.library import NativeLibrary
+from penstock_enginecore.native.low_rank import PackedAddition
 from penstock_enginecore.native.weights import PackedWeight, multiply
 
 
@@ -25,6 +27,10 @@ class PackedLinear(torch.nn.Linear):
     def num_bytes(self) -> int:
         """Bytes of what is packed."""
         return self.packed.num_bytes
+
+    def addition(self, update: LowRankUpdate) -> PackedAddition:
+        """An adapter's, by the kernels."""
+        return PackedAddition(self._library, update)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` to ``[..., out_features]``, float32."""

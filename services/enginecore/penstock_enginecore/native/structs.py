@@ -23,6 +23,34 @@ class Linear(ctypes.Structure):
     ]
 
 
+class Piece(ctypes.Structure):
+    """Some vectors of the output features of an update, which take ``rank`` sums of a row from ``first`` on."""
+
+    _fields_ = [("b", _Pointer), ("vectors", _Int), ("first", _Int), ("rank", _Int)]
+
+
+class Update(ctypes.Structure):
+    """What an adapter adds to a product with a weight of ``k`` inputs; nothing where ``rank`` is 0. The kinds are ``KINDS``."""
+
+    _fields_ = [
+        ("a", _Pointer),
+        ("a_stride", _Int),
+        ("a_kind", _Int),
+        ("b_kind", _Int),
+        ("k", _Int),
+        ("rank", _Int),
+        ("interleaved", _Int),
+        ("num_pieces", _Int),
+        ("pieces", Piece * 3),
+    ]
+
+
+class Segment(ctypes.Structure):
+    """Rows with an adapter, and the largest rank of its updates."""
+
+    _fields_ = [("updates", _Pointer), ("first", _Int), ("end", _Int), ("width", _Int)]
+
+
 class Grouped(ctypes.Structure):
     """Products of rows by the weights of their groups."""
 
@@ -180,6 +208,8 @@ class Step(ctypes.Structure):
         ("hidden", _Pointer),
         ("states", _Pointer),
         ("own_states", _Int),
+        ("num_segments", _Int),
+        ("segments", _Pointer),
     ]
 
 
@@ -297,5 +327,7 @@ ALL: tuple[type[Any], ...] = (
     Route,
     Chain,
     Fusion,
+    Update,
+    Segment,
 )
 """In the order in which ``penstock_sizes`` reports their sizes."""

@@ -102,7 +102,7 @@ class NativeHead:
         states, rows = states.contiguous(), torch.arange(len(states))
         made = torch.empty(len(rows), self._model.head.n)
         self._library.call_on(
-            self._handle, "decoder_head", states.data_ptr(), rows.data_ptr(), len(rows), made.data_ptr()
+            self._handle, "decoder_head", states.data_ptr(), rows.data_ptr(), len(rows), made.data_ptr(), 0, None
         )
         return made
 
