@@ -44,6 +44,35 @@ struct Weight {
   Linear linear;
 };
 
+// Of random numbers, for all products of a decoder's layers and for its head.
+class Adapter {
+ public:
+  Adapter(int64_t rank, uint32_t seed) : rank_(rank), seed_(seed) {}
+
+  void add(const Linear& linear, int64_t num_pieces = 1) {
+    const int64_t stride = (linear.k + 2 * kLanes - 1) / (2 * kLanes) * 2 * kLanes, vectors = (linear.n + kLanes - 1) / kLanes;
+    Update update{keep(num_pieces * rank_ * stride), stride, kFloat32, kFloat32, linear.k, num_pieces * rank_, num_pieces > 1, num_pieces, {}};
+    for (int64_t i = 0; i < num_pieces; ++i)
+      update.pieces[i] = {keep(vectors / num_pieces * rank_ * kLanes), vectors / num_pieces, i * rank_, rank_};
+    updates_.push_back(update);
+    width_ = std::max(width_, update.rank);
+  }
+
+  Segment of(int64_t first, int64_t end) const { return {updates_.data(), first, end, width_}; }
+
+ private:
+  const float* keep(int64_t count) {
+    memory_.push_back(numbers(count, ++seed_));
+    return memory_.back().data();
+  }
+
+  const int64_t rank_;
+  uint32_t seed_;
+  int64_t width_ = 0;
+  std::vector<std::vector<float>> memory_;
+  std::vector<Update> updates_;
+};
+
 // Everything a caller works with: a small decoder and the operators beside it, in one context.
 class Caller {
  public:
@@ -57,7 +86,14 @@ class Caller {
         wide_(operators_, 40, 1024, seed + 4),
         fc_(operators_, kHidden, kStates, seed + 6),
         both_(operators_, (kHeads + 2) * kHead, 2 * kHidden, seed + 7),
-        embedding_(numbers(qkv_.linear.n * kHidden, seed + 5)) {
+                embedding_(numbers(qkv_.linear.n * kHidden, seed + 5)),
+        narrow_(3, seed + 8),
+        wide_adapter_(9, seed + 9) {
+    for (Adapter* adapter : {&narrow_, &wide_adapter_}) {
+      for (int64_t layer = 0; layer < kLayers; ++layer)
+        adapter->add(qkv_.linear), adapter->add(out_.linear), adapter->add(gate_up_.linear, 2), adapter->add(down_.linear);
+      adapter->add(qkv_.linear);  // the head
+    }
     for (Layer& layer : layers_)
       layer = {norm_.data(), nullptr, norm_.data(), nullptr, nullptr, nullptr, qkv_.linear, out_.linear, gate_up_.linear, down_.linear,
                Mixture{}, {20, 0, 0.25f, 0.0f, nullptr}, 0};
@@ -82,18 +118,38 @@ class Caller {
     const Cache caches[kLayers] = {{keys.data(), values.data(), kHead, kHead}, {keys.data(), values.data(), kHead, kHead}};
     const std::vector<float> cosines(tokens * kHead, 1.0f), sines(tokens * kHead);
     const Rotary rotary{cosines.data(), sines.data()};
-    const auto forward = [&](int64_t keep_states, std::vector<float>& logits) {
+    const auto forward = [&](int64_t keep_states, std::vector<float>& logits, const std::vector<Segment>& segments = {}) {
       std::vector<float> x = numbers(tokens * kHidden, 7);
       decoder_->forward({tokens, 1, starts, lens, &group, zeros, caches, x.data(), nullptr, nullptr, 0, 1.0f, positions.data(), &rotary,
-                         static_cast<int64_t>(rows.size()), rows.data(), logits.data(), keep_states, 0, kLayers, nullptr, nullptr, nullptr});
+                         static_cast<int64_t>(rows.size()), rows.data(), logits.data(), keep_states, 0, kLayers, nullptr, nullptr, nullptr,
+                         0, nullptr, nullptr, static_cast<int64_t>(segments.size()), segments.data()});
       return x;
     };
     std::vector<float> logits(rows.size() * qkv_.linear.n), kept(logits.size()), again(logits.size());
     forward(0, logits);
     const std::vector<float> x = forward(1, kept);
     check(logits == kept, "logits depend on whether states are kept");
-    decoder_->head(x.data(), rows.data(), static_cast<int64_t>(rows.size()), again.data());
+    decoder_->head(x.data(), rows.data(), static_cast<int64_t>(rows.size()), again.data(), 0, nullptr);
     check(kept == again, "the head alone gives other logits");
+    adapt(tokens, rows, x, forward);
+  }
+
+  // The same with adapters of some tokens. Those before them are as without.
+  template <class Forward>
+  void adapt(int64_t tokens, const std::vector<int64_t>& rows, const std::vector<float>& plain, const Forward& forward) {
+    const int64_t first = tokens / 3, second = tokens / 2;
+    std::vector<Segment> segments;
+    if (first < second) segments.push_back(narrow_.of(first, second));
+    segments.push_back(wide_adapter_.of(second, tokens));
+    const int64_t count = static_cast<int64_t>(rows.size()), before = segments[0].first * kHidden;
+    std::vector<float> logits(rows.size() * qkv_.linear.n), kept(logits.size()), again(logits.size());
+    forward(0, logits, segments);
+    const std::vector<float> x = forward(1, kept, segments);
+    check(logits == kept, "logits with adapters depend on whether states are kept");
+    check(std::equal(plain.begin(), plain.begin() + before, x.begin()), "adapters change tokens before theirs");
+    check(plain != x, "adapters change nothing");
+    decoder_->head(x.data(), rows.data(), count, again.data(), static_cast<int64_t>(segments.size()), segments.data());
+    check(kept == again, "the head alone gives other logits with adapters");
   }
 
   // Two requests, whose blocks take turns, go on for some tokens by one call, then token by token. `fuses`: beside hidden states.
@@ -160,6 +216,12 @@ class Caller {
     operators_.linear(wide_.linear, x.data(), rows, 1024, out.data(), 40);
     operators_.linear(wide_.linear, x.data() + (rows - 1) * 1024, 1, 1024, one.data(), 40);
     check(std::equal(one.begin(), one.end(), out.end() - 40), "a row's product depends on those beside it");
+    Adapter adapter(5, 11);
+    adapter.add(wide_.linear);
+    const Segment all[] = {adapter.of(rows / 2, rows)}, last[] = {adapter.of(0, 1)};
+    operators_.low_rank(all, 1, 40, x.data(), 1024, out.data(), 40);
+    operators_.low_rank(last, 1, 40, x.data() + (rows - 1) * 1024, 1024, one.data(), 40);
+    check(std::equal(one.begin(), one.end(), out.end() - 40), "what an adapter adds depends on the rows beside it");
   }
 
   void draw(int64_t rows) {
@@ -186,6 +248,7 @@ class Caller {
   std::vector<float> norm_;
   Weight qkv_, out_, gate_up_, down_, wide_, fc_, both_;
   const std::vector<float> embedding_;
+  Adapter narrow_, wide_adapter_;
   Layer layers_[kLayers];
   std::unique_ptr<ChainingDecoder> decoder_, head_;
 };

@@ -31,7 +31,7 @@ enum class Epilogue { kStore, kAdd, kSilu, kGelu };
 
 // What a product does with its sums. kStore: out = sum + bias. kAdd: out += sum + bias. kSilu: panels hold a vector of gates
 // and one of ups, out = silu(gate) * up. kGelu: the same with gelu. `rounded`: which the next product reads as it is put there, in
-// one part. `low_rank`: what adapters add to the sums, null for nothing; `addends`: which that is, by row and panel, in a task.
+// one part. `low_rank`: what adapters add to the sums, null for nothing.
 struct Output {
   float* out;
   int64_t stride;
@@ -41,7 +41,6 @@ struct Output {
   const float* scales = nullptr;
   bool rounded = false;
   const LowRank* low_rank = nullptr;
-  const float* addends = nullptr;
 };
 
 constexpr int64_t kPrefetch = 4096;  // bytes ahead of those that are multiplied
@@ -120,11 +119,6 @@ __attribute__((always_inline)) inline void finish(vf (&sums)[kRows][2], const Ou
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) sums[i][0] *= left, sums[i][1] *= right;
   }
-  if (output.addends != nullptr) {
-    const float* from = output.addends + row * kAddendWidth + column;
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i, from += kAddendWidth) sums[i][0] += load(from), sums[i][1] += load(from + kLanes);
-  }
   if (output.epilogue == Epilogue::kSilu || output.epilogue == Epilogue::kGelu) {
     vf gated[kRows][2];  // a copy, so that sums of other products need not be in memory
 #pragma GCC unroll 16
@@ -158,6 +152,33 @@ __attribute__((always_inline)) inline void finish(vf (&sums)[kRows][2], const Ou
   }
 }
 
+// Of rows some of which may have adapters. Apart from tiles, for which it is a copy, too.
+template <int kRows>
+__attribute__((noinline)) void finish_adapted(const vf (&sums)[kRows][2], const Output& output, int64_t row, int64_t panel) {
+  float adapted[kRows][kPanel];
+  for (int i = 0; i < kRows; ++i) store(adapted[i], sums[i][0]), store(adapted[i] + kLanes, sums[i][1]);
+  if (output.scales != nullptr) {
+    const float* scales = output.scales + panel * kPanel;
+    for (int i = 0; i < kRows; ++i)
+      for (int64_t j = 0; j < kPanel; j += kLanes) store(adapted[i] + j, load(adapted[i] + j) * load(scales + j));
+  }
+  output.low_rank->add(adapted[0], row, row + kRows, panel);
+  Output rest = output;
+  rest.scales = nullptr;
+  vf whole[kRows][2];
+  for (int i = 0; i < kRows; ++i) whole[i][0] = load(adapted[i]), whole[i][1] = load(adapted[i] + kLanes);
+  finish<kRows>(whole, rest, row, panel);
+}
+
+template <int kRows>
+__attribute__((always_inline)) inline void finish_tile(vf (&sums)[kRows][2], const Output& output, int64_t row, int64_t panel) {
+  if (output.low_rank == nullptr) return finish<kRows>(sums, output, row, panel);
+  vf copy[kRows][2];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) copy[i][0] = sums[i][0], copy[i][1] = sums[i][1];
+  finish_adapted<kRows>(copy, output, row, panel);
+}
+
 // Rows `row` .. `row + kRows` of `a` times one panel.
 template <class Weight, int kRows>
 void tile(const float* a, int64_t stride, const void* packed, int64_t k, const Output& output, int64_t row, int64_t panel) {
@@ -178,13 +199,22 @@ void tile(const float* a, int64_t stride, const void* packed, int64_t k, const O
     }
   };
   int64_t j = 0;
-  for (; j + kStep <= k; j += kStep, b += kStep * kPanel) {
+  const auto step = [&] {
     __builtin_prefetch(b + kAhead);
     if constexpr (kStep * kPanel * sizeof(Weight) > 64) __builtin_prefetch(b + kAhead + 64 / sizeof(Weight));
     add(Weights<Weight>(b), j, kStep);
-  }
+    j += kStep, b += kStep * kPanel;
+  };
+  if (output.low_rank != nullptr)
+    output.low_rank->each_piece(row, row + kRows, panel, [&](const char* from, int64_t bytes) {
+      for (int64_t i = 0; i < bytes && j + kStep <= k; i += kLineBytes) {
+        __builtin_prefetch(from + i, 0, 2);
+        step();
+      }
+    });
+  while (j + kStep <= k) step();
   if (j < k) add(Weights<Weight>(b), j, k - j);
-  finish<kRows>(sums, output, row, panel);
+  finish_tile<kRows>(sums, output, row, panel);
 }
 
 #if defined(PENSTOCK_AVX512_BF16)
@@ -208,7 +238,7 @@ void pair_tile(const float* a, int64_t stride, const void* packed, int64_t k, co
       sums[i][1] = add_pairs(sums[i][1], right, x);
     }
   }
-  finish<kRows>(sums, output, row, panel);
+  finish_tile<kRows>(sums, output, row, panel);
 }
 #endif
 
@@ -264,13 +294,8 @@ class Product {
 
   void operator()(int64_t task) const {
     const auto [first_panel, last_panel, start, end] = cut_.of(task, linear_.n);
-    Output output = output_;
-    if (output.low_rank != nullptr) {
-      const float* addends = output.low_rank->addends(first_panel, last_panel, start, end);
-      if (addends != nullptr) output.addends = addends - start * kAddendWidth - first_panel * kPanel;
-    }
 #if defined(PENSTOCK_AMX) || defined(PENSTOCK_AVX512_BF16)
-    if (splits(linear_)) return multiply_parts(output, first_panel, last_panel, start, end);
+    if (splits(linear_)) return multiply_parts(first_panel, last_panel, start, end);
 #endif
     const int64_t most = most_rows(linear_.kind), count = (end - start + most - 1) / most;  // tiles of even sizes
     const bool widen = linear_.kind == kInt8 && count > 1;
@@ -280,13 +305,13 @@ class Product {
     for (int64_t t = 0; t < count; ++t) {
       const int64_t from = start + (end - start) * t / count, to = start + (end - start) * (t + 1) / count;
       for (int64_t panel = first_panel; panel < last_panel; ++panel)
-        kTiles[widen ? kFloat32 : linear_.kind][to - from - 1](a_, stride_, packed, linear_.k, output, from, panel);
+        kTiles[widen ? kFloat32 : linear_.kind][to - from - 1](a_, stride_, packed, linear_.k, output_, from, panel);
     }
   }
 
  private:
 #if defined(PENSTOCK_AMX)
-  void multiply_parts(const Output& output, int64_t first_panel, int64_t last_panel, int64_t start, int64_t end) const {
+  void multiply_parts(int64_t first_panel, int64_t last_panel, int64_t start, int64_t end) const {
     alignas(64) float sums[kStripRows * kPanel];
     MatrixUnit unit;
     const int64_t blocks = whole_blocks(linear_.k) / kBlockInputs;
@@ -296,21 +321,22 @@ class Product {
       for (int64_t panel = first_panel; panel < last_panel; ++panel) {
         const auto* weights = static_cast<const uint16_t*>(linear_.packed) + panel * panel_size<uint16_t>(linear_.k);
         unit.multiply(a_ + from * stride_, stride_ * sizeof(float), to - from, linear_.parts, weights, blocks, sums);
+        if (output_.low_rank != nullptr) output_.low_rank->add(sums, from, to, panel);
         for (int64_t row = from; row < to; ++row) {
           const float* of = sums + (row - from) * kPanel;
           vf both[1][2] = {{load(of), load(of + kLanes)}};
-          finish<1>(both, output, row, panel);
+          finish<1>(both, output_, row, panel);
         }
       }
     }
   }
 #elif defined(PENSTOCK_AVX512_BF16)
-  void multiply_parts(const Output& output, int64_t first_panel, int64_t last_panel, int64_t start, int64_t end) const {
+  void multiply_parts(int64_t first_panel, int64_t last_panel, int64_t start, int64_t end) const {
     const int64_t count = (end - start + kTile - 1) / kTile;
     for (int64_t t = 0; t < count; ++t) {
       const int64_t from = start + (end - start) * t / count, to = start + (end - start) * (t + 1) / count;
       for (int64_t panel = first_panel; panel < last_panel; ++panel)
-        kPairTiles[to - from - 1](a_, stride_, linear_.packed, linear_.k, output, from, panel);
+        kPairTiles[to - from - 1](a_, stride_, linear_.packed, linear_.k, output_, from, panel);
     }
   }
 #endif

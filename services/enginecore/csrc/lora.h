@@ -1,11 +1,11 @@
 // What adapters add to products (LoRA; Hu et al., 2021): rows of a segment have x A^T B^T besides x W^T, with A [rank, k] and
 // B [n, rank] of its adapter.
 //
-// A phase before the product makes the small sums h = x A^T, every one a product of two rows that are next to each other in memory,
-// so that a rank costs what it is. The tasks of the product make h B^T of their own rows and panels, and add it to the sums of W
-// behind the last of these, before bias and epilogue: in one place for weights of all kinds and for all units. Weights that
-// are merged for a product have one A, the rows of all their projections; a vector of output features has sums of its own
-// projection alone. Every number is one sum in one order, and rows without an adapter get -0, which changes no bit of any number.
+// A phase before the product makes the small sums h = x A^T. A is kept in groups of kGroupRanks rows whose inputs lie beside each
+// other, so that a rank costs what it is. The tiles of the product, which read B in the order of W's panels and ask for it while they
+// multiply with W, add h B^T to their sums behind the last of these, before bias and epilogue: in one place for weights of all
+// kinds and for all units. Weights that are merged for a product have one A, the rows of all their projections; a vector of output
+// features has sums of its own projection alone. Every number is one sum in one order, and rows without an adapter are left alone.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,9 @@
 
 namespace penstock {
 
-constexpr int64_t kAddendWidth = 2 * kPanel;  // of the panels of a task
+constexpr int64_t kGroupRanks = 4;
+constexpr int64_t kLineBytes = 64;
+constexpr int64_t kAheadBytes = 4096;  // of A, ahead of what is multiplied
 
 // The sum of the lanes, half by half.
 template <int kAway = kLanes / 2>
@@ -51,15 +53,16 @@ inline vf load_some(const Input* x, int64_t count) {
   return load_input(some);
 }
 
-// Rows of inputs times rows of A, which end in zeros up to whole pairs of vectors.
+// Rows of inputs times a group of A's rows.
 template <class Weight, class Input, int kRows, int kRanks>
-void multiply_rows(const Input* x, int64_t stride, const Weight* a, int64_t a_stride, int64_t k, float* out, int64_t out_stride) {
+void multiply_group(const Input* x, int64_t stride, const Weight* group, int64_t k, float* out, int64_t out_stride) {
+  constexpr int64_t kBlock = kRanks * 2 * kLanes;  // numbers of the group that lie together
   vf sums[kRows][kRanks] = {};
-  const auto add = [&](const vf (&inputs)[kRows][2], int64_t j) {
-#pragma GCC unroll 8
+  const auto add = [&](const vf (&inputs)[kRows][2]) {
+#pragma GCC unroll 4
     for (int r = 0; r < kRanks; ++r) {
       vf first, second;
-      load_two(a + r * a_stride + j, first, second);
+      load_two(group + r * 2 * kLanes, first, second);
 #pragma GCC unroll 4
       for (int i = 0; i < kRows; ++i) {
         sums[i][r] += inputs[i][0] * first;
@@ -68,11 +71,14 @@ void multiply_rows(const Input* x, int64_t stride, const Weight* a, int64_t a_st
     }
   };
   int64_t j = 0;
-  for (; j + 2 * kLanes <= k; j += 2 * kLanes) {
+  for (; j + 2 * kLanes <= k; j += 2 * kLanes, group += kBlock) {
+    const char* ahead = reinterpret_cast<const char*>(group) + kAheadBytes;
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kBlock * static_cast<int64_t>(sizeof(Weight)); i += kLineBytes) __builtin_prefetch(ahead + i);
     vf inputs[kRows][2];
 #pragma GCC unroll 4
     for (int i = 0; i < kRows; ++i) inputs[i][0] = load_input(x + i * stride + j), inputs[i][1] = load_input(x + i * stride + j + kLanes);
-    add(inputs, j);
+    add(inputs);
   }
   if (j < k) {
     vf inputs[kRows][2];
@@ -80,27 +86,29 @@ void multiply_rows(const Input* x, int64_t stride, const Weight* a, int64_t a_st
       const Input* from = x + i * stride + j;
       inputs[i][0] = load_some(from, k - j), inputs[i][1] = load_some(from + (k - j > kLanes ? kLanes : 0), k - j - kLanes);
     }
-    add(inputs, j);
+    add(inputs);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 8
+#pragma GCC unroll 4
     for (int r = 0; r < kRanks; ++r) out[i * out_stride + r] = halved_sum(sums[i][r]);
   }
 }
 
-// Of some rows, those of A from `first` to before `end`.
+// Of some rows, groups `first` to before `end` of A.
 template <class Weight, class Input, int kRows>
 void shrink_rows(const Input* x, int64_t stride, const Update& update, int64_t first, int64_t end, float* out, int64_t out_stride) {
-  const Weight* a = static_cast<const Weight*>(update.a);
-  const auto rows = [&]<int kRanks>(std::integral_constant<int, kRanks>) {
-    for (; first + kRanks <= end; first += kRanks)
-      multiply_rows<Weight, Input, kRows, kRanks>(x, stride, a + first * update.a_stride, update.a_stride, update.k, out + first,
-                                                  out_stride);
-  };
-  if constexpr (kRows == 1) rows(std::integral_constant<int, 8>{});
-  rows(std::integral_constant<int, 4>{});
-  rows(std::integral_constant<int, 1>{});
+  static_assert(kGroupRanks == 4);
+  for (int64_t group = first; group < end; ++group) {
+    const int64_t rank = group * kGroupRanks;
+    const Weight* a = static_cast<const Weight*>(update.a) + rank * update.a_stride;
+    switch (std::min(update.rank - rank, kGroupRanks)) {
+      case 1: multiply_group<Weight, Input, kRows, 1>(x, stride, a, update.k, out + rank, out_stride); break;
+      case 2: multiply_group<Weight, Input, kRows, 2>(x, stride, a, update.k, out + rank, out_stride); break;
+      case 3: multiply_group<Weight, Input, kRows, 3>(x, stride, a, update.k, out + rank, out_stride); break;
+      default: multiply_group<Weight, Input, kRows, 4>(x, stride, a, update.k, out + rank, out_stride);
+    }
+  }
 }
 
 constexpr int kShrinkRows = kTile < 8 ? 2 : 4;  // sixteen registers have room for the sums of two rows
@@ -114,7 +122,7 @@ void shrink_by(const Input* x, int64_t stride, int64_t rows, const Update& updat
   for (; row < rows; ++row) shrink_rows<Weight, Input, 1>(x + row * stride, stride, update, first, end, out + row * out_stride, out_stride);
 }
 
-// `out` [rows, rank]: of rows of inputs, floats or bfloat16, what A makes of them, for its rows `first` to before `end`.
+// `out` [rows, rank]: of rows of inputs, floats or bfloat16, what groups `first` to before `end` of A make of them.
 template <class Input>
 void shrink(const Input* x, int64_t stride, int64_t rows, const Update& update, int64_t first, int64_t end, float* out,
             int64_t out_stride) {
@@ -122,7 +130,7 @@ void shrink(const Input* x, int64_t stride, int64_t rows, const Update& update, 
   else shrink_by<float>(x, stride, rows, update, first, end, out, out_stride);
 }
 
-// A vector of output features of some rows, from their `rank` sums. Those of even places are one sum, those of odd ones another.
+// Adds a vector of output features of some rows, from their `rank` sums. Those of even places are one sum, those of odd ones another.
 template <class Weight, int kRows>
 void expand_rows(const float* sums, int64_t stride, const Weight* b, int64_t rank, float* out) {
   vf both[kRows][2];
@@ -145,31 +153,38 @@ void expand_rows(const float* sums, int64_t stride, const Weight* b, int64_t ran
     for (int i = 0; i < kRows; ++i) both[i][0] += splat(sums[i * stride + j]) * even;
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i) store(out + i * kAddendWidth, both[i][0] + both[i][1]);
+  for (int i = 0; i < kRows; ++i) store(out + i * kPanel, load(out + i * kPanel) + (both[i][0] + both[i][1]));
 }
 
 template <class Weight>
 void expand(const float* sums, int64_t stride, int64_t rows, const Weight* b, int64_t rank, float* out) {
-  for (; rows >= 6; rows -= 6, sums += 6 * stride, out += 6 * kAddendWidth) expand_rows<Weight, 6>(sums, stride, b, rank, out);
-  for (; rows >= 3; rows -= 3, sums += 3 * stride, out += 3 * kAddendWidth) expand_rows<Weight, 3>(sums, stride, b, rank, out);
-  for (; rows > 0; --rows, sums += stride, out += kAddendWidth) expand_rows<Weight, 1>(sums, stride, b, rank, out);
+  const auto next = [&](int64_t count) { rows -= count, sums += count * stride, out += count * kPanel; };
+  for (; rows >= 6; next(6)) expand_rows<Weight, 6>(sums, stride, b, rank, out);
+  switch (rows) {
+    case 5: return expand_rows<Weight, 5>(sums, stride, b, rank, out);
+    case 4: return expand_rows<Weight, 4>(sums, stride, b, rank, out);
+    case 3: return expand_rows<Weight, 3>(sums, stride, b, rank, out);
+    case 2: return expand_rows<Weight, 2>(sums, stride, b, rank, out);
+    case 1: return expand_rows<Weight, 1>(sums, stride, b, rank, out);
+  }
 }
 
-// Of a pair of numbers of bfloat16 there are always both.
-inline int64_t kept_ranks(int64_t rank, int64_t kind) { return kind == kBfloat16 ? (rank + 1) / 2 * 2 : rank; }
+// B of a vector of output features: `rank` is 0 where an update has nothing for it. They take sums from `first` on.
+struct Column {
+  const char* b;
+  int64_t first;
+  int64_t rank;
+  int64_t bytes;
+};
 
-// Of vector `vector` of an update's output features. Leaves `out` alone where the update has none for it.
-inline void expand(const Update& update, int64_t vector, const float* sums, int64_t stride, int64_t rows, float* out) {
+inline Column column_of(const Update& update, int64_t vector) {
   int64_t at = update.interleaved ? vector % update.num_pieces : 0, place = update.interleaved ? vector / update.num_pieces : vector;
   if (!update.interleaved)
     for (; at < update.num_pieces && place >= update.pieces[at].vectors; ++at) place -= update.pieces[at].vectors;
-  if (at == update.num_pieces) return;
+  if (at >= update.num_pieces || place >= update.pieces[at].vectors) return {};
   const Piece& piece = update.pieces[at];
-  if (piece.rank == 0 || place >= piece.vectors) return;
-  const int64_t offset = place * kept_ranks(piece.rank, update.b_kind) * kLanes;
-  if (update.b_kind == kBfloat16)
-    expand(sums + piece.first, stride, rows, static_cast<const uint16_t*>(piece.b) + offset, piece.rank, out);
-  else expand(sums + piece.first, stride, rows, static_cast<const float*>(piece.b) + offset, piece.rank, out);
+  const int64_t bytes = update.b_kind == kBfloat16 ? (piece.rank + 1) / 2 * 2 * kLanes * 2 : piece.rank * kLanes * 4;
+  return {static_cast<const char*>(piece.b) + place * bytes, piece.first, piece.rank, bytes};
 }
 
 // What adapters add to the product at `place`: `sums` [rows, ranks] are there. Segments are in order.
@@ -180,25 +195,36 @@ struct LowRank {
   const float* sums;
   int64_t stride;
 
-  // [rows, kAddendWidth], of rows `start` to before `end` and panels `first_panel` to before `last_panel`, two at most. Null where
-  // none of the rows has an adapter. It is the thread's until the next call.
-  const float* addends(int64_t first_panel, int64_t last_panel, int64_t start, int64_t end) const {
-    static thread_local std::vector<float> memory;
-    const Segment* segment = std::partition_point(segments, segments + count, [start](const Segment& of) { return of.end <= start; });
-    const Segment* const last = std::partition_point(segment, segments + count, [end](const Segment& of) { return of.first < end; });
-    if (segment == last) return nullptr;
-    const int64_t size = (end - start) * kAddendWidth;
-    if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
-    std::fill_n(memory.data(), size, -0.0f);
-    for (; segment != last; ++segment) {
-      const Update& update = segment->updates[place];
-      if (update.rank == 0) continue;
-      const int64_t from = std::max(start, segment->first), to = std::min(end, segment->end);
-      for (int64_t vector = 2 * first_panel; vector < 2 * last_panel; ++vector)
-        expand(update, vector, sums + from * stride, stride, to - from,
-               memory.data() + (from - start) * kAddendWidth + (vector - 2 * first_panel) * kLanes);
-    }
-    return memory.data();
+  // `task` for each segment with some of the rows `row` to before `end`, and the update that it has.
+  template <class Task>
+  void each(int64_t row, int64_t end, const Task& task) const {
+    const Segment* segment = std::partition_point(segments, segments + count, [row](const Segment& of) { return of.end <= row; });
+    for (; segment != segments + count && segment->first < end; ++segment)
+      if (const Update& update = segment->updates[place]; update.rank > 0)
+        task(update, std::max(row, segment->first), std::min(end, segment->end));
+  }
+
+  // `task` for pieces of memory, and their bytes, which `add` of these rows will read.
+  template <class Task>
+  void each_piece(int64_t row, int64_t end, int64_t panel, const Task& task) const {
+    each(row, end, [&](const Update& update, int64_t, int64_t) {
+      for (int64_t vector = 2 * panel; vector < 2 * panel + 2; ++vector)
+        if (const Column column = column_of(update, vector); column.rank > 0) task(column.b, column.bytes);
+    });
+  }
+
+  // To `to` [rows, kPanel], numbers of `panel` of the rows `row` to before `end`.
+  __attribute__((noinline)) void add(float* to, int64_t row, int64_t end, int64_t panel) const {
+    each(row, end, [&](const Update& update, int64_t from, int64_t until) {
+      for (int64_t half = 0; half < 2; ++half) {
+        const Column column = column_of(update, 2 * panel + half);
+        if (column.rank == 0) continue;
+        const float* of = sums + from * stride + column.first;
+        float* at = to + (from - row) * kPanel + half * kLanes;
+        if (update.b_kind == kBfloat16) expand(of, stride, until - from, reinterpret_cast<const uint16_t*>(column.b), column.rank, at);
+        else expand(of, stride, until - from, reinterpret_cast<const float*>(column.b), column.rank, at);
+      }
+    });
   }
 };
 
@@ -229,7 +255,8 @@ class Shrinking {
                   int64_t out_stride) const {
     const Task& task = tasks_[index];
     const Update& update = segments[task.segment].updates[place];
-    const int64_t first = update.rank * task.share / task.shares, end = update.rank * (task.share + 1) / task.shares;
+    const int64_t groups = (update.rank + kGroupRanks - 1) / kGroupRanks;
+    const int64_t first = groups * task.share / task.shares, end = groups * (task.share + 1) / task.shares;
     if (first == end) return;
     shrink(from + task.first * stride, stride, task.end - task.first, update, first, end, out + task.first * out_stride, out_stride);
   }

@@ -141,11 +141,17 @@ class Operators {
       const Blocks blocks(rows_, output_.n);
       const auto [first_panel, last_panel, start, end] = blocks.of(task, output_.n);
       const LowRank adapters{adapted_.data(), static_cast<int64_t>(adapted_.size()), 0, padded_.data(), padded_.stride()};
-      const float* from = adapters.addends(first_panel, last_panel, start, end);
-      if (from == nullptr) return;
-      const int64_t first = first_panel * kPanel, count = std::min(last_panel * kPanel, output_.n) - first;
-      for (int64_t row = start; row < end; ++row, from += kAddendWidth)
-        for (int64_t i = 0; i < count; ++i) output_.out[row * output_.stride + first + i] += from[i];
+      for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+        const int64_t first = panel * kPanel, count = std::min<int64_t>(kPanel, output_.n - first);
+        for (int64_t row = start; row < end; row += kTile) {
+          const int64_t rows = std::min<int64_t>(kTile, end - row);
+          float added[kTile * kPanel];
+          std::fill_n(added, rows * kPanel, -0.0f);  // which changes no bit of any number
+          adapters.add(added, row, row + rows, panel);
+          for (int64_t i = 0; i < rows; ++i)
+            for (int64_t j = 0; j < count; ++j) output_.out[(row + i) * output_.stride + first + j] += added[i * kPanel + j];
+        }
+      }
     });
   }
 

@@ -62,7 +62,9 @@ class DecoderAdapters:
     def structs(self, segments: Sequence[LoraSegment]) -> Any:
         """An array of them as the decoder takes it. Raises LookupError for an adapter that is not there."""
         expect_known(segments, self._packed)
-        return (Segment * len(segments))(*(self._packed[each.digest].segment(each.first, each.end) for each in segments))
+        return (Segment * len(segments))(
+            *(self._packed[each.digest].segment(each.first, each.end) for each in segments)
+        )
 
     def beside(self, segments: Sequence[LoraSegment], rows: IntArray) -> Any:
         """A ``with`` block in which modules get rows with ``segments``."""

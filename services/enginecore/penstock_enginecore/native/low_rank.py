@@ -10,9 +10,12 @@ import torch.nn.functional as F  # noqa: N812
 from penstock_enginecore.lora.adapter import LowRankUpdate
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.structs import Piece, Segment, Update
-from penstock_enginecore.native.weights import KINDS, fits_bfloat16
+from penstock_enginecore.native.weights import KINDS, fits_bfloat16, huge_empty
 
 _ALIGNED = 64
+"""Bytes."""
+_GROUP = 4
+"""Rows of A that lie together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,9 @@ class MergedUpdate:
     interleaved: bool = False
 
     @classmethod
-    def of(cls, updates: Sequence[LowRankUpdate | None], features: Sequence[int], *, interleaved: bool = False) -> "MergedUpdate":
+    def of(
+        cls, updates: Sequence[LowRankUpdate | None], features: Sequence[int], *, interleaved: bool = False
+    ) -> "MergedUpdate":
         """Of layers with ``features`` outputs whose weights come one after the other, or in turn; one has an update at least."""
         pieces: list[tuple[torch.Tensor, int] | int] = []
         rank = 0
@@ -43,20 +48,18 @@ class MergedUpdate:
 
 
 class PackedUpdates:
-    """``updates`` in a row, None for those that are nothing; ``struct`` is an array of them and points into memory kept here.
-    Numbers that bfloat16 holds are kept in it.
+    """``updates`` in a row, None for those that are nothing; ``struct`` is an array of them and points into memory kept here,
+    of ``num_bytes``. Numbers that bfloat16 holds are kept in it.
     """
 
     def __init__(self, library: NativeLibrary, updates: Sequence[MergedUpdate | None]) -> None:
         self._lanes = library.lanes
-        self._packed: list[torch.Tensor] = []
+        # Float32, of which bfloat16 leaves half of the pages untouched.
+        numbers = sum(self._numbers(update) for update in updates if update is not None)
+        self._memory = huge_empty(4 * numbers, torch.uint8)
+        self.num_bytes = 0
         self.width = max((len(update.a) for update in updates if update is not None), default=0)
         self.struct = (Update * len(updates))(*(Update() if each is None else self._update(each) for each in updates))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the matrices."""
-        return sum(packed.nbytes for packed in self._packed)
 
     def segment(self, first: int, end: int) -> Segment:
         """Rows ``first`` to before ``end`` have these."""
@@ -64,19 +67,26 @@ class PackedUpdates:
 
     def _update(self, update: MergedUpdate) -> Update:
         lanes, (rank, k) = self._lanes, update.a.shape
-        if len(update.pieces) > 1 and any((each if isinstance(each, int) else len(each[0])) % lanes for each in update.pieces):
+        if len(update.pieces) > 1 and any(
+            (each if isinstance(each, int) else len(each[0])) % lanes for each in update.pieces
+        ):
             raise ValueError(f"a merged weight's projections have multiples of {lanes} output features")
         half_a = fits_bfloat16(update.a)
         half_b = all(isinstance(each, int) or fits_bfloat16(each[0]) for each in update.pieces)
         a = F.pad(update.a, (0, -k % (2 * lanes)))
         stride = a.shape[1]
-        if half_a:
-            a = a.view(rank, -1, 2, lanes).transpose(2, 3).bfloat16()
+        a = a.view(rank, -1, 2, lanes)
+        a = a.transpose(2, 3).bfloat16() if half_a else a
+        whole = rank // _GROUP * _GROUP
+        groups = [
+            rows.unflatten(0, (-1, size)).transpose(1, 2).flatten()
+            for rows, size in ((a[:whole], _GROUP), (a[whole:], rank - whole))
+            if len(rows)
+        ]
+        a = torch.cat(groups)
         kinds = [KINDS[torch.bfloat16 if half else torch.float32] for half in (half_a, half_b)]
         pieces = [self._piece(each, half=half_b) for each in update.pieces]
-        return Update(
-            self._keep(a), stride, *kinds, k, rank, update.interleaved, len(pieces), (Piece * 3)(*pieces)
-        )
+        return Update(self._keep(a), stride, *kinds, k, rank, update.interleaved, len(pieces), (Piece * 3)(*pieces))
 
     def _piece(self, piece: tuple[torch.Tensor, int] | int, *, half: bool) -> Piece:
         lanes = self._lanes
@@ -90,9 +100,22 @@ class PackedUpdates:
         return Piece(self._keep(by_vector), len(by_vector), first, rank)
 
     def _keep(self, tensor: torch.Tensor) -> int:
-        packed = tensor.contiguous()
-        self._packed.append(packed)
-        return packed.data_ptr()
+        """Where it is copied to."""
+        start = self.num_bytes
+        self.num_bytes += tensor.nbytes + -tensor.nbytes % _ALIGNED
+        place = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        place.copy_(tensor)
+        return place.data_ptr()
+
+    def _numbers(self, update: MergedUpdate) -> int:
+        """As many as there is memory for."""
+        rank, k = update.a.shape
+        of_b = (
+            (each[0].shape[0] + self._lanes) * (each[0].shape[1] + 1)
+            for each in update.pieces
+            if not isinstance(each, int)
+        )
+        return rank * (k + 2 * self._lanes) + sum(of_b) + _ALIGNED * (1 + len(update.pieces))
 
 
 class PackedAddition:

@@ -46,7 +46,7 @@ class PackedWeight:
             self._scales = F.pad(integers.scales, (0, padding))
         kind = KINDS[self.dtype]
         self._filled_to = library.filled_to(kind)
-        self._packed = _huge_empty((self.n + padding) * (self.k + -self.k % self._filled_to), self.dtype)
+        self._packed = huge_empty((self.n + padding) * (self.k + -self.k % self._filled_to), self.dtype)
         self._bias = None if bias is None else widened(bias.detach()).float().clone()
         scales, bias_pointer = (None if part is None else part.data_ptr() for part in (self._scales, self._bias))
         self.struct = Linear(self._packed.data_ptr(), scales, bias_pointer, self.n, self.k, kind, library.parts)
@@ -133,7 +133,7 @@ def fits_bfloat16(weight: torch.Tensor) -> bool:
     return weight.dtype == torch.bfloat16
 
 
-def _huge_empty(count: int, dtype: torch.dtype) -> torch.Tensor:
+def huge_empty(count: int, dtype: torch.dtype) -> torch.Tensor:
     """``[count]`` on huge pages where the system has them: weights are read from one end to the other."""
     size = count * dtype.itemsize
     if size < _HUGE_PAGE:

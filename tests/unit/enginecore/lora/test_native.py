@@ -105,10 +105,16 @@ def save_int8_model(architecture: str, path: Path, **changes: Any) -> None:
     model.save_pretrained(path)
 
 
-SAVE: dict[str, Callable[..., Any]] = {"float32": save_tiny_model, "bfloat16": save_narrow_model, "int8": save_int8_model}
+SAVE: dict[str, Callable[..., Any]] = {
+    "float32": save_tiny_model,
+    "bfloat16": save_narrow_model,
+    "int8": save_int8_model,
+}
 
 
-@pytest.fixture(scope="module", params=[("llama", "float32"), ("gemma2", "bfloat16"), ("qwen3", "int8"), ("phi3", "float32")])
+@pytest.fixture(
+    scope="module", params=[("llama", "float32"), ("gemma2", "bfloat16"), ("qwen3", "int8"), ("phi3", "float32")]
+)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     architecture, kind = request.param
     directory = tmp_path_factory.mktemp(f"{architecture}-{kind}")

@@ -1,0 +1,146 @@
+"""What adapters cost a step of the CPU kernels: ``python -m tests.benchmarks.lora_step MODEL``.
+
+Streams of one token each, behind prompts of 89, have adapters with random numbers on all projections: the same one all of them,
+or some in turn. Steps without adapters are timed in turn with each case, in the same process; a case is the median of its rounds, and its
+share of the speed without is the median of the rounds' shares. Prompts are timed as steps of many tokens of two requests. One thread
+is timed by the time that it had a processor, so that others on the machine count less; several share out a step by who is free, and
+their time is the clock's: that needs a quiet machine.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from penstock_enginecore.config import KernelsConfig, ModelConfig
+from penstock_enginecore.forward.base import ForwardBatch
+from penstock_enginecore.forward.build import ForwardConfig, build_forward
+from penstock_enginecore.forward.native import NativeForward
+from penstock_enginecore.models.loader import load_model
+from tests.fakes.models.adapters import (
+    BLOCK_SIZE,
+    BLOCKS_OF_A_REQUEST,
+    Prompt,
+    adapted_step,
+    linear_layers,
+    random_adapter,
+)
+
+CPU = torch.device("cpu")
+LENGTH = 90
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """``adapters`` of ``rank`` among ``streams`` requests, ``tokens`` of each in a step; their numbers are those of ``dtype``."""
+
+    adapters: int
+    rank: int
+    dtype: torch.dtype = torch.float32
+    streams: int = 16
+    tokens: int = 1
+
+    @property
+    def name(self) -> str:
+        """A row of the table."""
+        what = f"{self.adapters} of rank {self.rank}, {str(self.dtype).removeprefix('torch.')}"
+        return f"{self.streams} x {self.tokens}, {what if self.adapters else 'none'}"
+
+
+def cases(streams: int) -> Iterator[Case]:
+    """All that are timed."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for count in sorted({0, 1, streams // 2, streams} if dtype == torch.float32 else {1, streams // 2, streams}):
+            yield Case(count, 16, dtype, streams)
+        yield Case(1, 64, dtype, streams)
+    yield Case(1, 16, streams=1)
+    yield Case(1, 16, streams=2, tokens=64)
+    yield Case(2, 16, streams=2, tokens=64)
+
+
+class Steps:
+    """The decoder of a model, with the adapters of a case."""
+
+    def __init__(self, model: str, threads: int, isa: str) -> None:
+        loaded = load_model(ModelConfig(path=model), CPU, lambda line: None, widen=True)
+        self._layers: Any = [name for name in linear_layers(loaded.module) if name != "lm_head"]
+        self._module = loaded.module
+        self._vocab_size = loaded.vocab_size
+        forward = build_forward(loaded, ForwardConfig(CPU, "auto", KernelsConfig(isa=isa), threads, BLOCK_SIZE)).forward
+        if not isinstance(forward, NativeForward):
+            raise SystemExit("the kernels' decoder does not compute this model")
+        self.forward = forward
+        self._clock = time.thread_time if threads == 1 else time.perf_counter
+        self._generator = np.random.default_rng(0)
+
+    def add(self, case: Case) -> list[bytes]:
+        """The digests of its adapters."""
+        adapters = [
+            random_adapter(self._module, case.rank, seed + 1, layers=self._layers, dtype=case.dtype)
+            for seed in range(max(case.adapters, 1))
+        ]
+        for adapter in adapters:
+            self.forward.add_adapter(adapter)
+        return [adapter.digest for adapter in adapters]
+
+    def batch(self, case: Case, digests: list[bytes | None]) -> ForwardBatch:
+        """A step of the case, with its adapters."""
+        ids = [self._generator.integers(1, self._vocab_size, LENGTH) for _ in range(case.streams)]
+        prompts = [Prompt(each, digests[i * len(digests) // case.streams]) for i, each in enumerate(ids)]
+        return adapted_step(prompts, [LENGTH - case.tokens] * case.streams, [case.tokens] * case.streams)
+
+    def milliseconds(self, batch: ForwardBatch, steps: int) -> float:
+        """The fastest of some steps."""
+        rows = batch.attention[0].query_start_loc[1:] - 1
+        times = []
+        for _ in range(steps):
+            began = self._clock()
+            self.forward.run(batch, rows)
+            times.append(self._clock() - began)
+        return 1000 * min(times)
+
+
+def measure(steps: Steps, case: Case, rounds: int, count: int) -> tuple[float, float, float]:
+    """Milliseconds of a step without adapters and with those of ``case``, and its share of the speed without."""
+    digests = steps.add(case)
+    steps.forward.bind(steps.forward.memory.throwaway(BLOCK_SIZE, 1 + case.streams * BLOCKS_OF_A_REQUEST))
+    plain = steps.batch(case, [None])
+    adapted = steps.batch(case, list(digests)) if case.adapters else steps.batch(case, [None])
+    for batch in (plain, adapted):
+        steps.milliseconds(batch, 3)
+    pairs = [(steps.milliseconds(plain, count), steps.milliseconds(adapted, count)) for _ in range(rounds)]
+    for digest in digests:
+        steps.forward.remove_adapter(digest)
+    without, with_them = (statistics.median(times) for times in zip(*pairs, strict=True))
+    return without, with_them, statistics.median(before / after for before, after in pairs)
+
+
+def main() -> None:
+    """Prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--isa", default="auto")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=5, help="of a round, the fastest of which counts")
+    options = parser.parse_args()
+    steps = Steps(str(options.model), options.threads, options.isa)
+    table = Table("step", "ms without", "ms with", "share of the speed")
+    with torch.inference_mode():
+        for case in cases(options.streams):
+            without, with_them, share = measure(steps, case, options.rounds, options.steps)
+            table.add_row(case.name, f"{without:.2f}", f"{with_them:.2f}", f"{share:.3f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
