@@ -1,0 +1,131 @@
+"""Which adapters the engine holds in host memory. A state machine: what comes and is used goes in, what must go comes out."""
+
+from dataclasses import dataclass
+
+from penstock_common.errors import FailedPrecondition, NotFound, ResourceExhausted
+
+RETRY_AFTER = 1.0
+"""Seconds that a client is told to wait for an adapter's memory."""
+
+
+@dataclass(slots=True)
+class _Held:
+    num_bytes: int
+    users: int = 0
+    pinned: bool = False
+    leaving: bool = False
+
+
+class LoraCache:
+    """Adapters by digest, up to ``capacity`` bytes. Those that make room are the least recently used, of those that nobody uses
+    and that are not pinned. One that is removed while it is used stays until its last user has gone.
+
+    Methods that make adapters leave return their digests: the caller has the workers let go of them.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.num_bytes = 0
+        """Of the adapters that are held."""
+        self.num_evictions = 0
+        """Adapters that had to go for others, since the start."""
+        self._held: dict[bytes, _Held] = {}  # the least recently used first
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._held
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        """Those that are held, the least recently used first."""
+        return tuple(self._held)
+
+    def is_pinned(self, digest: bytes) -> bool:
+        """Whether an adapter stays until it is removed or unpinned; also False for one that is not held."""
+        held = self._held.get(digest)
+        return held is not None and held.pinned
+
+    def is_used(self, digest: bytes) -> bool:
+        """Whether an adapter has users; also False for one that is not held."""
+        held = self._held.get(digest)
+        return held is not None and held.users > 0
+
+    def add(self, digest: bytes, num_bytes: int) -> list[bytes]:
+        """Hold an adapter from now on, as the most recently used; one that is held already counts as used now, and stays if it
+        was to leave. Returns those that had to go for it.
+
+        Raises FailedPrecondition for one that is larger than all there is, ResourceExhausted while those in use and pinned leave
+        too little; nothing has changed then.
+        """
+        if (held := self._held.get(digest)) is not None:
+            held.leaving = False
+            self._touch(digest)
+            return []
+        if num_bytes > self.capacity:
+            raise FailedPrecondition(
+                f"the adapter has {num_bytes} bytes; lora.cpu_memory is {self.capacity}",
+                field="lora",
+                reason="LORA_TOO_LARGE",
+            )
+        evicted, room = [], self.capacity - self.num_bytes
+        for other, entry in self._held.items():
+            if room >= num_bytes:
+                break
+            if not (entry.users or entry.pinned):
+                evicted.append(other)
+                room += entry.num_bytes
+        if room < num_bytes:
+            raise ResourceExhausted(
+                f"the adapter has {num_bytes} bytes and there is room for {room}: the other "
+                f"{len(self) - len(evicted)} of lora.cpu_memory, {self.capacity} bytes, are in use or pinned",
+                field="lora",
+                reason="LORA_CACHE_FULL",
+                retry_after=RETRY_AFTER,
+            )
+        for other in evicted:
+            self._drop(other)
+        self.num_evictions += len(evicted)
+        self._held[digest] = _Held(num_bytes)
+        self.num_bytes += num_bytes
+        return evicted
+
+    def acquire(self, digest: bytes) -> None:
+        """Use an adapter that is held; ``release`` must follow."""
+        held = self._held[digest]
+        held.users += 1
+        held.leaving = False
+        self._touch(digest)
+
+    def release(self, digest: bytes) -> list[bytes]:
+        """End a use. Returns the adapter where it was removed meanwhile, and this was the last one."""
+        held = self._held[digest]
+        if held.users == 0:
+            raise ValueError(f"adapter {digest.hex()} is not in use")
+        held.users -= 1
+        return self._drop(digest) if held.leaving and not held.users else []
+
+    def pin(self, digest: bytes, *, pinned: bool = True) -> None:
+        """Keep an adapter whatever else is loaded; not ``pinned``: no more. Raises NotFound for one that is not held."""
+        held = self._held.get(digest)
+        if held is None:
+            raise NotFound(f"no adapter with digest {digest.hex()} is loaded", field="digest", reason="LORA_NOT_LOADED")
+        held.pinned = pinned
+        held.leaving = held.leaving and not pinned
+
+    def remove(self, digest: bytes) -> list[bytes]:
+        """Hold an adapter no longer than it is used. Returns it where it leaves at once; one that is not held is passed over."""
+        held = self._held.get(digest)
+        if held is None:
+            return []
+        held.pinned = False
+        held.leaving = held.users > 0
+        return [] if held.leaving else self._drop(digest)
+
+    def _touch(self, digest: bytes) -> None:
+        self._held[digest] = self._held.pop(digest)
+
+    def _drop(self, digest: bytes) -> list[bytes]:
+        self.num_bytes -= self._held.pop(digest).num_bytes
+        return [digest]
