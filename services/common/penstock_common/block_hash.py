@@ -14,6 +14,8 @@ from penstock_common.types.request_context import RequestContext
 
 DIGEST_SIZE = 16
 _PERSON = b"penstock-block-1"
+_NO_TEXT = b"\xff"
+"""In no UTF-8: what is before it is the salt, and no salt looks like salt and adapter."""
 
 
 class Hashed(Protocol):
@@ -24,6 +26,10 @@ class Hashed(Protocol):
     prompt_embeds: PromptEmbeds | None
     block_hashes: list[bytes]
     """Of the blocks hashed so far."""
+
+    @property
+    def lora_digest(self) -> bytes:
+        """Of the LoRA adapter that is applied; empty: none."""
 
 
 def _digest(data: bytes) -> bytes:
@@ -36,10 +42,14 @@ def root_hash(block_size: int) -> bytes:
 
 
 def extra_keys(sequence: Hashed, start: int, end: int) -> bytes:
-    """What besides the tokens decides the content of the block with positions ``start`` to ``end``: the cache salt, on the
-    first block (later ones inherit it), and vectors that stand for tokens.
+    """What besides the tokens decides the content of the block with positions ``start`` to ``end``: the cache salt and the LoRA
+    adapter, on the first block (later ones inherit them), and vectors that stand for tokens.
     """
-    keys = sequence.context.cache_salt.encode() if start == 0 else b""
+    keys = b""
+    if start == 0:
+        keys = sequence.context.cache_salt.encode()
+        if sequence.lora_digest:
+            keys += _NO_TEXT + sequence.lora_digest
     embeds = sequence.prompt_embeds
     if embeds is not None and start < embeds.num_tokens:
         keys += _vectors_digest(embeds, start, end)

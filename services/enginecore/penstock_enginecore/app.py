@@ -12,8 +12,8 @@ from penstock_common.metrics_server import MetricsServer
 from penstock_common.observability.logging import configure, get_logger
 from penstock_common.process import name_process
 from penstock_common.tensors.sizes import MAX_TENSOR_BYTES
-from penstock_common.types.outputs import EngineReady
-from penstock_enginecore.config import EngineCoreConfig
+from penstock_common.types.outputs import EngineReady, LoraLimits
+from penstock_enginecore.config import EngineCoreConfig, LoraConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
@@ -124,9 +124,10 @@ def serve(
 
 
 def _capabilities(config: EngineCoreConfig, engine: EngineCore) -> tuple[str, ...]:
+    lora = ("lora",) if config.lora.enabled else ()
     if engine.model.pooling:
-        return engine.model.pooling.words
-    return (*GENERATES, "kv_events") if config.cache.enable_kv_events else GENERATES
+        return (*engine.model.pooling.words, *lora)
+    return (*GENERATES, "kv_events", *lora) if config.cache.enable_kv_events else (*GENERATES, *lora)
 
 
 def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
@@ -163,4 +164,11 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
         config_hash=hash_of(computes),
         data_parallel_size=config.data_parallel.size,
         capabilities=_capabilities(config, engine),
+        lora=_lora_limits(config.lora),
     )
+
+
+def _lora_limits(config: LoraConfig) -> LoraLimits | None:
+    if not config.enabled:
+        return None
+    return LoraLimits(max_loras=config.max_loras, max_lora_rank=config.max_lora_rank, cpu_memory=config.cpu_memory)

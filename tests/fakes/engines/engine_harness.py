@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from penstock_common.lora.registration import LoraAdapter
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
@@ -15,17 +16,19 @@ from penstock_enginecore.config import (
     EngineCoreConfig,
     ErrorDumpConfig,
     ExecutorConfig,
+    LoraConfig,
     ModelConfig,
     SchedulerConfig,
     SpeculativeConfig,
 )
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
+from penstock_enginecore.core.lora.request import LoraRequest
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.base import SchedulerContext
 from penstock_enginecore.core.scheduler.scheduler import DefaultScheduler
 from penstock_enginecore.error_dump import dump_step
-from tests.fakes.engines.fake_executor import FakeExecutor, oracle_token
+from tests.fakes.engines.fake_executor import FakeExecutor, lora_seed, oracle_token
 from tests.fakes.engines.fake_grammars import FakeGrammars
 
 CLIENT = "client"
@@ -54,6 +57,7 @@ def make_config(
     num_stages: int = 1,
     error_dump: ErrorDumpConfig | None = None,
     speculative: SpeculativeConfig | None = None,
+    lora: LoraConfig | None = None,
     **scheduler: Any,
 ) -> EngineCoreConfig:
     """A small engine; further arguments go to SchedulerConfig."""
@@ -74,6 +78,7 @@ def make_config(
         drain_timeout=drain_timeout,
         error_dump=error_dump or ErrorDumpConfig(),
         speculative=speculative or SpeculativeConfig(),
+        lora=lora or LoraConfig(),
     )
 
 
@@ -108,6 +113,7 @@ def make_request(
     prior: list[int] | None = None,
     attempt: int = 0,
     never_admitted: bool = False,
+    lora: LoraAdapter | None = None,
     **fields: Any,
 ) -> EngineCoreRequest:
     """A seeded request. An integer prompt is a length; ``fields`` are those of its RequestContext and of SamplingParams."""
@@ -119,6 +125,7 @@ def make_request(
         prior_output_token_ids=prior or [],
         attempt=attempt,
         never_admitted=never_admitted,
+        lora=lora,
         context=RequestContext(**context),
     )
 
@@ -145,8 +152,11 @@ def scheduler_context(num_blocks: int = 8, max_model_len: int = 1000, **schedule
 def expected_output(
     request: EngineCoreRequest, *, max_model_len: int, vocab_size: int = 1000, eos: frozenset[int] = frozenset()
 ) -> tuple[list[int], FinishReason]:
-    """All output tokens of an undisturbed request, and why it ends. A constraint is one of FakeGrammars."""
+    """All output tokens of an undisturbed request, and why it ends. A constraint is one of FakeGrammars. An adapter's digest must
+    be known.
+    """
     params = request.sampling_params
+    seed = (params.seed or 0) ^ lora_seed(LoraRequest.of(request.lora))
     grammar = None
     if params.structured_output is not None:
         grammars = FakeGrammars(vocab_size, *eos)
@@ -154,7 +164,7 @@ def expected_output(
         (grammar,) = grammars.started
     tokens: list[int] = []
     while True:
-        token = oracle_token(params.seed or 0, len(tokens), vocab_size)
+        token = oracle_token(seed, len(tokens), vocab_size)
         if grammar is not None:
             token = next(t % vocab_size for t in range(token, token + vocab_size) if grammar.allows(t % vocab_size))
             grammar.accept(token)
@@ -239,6 +249,9 @@ def run_to_end(engine: EngineCore, *requests: EngineCoreRequest, transcript: Tra
     steps = 0
     while engine.has_work:
         step(engine, transcript)
+        if engine.stalled:  # what waits now waits for the device
+            executor: Any = engine.executor
+            executor.work()
         steps += 1
         assert steps < 10_000, "the engine makes no progress"
     return transcript

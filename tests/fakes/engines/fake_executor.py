@@ -19,11 +19,13 @@ from typing import Any
 
 import xxhash
 
+from penstock_common.errors import FailedPrecondition
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config.scheduler import STEP_TOKENS
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.block_pool import NULL_BLOCK_ID
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.scheduler.output import (
@@ -45,6 +47,11 @@ def oracle_token(seed: int, index: int, vocab_size: int) -> int:
 def oracle_tokens(seed: int, count: int, vocab_size: int) -> list[int]:
     """The first ``count`` output tokens."""
     return [oracle_token(seed, index, vocab_size) for index in range(count)]
+
+
+def lora_seed(lora: LoraRequest | None) -> int:
+    """What an adapter does to a request's seed, and to what its blocks hold; 0 without one."""
+    return 0 if lora is None else int.from_bytes(lora.digest[:8], "little")
 
 
 def next_allowed(token: int, row: Any, vocab_size: int) -> int:
@@ -93,8 +100,14 @@ class _State:
         self.num_computed_tokens = new.num_computed_tokens
         self.block_ids = [list(table) for table in new.block_ids]
         self.params: SamplingParams = new.sampling_params
+        self.lora = new.lora
         self.prefix_hashes: list[int] = []
         self.num_drafts = 0
+
+    @property
+    def seed(self) -> int:
+        """Of its tokens."""
+        return (self.params.seed or 0) ^ lora_seed(self.lora)
 
     def forget_drafts(self) -> None:
         """What was computed behind the final tokens means nothing."""
@@ -106,7 +119,7 @@ class _State:
     def prefix_hash(self, position: int) -> int:
         """Hash of the tokens up to and including ``position``."""
         while len(self.prefix_hashes) <= position:
-            before = self.prefix_hashes[-1] if self.prefix_hashes else 0
+            before = self.prefix_hashes[-1] if self.prefix_hashes else lora_seed(self.lora)
             token = self.token_ids[len(self.prefix_hashes)]
             self.prefix_hashes.append(
                 xxhash.xxh3_64_intdigest(before.to_bytes(8, "little") + token.to_bytes(4, "little"))
@@ -125,6 +138,8 @@ class FakeExecutor:
     before that, or before ``work`` is called: only then does the device read what the step says, and sample; its tokens are its
     own inputs of the steps behind.
     ``drafter``: gives drafts for a seed, from an output index on, so many; steps are asked for them behind their sampling.
+    ``adapters``: what is at each path, or the error of reading it; with ``loads_at_once`` False they come when ``finish_load`` is
+    called. Steps may have those alone that are held; an adapter changes what blocks hold, and all tokens.
     ``windows``: the sliding window of each layer. ``pooling``: what it is pooled for; it generates without.
     """
 
@@ -190,6 +205,12 @@ class FakeExecutor:
         self._drafter = drafter
         self._behind: SchedulerOutput | None = None
         self.num_drafted = self.num_accepted = 0
+        self.adapters: dict[str, LoadedLora | Exception] = {}
+        self.held_loras: set[bytes] = set()
+        self.most_loras = 0
+        self.loads: list[LoraRequest] = []
+        self.loads_at_once = True
+        self._loading: deque[tuple[LoraRequest, Future[LoadedLora]]] = deque()
 
     @property
     def held_requests(self) -> set[str]:
@@ -232,6 +253,41 @@ class FakeExecutor:
         assert self._pending is None, "the previous step was not sampled"
         self.num_dummy_steps += 1
         self.on_dummy()
+
+    def load_lora(self, lora: LoraRequest) -> "Future[LoadedLora]":
+        """Of ``adapters``, by path, at once or when ``finish_load`` is called."""
+        self.loads.append(lora)
+        future: Future[LoadedLora] = Future()
+        self._loading.append((lora, future))
+        if self.loads_at_once:
+            self.finish_load()
+        return future
+
+    def finish_load(self) -> bool:
+        """End the oldest load that is under way; False when there is none."""
+        if not self._loading:
+            return False
+        lora, future = self._loading.popleft()
+        loaded = self.adapters[lora.path]
+        if isinstance(loaded, Exception):
+            future.set_exception(loaded)
+        elif lora.digest and lora.digest != loaded.digest:
+            future.set_exception(FailedPrecondition("other content", reason="LORA_CHANGED"))
+        else:
+            self._between_steps(partial(self._take_lora, loaded, future))
+        return True
+
+    def _take_lora(self, loaded: LoadedLora, future: "Future[LoadedLora]") -> None:
+        self.held_loras.add(loaded.digest)
+        future.set_result(loaded)
+
+    def _between_steps(self, call: Callable[[], None]) -> None:
+        self._queued.append(call)
+        if not self._late:
+            self.work()
+
+    def unload_lora(self, digest: bytes) -> None:
+        self._between_steps(partial(self.held_loras.discard, digest))
 
     def roll_back(self) -> None:
         step, self._pending = self._pending, None
@@ -305,7 +361,7 @@ class FakeExecutor:
             state = self._states[key]
             index = len(state.token_ids) - state.num_prompt_tokens
             drafts.request_ids.append(key)
-            drafts.draft_token_ids.append(self._drafter(state.params.seed or 0, index, count)[:count])
+            drafts.draft_token_ids.append(self._drafter(state.seed, index, count)[:count])
         return drafts
 
     def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
@@ -344,6 +400,7 @@ class FakeExecutor:
             assert 0 < new.num_prompt_tokens <= len(new.token_ids)
             assert 0 <= new.num_computed_tokens < len(new.token_ids), "at least one token is left to compute"
             assert len(new.block_ids) == len(self._config.groups)
+            assert new.lora is None or new.lora.digest in self.held_loras, f"{new.lora} is not loaded"
             self._states[new.request_id] = _State(new)
         cached = step.cached_requests
         for key, num_computed, blocks in zip(
@@ -359,6 +416,9 @@ class FakeExecutor:
         named = [r.request_id for r in step.new_requests] + step.cached_requests.request_ids
         assert sorted(named) == sorted(step.num_scheduled_tokens), "scheduled requests are new or known, never both"
         assert step.total_num_scheduled_tokens == sum(step.num_scheduled_tokens.values())
+        loras = {self._states[key].lora for key in step.num_scheduled_tokens} - {None}
+        assert all(lora.digest in self.held_loras for lora in loras), "a step has an adapter that is not loaded"
+        self.most_loras = max(self.most_loras, len({lora.digest for lora in loras}))
         for key, count in step.num_scheduled_tokens.items():
             state = self._states[key]
             end = state.num_computed_tokens + count
@@ -385,6 +445,7 @@ class FakeExecutor:
                     assert place == other_place, f"block {block_id} at two places"
                     assert len(state.token_ids) >= end, f"block {block_id} shared before it is full"
                     assert state.token_ids[:end] == other.token_ids[:end], f"block {block_id}: two prefixes"
+                    assert lora_seed(state.lora) == lora_seed(other.lora), f"block {block_id}: two adapters"
                 else:
                     owners[block_id] = place, state
 
@@ -451,7 +512,7 @@ class FakeExecutor:
         for offset in range(len(drafts) + 1):
             if masks is not None and offset not in masks:
                 break
-            token = oracle_token(state.params.seed or 0, first + offset, self.vocab_size)
+            token = oracle_token(state.seed, first + offset, self.vocab_size)
             if masks is not None:
                 token = next_allowed(token, masks[offset], self.vocab_size)
             sampled.append(token)

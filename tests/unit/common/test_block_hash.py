@@ -7,13 +7,15 @@ import sys
 import msgspec
 
 from penstock_common.block_hash import DIGEST_SIZE, BlockHasher
+from penstock_common.lora.registration import LoraAdapter
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_enginecore.core.request import Request
 from tests.fakes.engines.engine_harness import make_request
 
 
-def hashes(prompt, *, block_size=4, cache_salt="", num_tokens=None):
-    request = Request(make_request(prompt, cache_salt=cache_salt), client_id="c", max_model_len=1000)
+def hashes(prompt, *, block_size=4, cache_salt="", num_tokens=None, lora=b""):
+    adapter = LoraAdapter("name", "/path", lora) if lora else None
+    request = Request(make_request(prompt, cache_salt=cache_salt, lora=adapter), client_id="c", max_model_len=1000)
     BlockHasher(block_size).extend(request, len(prompt) if num_tokens is None else num_tokens)
     return request.block_hashes
 
@@ -39,6 +41,22 @@ def test_a_salt_changes_every_block():
     plain, salted = hashes(list(range(8))), hashes(list(range(8)), cache_salt="tenant")
     assert not set(plain) & set(salted)
     assert salted == hashes(list(range(8)), cache_salt="tenant")
+
+
+def test_an_adapter_changes_every_block_by_its_content():
+    one, other = bytes(16), bytes(15) + b"\1"
+    prompt = list(range(8))
+    every = [*hashes(prompt), *hashes(prompt, lora=one), *hashes(prompt, lora=other)]
+    assert len(set(every)) == len(every)
+    assert hashes(prompt, lora=one) == hashes(prompt, lora=one)
+
+
+def test_no_salt_stands_for_an_adapter():
+    digest = b"0123456789abcdef"
+    prompt = list(range(4))
+    plain, salted = hashes(prompt, lora=digest), hashes(prompt, cache_salt="s", lora=digest)
+    for salt in (digest.decode(), "\xff" + digest.decode(), "s" + digest.decode(), "s\xff" + digest.decode()):
+        assert hashes(prompt, cache_salt=salt) not in (plain, salted)
 
 
 def test_block_sizes_do_not_mix():

@@ -6,9 +6,10 @@ import msgspec
 
 from penstock.common.v1 import stats_pb2
 from penstock_common.errors import InvalidArgument
-from penstock_common.types.outputs import SchedulerStats, SpecDecodingStats
+from penstock_common.types.outputs import LoraStats, SchedulerStats, SpecDecodingStats
 
-_NAMES = tuple(field.name for field in msgspec.structs.fields(SchedulerStats) if field.name != "spec_decoding_stats")
+_MESSAGES = ("spec_decoding_stats", "lora")
+_NAMES = tuple(field.name for field in msgspec.structs.fields(SchedulerStats) if field.name not in _MESSAGES)
 
 
 def from_proto(message: stats_pb2.SchedulerStats, *, path: str = "scheduler_stats") -> SchedulerStats:
@@ -20,6 +21,8 @@ def from_proto(message: stats_pb2.SchedulerStats, *, path: str = "scheduler_stat
     values = {name: getattr(message, name) for name in _NAMES}
     if message.HasField("spec_decoding_stats"):
         values["spec_decoding_stats"] = speculation_from_proto(message.spec_decoding_stats)
+    if message.HasField("lora"):
+        values["lora"] = lora_from_proto(message.lora, path=f"{path}.lora")
     return SchedulerStats(**values)
 
 
@@ -28,6 +31,8 @@ def to_proto(stats: SchedulerStats) -> stats_pb2.SchedulerStats:
     message = stats_pb2.SchedulerStats(**{name: getattr(stats, name) for name in _NAMES})
     if stats.spec_decoding_stats is not None:
         message.spec_decoding_stats.CopyFrom(speculation_to_proto(stats.spec_decoding_stats))
+    if stats.lora is not None:
+        message.lora.CopyFrom(lora_to_proto(stats.lora))
     return message
 
 
@@ -44,6 +49,20 @@ def speculation_from_proto(message: stats_pb2.SpecDecodingStats) -> SpecDecoding
 def speculation_to_proto(stats: SpecDecodingStats) -> stats_pb2.SpecDecodingStats:
     """The message for these counts."""
     return stats_pb2.SpecDecodingStats(**msgspec.structs.asdict(stats))
+
+
+def lora_from_proto(message: stats_pb2.LoraStats, *, path: str = "lora") -> LoraStats:
+    """The domain's statistics of adapters. Raises InvalidArgument for numbers that can not be."""
+    if not (message.load_seconds >= 0.0 and math.isfinite(message.load_seconds)):
+        _refuse(f"{path}.load_seconds", message.load_seconds, "finite and at least 0")
+    names = [field.name for field in msgspec.structs.fields(LoraStats) if field.name not in ("active", "waiting")]
+    values = {name: getattr(message, name) for name in names}
+    return LoraStats(active=list(message.active), waiting=list(message.waiting), **values)
+
+
+def lora_to_proto(stats: LoraStats) -> stats_pb2.LoraStats:
+    """The message for these statistics."""
+    return stats_pb2.LoraStats(**msgspec.structs.asdict(stats))
 
 
 def _refuse(field: str, value: float, limit: str) -> None:

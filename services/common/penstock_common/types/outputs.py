@@ -122,6 +122,25 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Of the attempt, on its last output; None where nothing was drafted."""
 
 
+class LoraStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The LoRA adapters of an engine's requests, by name: ``active`` among those that run; ``waiting`` for that, at most
+    ``MAX_WAITING_NAMES`` of them. Counts of loads and evictions, and ``load_seconds``, only grow.
+    """
+
+    active: list[str] = []
+    waiting: list[str] = []
+    num_waiting_reqs: int = 0
+    num_loading_reqs: int = 0
+    num_cached: int = 0
+    cached_bytes: int = 0
+    num_loads: int = 0
+    load_seconds: float = 0.0
+    num_evictions: int = 0
+
+
+MAX_WAITING_NAMES = 32
+
+
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's load after a step. Counters only grow; ``kv_cache_usage`` is a fraction in [0, 1].
 
@@ -142,6 +161,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     wedged: bool = False
     spec_decoding_stats: SpecDecodingStats | None = None
     """None for an engine that does not speculate."""
+    lora: LoraStats | None = None
+    """None for an engine that applies no adapters."""
 
     @property
     def prefix_cache_hit_rate(self) -> float:
@@ -173,6 +194,14 @@ class EngineCoreOutputs(msgspec.Struct, kw_only=True):
     tokens: TokenColumns | None = None
 
 
+class LoraLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine takes of LoRA adapters: how many among running requests, of which rank, in how many bytes of host memory."""
+
+    max_loras: int
+    max_lora_rank: int
+    cpu_memory: int
+
+
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
     """The first message of an engine on a session: who it is and what it can hold (lengths in tokens).
 
@@ -201,3 +230,5 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 0
     max_message_bytes: int = 0
     max_tensor_bytes: int = 0
+    lora: LoraLimits | None = None
+    """None for an engine that applies no adapters."""

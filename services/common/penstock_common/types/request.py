@@ -2,6 +2,7 @@
 
 import msgspec
 
+from penstock_common.lora.registration import LoraAdapter
 from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request_context import RequestContext
@@ -33,6 +34,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Means nothing beside ``pooling_params``."""
     pooling_params: PoolingParams | None = None
     """With these the request produces vectors, and no tokens."""
+    lora: LoraAdapter | None = None
+    """What is applied to the model's weights; None: nothing."""
     context: RequestContext = RequestContext()
     current_wave: int = 0
     """The wave of data-parallel engines that the frontend saw last."""

@@ -31,6 +31,7 @@ from penstock_enginecore.config.cache import CacheConfig
 from penstock_enginecore.config.data_parallel import DataParallelConfig
 from penstock_enginecore.config.executor import ExecutorConfig, KernelsConfig
 from penstock_enginecore.config.expert_parallel import ExpertParallelConfig
+from penstock_enginecore.config.lora import LoraConfig
 from penstock_enginecore.config.model import ModelConfig
 from penstock_enginecore.config.scheduler import SchedulerConfig
 from penstock_enginecore.config.speculative import SpeculativeConfig
@@ -107,6 +108,7 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     kernels: KernelsConfig = KernelsConfig()
     structured_output: StructuredOutputConfig = StructuredOutputConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
+    lora: LoraConfig = LoraConfig()
     data_parallel: DataParallelConfig = DataParallelConfig()
     expert_parallel: ExpertParallelConfig = ExpertParallelConfig()
     coordinator: CoordinatorClientConfig = CoordinatorClientConfig()
@@ -162,6 +164,10 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 raise ConfigError(
                     f"data_parallel.size is {size} and executor.{name} {getattr(executor, name)}; a rank of a group has 1"
                 )
+        if self.lora.enabled:
+            raise ConfigError(
+                f"data_parallel.size is {size} and lora.max_loras {self.lora.max_loras}; a rank of a group has 0"
+            )
         if self.scheduler.async_scheduling:
             raise ConfigError(
                 f"data_parallel.size is {size} and scheduler.async_scheduling true; a rank schedules when a step is over"

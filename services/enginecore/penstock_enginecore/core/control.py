@@ -13,6 +13,7 @@ from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.lora.intake import LoraIntake
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.base import Scheduler
 from penstock_enginecore.core.scheduler.pause import PauseState
@@ -50,6 +51,7 @@ class Controllable(Protocol):
     kv_cache_config: KVCacheConfig
     model: ModelInfo
     counts: StepCounts
+    loras: LoraIntake
 
     @property
     def max_model_len(self) -> int:
@@ -96,7 +98,9 @@ class EngineControl:
         self._waiting: list[tuple[Future[None], bool]] = []
         self._sleep_level = 0
         self.on_drain: Callable[[float], None] = _cannot_drain
-        self.utilities = extend(UtilityRegistry(self), "engine")
+        utilities = UtilityRegistry(self)
+        utilities.include(engine.loras)
+        self.utilities = extend(utilities, "engine")
         """What frontends can call by name: the methods of this class that are marked so, and what plugins add."""
 
     # Draining.

@@ -16,6 +16,8 @@ from penstock_enginecore.core.executor import Executor, Progress
 from penstock_enginecore.core.grammar_intake import GrammarIntake
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.iteration_log import IterationLog
+from penstock_enginecore.core.lora.intake import LoraIntake
+from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.base import Clock, Scheduler, SchedulerContext, create_scheduler
@@ -80,6 +82,7 @@ class EngineCore:
         grammars: GrammarBackend | None = None
         if make_grammars is not None:
             grammars = make_grammars(config, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
+        lora_slots = LoraSlots(config.lora.max_loras, config.lora.max_wait) if config.lora.enabled else None
         self.scheduler: Scheduler = create_scheduler(
             SchedulerContext(
                 config=scheduling,
@@ -91,6 +94,8 @@ class EngineCore:
                 num_stages=num_stages,
                 speculative=config.speculative,
                 step_seconds=executor.step_seconds(_ROWS) if config.speculative.enabled else {},
+                lora_slots=lora_slots,
+                lora_stats=lambda: self.loras.stats(),
                 eos_token_ids=model.eos_token_ids,
                 monotonic_clock=monotonic_clock,
                 wall_clock=wall_clock,
@@ -105,6 +110,7 @@ class EngineCore:
             enable_in_reasoning=config.structured_output.enable_in_reasoning,
             drafts=config.speculative.enabled,
         )
+        self.loras = LoraIntake(config.lora, executor, self.scheduler, lora_slots, lambda: self.wake(), monotonic_clock)
         executor.initialize_kv_cache(self.kv_cache_config)
         self._limits = RequestLimits(
             model=model, max_model_len=self.max_model_len, max_logprobs=config.model.max_logprobs
@@ -137,8 +143,11 @@ class EngineCore:
         constraint = request.sampling_params.structured_output
         if constraint is not None:
             self._grammars.check(constraint)
+        if request.lora is not None:
+            self.loras.check(request.lora)
         prepared = Request(request, client_id=client_id, max_model_len=self.max_model_len)
-        self.scheduler.hash_prompt(prepared)
+        if prepared.lora is None or prepared.lora.digest:  # else it is hashed once somebody has read the adapter
+            self.scheduler.hash_prompt(prepared)
         return prepared
 
     def add(self, request: Request) -> None:
@@ -146,13 +155,13 @@ class EngineCore:
 
         Raises InvalidArgument for an id in use, ResourceExhausted when the queue is full.
         """
-        constraint = request.sampling_params.structured_output
-        if constraint is None:
-            self.scheduler.add_request(request)
-            return
-        self.scheduler.add_request(request, Hold.GRAMMAR)
-        if not request.finished:
+        constraint, lora = request.sampling_params.structured_output, request.lora
+        hold = Hold.NONE if constraint is None else Hold.GRAMMAR
+        self.scheduler.add_request(request, hold if lora is None else hold | Hold.LORA_LOAD)
+        if constraint is not None and not request.finished:
             self._grammars.start(request, constraint)
+        if lora is not None and not request.finished:
+            self.loras.start(request, lora)
 
     def abort(self, client_id: str, request_ids: Iterable[str]) -> list[str]:
         """End those of a client's requests that exist, with ABORT outputs. Returns their ids."""
@@ -194,6 +203,7 @@ class EngineCore:
         steps = self._steps
         steps.take_drafts(wait=not steps)
         self._grammars.take()
+        self.loras.take()
         started = steps.has_room and self._start_step(drain_aborts)
         if steps and not (started and steps.has_room and not steps.oldest_is_done):
             steps.finish_oldest(drain_aborts)
@@ -209,6 +219,7 @@ class EngineCore:
         """
         self._steps.take_drafts(wait=True)
         self._grammars.take()
+        self.loras.take()
         self._grammars.await_masks()
         scheduled = self.scheduler.schedule(begin=begin)
         passed = True

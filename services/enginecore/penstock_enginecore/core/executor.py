@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from penstock_enginecore.core.data_parallel.shared_experts import SharedExperts
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import WorkerStats
@@ -67,6 +68,15 @@ class Executor(Protocol):
         data-parallel group compute theirs. Where they share experts, this one computes those of their tokens alone. Raises what
         goes wrong in it.
         """
+
+    def load_lora(self, lora: LoraRequest) -> "Future[LoadedLora]":
+        """Read an adapter in every worker while steps go on, and take it between two of them; one that is there already is read
+        again, and stays. The future raises Unavailable where it cannot be read, FailedPrecondition where it is not what ``lora``
+        says, or is not served.
+        """
+
+    def unload_lora(self, digest: bytes) -> None:
+        """Have the workers let go of an adapter, behind the steps that were started. One that is not there is passed over."""
 
     def roll_back(self) -> None:
         """Go on behind a step that lost its peers: what it said of requests and blocks holds, what it computed is forgotten."""

@@ -7,8 +7,8 @@ class Hold(enum.Flag):
     """A waiting request with any of these waits for something of its own, not for its turn, and is in nobody's way.
 
     A new reason is a name here, given to the request with ``Scheduler.add_request`` or ``hold_back``, and a call of ``release``
-    by whoever knows that the wait is over; the scheduler itself asks for no reason by name but ``PAUSE`` and ``TRIAL``, which
-    it gives and takes.
+    by whoever knows that the wait is over; the scheduler itself asks for no reason by name but ``PAUSE``, ``TRIAL`` and
+    ``LORA_SLOT``, which it gives and takes.
     """
 
     NONE = 0
@@ -18,3 +18,7 @@ class Hold(enum.Flag):
     """It came while the engine was pausing."""
     TRIAL = enum.auto()
     """A step with it failed: ``StepTrial`` tries it with fewer others."""
+    LORA_LOAD = enum.auto()
+    """Its adapter is being loaded."""
+    LORA_SLOT = enum.auto()
+    """As many other adapters run as may."""

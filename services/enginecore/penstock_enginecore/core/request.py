@@ -8,6 +8,7 @@ from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.hold import Hold
+from penstock_enginecore.core.lora.request import LoraRequest, LoraUse
 from penstock_enginecore.core.spec_decode.history import DraftHistory
 from penstock_enginecore.core.structured_output.base import Grammar
 
@@ -69,6 +70,7 @@ class Request:
     ``unsettled``: a step in flight has drafts, or has some made behind it: what its next tokens are, and how many, is known
     only then. ``draft_history`` and ``forced_history``: how drafts held, what a grammar forces apart; ``drafts_forced``:
     which of the two those are that are being verified. ``spec_stats``: None while it has had no drafts.
+    ``lora``: its adapter, with the digest once that is known; ``lora_use``: keeps it, from when it is loaded to the end.
     ``arrival`` numbers requests in the order in which the scheduler got them. ``grammar`` is set once a constraint is compiled.
     """
 
@@ -86,6 +88,8 @@ class Request:
         "grammar",
         "hold",
         "key",
+        "lora",
+        "lora_use",
         "max_drafts",
         "max_tokens",
         "num_cached_tokens",
@@ -144,6 +148,8 @@ class Request:
         self.status = RequestStatus.WAITING
         self.hold = Hold.NONE
         self.grammar: Grammar | None = None
+        self.lora = LoraRequest.of(request.lora)
+        self.lora_use: LoraUse | None = None
         self.reasoning_parser_kwargs = request.reasoning_parser_kwargs
         self.reasoning_ended = request.reasoning_ended
         self.arrival = 0
@@ -178,6 +184,11 @@ class Request:
     def num_output_tokens(self) -> int:
         """Output tokens, those of earlier attempts included."""
         return len(self.all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def lora_digest(self) -> bytes:
+        """Of its adapter; empty without one."""
+        return b"" if self.lora is None else self.lora.digest
 
     @property
     def finished(self) -> bool:

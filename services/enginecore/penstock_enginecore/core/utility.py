@@ -32,12 +32,18 @@ class UtilityRegistry:
     def __init__(self, owner: object) -> None:
         self._owner = owner
         self._methods: dict[str, tuple[Callable[..., Any], list[tuple[inspect.Parameter, Any]]]] = {}
+        self.include(owner)
+
+    def include(self, owner: object) -> None:
+        """Let the ``@utility`` methods of another object be called as well. Raises as ``register``."""
         for name, function in inspect.getmembers(type(owner), inspect.isfunction):
             if getattr(function, _MARK, False):
-                self.register(name, function)
+                self.register(name, function, owner)
 
-    def register(self, name: str, function: Callable[..., Any]) -> None:
-        """Let ``function(owner, ...)`` be called as ``name``. Raises ValueError for a name in use or an unannotated parameter."""
+    def register(self, name: str, function: Callable[..., Any], owner: object = None) -> None:
+        """Let ``function(owner, ...)`` be called as ``name``; None: the registry's own object. Raises ValueError for a name in
+        use or an unannotated parameter.
+        """
         if name in self._methods:
             raise ValueError(f"utility {name!r} is registered already")
         hints = typing.get_type_hints(function)
@@ -45,7 +51,7 @@ class UtilityRegistry:
         untyped = [p.name for p in parameters if p.name not in hints]
         if untyped:
             raise ValueError(f"utility {name!r}: parameter {untyped[0]!r} has no type")
-        method = function.__get__(self._owner)
+        method = function.__get__(self._owner if owner is None else owner)
         self._methods[name] = method, [(p, hints[p.name]) for p in parameters]
 
     @property

@@ -7,6 +7,7 @@ import msgspec
 from penstock.common.v1 import events_pb2, finish_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
+from penstock_common.lora.registration import LoraAdapter
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import sampling, stats
 from penstock_common.rpc.columns import fill_columns
@@ -25,7 +26,6 @@ from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest, Reason
 
 NOT_SERVED_YET = (
     "mm_features",
-    "lora",
     "data_parallel_rank",
     "resumable",
     "kv_transfer_params",
@@ -51,6 +51,7 @@ def request_from_proto(message: pb.EngineCoreRequest, embeds: PromptEmbeds | Non
         prompt_embeds=embeds,
         sampling_params=NO_SAMPLING if pooling else sampling.from_proto(message.sampling_params),
         pooling_params=pooling,
+        lora=_lora(message),
         context=context_from_proto(message),
         current_wave=checked("current_wave", message.current_wave),
         group_epoch=message.group_epoch,
@@ -63,6 +64,12 @@ def request_from_proto(message: pb.EngineCoreRequest, embeds: PromptEmbeds | Non
         reasoning_parser_kwargs=_reasoning(message.reasoning_parser_kwargs),
         prediction_token_ids=list(message.prediction_token_ids),
     )
+
+
+def _lora(message: pb.EngineCoreRequest) -> LoraAdapter | None:
+    if not message.HasField("lora"):
+        return None
+    return LoraAdapter(message.lora.name, message.lora.path, message.lora.digest)
 
 
 def _reasoning(text: str) -> ReasoningTokens | None:
@@ -155,6 +162,7 @@ def utility_to_proto(output: UtilityOutput) -> pb.UtilityOutput:
 
 def ready_to_proto(ready: EngineReady, *, protocol_revision: int) -> pb.Ready:
     """The first message of the engine on a session."""
+    lora = None if ready.lora is None else pb.LoraLimits(**msgspec.structs.asdict(ready.lora))
     return pb.Ready(
         engine_id=ready.engine_id,
         incarnation=ready.incarnation,
@@ -175,4 +183,5 @@ def ready_to_proto(ready: EngineReady, *, protocol_revision: int) -> pb.Ready:
         max_num_seqs=ready.max_num_seqs,
         max_message_bytes=ready.max_message_bytes,
         max_tensor_bytes=ready.max_tensor_bytes,
+        lora=lora,
     )

@@ -23,6 +23,7 @@ from penstock_common.types.outputs import (
     EngineReady,
     EventType,
     FinishReason,
+    LoraLimits,
     PrefillStats,
     RequestError,
     SchedulerStats,
@@ -90,7 +91,12 @@ def engine_ready(message: pb.Ready) -> EngineReady:
         max_num_seqs=message.max_num_seqs,
         max_message_bytes=message.max_message_bytes,
         max_tensor_bytes=message.max_tensor_bytes,
+        lora=_lora_limits(message.lora) if message.HasField("lora") else None,
     )
+
+
+def _lora_limits(message: pb.LoraLimits) -> LoraLimits:
+    return LoraLimits(max_loras=message.max_loras, max_lora_rank=message.max_lora_rank, cpu_memory=message.cpu_memory)
 
 
 def draining_time_left(message: pb.Draining) -> float | None:

@@ -4,7 +4,7 @@ from penstock.common.v1 import control_pb2
 from penstock.coordinator.v1 import messages_pb2
 from penstock_common.rpc import cluster, stats
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
-from penstock_common.types.outputs import SchedulerStats, SpecDecodingStats
+from penstock_common.types.outputs import LoraStats, SchedulerStats, SpecDecodingStats
 
 
 @pytest.mark.parametrize("state", list(EngineState))
@@ -37,6 +37,17 @@ CANNOT_BE_COUNTS = {
     "wedged": True,
     "spec_decoding_stats": SpecDecodingStats(
         num_drafts=3, num_draft_tokens=9, num_accepted_tokens=4, num_accepted_tokens_per_pos=[2, 1, 1]
+    ),
+    "lora": LoraStats(
+        active=["a", "b"],
+        waiting=["c"],
+        num_waiting_reqs=5,
+        num_loading_reqs=2,
+        num_cached=7,
+        cached_bytes=2**40,
+        num_loads=9,
+        load_seconds=0.25,
+        num_evictions=2,
     ),
 }
 

@@ -8,10 +8,11 @@ import msgspec
 
 from penstock_common.errors import ConfigError, nearest
 from penstock_common.types.kv_events import KvCacheEvent
-from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
+from penstock_common.types.outputs import EngineCoreOutputs, LoraStats, RequestError, SchedulerStats
 from penstock_enginecore.config import SchedulerConfig, SpeculativeConfig
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
@@ -24,7 +25,8 @@ Clock = Callable[[], float]
 class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     """What a scheduler is built from. ``monotonic_clock`` stamps events, ``wall_clock`` is compared with deadlines. A step passes
     ``num_stages`` workers, one after the other, each of which can be at another step. ``step_seconds``: how long steps take
-    by the number of their tokens, as far as that was measured.
+    by the number of their tokens, as far as that was measured. ``lora_slots``: those of adapters among running requests, None
+    where requests have none; ``lora_stats``: what is known of adapters.
     """
 
     config: SchedulerConfig
@@ -36,6 +38,8 @@ class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     num_stages: int = 1
     speculative: SpeculativeConfig = SpeculativeConfig()
     step_seconds: Mapping[int, float] = {}
+    lora_slots: LoraSlots | None = None
+    lora_stats: Callable[[], LoraStats | None] = lambda: None
     monotonic_clock: Clock
     wall_clock: Clock
 

@@ -37,6 +37,7 @@ class RequestLifecycle:
         self._clock = context.monotonic_clock
         self._wall_clock = context.wall_clock
         self._eos_token_ids = context.eos_token_ids
+        self._lora_slots = context.lora_slots
         self._requests = requests
         self._waiting = waiting
         self._running = running
@@ -147,5 +148,9 @@ class RequestLifecycle:
         self._deadlines.discard(request)
         if request.grammar is not None:
             request.grammar.close()
+        if self._lora_slots is not None:
+            self._lora_slots.leave(request.key)
+        if request.lora_use is not None:
+            request.lora_use.close()
         if request.num_charged_tokens:
             self._waiting.charge(request)

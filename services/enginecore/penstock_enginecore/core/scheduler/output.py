@@ -9,6 +9,7 @@ from penstock_common.types.pooling import PoolingParams, Vectors
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.lora.request import LoraRequest
 from penstock_enginecore.core.request import Request
 
 _NO_DRAFTS: list[int] = []
@@ -29,6 +30,7 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     pooling_params: PoolingParams | None = None
     second_text_start: int | None = None
     prompt_embeds: PromptEmbeds | None = None
+    lora: LoraRequest | None = None
     context: RequestContext = RequestContext()
     prediction_token_ids: list[int] = []
 
@@ -81,6 +83,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
                 pooling_params=request.pooling_params,
                 second_text_start=request.second_text_start,
                 prompt_embeds=request.prompt_embeds,
+                lora=request.lora,
                 context=request.context,
                 prediction_token_ids=request.prediction_token_ids,
             )

@@ -3,6 +3,7 @@
 from penstock_common.types.outputs import EventType
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
+from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.scheduler.base import Clock
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
@@ -28,7 +29,9 @@ class Preemption:
         kv_cache: KVCacheManager,
         trial: StepTrial,
         clock: Clock,
+        lora_slots: LoraSlots | None = None,
     ) -> None:
+        self._lora_slots = lora_slots
         self._running = running
         self._waiting = waiting
         self._lifecycle = lifecycle
@@ -71,6 +74,8 @@ class Preemption:
         for request in self._running.take_all():
             self._preempt(request, next_step)
             self.preempted_keys.append(request.key)
+        if self._lora_slots is not None:
+            self._lora_slots.reset()
 
     def take_preempted_keys(self) -> list[str]:
         """Requests that were preempted between steps since the last call."""
@@ -80,6 +85,8 @@ class Preemption:
     def _preempt(self, request: Request, next_step: int) -> None:
         """Take the blocks of a request that is no longer among the running, and let it wait."""
         self._kv_cache.free(request)
+        if self._lora_slots is not None:
+            self._lora_slots.leave(request.key)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_processed_tokens = 0

@@ -1,7 +1,12 @@
 """The waiting requests that start in a step."""
 
+from collections.abc import Mapping
+
 from penstock_common.types.outputs import EventType
+from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
+from penstock_enginecore.core.lora.request import LoraRequest
+from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.request_log import log_incident
 from penstock_enginecore.core.scheduler.admission import QueueAdmission
@@ -16,7 +21,8 @@ from penstock_enginecore.core.scheduler.waiting import WaitingRequests
 class WaitingScheduler:
     """Starts waiting requests while a step's budget and the KV blocks last.
 
-    ``watermark_blocks`` stay free when a request starts beside others.
+    ``watermark_blocks`` stay free when a request starts beside others. ``lora_slots``: those of their adapters; a request whose
+    adapter has none is held, and waits for that alone.
     """
 
     def __init__(
@@ -30,7 +36,9 @@ class WaitingScheduler:
         kv_cache: KVCacheManager,
         watermark_blocks: int,
         clock: Clock,
+        lora_slots: LoraSlots | None = None,
     ) -> None:
+        self._lora_slots = lora_slots
         self._budget = budget
         self._waiting = waiting
         self._running = running
@@ -45,6 +53,12 @@ class WaitingScheduler:
         while self.has_room(output) and (request := self._waiting.head()) is not None:
             if not self.try_start(request, output):
                 break
+
+    def give_slots(self, requests: Mapping[str, Request]) -> None:
+        """Let those go on whose adapters have got a slot. ``requests``: the living ones by key."""
+        if self._lora_slots is not None:
+            for key in self._lora_slots.settle(self._clock()):
+                self._waiting.release(requests[key], Hold.LORA_SLOT)
 
     def has_room(self, output: SchedulerOutput) -> bool:
         """Whether another request can start in the step, KV blocks aside."""
@@ -70,6 +84,8 @@ class WaitingScheduler:
         if kv_cache.num_blocks_for(request.num_tokens) > kv_cache.pool.num_usable_blocks:
             self._lifecycle.fail_too_long(request)
             return True
+        if request.lora is not None and not self._has_slot(request, request.lora):
+            return True
         computed = kv_cache.get_computed_blocks(request)
         num_missing_tokens = request.num_tokens - computed.num_tokens
         if not self._budget.may_join(num_missing_tokens, output):
@@ -84,6 +100,14 @@ class WaitingScheduler:
         self._start(request, computed.num_tokens, num_new_tokens, output)
         return True
 
+    def _has_slot(self, request: Request, lora: LoraRequest) -> bool:
+        """Whether the adapter of a request may be among the running; if not, the request waits for that from now on."""
+        if self._lora_slots is None or self._lora_slots.admits(lora.digest):
+            return True
+        self._lora_slots.wait(request.key, lora.digest, lora.name, self._clock())
+        self._waiting.hold(request, Hold.LORA_SLOT)
+        return False
+
     def _reserved_blocks(self, request: Request, num_tokens: int) -> int:
         """Blocks that must stay free when a request starts beside others: for its other tokens, and the watermark."""
         rest = self._kv_cache.num_blocks_for(request.num_tokens) - self._kv_cache.num_blocks_for(num_tokens)
@@ -97,5 +121,7 @@ class WaitingScheduler:
             request.num_cached_tokens = num_computed
             self._admission.started(request, now)
         request.record_event(EventType.SCHEDULED, now)
+        if self._lora_slots is not None and request.lora is not None:
+            self._lora_slots.start(request.key, request.lora.digest, request.lora.name)
         self._running.add(request)
         output.add_new(request, num_new_tokens, self._kv_cache.block_ids(request))

@@ -84,6 +84,7 @@ class DefaultScheduler(Scheduler):
             kv_cache=kv_cache,
             trial=self._trial,
             clock=self._clock,
+            lora_slots=context.lora_slots,
         )
         self._continue_running = RunningScheduler(
             budget=budget,
@@ -101,7 +102,9 @@ class DefaultScheduler(Scheduler):
             kv_cache=kv_cache,
             watermark_blocks=int(config.watermark * kv_cache.pool.num_usable_blocks),
             clock=self._clock,
+            lora_slots=context.lora_slots,
         )
+        self._lora_stats = context.lora_stats
         self._next_step = 0
         self.pause_state = PauseState.RUNNING
 
@@ -154,6 +157,7 @@ class DefaultScheduler(Scheduler):
         output = SchedulerOutput(step=self._next_step, num_scheduled_tokens={})
         output.preempted_request_ids = self._preemption.take_preempted_keys()
         if self.pause_state is not PauseState.PAUSED:
+            self._start_waiting.give_slots(self._requests.by_key)
             if self._trial:
                 self._schedule_in_turns(output)
             else:
@@ -341,6 +345,7 @@ class DefaultScheduler(Scheduler):
             num_preemptions=self._preemption.num_preemptions,
             step_counter=self._next_step,
             spec_decoding_stats=None if self._drafting is None else self._drafting.stats(),
+            lora=self._lora_stats(),
         )
 
 

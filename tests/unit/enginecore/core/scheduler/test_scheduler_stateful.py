@@ -5,10 +5,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from penstock_common.lora.registration import LoraAdapter
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
-from penstock_enginecore.config import SpeculativeConfig
+from penstock_enginecore.config import LoraConfig, SpeculativeConfig
 from penstock_enginecore.core.control import EngineControl
+from penstock_enginecore.core.lora.request import LoadedLora
 from penstock_enginecore.core.scheduler.pause import PauseState
 from tests.fakes.engines.engine_harness import (
     CLIENT,
@@ -27,6 +29,10 @@ from tests.fakes.engines.fake_grammars import FakeGrammars
 
 VOCAB = 50
 EOS = frozenset({7})
+ADAPTERS = {
+    f"/adapters/{i}": LoadedLora(digest=bytes([i]) * 16, max_rank=1 + i, modules=("m",), num_bytes=2**20)
+    for i in range(5)
+}
 
 
 def drafter_of(kind):
@@ -74,6 +80,10 @@ class EngineMachine(RuleBasedStateMachine):
         max_concurrent_batches=st.integers(1, 3),
         drafter=st.sampled_from([None, "right", "wrong", "up to 1", "up to 2", "chance"]),
         num_drafts=st.integers(1, 5),
+        max_loras=st.integers(1, 3),
+        room=st.integers(2, 5),
+        max_wait=st.sampled_from([0.0, 1.0, 10.0]),
+        loads_at_once=st.booleans(),
     )
     def start(
         self,
@@ -90,6 +100,10 @@ class EngineMachine(RuleBasedStateMachine):
         late,
         drafter,
         num_drafts,
+        max_loras,
+        room,
+        max_wait,
+        loads_at_once,
         **config,
     ):
         self.clock = FakeClock()
@@ -111,6 +125,9 @@ class EngineMachine(RuleBasedStateMachine):
         speculative = SpeculativeConfig()
         if drafter is not None:
             speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=num_drafts, adaptive=False)
+        executor.adapters.update(ADAPTERS)
+        executor.loads_at_once = loads_at_once
+        self.max_loras = max_loras
         self.grammars = FakeGrammars(VOCAB, *EOS, manual=True)
         self.engine = make_engine(
             executor,
@@ -125,12 +142,14 @@ class EngineMachine(RuleBasedStateMachine):
             watermark=watermark,
             enable_chunked_prefill=chunked,
             speculative=speculative,
+            lora=LoraConfig(max_loras=max_loras, cpu_memory=room * 2**20, max_wait=max_wait),
             **config,
         )
         self.control = EngineControl(self.engine)
         self.transcript = Transcript()
         self.added = {}
         self.aborted = set()
+        self.answers = []
 
     @rule(
         target=requests,
@@ -150,6 +169,8 @@ class EngineMachine(RuleBasedStateMachine):
         constraint=st.sampled_from([None, None, "even", "odd:4"]),
         repetition=st.sampled_from([None, None, RepetitionDetection(max_pattern_size=2)]),
         poison=st.sampled_from([0, 0, 0, 0, 0, 0, 1, 4, 15]),
+        adapter=st.sampled_from([None, None, *ADAPTERS]),
+        knows_digest=st.booleans(),
     )
     def add_request(
         self,
@@ -163,6 +184,8 @@ class EngineMachine(RuleBasedStateMachine):
         repetition,
         ignore_eos,
         poison,
+        adapter,
+        knows_digest,
         **sampling,
     ):
         # Few families of prompts, so that prefixes are shared.
@@ -176,6 +199,7 @@ class EngineMachine(RuleBasedStateMachine):
             ignore_eos=ignore_eos,
             structured_output=constraint and StructuredOutput(regex=constraint),
             repetition_detection=repetition,
+            lora=None if adapter is None else LoraAdapter(adapter, adapter, ADAPTERS[adapter].digest),
             **sampling,
         )
         tokens, _ = self.expected(request)
@@ -183,8 +207,24 @@ class EngineMachine(RuleBasedStateMachine):
             request = msgspec.structs.replace(request, prior_output_token_ids=tokens[:num_prior])
         self.added[request.request_id] = request
         self.transcript.prior[request.request_id] = len(request.prior_output_token_ids)
-        add(self.engine, request)
+        sent = request
+        if request.lora is not None and not knows_digest:
+            sent = msgspec.structs.replace(request, lora=msgspec.structs.replace(request.lora, digest=b""))
+        add(self.engine, sent)
         return request.request_id
+
+    @rule()
+    def a_load_ends(self):
+        self.engine.executor.finish_load()
+
+    @rule(path=st.sampled_from(list(ADAPTERS)), pinned=st.booleans())
+    def add_lora(self, path, pinned):
+        answer = self.engine.loras.add_lora(path, path, b"", pinned)
+        self.answers.append((answer, path))
+
+    @rule(path=st.sampled_from(list(ADAPTERS)))
+    def remove_lora(self, path):
+        self.engine.loras.remove_lora(ADAPTERS[path].digest)
 
     def expected(self, request):
         return expected_output(request, max_model_len=self.engine.max_model_len, vocab_size=VOCAB, eos=EOS)
@@ -270,9 +310,20 @@ class EngineMachine(RuleBasedStateMachine):
         ]
         assert manager.pool.num_free_blocks == manager.pool.num_usable_blocks - len(references)
 
+    @invariant()
+    def adapters_are_within_their_limits(self):
+        if not hasattr(self, "engine"):
+            return
+        cache, executor = self.engine.loras.cache, self.engine.executor
+        assert executor.most_loras <= self.max_loras
+        assert cache.num_bytes <= cache.capacity
+
     def teardown(self):
         if not hasattr(self, "engine"):
             return
+        self.engine.executor.loads_at_once = True
+        while self.engine.executor.finish_load():
+            pass
         self.control.wake_up()
         self.control.resume()
         self.grammars.compile_all()
@@ -280,6 +331,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.masks_change_their_pace(slow=False, prompt=True)
         run_to_end(self.engine, transcript=self.transcript)
         assert_nothing_left(self.engine)
+        executor, cache = self.engine.executor, self.engine.loras.cache
+        executor.work()
+        self.engine.loras.take()
+        executor.work()
+        assert executor.held_loras == set(cache.digests)
+        assert not any(cache.is_used(digest) for digest in cache.digests)
+        lora = self.engine.scheduler.stats().lora
+        assert (lora.active, lora.waiting, lora.num_waiting_reqs, lora.num_loading_reqs) == ([], [], 0, 0)
+        for answer, path in self.answers:
+            if (error := answer.exception(timeout=0)) is not None:
+                assert error.reason == "LORA_CACHE_FULL"
+            else:
+                assert answer.result().digest == ADAPTERS[path].digest
         assert set(self.transcript.ends) == set(self.added)
         for request_id, request in self.added.items():
             tokens, reason = self.expected(request)
@@ -287,6 +351,8 @@ class EngineMachine(RuleBasedStateMachine):
             end = self.transcript.ends[request_id]
             if end.finish_reason is FinishReason.ABORT and end.error is not None:
                 assert end.error.reason in ("DEADLINE_EXCEEDED", "PAUSED")
+            elif end.error is not None and request.lora is not None and end.error.reason == "LORA_CACHE_FULL":
+                assert end.error.retry_after == 1.0
             elif end.error is not None and request_id.startswith("poison"):
                 assert (end.finish_reason, end.error.reason) == (FinishReason.ERROR, "STEP_FAILED")
             elif request_id in self.aborted:

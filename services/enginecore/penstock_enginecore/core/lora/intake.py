@@ -1,0 +1,302 @@
+"""Requests with adapters between the scheduler and the workers: held until theirs is loaded, ended when that fails."""
+
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
+from penstock_common.lora.registration import LoraAdapter
+from penstock_common.observability.incidents import incident
+from penstock_common.types.outputs import MAX_WAITING_NAMES, LoraStats, RequestError
+from penstock_enginecore.config import LoraConfig
+from penstock_enginecore.core.executor import Executor
+from penstock_enginecore.core.hold import Hold
+from penstock_enginecore.core.lora.cache import LoraCache
+from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, LoraUse
+from penstock_enginecore.core.lora.slots import LoraSlots
+from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.scheduler.base import Clock, Scheduler
+from penstock_enginecore.core.utility import utility
+
+DIGEST_BYTES = 16
+_MAX_NAME = 256
+_MAX_PATH = 4096
+
+
+class HeldLora(msgspec.Struct, frozen=True, kw_only=True):
+    """What operators are told of an adapter that the engine holds. ``rank``: the largest of its layers'."""
+
+    digest: bytes
+    rank: int
+    modules: tuple[str, ...]
+    num_bytes: int
+    pinned: bool
+
+
+class _Call(NamedTuple):
+    """Somebody who has asked for an adapter, and waits for what it is."""
+
+    answer: "Future[HeldLora]"
+    pinned: bool
+
+
+@dataclass(slots=True)
+class _Load:
+    """An adapter on its way. ``number``: of what the workers were told; ``began``: seconds."""
+
+    lora: LoraRequest
+    number: int
+    began: float
+    requests: list[Request] = field(default_factory=list)
+    calls: list[_Call] = field(default_factory=list)
+
+
+class LoraIntake:
+    """All methods belong to the busy loop's thread, except ``check`` and ``stats``.
+
+    ``wake`` is called, on any thread, when ``take`` has something to do. What goes wrong with a load ends those requests alone
+    that wait for it. Adapters are known by digest; the path that one was last read from stands for it in requests that do not say
+    which they mean. ``slots``: None where requests may not have adapters.
+    """
+
+    def __init__(
+        self,
+        config: LoraConfig,
+        executor: Executor,
+        scheduler: Scheduler,
+        slots: LoraSlots | None,
+        wake: Callable[[], None],
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._executor = executor
+        self._scheduler = scheduler
+        self._slots = slots
+        self._wake = wake
+        self._clock = clock
+        self.cache = LoraCache(config.cpu_memory)
+        self._loaded: dict[bytes, LoadedLora] = {}
+        self._digests: dict[str, bytes] = {}
+        """By path, of those that are held."""
+        self._loads: dict[LoraRequest, _Load] = {}
+        self._done: queue.SimpleQueue[tuple[_Load, Future[LoadedLora]]] = queue.SimpleQueue()
+        self._unloaded: dict[bytes, int] = {}
+        """What workers were told to let go of while loads were under way, with the number that that had."""
+        self._number = 0
+        self._num_loading = 0
+        self._num_loads = 0
+        self._load_seconds = 0.0
+
+    def check(self, adapter: LoraAdapter) -> None:
+        """Refuse an adapter that can be seen to be none. Any thread. Raises Unimplemented or InvalidArgument."""
+        self._check_served()
+        if not adapter.path:
+            raise InvalidArgument("lora.path is empty", field="lora.path")
+        for name, value, limit in (("name", adapter.name, _MAX_NAME), ("path", adapter.path, _MAX_PATH)):
+            if len(value) > limit:
+                raise InvalidArgument(
+                    f"lora.{name} has {len(value)} characters; it must have at most {limit}", field=f"lora.{name}"
+                )
+        if adapter.digest and len(adapter.digest) != DIGEST_BYTES:
+            raise InvalidArgument(
+                f"lora.digest has {len(adapter.digest)} bytes; it must have {DIGEST_BYTES}, or none",
+                field="lora.digest",
+            )
+
+    def start(self, request: Request, lora: LoraRequest) -> None:
+        """Get the adapter of a request that is held until then."""
+        digest = lora.digest or self._digests.get(lora.path, b"")
+        if digest in self.cache:
+            self._let_go_on(request, lora, digest)
+            return
+        self._load(lora).requests.append(request)
+        self._num_loading += 1
+
+    def take(self) -> None:
+        """Let requests go on whose adapter has come, and end those whose adapter cannot be had."""
+        while not self._done.empty():
+            load, future = self._done.get()
+            self._loads.pop(_what(load.lora))
+            self._num_loading -= len(load.requests)
+            try:
+                loaded = future.result()
+                if self._unloaded.get(loaded.digest, 0) > load.number and loaded.digest not in self.cache:
+                    self._load_again(load)  # it had been there, and was let go of meanwhile
+                    continue
+                self._hold(loaded, load)
+            except Exception as e:
+                self._fail(load, e)
+        if not self._loads:
+            self._unloaded.clear()
+
+    def stats(self) -> LoraStats | None:
+        """Which adapters there are, and what became of loads; None where requests may have none. Any thread."""
+        slots, cache = self._slots, self.cache
+        if slots is None:
+            return None
+        return LoraStats(
+            active=slots.active,
+            waiting=slots.waiting[:MAX_WAITING_NAMES],
+            num_waiting_reqs=slots.num_waiting,
+            num_loading_reqs=self._num_loading,
+            num_cached=len(cache),
+            cached_bytes=cache.num_bytes,
+            num_loads=self._num_loads,
+            load_seconds=self._load_seconds,
+            num_evictions=cache.num_evictions,
+        )
+
+    # What operators may call, through EngineControl.
+
+    @utility
+    def add_lora(self, name: str, path: str, digest: bytes = b"", pinned: bool = False) -> "Future[HeldLora]":
+        """Read the adapter in the directory ``path`` on the engine's machine, hold it, and say what it is. ``digest``: of
+        its config and tensors, where that is known; FailedPrecondition with reason LORA_CHANGED for other content. ``pinned``: it
+        stays.
+        """
+        adapter = LoraAdapter(name, path, digest)
+        self.check(adapter)
+        answer: Future[HeldLora] = Future()
+        if digest and digest in self.cache:
+            self.cache.add(digest, self._loaded[digest].num_bytes)  # it stays if it was to leave
+            self._answer(_Call(answer, pinned), digest)
+        else:
+            self._load(LoraRequest(name, path, digest)).calls.append(_Call(answer, pinned))
+        return answer
+
+    @utility
+    def remove_lora(self, digest: bytes) -> None:
+        """Let go of an adapter once no request uses it any more. One that is not held is passed over."""
+        self._check_served()
+        self._unload(self.cache.remove(digest))
+
+    @utility
+    def pin_lora(self, digest: bytes, pinned: bool = True) -> HeldLora:
+        """Hold an adapter whatever else is loaded; not ``pinned``: no more. Raises NotFound for one that is not held."""
+        self._check_served()
+        self.cache.pin(digest, pinned=pinned)
+        return self._facts(digest)
+
+    @utility
+    def list_loras(self) -> list[HeldLora]:
+        """The adapters that are held, those used last last."""
+        return [self._facts(digest) for digest in self.cache.digests]
+
+    def _check_served(self) -> None:
+        if self._slots is None:
+            raise Unimplemented("lora is not served by this engine: lora.max_loras is 0", field="lora")
+
+    def _facts(self, digest: bytes) -> HeldLora:
+        loaded = self._loaded[digest]
+        return HeldLora(
+            digest=digest,
+            rank=loaded.max_rank,
+            modules=loaded.modules,
+            num_bytes=loaded.num_bytes,
+            pinned=self.cache.is_pinned(digest),
+        )
+
+    # Loads.
+
+    def _load(self, lora: LoraRequest) -> _Load:
+        """The load that reads ``lora``: one that is under way, or a new one."""
+        load = self._loads.get(_what(lora))
+        if load is None:
+            load = _Load(lora, 0, self._clock())
+            self._begin(load)
+        return load
+
+    def _begin(self, load: _Load) -> None:
+        self._number += 1
+        load.number = self._number
+        future = self._executor.load_lora(load.lora)
+        self._loads[_what(load.lora)] = load
+        future.add_done_callback(lambda done: self._put(load, done))
+
+    def _load_again(self, load: _Load) -> None:
+        known = self._loads.get(_what(load.lora))
+        if known is None:
+            self._begin(load)
+        else:
+            known.requests += load.requests
+            known.calls += load.calls
+        self._num_loading += len(load.requests)
+
+    def _put(self, load: _Load, future: "Future[LoadedLora]") -> None:
+        self._done.put((load, future))
+        self._wake()
+
+    def _hold(self, loaded: LoadedLora, load: _Load) -> None:
+        """Those who wait for a load get it. Raises what ``LoraCache.add`` does; workers let go of it then."""
+        digest = loaded.digest
+        try:
+            self._unload(self.cache.add(digest, loaded.num_bytes))
+        except RequestFailed:
+            self._unload([digest])
+            raise
+        self._loaded[digest] = loaded
+        self._digests[load.lora.path] = digest
+        self._num_loads += 1
+        self._load_seconds += self._clock() - load.began
+        for request in load.requests:
+            lora = request.lora
+            if lora is None or request.finished:
+                continue
+            try:
+                self._let_go_on(request, lora, digest)
+            except Exception as e:
+                self._fail_request(request, e)
+        for call in load.calls:
+            self._answer(call, digest)
+
+    def _let_go_on(self, request: Request, lora: LoraRequest, digest: bytes) -> None:
+        self.cache.acquire(digest)
+        request.lora_use = LoraUse(partial(self._released, digest))
+        if not lora.digest:
+            request.lora = msgspec.structs.replace(lora, digest=digest)
+            self._scheduler.hash_prompt(request)
+        self._scheduler.release(request, Hold.LORA_LOAD)
+
+    def _answer(self, call: _Call, digest: bytes) -> None:
+        if call.pinned:
+            self.cache.pin(digest)
+        call.answer.set_result(self._facts(digest))
+
+    def _released(self, digest: bytes) -> None:
+        self._unload(self.cache.release(digest))
+
+    def _unload(self, digests: list[bytes]) -> None:
+        for digest in digests:
+            self._number += 1
+            if self._loads:
+                self._unloaded[digest] = self._number
+            self._loaded.pop(digest, None)
+            self._digests = {path: other for path, other in self._digests.items() if other != digest}
+            self._executor.unload_lora(digest)
+
+    def _fail(self, load: _Load, error: Exception) -> None:
+        for request in load.requests:
+            self._fail_request(request, error)
+        for call in load.calls:
+            call.answer.set_exception(error)
+
+    def _fail_request(self, request: Request, error: Exception) -> None:
+        """End a request; what is no fault of its adapter gets a number."""
+        if request.finished:
+            return
+        failure = (
+            error
+            if isinstance(error, RequestFailed)
+            else incident(error, request=request.request_id, doing="loading the adapter")
+        )
+        self._scheduler.fail(request, RequestError.from_exception(failure))
+
+
+def _what(lora: LoraRequest) -> LoraRequest:
+    """What a load reads: names are labels."""
+    return LoraRequest("", lora.path, lora.digest)

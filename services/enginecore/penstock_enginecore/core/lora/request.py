@@ -1,0 +1,46 @@
+"""The adapter of a request, and what is known of one that is loaded."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from penstock_common.lora.registration import LoraAdapter
+
+
+class LoraRequest(msgspec.Struct, frozen=True):
+    """The adapter that a request names. ``path``: directory that it is read from where it is not loaded. ``digest``: of its
+    config and tensors, by which it is known; empty where nobody has said, then whatever is at ``path`` is meant.
+    """
+
+    name: str
+    path: str
+    digest: bytes = b""
+
+    @classmethod
+    def of(cls, adapter: LoraAdapter | None) -> "LoraRequest | None":
+        """As it came with a request."""
+        return None if adapter is None else cls(adapter.name, adapter.path, adapter.digest)
+
+
+class LoadedLora(msgspec.Struct, frozen=True):
+    """An adapter that workers hold: ``max_rank`` of its layers, the names of the ``modules`` that it changes, and the bytes of
+    its matrices.
+    """
+
+    digest: bytes
+    max_rank: int
+    modules: tuple[str, ...]
+    num_bytes: int
+
+
+class LoraUse:
+    """A request's use of an adapter that is held. ``close`` it once, however often that is called."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end: Callable[[], None] | None = end
+
+    def close(self) -> None:
+        """The adapter may go."""
+        end, self._end = self._end, None
+        if end is not None:
+            end()
