@@ -86,7 +86,7 @@ class Caller {
         wide_(operators_, 40, 1024, seed + 4),
         fc_(operators_, kHidden, kStates, seed + 6),
         both_(operators_, (kHeads + 2) * kHead, 2 * kHidden, seed + 7),
-                embedding_(numbers(qkv_.linear.n * kHidden, seed + 5)),
+        embedding_(numbers(qkv_.linear.n * kHidden, seed + 5)),
         narrow_(3, seed + 8),
         wide_adapter_(9, seed + 9) {
     for (Adapter* adapter : {&narrow_, &wide_adapter_}) {

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -38,6 +39,12 @@ from penstock_enginecore.spec_decode.factory import create_drafter
 
 logger = logging.getLogger(__name__)
 
+Look = Callable[[PreTrainedModel], None]
+
+
+def _pass_over(module: PreTrainedModel) -> None:
+    """Nobody looks at the modules."""
+
 
 def load_runner(
     config: EngineCoreConfig,
@@ -45,16 +52,18 @@ def load_runner(
     progress: Progress,
     collectives: TimedCollectives | None = None,
     links: StageLinks | None = None,
+    look: Look = _pass_over,
 ) -> ModelRunner:
     """Read the checkpoint, move it to ``device`` and build what runs it, with as many threads as torch has. Raises
     ModelLoadError for a checkpoint that cannot be served, ConfigError for kernels that cannot be had. ``collectives``: of the
-    ranks that the model is split over. ``links``: of the stage that this worker computes. Kernels that are refuted when they have
+    ranks that the model is split over. ``links``: of the stage that this worker computes. ``look``: is shown the modules
+    before they are packed. Kernels that are refuted when they have
     spent the weights cost another reading.
     """
     kernels, rounded = config.kernels, config.model.dtype == "bfloat16"
     while True:
         try:
-            return _load_runner(config, device, progress, collectives, links, kernels, rounded=rounded)
+            return _load_runner(config, device, progress, collectives, links, look, kernels, rounded=rounded)
         except SpentError as e:
             logger.warning("%s; the model is loaded again", e)
             if not rounded:
@@ -69,6 +78,7 @@ def _load_runner(
     progress: Progress,
     collectives: TimedCollectives | None,
     links: StageLinks | None,
+    look: Look,
     kernels: KernelsConfig,
     *,
     rounded: bool,
@@ -108,6 +118,7 @@ def _load_runner(
         model = load_model(checkpoint, device, progress, keep, split, on_host=on_host, make_share=shared, widen=widen)
         if int8:
             round_weights(model.module)
+        look(model.module)
         if links is None:
             built = build_forward(model, _with_part(forward, split))
             experts = None if shared is None else _experts(config, shared, model)
@@ -123,6 +134,7 @@ def _load_runner(
     pooled = load_pooling_model(checkpoint, task, device, progress, split, widen=widen)
     if int8:
         round_weights(pooled.module)
+    look(pooled.module)
     return PoolingRunner(pooled, build_backbone(pooled, _with_part(forward, split)))
 
 

@@ -12,6 +12,7 @@ from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitm
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.executor.completion import Late
 from penstock_enginecore.executor.generation.graph_capture import GraphCapture
+from penstock_enginecore.forward.base import AdaptedForward
 
 
 class ModelRunner(Protocol):
@@ -52,6 +53,10 @@ class ModelRunner(Protocol):
     @property
     def graphs(self) -> GraphStats:
         """Steps that were replayed, where the device does that."""
+
+    @property
+    def adapted(self) -> AdaptedForward | None:
+        """Takes the adapters that requests have; None where the model's pass takes none."""
 
     def profile(self, num_tokens: int, num_seqs: int) -> None:
         """Run a step of the largest shapes on a throwaway cache: ``num_tokens`` new tokens, ``num_seqs`` of them sampled. For

@@ -10,12 +10,14 @@ from penstock_enginecore.core.data_parallel.shared_experts import SharedExperts
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.executor.completion import Late
 from penstock_enginecore.executor.device_thread import DeviceThread
+from penstock_enginecore.executor.lora_store import MakeReader
 from penstock_enginecore.executor.worker import Worker
 from penstock_enginecore.executor.worker_config import WorkerConfig
 
@@ -27,9 +29,11 @@ class UniprocExecutor:
     tokens are late, another waits for them, and the next step is launched meanwhile.
     """
 
-    def __init__(self, config: EngineCoreConfig) -> None:
+    def __init__(self, config: EngineCoreConfig, make_reader: MakeReader | None = None) -> None:
+        """``make_reader``: of LoRA adapters; None: none are read."""
         self._thread = DeviceThread()
-        self._worker = self._thread.call(partial(Worker, WorkerConfig(engine=config)))
+        self._loader = DeviceThread("lora loader")
+        self._worker = self._thread.call(partial(Worker, WorkerConfig(engine=config), make_reader))
         self._utilities = extend(UtilityRegistry(self._worker), "worker")
         self._forward: Future[None] | None = None
         self._num_steps = 0
@@ -115,6 +119,18 @@ class UniprocExecutor:
         """Waits for the worker to compute a token that nobody asked for."""
         self._thread.call(lambda: self._worker.runner.execute_dummy_batch())
 
+    def load_lora(self, lora: LoraRequest) -> "Future[LoadedLora]":
+        """Queues the reading behind that of others, on a thread of its own."""
+        return self._loader.submit(partial(self._load_lora, lora))
+
+    def _load_lora(self, lora: LoraRequest) -> LoadedLora:
+        adapter = self._worker.loras.read(lora)
+        return self._thread.call(partial(self._worker.loras.add, lora, adapter))
+
+    def unload_lora(self, digest: bytes) -> None:
+        """Queues it behind the steps before."""
+        self._thread.submit(partial(self._worker.loras.remove, digest))
+
     def roll_back(self) -> None:
         """Waits for what is left of the step."""
 
@@ -146,5 +162,6 @@ class UniprocExecutor:
         """Waits for the step that runs, and releases the device. Idempotent."""
         if not self._shut_down:
             self._shut_down = True
+            self._loader.stop()
             self._thread.call(self._worker.shutdown)
             self._thread.stop()

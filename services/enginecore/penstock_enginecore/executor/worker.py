@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from penstock_common.cores import usable_cores
 from penstock_common.errors import Internal, InvalidArgument
@@ -20,6 +21,7 @@ from penstock_enginecore.executor.device import resolve_device
 from penstock_enginecore.executor.graph_sizes import sizes_to_capture
 from penstock_enginecore.executor.kept_sleep import KeptSleep, kept_sleep
 from penstock_enginecore.executor.loading import load_runner
+from penstock_enginecore.executor.lora_store import LoraStore, MakeReader, ReadAdapter
 from penstock_enginecore.executor.memory import check_kv_cache_memory, cpu_kv_cache_bytes, cuda_kv_cache_bytes
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.numa import settle
@@ -39,8 +41,12 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Loads the model onto its device, sizes its KV cache, and sleeps and wakes. Steps go to ``runner``."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, make_reader: MakeReader | None = None) -> None:
+        """``make_reader``: of adapters; None: none are read."""
         self._config = config
+        self._make_reader = make_reader
+        self._read_adapter: ReadAdapter | None = None
+        self.loras = LoraStore()
         self._engine = config.engine
         self._device = resolve_device(self._engine.model.device, config.place, self._engine.executor.devices)
         check_kv_cache_memory(self._engine.cache, self._device)
@@ -74,7 +80,17 @@ class Worker:
 
     def load_model(self, progress: Progress) -> ModelInfo:
         """Load the weights, and build what runs them. Raises ModelLoadError with a message for the operator."""
-        self._runner = load_runner(self._engine, self._device, progress, self._collectives, self._links)
+        lora, make_reader = self._engine.lora, self._make_reader
+
+        def look(module: PreTrainedModel) -> None:
+            if lora.enabled and make_reader is not None:
+                self._read_adapter = make_reader(module, lora)
+
+        self._runner = load_runner(self._engine, self._device, progress, self._collectives, self._links, look)
+        if lora.enabled:
+            self.loras.attach(
+                self._runner.adapted, self._read_adapter, f"the model, computed by {self._runner.computing},"
+            )
         self._kept = kept_sleep(self._engine, self._runner, self._device)
         return self._runner.info
 
@@ -146,6 +162,7 @@ class Worker:
             self.runner.to(torch.device("cpu"))
         else:
             self._runner = None
+            self.loras.detach()
         self._free_memory()
 
     @utility
@@ -237,6 +254,7 @@ class Worker:
     def shutdown(self) -> None:
         """Let go of the model and the cache."""
         self._runner = None
+        self.loras.detach()
         if self._kept is not None:
             self._kept.close()
             self._kept = None

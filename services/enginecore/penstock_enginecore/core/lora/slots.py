@@ -102,10 +102,10 @@ class LoraSlots:
                 del self._slots[digest]
 
     def reset(self) -> None:
-        """Nothing runs any more: every running request has lost its turn. Those that wait go on waiting."""
-        for slot in list(self._slots.values()):
-            for key in (*slot.running, *slot.granted):
-                self.leave(key)
+        """Every request has lost its turn, and its place in line: all begin anew."""
+        self._slots.clear()
+        self._lines.clear()
+        self._digests.clear()
 
     def settle(self, now: float) -> list[str]:
         """See about those that wait. Returns the requests whose wait is over: each may start until its slot is taken back."""

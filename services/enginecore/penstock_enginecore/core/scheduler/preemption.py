@@ -76,6 +76,7 @@ class Preemption:
             self.preempted_keys.append(request.key)
         if self._lora_slots is not None:
             self._lora_slots.reset()
+            self._waiting.release_all(Hold.LORA_SLOT)
 
     def take_preempted_keys(self) -> list[str]:
         """Requests that were preempted between steps since the last call."""

@@ -18,6 +18,7 @@ from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequest
 from penstock_enginecore.executor.generation.batch_layout import LaidOut, lay_out, rows_before
 from penstock_enginecore.executor.generation.row_settings import RowSettings, SamplingColumns, grown, named_rows
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, PromptTargets, StepInputs
+from penstock_enginecore.executor.lora_order import ordered_by_adapter, segments_of
 from penstock_enginecore.sample.base import PlainDraws, RowKinds, SamplingInputs
 from penstock_enginecore.sample.random import UniformsAhead, uniforms
 from penstock_enginecore.sample.request_rules import RequestRules, join_rules
@@ -55,6 +56,7 @@ class InputBatch:
         self._rules: dict[int, RequestRules] = {}
         self._logprobs: dict[int, int] = {}
         self._prompt_logprobs: dict[int, int] = {}
+        self._loras: dict[str, bytes] = {}  # digests by request
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -75,10 +77,10 @@ class InputBatch:
                 self._append_blocks(row, block_ids)
 
     def prepare(self, num_scheduled_tokens: dict[str, int], drafts: Mapping[str, list[int]] = _NO_DRAFTS) -> StepInputs:
-        """Lay out the tokens to compute, in the order of ``num_scheduled_tokens``. ``drafts``: the last of some requests'."""
-        request_ids = list(num_scheduled_tokens)
+        """Lay out the tokens to compute, in the given order but by adapter. ``drafts``: the last of some requests'."""
+        request_ids = ordered_by_adapter(num_scheduled_tokens, self._loras)
         rows = self._row_array(request_ids)
-        lengths = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(rows))
+        lengths = np.fromiter((num_scheduled_tokens[r] for r in request_ids), dtype=np.int64, count=len(rows))
         final = lengths
         if drafts:
             drafted = [drafts.get(request_id, []) for request_id in request_ids]
@@ -94,12 +96,8 @@ class InputBatch:
         unknown = np.flatnonzero(token_ids == _UNKNOWN) if self._num_unknown else _NONE
         token_ids[unknown] = 0
         ends = query_start_loc[1:][sampling]
-        drafts_of = None
-        if drafts:
-            drafts_of = [drafted[i] for i in sampling]
-            logits_indices = rows_before(ends, drafts_of)
-        else:
-            logits_indices = ends - 1
+        drafts_of = [drafted[i] for i in sampling] if drafts else None
+        logits_indices = ends - 1 if drafts_of is None else rows_before(ends, drafts_of)
         return StepInputs(
             request_ids=request_ids,
             token_ids=token_ids,
@@ -110,6 +108,7 @@ class InputBatch:
             unknown=unknown,
             unknown_rows=token_rows[unknown],
             drafts=drafts_of,
+            segments=segments_of(request_ids, self._loras, query_start_loc),
         )
 
     def lay_out(self, request_ids: Sequence[str], first: IntArray, lengths: IntArray, *, ahead: int) -> LaidOut:
@@ -295,6 +294,8 @@ class InputBatch:
         row = self._free_rows.pop()
         self._tenants[row] += 1
         self._rows[new.request_id] = row
+        if new.lora is not None:
+            self._loras[new.request_id] = new.lora.digest
         self._token_ids[row, : len(new.token_ids)] = new.token_ids
         self._num_tokens[row] = len(new.token_ids)
         self._num_prompt_tokens[row] = new.num_prompt_tokens
@@ -322,6 +323,7 @@ class InputBatch:
     def _remove(self, request_id: str) -> None:
         """Forget a request; one that never ran here is none of our business."""
         self._settings = None
+        self._loras.pop(request_id, None)
         row = self._rows.pop(request_id, None)
         if row is not None:
             self._free_rows.append(row)

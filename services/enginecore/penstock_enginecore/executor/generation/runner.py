@@ -30,7 +30,7 @@ from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, 
 from penstock_enginecore.executor.generation.step_sampling import StepSampling
 from penstock_enginecore.executor.generation.step_timing import time_steps
 from penstock_enginecore.experts.group_experts import GroupExperts
-from penstock_enginecore.forward.base import Choice, ForwardBatch, KeptWeights
+from penstock_enginecore.forward.base import AdaptedForward, Choice, ForwardBatch, KeptWeights
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.models.loader import LoadedModel
@@ -68,6 +68,7 @@ class GenerationRunner:
         self.experts = experts
         self._model = model
         self._forward = built.forward
+        self.adapted = built.forward if isinstance(built.forward, AdaptedForward) else None
         self._sampler = built.sampler
         self._launcher = built.launcher
         self._vocabulary = built.vocabulary
@@ -216,7 +217,8 @@ class GenerationRunner:
         if self.experts is not None:
             self.experts.spread.begin_step(len(inputs.token_ids))
         own = inputs.attention[: self._num_groups]
-        batch = ForwardBatch(inputs.token_ids, inputs.positions, own, self._embedded(inputs), fed, choice)
+        embedded = self._embedded(inputs)
+        batch = ForwardBatch(inputs.token_ids, inputs.positions, own, embedded, fed, choice, inputs.segments)
         targets = self._batch.prompt_targets(inputs)
         if targets and self._chosen_elsewhere is None:
             output, prompt_logprobs = score_prompts(self._forward, batch, inputs.logits_indices, targets)

@@ -28,6 +28,7 @@ class StageRunner:
         self.computing = built.computing
         self.graph_capture = None
         self.experts = None
+        self.adapted = self._runner.adapted
 
     @property
     def info(self) -> ModelInfo:

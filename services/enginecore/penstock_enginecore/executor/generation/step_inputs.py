@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
+from penstock_enginecore.lora.adapter import LoraSegment
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class StepInputs:
     ``drafts``: of each of these the tokens that were drafted behind its final ones, where any has some; each of them has a row of
     logits for its last final token, and one for each draft.
     ``unknown``: which of the tokens are not on the host yet, int64 ``[n]``, ``unknown_rows``: the rows of the batch whose newest
-    they are; their ids are 0 here.
+    they are; their ids are 0 here. ``segments``: the tokens that have adapters.
     """
 
     request_ids: list[str]
@@ -28,6 +29,7 @@ class StepInputs:
     unknown: IntArray
     unknown_rows: IntArray
     drafts: list[list[int]] | None = None
+    segments: tuple[LoraSegment, ...] = ()
 
     @property
     def sampling_ids(self) -> list[str]:

@@ -8,13 +8,16 @@ import numpy.typing as npt
 from penstock_common.types.pooling import PoolingParams
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput
+from penstock_enginecore.executor.lora_order import ordered_by_adapter, segments_of
 from penstock_enginecore.forward.backbone import BackboneBatch
 from penstock_enginecore.pooling.accumulate import Accumulator
 
 
 @dataclass(slots=True)
 class PoolingRequest:
-    """A prompt between its first step and its last. ``token_types``: 1 from the second text of a pair on."""
+    """A prompt between its first step and its last. ``token_types``: 1 from the second text of a pair on.
+    ``digest``: of its adapter, empty without one.
+    """
 
     key: str
     params: PoolingParams
@@ -22,6 +25,7 @@ class PoolingRequest:
     token_types: IntArray
     block_ids: list[list[int]]
     num_computed: int
+    digest: bytes = b""
     gathered: Accumulator | None = None
 
     @classmethod
@@ -39,6 +43,7 @@ class PoolingRequest:
             token_types=token_types,
             block_ids=[list(ids) for ids in new.block_ids],
             num_computed=new.num_computed_tokens,
+            digest=b"" if new.lora is None else new.lora.digest,
         )
 
 
@@ -91,11 +96,12 @@ class PoolingBatch:
                 known.extend(added)
 
     def prepare(self, num_scheduled_tokens: dict[str, int]) -> PoolingInputs:
-        """Lay out the tokens to compute, in the order of ``num_scheduled_tokens``."""
+        """Lay out the tokens to compute, in the order of ``num_scheduled_tokens``; where some have adapters, by adapter."""
+        digests = {key: self._requests[key].digest for key in num_scheduled_tokens}
         chunks = []
-        for key, count in num_scheduled_tokens.items():
+        for key in ordered_by_adapter(num_scheduled_tokens, digests):
             request = self._requests[key]
-            chunks.append(Chunk(request, request.num_computed, request.num_computed + count))
+            chunks.append(Chunk(request, request.num_computed, request.num_computed + num_scheduled_tokens[key]))
         query_start_loc = np.cumsum([0, *(c.end - c.start for c in chunks)])
         batch = BackboneBatch(
             token_ids=np.concatenate([c.request.token_ids[c.start : c.end] for c in chunks]),
@@ -103,6 +109,7 @@ class PoolingBatch:
             token_types=np.concatenate([c.request.token_types[c.start : c.end] for c in chunks]),
             query_start_loc=query_start_loc,
             attention=[_metadata(chunks, query_start_loc, g, self._block_size) for g in range(self._num_groups)],
+            segments=segments_of([c.request.key for c in chunks], digests, query_start_loc),
         )
         return PoolingInputs(chunks, batch)
 

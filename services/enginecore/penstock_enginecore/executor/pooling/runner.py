@@ -14,6 +14,7 @@ from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.executor.device import step_tokens
 from penstock_enginecore.executor.pooling.batch import PoolingBatch, PoolingInputs
 from penstock_enginecore.forward.backbone import probe_states
+from penstock_enginecore.forward.base import AdaptedForward
 from penstock_enginecore.forward.build import BuiltBackbone
 from penstock_enginecore.forward.probe import Probe
 from penstock_enginecore.pooling.embedder import PoolingModel
@@ -28,6 +29,7 @@ class PoolingRunner:
     def __init__(self, model: PoolingModel, built: BuiltBackbone) -> None:
         self._model = model
         self._backbone = built.backbone
+        self.adapted = built.backbone if isinstance(built.backbone, AdaptedForward) else None
         self.computing = built.computing
         self.graph_capture = None
         self.experts = None
@@ -112,7 +114,7 @@ class PoolingRunner:
             return
         inputs = self._batch.prepare(step.num_scheduled_tokens)
         hidden = self._backbone.run(inputs.batch)
-        request_ids = list(step.num_scheduled_tokens)
+        request_ids = [chunk.request.key for chunk in inputs.chunks]
         self._done = ModelRunnerOutput(
             request_ids=request_ids,
             sampled_token_ids=[[] for _ in request_ids],
