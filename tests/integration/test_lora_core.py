@@ -136,9 +136,7 @@ def test_requests_of_all_adapters_and_of_none_share_steps_and_each_has_its_own(
         assert digests == sorted(set(digests)), "one segment each, in the order of digests"
 
 
-def test_a_prefix_is_reused_by_requests_of_the_same_adapter_alone(
-    make: Make, telling: Telling, tmp_path: Path
-) -> None:
+def test_a_prefix_is_reused_by_requests_of_the_same_adapter_alone(make: Make, telling: Telling, tmp_path: Path) -> None:
     one, other = write_adapter(tmp_path / "a11", 11), write_adapter(tmp_path / "a12", 12)
     engine = make()
 
@@ -280,9 +278,7 @@ def test_operators_add_pin_list_and_remove_adapters(make: Make, telling: Telling
     assert telling.tokens.keys() == {held.digest for held in call("list_loras")} == {a.digest for a in adapters[1:]}
 
 
-def test_adapters_are_there_again_after_a_sleep_without_weights(
-    make: Make, telling: Telling, tmp_path: Path
-) -> None:
+def test_adapters_are_there_again_after_a_sleep_without_weights(make: Make, telling: Telling, tmp_path: Path) -> None:
     lora = write_adapter(tmp_path / "a", 11)
     engine = make()
     control = EngineControl(engine)

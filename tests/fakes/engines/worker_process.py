@@ -1,6 +1,7 @@
 """A worker process without a model: it answers every call, and misbehaves where it is told to.
 
-``model.path`` of its configuration is a ``Misdeed`` in JSON. The token of each request in step n is n.
+``model.path`` of its configuration is a ``Misdeed`` in JSON. The token of each request in step n is n. Adapters have the digest
+that their path says; where it misbehaves by raising in ``load_lora``, there is none.
 """
 
 import os
@@ -12,7 +13,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock_common.errors import Unavailable
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+from penstock_enginecore.core.lora.request import LoadedLora
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput
 from penstock_enginecore.executor.multiproc import worker_channel
@@ -20,11 +23,14 @@ from penstock_enginecore.executor.multiproc.failures import Failure
 from penstock_enginecore.executor.multiproc.messages import (
     Execute,
     Invoke,
+    Loaded,
+    LoadLora,
     Progress,
     Raised,
     Returned,
     Sample,
     Sampled,
+    UnloadLora,
     decode_call,
     digest_of,
     encode,
@@ -55,6 +61,7 @@ def main(descriptor: int) -> None:
     start, calls, answers = worker_channel.open_channel(descriptor)
     misdeed = msgspec.json.decode(start.config.engine.model.path, type=Misdeed)
     rank, step = start.config.rank, None
+    held: set[bytes] = set()
 
     def misbehaves(when: str) -> str:
         of_step = misdeed.step in (0, step.step if step is not None else 0)
@@ -91,6 +98,15 @@ def main(descriptor: int) -> None:
                     answers.write(
                         encode(Sampled(number, digest_of(output), output if start.config.tells_tokens else None))
                     )
+            case LoadLora(number, lora):
+                does = misbehaves("load_lora")
+                digest = bytes([int(lora.path) + (does == "differ")]) * 16
+                loaded = LoadedLora(digest, 4, (f"held {len(held)}",), 100)
+                held.add(digest)
+                gone = Unavailable("gone", reason="LORA_UNAVAILABLE")
+                answers.write(encode(Loaded(number, Failure.of(gone) if does == "raise" else loaded)))
+            case UnloadLora(digest):
+                held.discard(digest)
             case Invoke(number, method, argument):
                 does = misbehaves(method)
                 if does == "raise":

@@ -148,6 +148,12 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def __post_init__(self) -> None:
         check_fields("", self)
+        if self.lora.enabled and self.executor.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"executor.tensor_parallel_size is {self.executor.tensor_parallel_size} and lora.max_loras "
+                f"{self.lora.max_loras}; "
+                "models that are split take no adapters yet: use 1, or lora.max_loras 0"
+            )
         if self.data_parallel.grouped:
             self._check_rank()
         elif self.expert_parallel.enabled:

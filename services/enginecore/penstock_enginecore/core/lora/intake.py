@@ -280,6 +280,8 @@ class LoraIntake:
             self._executor.unload_lora(digest)
 
     def _fail(self, load: _Load, error: Exception) -> None:
+        if load.lora.digest and load.lora.digest not in self.cache:
+            self._executor.unload_lora(load.lora.digest)  # some workers may have it
         for request in load.requests:
             self._fail_request(request, error)
         for call in load.calls:

@@ -22,7 +22,7 @@ class LoraRequest(msgspec.Struct, frozen=True):
         return None if adapter is None else cls(adapter.name, adapter.path, adapter.digest)
 
 
-class LoadedLora(msgspec.Struct, frozen=True):
+class LoadedLora(msgspec.Struct, frozen=True, tag="loaded_lora"):
     """An adapter that workers hold: ``max_rank`` of its layers, the names of the ``modules`` that it changes, and the bytes of
     its matrices.
     """

@@ -10,21 +10,26 @@ import msgspec
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.executor.multiproc.agreement import agreed
 from penstock_enginecore.executor.multiproc.calls import Calls
-from penstock_enginecore.executor.multiproc.failures import WorkersGone
+from penstock_enginecore.executor.multiproc.failures import Failure, WorkersGone
+from penstock_enginecore.executor.multiproc.lora_loads import LoadsAwaited
 from penstock_enginecore.executor.multiproc.messages import (
     Call,
     Invoke,
+    Loaded,
+    LoadLora,
     Method,
     Raised,
     Returned,
     Sample,
     Sampled,
     Stats,
+    UnloadLora,
     decode_answer,
     encode,
     execute,
@@ -58,6 +63,7 @@ class MultiprocExecutor:
         self._num_workers = num_workers = config.executor.num_workers
         self._num_of_stage = config.executor.tensor_parallel_size
         self._calls = Calls(num_workers)
+        self._loads = LoadsAwaited(num_workers)
         self._progress: Progress = logger.info
         self._on_failure: Callable[[Exception], None] = lambda _: None
         self._stats = [WorkerStats(rank=rank) for rank in range(num_workers)]
@@ -160,6 +166,16 @@ class MultiprocExecutor:
         """Waits for the workers to compute a token that nobody asked for."""
         self._invoke("execute_dummy_batch", None)
 
+    def load_lora(self, lora: LoraRequest) -> "Future[LoadedLora]":
+        """By every worker, on a thread beside its steps."""
+        number, loaded = self._loads.begin()
+        self._send(LoadLora(number, lora))
+        return loaded
+
+    def unload_lora(self, digest: bytes) -> None:
+        """By every worker, behind the steps before."""
+        self._send(UnloadLora(digest))
+
     def roll_back(self) -> None:
         """Workers are in no group: none of their steps loses its peers."""
 
@@ -193,6 +209,7 @@ class MultiprocExecutor:
         finally:
             self._workers.end(told=told)
             self._calls.fail(WorkersGone("the executor is shut down"))
+            self._loads.fail(WorkersGone("the executor is shut down"))
 
     def _invoke(self, method: Method, kind: Any, argument: bytes = b"", limit: float | None = None) -> list[Any]:
         """The results by worker, as ``kind``. ``limit``: seconds that it may take; None: as long as no worker is stopped."""
@@ -221,6 +238,8 @@ class MultiprocExecutor:
             case ProgressLine(text):
                 if rank == 0:
                     self._progress(text)
+            case Loaded(number, outcome):
+                self._loads.answered(rank, number, outcome.error("") if isinstance(outcome, Failure) else outcome)
             case Stats(stats):
                 self._stats[rank] = stats
             case Returned(number, value):
@@ -235,6 +254,7 @@ class MultiprocExecutor:
 
     def _fail(self, error: WorkersGone) -> None:
         self._calls.fail(error)
+        self._loads.fail(error)
         self._on_failure(error)
 
     def _finish(self, step: "Future[ModelRunnerOutput]", answers: "Future[list[Any]]") -> None:

@@ -17,7 +17,7 @@ class WorkersGone(PenstockError):  # noqa: N818 - it says what happened
     """A worker has ended, hangs, or computes something else than the others. None of them computes any more."""
 
 
-class Failure(msgspec.Struct, frozen=True):
+class Failure(msgspec.Struct, frozen=True, tag="failure"):
     """An error of class ``name``. ``code``, ``field``, ``reason``: those of a RequestFailed. ``trace``: where it was raised."""
 
     kind: Literal["config", "load", "request", "other"]

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.executor.multiproc.failures import Failure
@@ -73,6 +74,19 @@ class Invoke(msgspec.Struct, frozen=True, tag="invoke"):
     argument: bytes = b""
 
 
+class LoadLora(msgspec.Struct, frozen=True, tag="load_lora"):
+    """Read an adapter while steps go on. Numbers are those of loads, which are answered when they are done."""
+
+    number: int
+    lora: LoraRequest
+
+
+class UnloadLora(msgspec.Struct, frozen=True, tag="unload_lora"):
+    """Let go of an adapter. There is no answer."""
+
+    digest: bytes
+
+
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """A line for the operator, while something slow goes on."""
 
@@ -103,14 +117,21 @@ class Raised(msgspec.Struct, frozen=True, tag="raised"):
     failure: Failure
 
 
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """An adapter that was read and taken, or why it was not."""
+
+    number: int
+    outcome: LoadedLora | Failure
+
+
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
     """What the worker says of itself, now and then."""
 
     stats: WorkerStats
 
 
-Call = Execute | Sample | Invoke
-Answer = Progress | Returned | Sampled | Raised | Stats
+Call = Execute | Sample | Invoke | LoadLora | UnloadLora
+Answer = Progress | Returned | Sampled | Raised | Loaded | Stats
 
 encode = msgspec.msgpack.Encoder().encode
 decode_call = msgspec.msgpack.Decoder(Call).decode

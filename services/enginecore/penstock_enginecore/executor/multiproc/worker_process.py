@@ -19,11 +19,14 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, SchedulerOutput
 from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.executor.completion import Late
+from penstock_enginecore.executor.lora_store import MakeReader
 from penstock_enginecore.executor.multiproc.failures import Failure
+from penstock_enginecore.executor.multiproc.lora_reading import LoadsUnderWay
 from penstock_enginecore.executor.multiproc.messages import (
     Answer,
     Execute,
     Invoke,
+    LoadLora,
     Mask,
     Progress,
     Raised,
@@ -31,6 +34,7 @@ from penstock_enginecore.executor.multiproc.messages import (
     Sample,
     Sampled,
     Stats,
+    UnloadLora,
     bitmask_of,
     decode_call,
     digest_of,
@@ -49,8 +53,13 @@ _FAILED_BEFORE = RuntimeError("a step before this one failed")
 class WorkerLoop:
     """Does the calls of an engine, and answers them."""
 
-    def __init__(self, config: WorkerConfig, calls: RingReader, answers: RingWriter) -> None:
+    def __init__(
+        self, config: WorkerConfig, calls: RingReader, answers: RingWriter, make_reader: MakeReader | None = None
+    ) -> None:
+        """``make_reader``: of LoRA adapters; None: none are read."""
         self._config = config
+        self._make_reader = make_reader
+        self._loads = LoadsUnderWay()
         self._calls = calls
         self._answers = answers
         self._worker: Worker | None = None
@@ -63,10 +72,12 @@ class WorkerLoop:
         """Until ``shutdown`` is called. Raises RingClosed when the engine has gone."""
         while not self._stopped:
             self._reports.waits()
+            self._take_loras()
             try:
-                message = self._calls.read(self._reports.due_in())
+                message = self._calls.read(self._patience())
             except RingTimeout:
-                self._report()
+                if self._reports.due_in() == 0:
+                    self._report()
                 continue
             match decode_call(message):
                 case Execute(step, sent):
@@ -83,6 +94,22 @@ class WorkerLoop:
                 case Invoke() as call:
                     self._answer(self._invoked(call))
                     self._reports.changed()
+                case LoadLora() as load:
+                    self._loads.begin(load, self._made().loras)
+                case UnloadLora(digest):
+                    self._made().loras.remove(digest)
+
+    def _patience(self) -> float | None:
+        """Seconds until there is something to do without a call."""
+        due = self._reports.due_in()
+        if not self._loads:
+            return due
+        return self._loads.LOOK if due is None else min(due, self._loads.LOOK)
+
+    def _take_loras(self) -> None:
+        if self._loads:
+            for loaded in self._loads.take(self._made().loras):
+                self._answer(loaded)
 
     def _report(self) -> None:
         if self._worker is not None and not self._stopped:
@@ -143,7 +170,7 @@ class WorkerLoop:
 
     def _load_model(self) -> Any:
         load_plugins(self._config.engine.plugins)
-        self._worker = Worker(self._config)
+        self._worker = Worker(self._config, self._make_reader)
         self._utilities = extend(UtilityRegistry(self._worker), "worker")
         return self._worker.load_model(lambda text: self._answer(Progress(text)))
 
@@ -170,14 +197,14 @@ class WorkerLoop:
             self._worker.shutdown()
 
 
-def main(descriptor: int) -> NoReturn:
-    """Ends the process. ``descriptor``: of a file with a ``Start``."""
+def main(descriptor: int, make_reader: MakeReader | None = None) -> NoReturn:
+    """Ends the process. ``descriptor``: of a file with a ``Start``. ``make_reader``: of LoRA adapters; None: none are read."""
     start, calls, answers = open_channel(descriptor)
     config = start.config
     configure(config.engine.log, service=f"enginecore-worker-{config.rank}")
     name_process("worker", f"{config.engine.name} {config.rank}")
     use_few_arenas()
-    loop = WorkerLoop(config, calls, answers)
+    loop = WorkerLoop(config, calls, answers, make_reader)
     code = 0
     try:
         loop.run()

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.lora.request import LoraRequest
 from penstock_enginecore.core.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.generation.input_batch import InputBatch
+from penstock_enginecore.lora.adapter import LoraSegment
 
 GREEDY = SamplingParams(temperature=0.0)
 EOS = 9
@@ -23,6 +25,7 @@ def new(
     prompt: int | None = None,
     computed: int = 0,
     params: SamplingParams = GREEDY,
+    digest: bytes = b"",
 ) -> NewRequestData:
     return NewRequestData(
         request_id=request_id,
@@ -31,6 +34,7 @@ def new(
         num_computed_tokens=computed,
         block_ids=(block_ids,),
         sampling_params=params,
+        lora=LoraRequest("name", "/path", digest) if digest else None,
     )
 
 
@@ -48,6 +52,30 @@ def test_requests_are_laid_out_one_after_the_other_in_the_scheduled_order() -> N
     assert attention.slot_mapping.tolist() == [32, 33, 20, 21, 22, 23, 12, 13]
     assert step.sampling_requests.tolist() == [0, 1]
     assert step.logits_indices.tolist() == [1, 7]
+
+
+def test_requests_with_adapters_come_last_by_digest_and_their_tokens_are_told_of() -> None:
+    batch = make_batch()
+    adapters = {"a": b"B", "b": b"", "c": b"A", "d": b"B", "e": b""}
+    news = [new(key, [ord(key)] * 3, [place + 1], digest=adapters[key]) for place, key in enumerate(adapters)]
+    batch.update(SchedulerOutput(new_requests=news))
+    step = batch.prepare({"a": 3, "b": 2, "c": 1, "d": 2, "e": 3})
+    assert step.request_ids == ["b", "e", "c", "a", "d"]
+    assert bytes(step.token_ids.tolist()) == b"bbeeecaaadd"
+    assert step.segments == (LoraSegment(b"A", 5, 6), LoraSegment(b"B", 6, 11))
+    assert step.sampling_requests.tolist() == [1, 3]
+    assert batch.prepare({"e": 1, "b": 1}).segments == ()
+    batch.update(SchedulerOutput(finished_request_ids=["a", "d"]))
+    assert batch.prepare({"c": 1, "e": 1}).segments == (LoraSegment(b"A", 1, 2),)
+
+
+def test_drafts_belong_to_the_segment_of_their_request() -> None:
+    batch = make_batch()
+    batch.update(SchedulerOutput(new_requests=[new("a", [1, 2], [2, 3], digest=b"A"), new("b", [3], [4])]))
+    step = batch.prepare({"a": 5, "b": 1}, {"a": [7, 8, 9]})
+    assert step.token_ids.tolist() == [3, 1, 2, 7, 8, 9]
+    assert step.segments == (LoraSegment(b"A", 1, 6),)
+    assert step.drafts == [[], [7, 8, 9]]
 
 
 def test_a_chunk_that_does_not_reach_the_end_samples_nothing() -> None:

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from penstock_common.errors import FailedPrecondition, RequestFailed, Unavailable
 from penstock_enginecore.config import EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.executor.multiproc.executor import MultiprocExecutor
 from penstock_enginecore.executor.multiproc.failures import WorkerError, WorkersGone
@@ -97,6 +99,37 @@ def test_steps_are_in_flight_at_once_and_end_in_their_order() -> None:
         assert executor.collective_rpc("behind them") == [[0, "behind them", []], [1, "behind them", []]]
         assert all(future.done() for future in futures)
         assert [future.result().sampled_token_ids[0] for future in futures] == [[number] for number in range(1, 50)]
+
+
+def test_adapters_are_read_by_all_workers_beside_their_steps() -> None:
+    with executor_of() as executor:
+        one, other = executor.load_lora(LoraRequest("a", "1")), executor.load_lora(LoraRequest("b", "2"))
+        executor.execute_model(step(1))
+        assert executor.sample_tokens().result(PATIENCE).request_ids == ["a", "b"]
+        assert one.result(PATIENCE) == LoadedLora(bytes([1]) * 16, 4, ("held 0",), 100)
+        assert other.result(PATIENCE).modules == ("held 1",)
+        executor.unload_lora(bytes([1]) * 16)
+        assert executor.load_lora(LoraRequest("c", "3")).result(PATIENCE).modules == ("held 1",)
+
+
+@pytest.mark.parametrize(
+    ("does", "error", "reason"),
+    [("raise", Unavailable, "LORA_UNAVAILABLE"), ("differ", FailedPrecondition, "LORA_CHANGED")],
+)
+def test_an_adapter_that_one_worker_cannot_read_or_reads_otherwise_is_not_loaded(
+    does: Any, error: type[RequestFailed], reason: str
+) -> None:
+    with executor_of(Misdeed(rank=1, when="load_lora", does=does)) as executor:
+        failed = executor.load_lora(LoraRequest("a", "1")).exception(PATIENCE)
+        assert isinstance(failed, error)
+        assert failed.reason == reason
+        executor.execute_model(step(1))
+        assert executor.sample_tokens().result(PATIENCE).request_ids == ["a", "b"]
+
+
+def test_a_worker_that_ends_while_it_reads_an_adapter_ends_the_load() -> None:
+    with executor_of(Misdeed(rank=1, when="load_lora", does="exit")) as executor:
+        assert isinstance(executor.load_lora(LoraRequest("a", "1")).exception(PATIENCE), WorkersGone)
 
 
 def test_sampling_without_a_forward_pass_is_an_error() -> None:

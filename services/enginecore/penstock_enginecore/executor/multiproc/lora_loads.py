@@ -1,0 +1,62 @@
+"""Adapters that the engine waits for while its workers read them."""
+
+import threading
+from concurrent.futures import Future
+
+from penstock_common.errors import FailedPrecondition
+from penstock_enginecore.core.lora.request import LoadedLora
+
+
+class LoadsAwaited:
+    """Loads that workers have not all answered. From any thread."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._lock = threading.Lock()
+        self._last = 0
+        self._waiting: dict[int, tuple[Future[LoadedLora], dict[int, LoadedLora | Exception]]] = {}
+        self._failed: Exception | None = None
+
+    def begin(self) -> "tuple[int, Future[LoadedLora]]":
+        """The next number, and what becomes of the load: what all workers have taken, or the error of the first that has one."""
+        with self._lock:
+            self._last += 1
+            future: Future[LoadedLora] = Future()
+            if self._failed is not None:
+                future.set_exception(self._failed)
+            else:
+                self._waiting[self._last] = future, {}
+            return self._last, future
+
+    def answered(self, rank: int, number: int, outcome: LoadedLora | Exception) -> None:
+        """A worker's answer. Numbers that are not waited for are ignored."""
+        with self._lock:
+            if number not in self._waiting:
+                return
+            future, outcomes = self._waiting[number]
+            outcomes[rank] = outcome
+            if len(outcomes) < self._num_workers:
+                return
+            del self._waiting[number]
+        by_rank = [outcomes[rank] for rank in sorted(outcomes)]
+        error = next((outcome for outcome in by_rank if isinstance(outcome, Exception)), None)
+        if error is not None:
+            future.set_exception(error)
+            return
+        loaded = [outcome for outcome in by_rank if isinstance(outcome, LoadedLora)]
+        if any(each != loaded[0] for each in loaded):
+            digests = ", ".join(each.digest.hex() for each in loaded)
+            future.set_exception(
+                FailedPrecondition(f"workers read different adapters: {digests}", field="lora", reason="LORA_CHANGED")
+            )
+            return
+        future.set_result(loaded[0])
+
+    def fail(self, error: Exception) -> None:
+        """Nothing is answered any more: end every load, also those to come, with ``error``."""
+        with self._lock:
+            self._failed = self._failed or error
+            waiting = [future for future, _ in self._waiting.values()]
+            self._waiting.clear()
+        for future in waiting:
+            future.set_exception(error)

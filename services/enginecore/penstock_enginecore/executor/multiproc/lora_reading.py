@@ -1,0 +1,41 @@
+"""Adapters that a worker reads while it computes."""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import partial
+
+from penstock_enginecore.executor.device_thread import DeviceThread
+from penstock_enginecore.executor.lora_store import LoraStore
+from penstock_enginecore.executor.multiproc.failures import Failure
+from penstock_enginecore.executor.multiproc.messages import Loaded, LoadLora
+from penstock_enginecore.lora.adapter import LoraAdapter
+
+
+class LoadsUnderWay:
+    """Reads adapters on a thread of its own, in order. All methods belong to the worker's thread."""
+
+    LOOK = 0.005
+    """Seconds between two looks at what is being read."""
+
+    def __init__(self) -> None:
+        self._thread: DeviceThread | None = None
+        self._reading: deque[tuple[LoadLora, Future[LoraAdapter]]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._reading)
+
+    def begin(self, load: LoadLora, store: LoraStore) -> None:
+        """Have an adapter read."""
+        if self._thread is None:
+            self._thread = DeviceThread("lora loader")
+        self._reading.append((load, self._thread.submit(partial(store.read, load.lora))))
+
+    def take(self, store: LoraStore) -> Iterator[Loaded]:
+        """Take what has been read, between steps. The answers."""
+        while self._reading and self._reading[0][1].done():
+            load, future = self._reading.popleft()
+            try:
+                yield Loaded(load.number, store.add(load.lora, future.result()))
+            except Exception as e:
+                yield Loaded(load.number, Failure.of(e))
