@@ -3,13 +3,14 @@
 Engines tell it of themselves; a frontend may tell it of the engines it knows.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
-from penstock_common.types.outputs import SchedulerStats, SpecDecodingStats
+from penstock_common.types.outputs import LoraStats, SchedulerStats, SpecDecodingStats
 
 T = TypeVar("T")
 
@@ -32,6 +33,15 @@ _DRAFTS: dict[str, tuple[str, Callable[[SpecDecodingStats], float]]] = {
     "vllm:spec_decode_num_drafts": ("Times that a request had drafts in a step", lambda s: s.num_drafts),
     "vllm:spec_decode_num_draft_tokens": ("Drafted tokens that steps verified", lambda s: s.num_draft_tokens),
     "vllm:spec_decode_num_accepted_tokens": ("Of these, what the model chose", lambda s: s.num_accepted_tokens),
+}
+_LORA_GAUGES: dict[str, tuple[str, Callable[[LoraStats], float]]] = {
+    "penstock:lora_cached": ("Adapters in host memory", lambda s: s.num_cached),
+    "penstock:lora_cached_bytes": ("Bytes of these", lambda s: s.cached_bytes),
+}
+_LORA_COUNTERS: dict[str, tuple[str, Callable[[LoraStats], float]]] = {
+    "penstock:lora_loads": ("Adapters loaded", lambda s: s.num_loads),
+    "penstock:lora_load_seconds": ("Seconds that loading them took", lambda s: s.load_seconds),
+    "penstock:lora_evictions": ("Adapters that made room for others", lambda s: s.num_evictions),
 }
 
 
@@ -66,6 +76,7 @@ def engine_families(loads: Iterable[EngineLoad]) -> Iterator[Family]:
         info.add_metric((load.model, load.engine), sizes)
     yield info
     yield from _speculation_families(known)
+    yield from _lora_families(known)
 
 
 def _families(
@@ -96,3 +107,22 @@ def _speculation_families(loads: Sequence[EngineLoad]) -> Iterator[Family]:
         for place, count in enumerate(stats.num_accepted_tokens_per_pos):
             by_place.add_metric((load.model, load.engine, str(place)), count)
     yield by_place
+
+
+def _lora_families(loads: Sequence[EngineLoad]) -> Iterator[Family]:
+    """Those of engines that apply LoRA adapters; none where no engine does."""
+    known = [(load, stats) for load in loads if (stats := load.stats.lora) is not None]
+    if not known:
+        return
+    names = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+    info = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "Adapters of running requests, and of those that wait for others to have ended; seconds since the epoch",
+        labels=[*LABELS, *names],
+    )
+    for load, stats in known:
+        adapters = str(stats.max_loras), ",".join(stats.active), ",".join(stats.waiting)
+        info.add_metric((load.model, load.engine, *adapters), time.time())
+    yield info
+    yield from _families(GaugeMetricFamily, _LORA_GAUGES, known)
+    yield from _families(CounterMetricFamily, _LORA_COUNTERS, known)

@@ -127,6 +127,7 @@ class LoraStats(msgspec.Struct, frozen=True, kw_only=True):
     ``MAX_WAITING_NAMES`` of them. Counts of loads and evictions, and ``load_seconds``, only grow.
     """
 
+    max_loras: int = 0
     active: list[str] = []
     waiting: list[str] = []
     num_waiting_reqs: int = 0

@@ -75,14 +75,15 @@ class LoraStore:
         return adapter
 
     def add(self, lora: LoraRequest, adapter: LoraAdapter) -> LoadedLora:
-        """Hold what was read for ``lora``. Raises what the forward pass finds wrong with it."""
+        """Hold what was read for ``lora``; while there is no forward pass, it is read again for the next. Raises FailedPrecondition
+        with what the forward pass finds wrong with it.
+        """
         digest = adapter.digest
         if digest in self._held:
             return self._held[digest][1]
-        if self._forward is None:
-            raise RuntimeError("attach must come before the first adapter")
         try:
-            self._forward.add_adapter(adapter)
+            if self._forward is not None:
+                self._forward.add_adapter(adapter)
         except ValueError as e:
             raise FailedPrecondition(
                 f"adapter {lora.name!r} at {lora.path!r} is not served: {e}", field="lora", reason="LORA_REFUSED"

@@ -86,13 +86,12 @@ class Worker:
             if lora.enabled and make_reader is not None:
                 self._read_adapter = make_reader(module, lora)
 
-        self._runner = load_runner(self._engine, self._device, progress, self._collectives, self._links, look)
+        runner = load_runner(self._engine, self._device, progress, self._collectives, self._links, look)
         if lora.enabled:
-            self.loras.attach(
-                self._runner.adapted, self._read_adapter, f"the model, computed by {self._runner.computing},"
-            )
-        self._kept = kept_sleep(self._engine, self._runner, self._device)
-        return self._runner.info
+            self.loras.attach(runner.adapted, self._read_adapter, f"the model, computed by {runner.computing},")
+        self._runner = runner
+        self._kept = kept_sleep(self._engine, runner, self._device)
+        return runner.info
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """Demand of every attention layer, by layer name in execution order."""

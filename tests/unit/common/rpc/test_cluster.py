@@ -39,6 +39,7 @@ CANNOT_BE_COUNTS = {
         num_drafts=3, num_draft_tokens=9, num_accepted_tokens=4, num_accepted_tokens_per_pos=[2, 1, 1]
     ),
     "lora": LoraStats(
+        max_loras=4,
         active=["a", "b"],
         waiting=["c"],
         num_waiting_reqs=5,

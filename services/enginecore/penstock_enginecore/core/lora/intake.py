@@ -79,6 +79,7 @@ class LoraIntake:
         self._slots = slots
         self._wake = wake
         self._clock = clock
+        self._max_loras = config.max_loras
         self.cache = LoraCache(config.cpu_memory)
         self._loaded: dict[bytes, LoadedLora] = {}
         self._digests: dict[str, bytes] = {}
@@ -140,6 +141,7 @@ class LoraIntake:
         if slots is None:
             return None
         return LoraStats(
+            max_loras=self._max_loras,
             active=slots.active,
             waiting=slots.waiting[:MAX_WAITING_NAMES],
             num_waiting_reqs=slots.num_waiting,
