@@ -141,10 +141,10 @@ async def test_the_prompts_length_and_the_limit_are_in_the_message(frontend: Fro
 
 
 @pytest.mark.parametrize("method", ["LoadLora", "UnloadLora", "ListLoras", "PinLora"])
-async def test_admin_methods_of_later_features_are_refused_by_name(frontend: FrontendServer, method: str) -> None:
+async def test_calls_about_adapters_are_refused_where_none_are_served(frontend: FrontendServer, method: str) -> None:
     error = await failure(getattr(frontend.admin, method)(getattr(admin_pb, f"{method}Request")()))
     assert isinstance(error, Unimplemented)
-    assert error.message == f"{method} is not served yet"
+    assert error.message == "LoRA adapters are not served: lora.enabled is false"
 
 
 @pytest.mark.parametrize("tenants", [("", ""), ("a", "b")])

@@ -67,6 +67,8 @@ class Frontend:
             fairness=config.fairness,
             log=config.log,
             tracer=self._tracer,
+            lora=config.lora,
+            frontend_id=config.name,
             on_full=self._update_readiness,
         )
         self._assembly = assembly

@@ -9,9 +9,11 @@ from penstock_common.config.reread import Reread
 from penstock_common.config.sections import LogConfig
 from penstock_common.in_flight import BytesInFlight
 from penstock_common.observability.tracing import Tracer
+from penstock_frontend.adapter_calls import AdapterCalls
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.chat_calls import ChatCalls
-from penstock_frontend.config import FairnessConfig, LimitsConfig, ModelConfig
+from penstock_frontend.config import FairnessConfig, LimitsConfig, LoraConfig, ModelConfig
+from penstock_frontend.engine.adapters import Adapters
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.observe import RequestObserver
 from penstock_frontend.pooling_calls import PoolingCalls
@@ -65,11 +67,14 @@ def assemble(
     fairness: FairnessConfig = FairnessConfig(),  # noqa: B008 - it is not changed
     log: LogConfig = LogConfig(),  # noqa: B008 - it is not changed
     tracer: Tracer | None = None,
+    lora: LoraConfig = LoraConfig(),  # noqa: B008 - it is not changed
+    frontend_id: str = "",
     on_full: Callable[[], None] = lambda: None,
 ) -> Assembly[E]:
     """Read the model's files, which may take long, and put everything together. Raises ConfigError.
 
     ``engines`` makes the client of the engines, whose outputs go to the handler; it is called when the model's files are read.
+    ``frontend_id``: under which this end registers adapters.
     ``tokenizer_path``: of the tokenizer and the chat template, where they are not the model's. ``on_full``: called whenever
     ``llm.full`` has changed.
     """
@@ -82,6 +87,7 @@ def assemble(
     )
     templates = load_chat_templates(texts)
     parsers = registry.pick(tool=model.tool_parser, reasoning=model.reasoning_parser, template=templates.source)
+    adapters = Adapters(lora, model=model.name, frontend_id=frontend_id)
     inputs = InputProcessor(
         tokenizer,
         generation_config,
@@ -89,10 +95,12 @@ def assemble(
         limits=settings.limits,
         fairness=settings.fairness,
         reasoning=reasoning_of(parsers.reasoning, tokenizer),
+        adapters=adapters,
     )
     outputs = OutputProcessor(tokenizer, metrics)
     pooled = PooledOutputs(lambda state, engine: metrics.engine(engine).pooled(state.started, state.num_prompt))
     client = engines(SplitOutputs(outputs, pooled), metrics)
+    adapter_calls = AdapterCalls(adapters, lora, client)
     llm = AsyncLLM(
         tokenizer=tokenizer,
         inputs=inputs,
@@ -104,12 +112,14 @@ def assemble(
             inputs=PoolingInputs(tokenizer, inputs, settings.limits),
             outputs=pooled,
             engines=client,
+            adapters=adapter_calls,
             answers=BytesInFlight(
                 lambda: settings.limits.now.max_answer_bytes_in_flight,
                 "limits.max_answer_bytes_in_flight",
                 what="answers",
             ),
         ),
+        adapters=adapter_calls,
         on_full=on_full,
     )
     renderer = ChatRenderer(templates, tokenizer, settings.limits, tool_parser=model.tool_parser)

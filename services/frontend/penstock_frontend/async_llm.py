@@ -4,6 +4,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
+import msgspec
+
 from penstock_common.config.reread import Reread
 from penstock_common.errors import (
     DeadlineExceeded,
@@ -14,6 +16,7 @@ from penstock_common.errors import (
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
 from penstock_common.types.pooling import PoolingTask
+from penstock_frontend.adapter_calls import AdapterCalls
 from penstock_frontend.admission import Admission, Demand, check_deadline, demand_of
 from penstock_frontend.call_types import GenerateRequest, PoolingRequest, PoolingResult, RequestOutput
 from penstock_frontend.config import LimitsConfig
@@ -48,12 +51,14 @@ class AsyncLLM:
         limits: Reread[LimitsConfig],
         observer: RequestObserver,
         pooling: PoolingCalls,
+        adapters: AdapterCalls,
         on_full: Callable[[], None],
     ) -> None:
         """``on_full``: called whenever ``full`` has changed."""
         self.engines = engines
         self.inputs = inputs
         self.pooling = pooling
+        self.adapters = adapters
         self.tokenizer = tokenizer
         self._outputs = outputs
         self._admission = Admission(limits, on_full=on_full)
@@ -161,6 +166,8 @@ class AsyncLLM:
                     self.release(live)
                 yield output
         except Exception as e:
+            if isinstance(e, RequestFailed):
+                self.adapters.refused(live.lora, e)
             live.observed.failed(e)
             raise
 
@@ -258,6 +265,8 @@ class AsyncLLM:
         limits = await self.engines.wait_until_usable(request.context.deadline)
         check_generates(self.engines.view.capabilities)
         self.inputs.check(core_request, limits)
+        live.lora = await self.adapters.of_request(request.context)
+        core_request = msgspec.structs.replace(core_request, lora=live.lora)
         get_logger().debug(
             "request", request=live.request_id, tenant=request.context.tenant, priority=request.context.priority
         )

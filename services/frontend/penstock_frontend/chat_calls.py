@@ -34,7 +34,7 @@ class ChatCalls:
     async def run(self, request: ChatRequest, live: LiveRequest) -> AsyncIterator[ChatOutput]:
         """The outputs of an accepted request (``AsyncLLM.accept``), as its output kind says. Raises RequestFailed."""
         check_deadline(request.context.deadline)
-        self._llm.inputs.check_model(request.context.model)
+        self._llm.inputs.check_model(request.context.model, request.context.lora)
         check_choice(request.tools, request.tool_choice, request.named_tool)
         parsers = self._parsers if request.may_call else self._parsers._replace(tool=None)
         rendered = self._constrained(request, await self.renderer.render(request), parsers)

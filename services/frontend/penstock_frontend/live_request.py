@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 from penstock_common.errors import Cancelled
+from penstock_common.lora.registration import LoraAdapter
 from penstock_frontend.admission import Demand
 from penstock_frontend.call_types import GenerateRequest, PoolingRequest
 from penstock_frontend.observe import ObservedRequest
@@ -19,6 +20,7 @@ class LiveRequest:
         "_wait",
         "demand",
         "done",
+        "lora",
         "name",
         "observed",
         "prompt_token_ids",
@@ -37,6 +39,8 @@ class LiveRequest:
         """Tenant and id under which it can be aborted from outside; None where it cannot."""
         self.demand = demand
         self.observed = observed
+        self.lora: LoraAdapter | None = None
+        """What it has applied to the model; None until that is known, too."""
         self.request: GenerateRequest | PoolingRequest | None = None
         """None until it is begun."""
         self.prompt_token_ids: Sequence[int] = ()

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock_common.errors import DeadlineExceeded
+from penstock_common.errors import DeadlineExceeded, RequestFailed
 from penstock_common.in_flight import BytesInFlight, Held
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.request import EngineCoreRequest
+from penstock_frontend.adapter_calls import AdapterCalls
 from penstock_frontend.call_types import PoolingRequest, PoolingResult
 from penstock_frontend.pace import SEQUENCES_PER_TURN, Pace
 from penstock_frontend.ports import EngineClient
@@ -23,12 +24,19 @@ class PoolingCalls:
     """Puts input processing, engines and answers together for requests that produce vectors."""
 
     def __init__(
-        self, *, inputs: PoolingInputs, outputs: PooledOutputs, engines: EngineClient, answers: BytesInFlight
+        self,
+        *,
+        inputs: PoolingInputs,
+        outputs: PooledOutputs,
+        engines: EngineClient,
+        adapters: AdapterCalls,
+        answers: BytesInFlight,
     ) -> None:
         """``answers`` bounds the bytes of vectors of all calls at once."""
         self.inputs = inputs
         self.outputs = outputs
         self._engines = engines
+        self._adapters = adapters
         self._answers = answers
         self._pace = Pace(SEQUENCES_PER_TURN)
 
@@ -47,10 +55,15 @@ class PoolingCalls:
         if (refusal := self._answers.refusal(size)) is not None:
             raise refusal
         held = Held(self._answers, None, size)
+        lora = None
         try:
+            if (lora := await self._adapters.of_request(request.context)) is not None:
+                core_requests = [msgspec.structs.replace(each, lora=lora) for each in core_requests]
             answers = await self._answered(request, core_requests)
-        except BaseException:
+        except BaseException as e:
             held.release()
+            if isinstance(e, RequestFailed):
+                self._adapters.refused(lora, e)
             raise
         return PoolingResult(answers, sum(len(each.prompt_token_ids) for each in core_requests), held)
 

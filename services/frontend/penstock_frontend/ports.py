@@ -93,6 +93,9 @@ class EngineView(Protocol):
     def num_engines(self) -> int:
         """Engines that take requests now."""
 
+    def serving(self, capability: str) -> Sequence[str]:
+        """Ids of the connected engines that serve it, in order."""
+
     def cluster(self) -> Sequence[EngineStatus]:
         """The engines as this frontend sees them, connected or not."""
 

@@ -122,7 +122,7 @@ class Servers:
             field="admin",
             certificates=self._certificates,
         )
-        admin.add_to_server(operators.server, self._assembly.engines, self._coordinator)
+        admin.add_to_server(operators.server, self._assembly.engines, self._assembly.llm.adapters, self._coordinator)
         return operators
 
     def _http_server(self, authenticator: Authenticator | None) -> HttpServer:
@@ -144,7 +144,7 @@ class Servers:
         limits = assembly.settings.limits
         return [
             *openai.routes(llm, chat, config, limits, assembly.labels, gate=gate, bodies=bodies),
-            *anthropic.routes(llm, chat, model=config.model.name, gate=gate, bodies=bodies),
+            *anthropic.routes(llm, chat, gate=gate, bodies=bodies),
         ]
 
     def _page_routes(self) -> list[Route]:

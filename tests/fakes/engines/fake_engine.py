@@ -137,8 +137,8 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
 
     ``refusal``: every new request ends with this error. ``mangle``: changes (or drops, with None) each output before it
     is sent. ``utilities``: answers of utility calls by method name, or the error one ends with; ``on_utility`` is called
-    before each. ``utility_calls``: what was called with which arguments. ``step_age``: what it says of the age of its last
-    step; ``wedged``: that this is too old; ``frozen``: it does not answer that.
+    before each, and an answer that can be called with the arguments. ``utility_calls``: what was called with which arguments.
+    ``step_age``: what it says of the age of its last step; ``wedged``: that this is too old; ``frozen``: it does not answer that.
     """
 
     def __init__(
@@ -383,9 +383,12 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
 
     def _answer(self, call: pb.UtilityCall, session: FakeSession) -> None:
         output = pb.UtilityOutput(call_id=call.call_id)
-        self.utility_calls.append((call.method, msgspec.msgpack.decode(call.arguments)))
+        arguments = msgspec.msgpack.decode(call.arguments)
+        self.utility_calls.append((call.method, arguments))
         self.on_utility(call.method)
         answer = self.utilities.get(call.method)
+        if callable(answer):
+            answer = answer(*arguments)
         if isinstance(answer, finish_pb2.RequestError):
             output.error.CopyFrom(answer)
         elif call.method in self.utilities:

@@ -16,8 +16,10 @@ from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
+from penstock_frontend.adapter_calls import AdapterCalls
 from penstock_frontend.call_types import PoolingRequest
-from penstock_frontend.config import FairnessConfig, LimitsConfig, ModelConfig
+from penstock_frontend.config import FairnessConfig, LimitsConfig, LoraConfig, ModelConfig
+from penstock_frontend.engine.adapters import Adapters
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.pooling_calls import PoolingCalls
 from penstock_frontend.ports import ModelLimits
@@ -81,6 +83,11 @@ class Rig:
             inputs=PoolingInputs(tokenizer, inputs, limits),
             outputs=self.outputs,
             engines=self.engines,  # type: ignore[arg-type]
+            adapters=AdapterCalls(
+                Adapters(LoraConfig(), model="model", frontend_id="f"),
+                LoraConfig(),
+                self.engines,  # type: ignore[arg-type]
+            ),
             answers=self.answers,
         )
 

@@ -15,6 +15,9 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Id that the client knows the request by. The frontend chooses one where the client gave none."""
     model: str = ""
     """The model that the client asked for; empty: the one that is served. It does not cross the wire: an engine serves one."""
+    lora: str = ""
+    """The LoRA adapter that the client asked for; ``model`` may name one as well. Empty: none. It does not cross the wire:
+    ``EngineCoreRequest.lora`` does."""
     data_parallel_rank: int | None = None
     """Rank of the engine that the request must run on; None: any. Engines that get it serve rank 0."""
     priority: int = 0

@@ -11,6 +11,7 @@ from penstock_frontend.config.frontend import (
 )
 from penstock_frontend.config.http import HttpConfig, ResponsesConfig
 from penstock_frontend.config.limits import LimitsConfig
+from penstock_frontend.config.lora import LoraConfig
 from penstock_frontend.config.routing import RoutingConfig, RoutingPolicy
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "HttpConfig",
     "JwtConfig",
     "LimitsConfig",
+    "LoraConfig",
     "ModelConfig",
     "ResponsesConfig",
     "RetriesConfig",

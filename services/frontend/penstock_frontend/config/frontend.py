@@ -30,6 +30,7 @@ from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT
 from penstock_frontend.config.auth import AuthConfig
 from penstock_frontend.config.http import HttpConfig
 from penstock_frontend.config.limits import LimitsConfig
+from penstock_frontend.config.lora import LoraConfig
 from penstock_frontend.config.routing import RoutingConfig
 
 Weight = Annotated[float, Meta(ge=MIN_TENANT_WEIGHT, le=MAX_TENANT_WEIGHT)]
@@ -211,6 +212,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tokenizer_threads: Annotated[int, Meta(ge=1, le=64, description="Threads that tokenize.")] = 2
     limits: Annotated[LimitsConfig, REREAD] = LimitsConfig()
     fairness: Annotated[FairnessConfig, REREAD] = FairnessConfig()
+    lora: LoraConfig = LoraConfig()
     routing: RoutingConfig = RoutingConfig()
     retries: RetriesConfig = RetriesConfig()
     detection: DetectionConfig = DetectionConfig()
@@ -258,6 +260,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         if not self.coordinator.address and not self.engines:
             raise ConfigError("coordinator.address or engines is required: the frontend must find its engines")
+        if self.model.name in self.lora.adapters:
+            raise ConfigError(f"lora.adapters: {self.model.name!r} is the model's own name")
         if self.ready_without_engines and not self.coordinator.address:
             raise ConfigError("ready_without_engines is true; it needs coordinator.address, which tells of new engines")
 

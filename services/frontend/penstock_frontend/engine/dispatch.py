@@ -14,7 +14,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import RetriesConfig
 from penstock_frontend.engine.drain import Drain
 from penstock_frontend.engine.held import HeldRequests
-from penstock_frontend.engine.journal import Journal, Refusal
+from penstock_frontend.engine.journal import LORA_UNAVAILABLE, Journal, Refusal
 from penstock_frontend.engine.journal_entry import JournalEntry
 from penstock_frontend.engine.prefix_caches import PrefixCaches
 from penstock_frontend.engine.retries import Blame, Retries
@@ -184,6 +184,9 @@ class Dispatch:
             elif error.reason == STEP_FAILED:
                 self._exclude(entry, math.inf)
                 blame = Blame.STEP
+            elif error.reason == LORA_UNAVAILABLE:
+                self._exclude(entry, math.inf)
+                blame = Blame.NONE
             if entry.engine in entry.excluded and not any(c.accepting for c in self._others(entry)):
                 self._end(entry, error)
                 continue
@@ -276,6 +279,8 @@ class Dispatch:
     def _others(self, entry: JournalEntry) -> Sequence[Candidate]:
         """The engines that it may be sent to."""
         candidates = self._engines.candidates()
+        if entry.request.lora is not None:
+            candidates = [c for c in candidates if c.applies_lora]
         if not entry.excluded:
             return candidates
         now = _now()

@@ -15,6 +15,9 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.token_columns import NewTokens, TokenColumns
 from penstock_frontend.engine.journal_entry import EngineFaultError, JournalEntry
 
+LORA_UNAVAILABLE = "LORA_UNAVAILABLE"
+"""The reason for which an engine refuses a request whose adapter it cannot read: another one may."""
+
 _MAX_NUMBER = 2**32 - 1
 
 _NOBODY: dict[str, "JournalEntry"] = {}
@@ -221,4 +224,5 @@ def _refused(output: EngineCoreOutput) -> RequestFailed | None:
         return None
     if error.reason in ("PAUSED", "SLEEPING"):
         return None  # an operator wanted it
-    return error.to_exception() if error.code in ("UNAVAILABLE", "INTERNAL") or error.reason == "QUEUE_FULL" else None
+    elsewhere = error.code in ("UNAVAILABLE", "INTERNAL") or error.reason in ("QUEUE_FULL", LORA_UNAVAILABLE)
+    return error.to_exception() if elsewhere else None

@@ -47,6 +47,10 @@ class EngineLoads:
         """What at least one connected engine serves, sorted."""
         return sorted({word for _, ready in self._ready() for word in ready.capabilities})
 
+    def serving(self, capability: str) -> Sequence[str]:
+        """Ids of the connected engines that serve it, in order."""
+        return sorted(ready.engine_id for _, ready in self._ready() if capability in ready.capabilities)
+
     @property
     def num_engines(self) -> int:
         """Engines that take requests now."""

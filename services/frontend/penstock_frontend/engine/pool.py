@@ -16,6 +16,9 @@ from penstock_frontend.engine.groups import EngineGroups
 from penstock_frontend.engine.router import Candidate
 from penstock_frontend.engine.subset import Subset
 
+LORA = "lora"
+"""The capability of engines that apply LoRA adapters."""
+
 
 class EnginePool:
     """One connection per engine address. What happens on connections is passed on to who ``listen``s.
@@ -76,6 +79,7 @@ class EnginePool:
                 and connection.address not in self._spare
                 and (connection.group_rank is None or self._groups.accepts(connection.group_rank)),
                 connection.ready.config_hash if connection.ready else "",
+                connection.ready is None or LORA in connection.ready.capabilities,
             )
             for connection in self
         ]

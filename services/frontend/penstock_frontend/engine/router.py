@@ -34,6 +34,8 @@ class Candidate(msgspec.Struct, frozen=True):
     """Connected, and neither draining nor wedged."""
     variant: str = ""
     """Its ``config_hash``."""
+    applies_lora: bool = True
+    """Whether requests with LoRA adapters may go there."""
 
 
 class Load(msgspec.Struct):

@@ -53,6 +53,8 @@ def add_request(
         embeds = parts.prompt_embeds_to_proto(request.prompt_embeds, ref, every_position=every_position)
         add.prompt_embeds.CopyFrom(embeds)
         add.prompt_is_token_ids.extend(map(bool, request.prompt_embeds.is_token))
+    if (lora := request.lora) is not None:
+        add.lora.CopyFrom(pb.LoraAdapter(name=lora.name, path=lora.path, digest=lora.digest))
     if request.second_text_start is not None:
         add.second_text_start = request.second_text_start
     fill_context(add, request.context)

@@ -27,6 +27,10 @@ class InProcessView:
         """What the engine serves."""
         return self._ready.capabilities
 
+    def serving(self, capability: str) -> Sequence[str]:
+        """The engine's id, if it serves that."""
+        return [self._ready.engine_id] if capability in self._ready.capabilities else []
+
     @property
     def num_engines(self) -> int:
         """1 while the engine takes requests, else 0."""

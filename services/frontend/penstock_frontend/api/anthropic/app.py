@@ -12,9 +12,9 @@ from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.chat_calls import ChatCalls
 
 
-def routes(llm: AsyncLLM, chat: ChatCalls, *, model: str, gate: Gate, bodies: Bodies) -> Sequence[Route]:
+def routes(llm: AsyncLLM, chat: ChatCalls, *, gate: Gate, bodies: Bodies) -> Sequence[Route]:
     """All of them. ``gate`` and ``bodies`` are those of the other protocols of the listener."""
-    messages = Messages(llm, chat, model=model)
+    messages = Messages(llm, chat)
     handlers = {errors.PREFIX: messages.create, f"{errors.PREFIX}/count_tokens": messages.count}
     return [
         Route(path, Endpoint(gate, bodies, handler, errors.answer), methods=["POST"])

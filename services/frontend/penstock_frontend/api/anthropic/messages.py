@@ -47,15 +47,14 @@ _NAMES = {
 class Messages:
     """The handlers."""
 
-    def __init__(self, llm: AsyncLLM, chat: ChatCalls, *, model: str) -> None:
+    def __init__(self, llm: AsyncLLM, chat: ChatCalls) -> None:
         self._llm = llm
         self._chat = chat
-        self._model = model
 
     async def create(self, call: Call, given: Body) -> Answer:
         """Answer the conversation. Raises RequestFailed."""
         body = await given.decode(MessagesBody)
-        self._llm.inputs.check_model(body.model or "")
+        model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         check(body)
         turns = turns_of(body)
         request = _request(body, call, turns, _sampling(body))
@@ -66,7 +65,7 @@ class Messages:
         choice = body.tool_choice
         writer = MessageWriter(
             label,
-            self._model,
+            model,
             parallel_calls=choice is None or not choice.disable_parallel_tool_use,
         )
         generation = Generation(self._llm, [source], given)
@@ -77,7 +76,7 @@ class Messages:
     async def count(self, call: Call, given: Body) -> Answer:
         """How many tokens the conversation is. Raises RequestFailed."""
         body = await given.decode(ConversationBody)
-        self._llm.inputs.check_model(body.model or "")
+        self._llm.inputs.check_model(body.model or "", body.lora or "")
         check(body)
         turns = turns_of(body)
         try:

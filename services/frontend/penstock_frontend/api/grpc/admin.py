@@ -17,6 +17,8 @@ from penstock_common.rpc.cluster import engine_to_proto
 from penstock_common.rpc.data_parallel import pool_group_to_proto
 from penstock_common.rpc.guard import peer_names
 from penstock_common.types.cluster import DEFAULT_POOL
+from penstock_frontend.adapter_calls import AdapterCalls
+from penstock_frontend.api.grpc.lora_messages import lora_info
 from penstock_frontend.api.grpc.unserved import refuses_unserved
 from penstock_frontend.api.grpc.utilities import ask_all
 from penstock_frontend.auth.principal import current_principal
@@ -50,9 +52,10 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
     engine, after all have answered: the others have done what was asked.
     """
 
-    def __init__(self, engines: EngineClient, coordinator: Coordinator | None) -> None:
+    def __init__(self, engines: EngineClient, adapters: AdapterCalls, coordinator: Coordinator | None) -> None:
         """``coordinator``: None where the engines are those of the configuration."""
         self._engines = engines
+        self._adapters = adapters
         self._coordinator = coordinator
 
     async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
@@ -165,6 +168,26 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         )
         return pb.ScaleResponse(previous_replicas=previous)
 
+    async def LoadLora(self, request: pb.LoadLoraRequest, context: Context) -> pb.LoadLoraResponse:
+        """Has every engine read an adapter, and gives it a name."""
+        loaded = await self._adapters.load(
+            request.name, request.path, load_inplace=request.load_inplace, pinned=request.pinned
+        )
+        return pb.LoadLoraResponse(lora=lora_info(loaded))
+
+    async def UnloadLora(self, request: pb.UnloadLoraRequest, context: Context) -> pb.UnloadLoraResponse:
+        """Takes a name away."""
+        return pb.UnloadLoraResponse(lora=lora_info(await self._adapters.unload(request.name)))
+
+    async def ListLoras(self, request: pb.ListLorasRequest, context: Context) -> pb.ListLorasResponse:
+        """The adapters that requests can name."""
+        adapters = await self._adapters.list()
+        return pb.ListLorasResponse(names=[each.adapter.name for each in adapters], loras=map(lora_info, adapters))
+
+    async def PinLora(self, request: pb.PinLoraRequest, context: Context) -> pb.PinLoraResponse:
+        """Keeps an adapter in the engines' memory, or lets it go."""
+        return pb.PinLoraResponse(lora=lora_info(await self._adapters.pin(request.name, pinned=not request.unpin)))
+
     async def CollectiveRpc(self, request: pb.CollectiveRpcRequest, context: Context) -> pb.CollectiveRpcResponse:
         """Calls a method on every worker; which methods there are the engines know."""
         if not request.method:
@@ -182,10 +205,12 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         return await ask_all(self._engines, method, *arguments)
 
 
-def add_to_server(server: grpc.aio.Server, engines: EngineClient, coordinator: Coordinator | None) -> None:
+def add_to_server(
+    server: grpc.aio.Server, engines: EngineClient, adapters: AdapterCalls, coordinator: Coordinator | None
+) -> None:
     """Serve the operators' API on ``server``. ``coordinator``: None where the engines are those of the configuration."""
     # The methods that the class does not define are added by its decorator, which mypy does not see.
-    servicer = AdminServicer(engines, coordinator)  # type: ignore[abstract]
+    servicer = AdminServicer(engines, adapters, coordinator)  # type: ignore[abstract]
     service_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
-from penstock_common.rpc.sampling import refuse_set, set_fields
+from penstock_common.rpc.sampling import set_fields
 from penstock_frontend.api.grpc import message_parts
 from penstock_frontend.api.grpc.context import context_of
 from penstock_frontend.call_types import ChatMessage, ChatRequest, Tool, ToolCall
@@ -22,9 +22,8 @@ def chat_request(
 ) -> ChatRequest:
     """The domain's request. ``time_left``: seconds until the call's deadline.
 
-    Raises Unimplemented for fields of later features, InvalidArgument for what cannot be read and for lists that are too long.
+    Raises InvalidArgument for what cannot be read and for lists that are too long.
     """
-    refuse_set(message, ("lora",))
     check_conversation(message.messages, message.tools, limits)
     check_lists(message.sampling_params, limits)
     choice, named = _choice(message)

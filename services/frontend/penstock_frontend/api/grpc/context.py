@@ -18,5 +18,6 @@ def context_of(message: Message, metadata: Mapping[str, str], time_left: float |
         context_of_call(metadata, deadline=deadline_after(time_left), hints=message.routing),
         external_request_id=message.request_id,
         model=message.model,
+        lora=message.lora,
         cache_salt=message.cache_salt if isinstance(message, pb.GenerateRequest | pb.ChatRequest) else "",
     )

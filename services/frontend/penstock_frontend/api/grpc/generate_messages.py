@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc.outputs import prompt_embeds_from_proto
-from penstock_common.rpc.sampling import refuse_set, set_fields
+from penstock_common.rpc.sampling import set_fields
 from penstock_frontend.api.grpc.context import context_of
 from penstock_frontend.api.grpc.message_parts import add_finish, logprobs, prediction_of
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part, RequestOutput
@@ -19,9 +19,8 @@ def generate_request(
 ) -> GenerateRequest:
     """The domain's request. ``time_left``: seconds until the call's deadline.
 
-    Raises Unimplemented for fields of later features, InvalidArgument for what cannot be read and for lists that are too long.
+    Raises InvalidArgument for what cannot be read and for lists that are too long.
     """
-    refuse_set(message, ("lora",))
     check_count("mixed.parts", len(message.mixed.parts), limits, "max_prompt_parts")
     check_lists(message.sampling_params, limits)
     return GenerateRequest(

@@ -17,6 +17,7 @@ from penstock_frontend.api.grpc.unserved import refuses_unserved
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.chat_calls import ChatCalls
 from penstock_frontend.config import FrontendConfig, LimitsConfig
+from penstock_frontend.engine.adapters import NamedAdapter
 from penstock_frontend.scoring_calls import ScoringCalls
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["InferenceService"]
@@ -116,14 +117,22 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """The models that are served."""
-        return pb.ListModelsResponse(models=[self._describe()])
+        adapters = self._llm.adapters.adapters
+        return pb.ListModelsResponse(models=[self._describe(), *map(self._adapter, adapters.all())])
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """One of them."""
         if not request.name:
             raise NotFound(f"name is not set; known: {self._model.name}", field="name")
         self._llm.inputs.check_model(request.name, field="name")
-        return pb.GetModelResponse(model=self._describe())
+        adapter = self._llm.adapters.adapters.get(request.name)
+        return pb.GetModelResponse(model=self._describe() if adapter is None else self._adapter(adapter))
+
+    def _adapter(self, named: NamedAdapter) -> pb.Model:
+        """A LoRA adapter as the model that requests can name."""
+        model = self._describe()
+        model.name, model.root, model.revision, model.parent = named.name, named.adapter.path, "", model.name
+        return model
 
     def _describe(self) -> pb.Model:
         engines = self._llm.engines.view

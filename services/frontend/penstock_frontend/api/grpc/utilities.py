@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from penstock_common.errors import RequestFailed, Unavailable, request_failed
+from penstock_common.errors import RequestFailed, Unavailable
+from penstock_frontend.engine.engine_errors import of_engine
 from penstock_frontend.ports import EngineClient
 
 
@@ -16,12 +17,5 @@ async def ask_all(engines: EngineClient, method: str, *arguments: object) -> dic
         raise Unavailable("no engine is connected", retry_after=1.0)
     for engine, result in sorted(results.items()):
         if isinstance(result, RequestFailed):
-            raise _of_engine(engine, result)
+            raise of_engine(engine, result)
     return dict(sorted(results.items()))
-
-
-def _of_engine(engine: str, error: RequestFailed) -> RequestFailed:
-    """The same error with the engine's name."""
-    failed = request_failed(error.code, f"engine {engine}: {error.message}", field=error.field, reason=error.reason)
-    failed.retry_after = error.retry_after
-    return failed

@@ -45,24 +45,24 @@ def routes(
     bodies: Bodies,
 ) -> Sequence[Route]:
     """All of them. ``labels``: names of the model's classes, in order; ``gate`` and ``bodies``: of all calls of the listener."""
-    name, scoring = config.model.name, ScoringCalls(llm)
+    scoring = ScoringCalls(llm)
     models, tokenization = Models(llm, config.model), Tokenization(llm, chat)
-    scores, reranking = Scores(llm, scoring, model=name), Reranking(llm, scoring, model=name)
+    scores, reranking = Scores(llm, scoring), Reranking(llm, scoring)
     store = ResponseStore(config.http.responses)
     stored = StoredResponses(store)
     posts: dict[str, Handler] = {
-        "/v1/responses": ResponseCreation(llm, chat, store, model=name),
+        "/v1/responses": ResponseCreation(llm, chat, store),
         f"{_RESPONSE}/cancel": stored.cancel,
-        "/v1/completions": Completions(llm, model=name, limits=limits),
-        "/v1/chat/completions": ChatCompletions(llm, chat, model=name),
-        "/v1/embeddings": Embeddings(llm, model=name),
+        "/v1/completions": Completions(llm, limits=limits),
+        "/v1/chat/completions": ChatCompletions(llm, chat),
+        "/v1/embeddings": Embeddings(llm),
         "/v1/score": scores,
         "/score": scores,
         "/v1/rerank": reranking,
         "/v2/rerank": reranking,
         "/rerank": reranking,
-        "/classify": Classifications(llm, model=name, labels=labels),
-        "/pooling": Pooling(llm, model=name),
+        "/classify": Classifications(llm, labels=labels),
+        "/pooling": Pooling(llm),
         "/tokenize": tokenization.tokenize,
         "/detokenize": tokenization.detokenize,
     }

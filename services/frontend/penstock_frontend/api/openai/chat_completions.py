@@ -105,15 +105,14 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
 class ChatCompletions:
     """The handler."""
 
-    def __init__(self, llm: AsyncLLM, chat: ChatCalls, *, model: str) -> None:
+    def __init__(self, llm: AsyncLLM, chat: ChatCalls) -> None:
         self._llm = llm
         self._chat = chat
-        self._model = model
 
     async def __call__(self, call: Call, given: Body) -> Answer:
         """Answer the conversation. Raises RequestFailed."""
         body = await given.decode(ChatCompletionRequest)
-        self._llm.inputs.check_model(body.model or "")
+        model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         _check(body)
         if body.truncate_prompt_tokens == AS_MANY_AS_FIT:
             most = body.max_completion_tokens or body.max_tokens or 1
@@ -124,7 +123,7 @@ class ChatCompletions:
         prompt_token_ids = await self._prompt_token_ids(body, request)
         request_id = request.context.external_request_id
         source = Source(request_id, demand, functools.partial(self._chat.run, request), _names(body))
-        making = _Making(body, request_id, self._model, prompt_token_ids)
+        making = _Making(body, request_id, model, prompt_token_ids)
         generation = Generation(self._llm, [source], given)
         if body.stream:
             return await EventStream.started(making.chunks(generation))

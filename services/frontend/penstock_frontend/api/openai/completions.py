@@ -67,15 +67,14 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 class Completions:
     """The handler."""
 
-    def __init__(self, llm: AsyncLLM, *, model: str, limits: Reread[LimitsConfig]) -> None:
+    def __init__(self, llm: AsyncLLM, *, limits: Reread[LimitsConfig]) -> None:
         self._llm = llm
-        self._model = model
         self._limits = limits
 
     async def __call__(self, call: Call, raw: Body) -> Answer:
         """Continue the prompts. Raises RequestFailed."""
         body = await raw.decode(CompletionRequest)
-        self._llm.inputs.check_model(body.model or "")
+        model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         _check(body)
         if body.truncate_prompt_tokens == prompts.AS_MANY_AS_FIT:
             room = await self._llm.prompt_room(body.max_tokens or DEFAULT_MAX_TOKENS, call.context.deadline)
@@ -84,7 +83,7 @@ class Completions:
         self._check_sequences(len(given), body)
         if body.suffix is not None:
             given = [_infilled(self._llm, each, body.suffix) for each in given]
-        making = _Making(self._llm, body, call, self._model)
+        making = _Making(self._llm, body, call, model)
         generation = Generation(self._llm, await making.sources(given), raw)
         if body.stream:
             return await EventStream.started(making.chunks(generation))

@@ -10,9 +10,12 @@ _INT32 = 2**31
 
 
 class ContextFields(msgspec.Struct, kw_only=True):
-    """Fields of every body that has something computed. All but ``model`` are vLLM's."""
+    """Fields of every body that has something computed. All but ``model`` and ``lora`` are vLLM's, ``lora`` is our own: a LoRA
+    adapter, which ``model`` may name as well.
+    """
 
     model: str | None = None
+    lora: str | None = None
     priority: int | None = None
     request_id: str | None = None
 
@@ -32,6 +35,7 @@ def context_of(call: Call, prefix: str, body: ContextFields) -> RequestContext:
         call.context,
         external_request_id=call.name(prefix, body.request_id),
         model=body.model or "",
+        lora=body.lora or "",
         priority=call.context.priority if body.priority is None else body.priority,
         cache_salt=(body.cache_salt or "") if isinstance(body, GenerationContextFields) else "",
     )

@@ -67,9 +67,8 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
 class Embeddings:
     """The handler."""
 
-    def __init__(self, llm: AsyncLLM, *, model: str) -> None:
+    def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        self._model = model
         self._pace = Pace(NUMBERS_PER_TURN)
 
     async def __call__(self, call: Call, given: Body) -> Answer:
@@ -79,6 +78,7 @@ class Embeddings:
         check_longest(body.truncate_prompt_tokens)
         normalize = normalize_of(body.normalize, body.use_activation)
         context = context_of(call, "embd", body)
+        model = self._llm.inputs.check_model(context.model, context.lora)
         inputs, fields = inputs_of(body.input)
         self._llm.pooling.inputs.check_count(len(inputs), field="input")
         request = PoolingRequest(
@@ -97,7 +97,7 @@ class Embeddings:
         as_text = body.encoding_format == "base64"
         # The encoder copies a Raw as it is.
         data = cast(Sequence[Embedding], await self._written(result.outputs, as_text=as_text))
-        return EmbeddingList(id=request_id, data=data, model=self._model, usage=usage)
+        return EmbeddingList(id=request_id, data=data, model=model, usage=usage)
 
     async def _written(self, outputs: Sequence[EngineCoreOutput], *, as_text: bool) -> list[msgspec.Raw]:
         """The JSON of every Embedding, made over as many turns of the event loop as it takes: numbers are slow to write."""

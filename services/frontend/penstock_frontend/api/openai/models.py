@@ -10,17 +10,20 @@ from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.config import ModelConfig
+from penstock_frontend.engine.adapters import NamedAdapter
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A model. ``max_model_len`` (tokens, null while no engine is up) and ``root`` (its path) are vLLM's."""
+    """A model, or a LoRA adapter of one, its ``parent``. ``max_model_len`` (tokens, null while no engine is up) and ``root``
+    (its path) are vLLM's.
+    """
 
     id: str
     object: str = "model"
     created: int
     owned_by: str = "penstock"
     root: str
-    parent: None = None
+    parent: str | None = None
     max_model_len: int | None
     capabilities: Sequence[str]
 
@@ -41,8 +44,9 @@ class Models:
         self._created = int(time.time())
 
     async def list(self, call: Call, given: Body) -> Answer:
-        """All of them: there is one."""
-        return ModelList(data=[self._describe()])
+        """All of them: the model, and the LoRA adapters of it."""
+        adapters = self._llm.adapters.adapters.all()
+        return ModelList(data=[self._describe(), *map(self._adapter, adapters)])
 
     async def get(self, call: Call, given: Body) -> Answer:
         """One of them. Raises NotFound."""
@@ -50,7 +54,12 @@ class Models:
         if not name:
             raise NotFound(f"name is not set; known: {self._model.name}", field="name")
         self._llm.inputs.check_model(name)
-        return self._describe()
+        adapter = self._llm.adapters.adapters.get(name)
+        return self._describe() if adapter is None else self._adapter(adapter)
+
+    def _adapter(self, named: NamedAdapter) -> Model:
+        adapter = named.adapter
+        return msgspec.structs.replace(self._describe(), id=adapter.name, root=adapter.path, parent=self._model.name)
 
     def _describe(self) -> Model:
         limits = self._llm.engines.view.limits

@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 
 from penstock_common.config.reread import Reread
-from penstock_common.errors import InvalidArgument, NotFound, Unimplemented, nearest
+from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Prediction
-from penstock_frontend.config import FairnessConfig, LimitsConfig
+from penstock_frontend.config import FairnessConfig, LimitsConfig, LoraConfig
+from penstock_frontend.engine.adapters import Adapters
 from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.chat.reasoning import Reasoning
 from penstock_frontend.processing.prompts import sampling_params
@@ -38,21 +39,25 @@ class InputProcessor:
         limits: Reread[LimitsConfig],
         fairness: Reread[FairnessConfig],
         reasoning: Reasoning | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        """``reasoning``: behind it constraints hold. Raises ConfigError when the model's own defaults are out of range."""
+        """``reasoning``: behind it constraints hold. ``adapters``: those that requests may name; None: none. Raises ConfigError
+        when the model's own defaults are out of range.
+        """
         self._tokenizer = tokenizer
         self.defaults: Mapping[str, Any] = sampling_params.model_defaults(generation_config)
         self._model_name = model_name
+        self._adapters = adapters or Adapters(LoraConfig(), model=model_name, frontend_id="")
         self._limits = limits
         self.reasoning = reasoning
         self._fairness = fairness
         self._serial = itertools.count(1)
 
-    def check_model(self, name: str, *, field: str = "model") -> None:
-        """Raise NotFound unless ``name`` is the served model, or empty."""
-        if name and name != self._model_name:
-            hint = nearest(name, [self._model_name])
-            raise NotFound(f"{field} is {name!r}; known: {self._model_name}{hint}", field=field)
+    def check_model(self, name: str, lora: str = "", *, field: str = "model") -> str:
+        """The name of what answers a request for ``name`` with ``lora``: the LoRA adapter that one of them names, else the served
+        model. Raises NotFound for others, and as ``Adapters.asked_for``.
+        """
+        return self._adapters.asked_for(name, lora, field=field) or self._model_name
 
     def request_id(self, given: str) -> str:
         """The request's id for its client: the given one or a random one."""
@@ -76,7 +81,7 @@ class InputProcessor:
         """The context as engines get it: with the id that the client knows the request by, when it came, and its tenant's weight.
         Raises NotFound for another model, InvalidArgument for what is too large.
         """
-        self.check_model(context.model)
+        self.check_model(context.model, context.lora)
         self.check_tenant(context.tenant)
         self._check_trace_context(context.trace_context)
         salt_size = len(context.cache_salt.encode())

@@ -57,9 +57,8 @@ class ClassificationList(msgspec.Struct, frozen=True, kw_only=True):
 class Classifications:
     """The handler. ``labels``: names of the model's classes, in order."""
 
-    def __init__(self, llm: AsyncLLM, *, model: str, labels: Sequence[str]) -> None:
+    def __init__(self, llm: AsyncLLM, *, labels: Sequence[str]) -> None:
         self._llm = llm
-        self._model = model
         self._labels = labels
 
     async def __call__(self, call: Call, given: Body) -> Answer:
@@ -67,6 +66,7 @@ class Classifications:
         body = await given.decode(ClassificationBody)
         check(body)
         context = context_of(call, "classify", body)
+        model = self._llm.inputs.check_model(context.model, context.lora)
         inputs, fields = inputs_of(body.input)
         self._llm.pooling.inputs.check_count(len(inputs), field="input")
         params = PoolingParams(task=PoolingTask.CLASSIFY, use_activation=body.use_activation is not False)
@@ -86,7 +86,7 @@ class Classifications:
         return ClassificationList(
             id=request_id,
             created=int(time.time()),
-            model=self._model,
+            model=model,
             data=[self._classified(index, output) for index, output in enumerate(result.outputs)],
             usage=usage_of(result.prompt_tokens),
         )

@@ -76,9 +76,8 @@ class PooledList(msgspec.Struct, frozen=True, kw_only=True):
 class Pooling:
     """The handler."""
 
-    def __init__(self, llm: AsyncLLM, *, model: str) -> None:
+    def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        self._model = model
         self._pace = Pace(NUMBERS_PER_TURN)
 
     async def __call__(self, call: Call, given: Body) -> Answer:
@@ -88,6 +87,7 @@ class Pooling:
         refuse_fields(body, {"data": "input"})
         check_range("dimensions", body.dimensions, 1, _INT32_MAX)
         context = context_of(call, "pool", body)
+        model = self._llm.inputs.check_model(context.model, context.lora)
         inputs, fields = inputs_of(body.input)
         self._llm.pooling.inputs.check_count(len(inputs), field="input")
         await self._llm.engines.wait_until_usable(context.deadline)  # which know what the model can do
@@ -108,7 +108,7 @@ class Pooling:
         return PooledList(
             id=request_id,
             created=int(time.time()),
-            model=self._model,
+            model=model,
             data=data,
             usage=usage_of(result.prompt_tokens),
         )

@@ -68,10 +68,9 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
 class Reranking:
     """The handler."""
 
-    def __init__(self, llm: AsyncLLM, scoring: ScoringCalls, *, model: str) -> None:
+    def __init__(self, llm: AsyncLLM, scoring: ScoringCalls) -> None:
         self._llm = llm
         self._scoring = scoring
-        self._model = model
 
     async def __call__(self, call: Call, given: Body) -> Answer:
         """Rank the documents. Raises RequestFailed."""
@@ -80,6 +79,7 @@ class Reranking:
         refuse_fields(body, _REFUSED)
         check_range("top_n", body.top_n, 0, _INT32_MAX)
         context = context_of(call, "rerank", body)
+        model = self._llm.inputs.check_model(context.model, context.lora)
         texts = [_text(document) for document in body.documents]
         self._llm.pooling.inputs.check_count(len(texts), field="documents")
         request = ScoreRequest(
@@ -103,7 +103,7 @@ class Reranking:
             )
             for index in order[: body.top_n or None]
         ]
-        return Ranking(id=result.request_id, model=self._model, usage=usage_of(result.prompt_tokens), results=results)
+        return Ranking(id=result.request_id, model=model, usage=usage_of(result.prompt_tokens), results=results)
 
 
 def _text(document: str | DocumentBody) -> str:

@@ -62,16 +62,16 @@ class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
 class Scores:
     """The handler."""
 
-    def __init__(self, llm: AsyncLLM, scoring: ScoringCalls, *, model: str) -> None:
+    def __init__(self, llm: AsyncLLM, scoring: ScoringCalls) -> None:
         self._llm = llm
         self._scoring = scoring
-        self._model = model
 
     async def __call__(self, call: Call, given: Body) -> Answer:
         """Score the pairs. Raises RequestFailed."""
         body = await given.decode(ScoreBody)
         check(body)
         context = context_of(call, "score", body)
+        model = self._llm.inputs.check_model(context.model, context.lora)
         sides = _sides(body)
         queries, query_fields = inputs_of(sides.queries, field=sides.names[0])
         documents, document_fields = inputs_of(sides.documents, field=sides.names[1])
@@ -97,7 +97,7 @@ class Scores:
         return ScoreList(
             id=result.request_id,
             created=int(time.time()),
-            model=self._model,
+            model=model,
             data=[Score(index=index, score=score) for index, score in enumerate(result.scores)],
             usage=usage_of(result.prompt_tokens),
         )

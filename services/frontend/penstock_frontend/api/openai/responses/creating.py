@@ -48,16 +48,15 @@ EVENTS = StreamForm(named, _unexpected)
 class ResponseCreation:
     """The handler."""
 
-    def __init__(self, llm: AsyncLLM, chat: ChatCalls, store: ResponseStore, *, model: str) -> None:
+    def __init__(self, llm: AsyncLLM, chat: ChatCalls, store: ResponseStore) -> None:
         self._llm = llm
         self._chat = chat
         self._store = store
-        self._model = model
 
     async def __call__(self, call: Call, given: Body) -> Answer:
         """Answer the conversation. Raises RequestFailed."""
         body = await given.decode(ResponseBody)
-        self._llm.inputs.check_model(body.model or "")
+        model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         check(body)
         keep = self._store.enabled if body.store is None else body.store
         if keep and not self._store.enabled:
@@ -80,13 +79,13 @@ class ResponseCreation:
         source = Source(label, demand, functools.partial(self._chat.run, request), names)
         # Clients may give an id to several calls; a response has one of its own.
         response_id = f"resp_{uuid.uuid4().hex if call.given_id else call.request_id}"
-        making = _Making(self._begun(body, response_id, keep=keep), self._llm, body, tenant, messages)
+        making = _Making(self._begun(body, response_id, model, keep=keep), self._llm, body, tenant, messages)
         generation = Generation(self._llm, [source], given)
         if body.stream:
             return await EventStream.started(making.events(generation, self._store), EVENTS)
         return await making.whole(generation, self._store)
 
-    def _begun(self, body: ResponseBody, response_id: str, *, keep: bool) -> Response:
+    def _begun(self, body: ResponseBody, response_id: str, model: str, *, keep: bool) -> Response:
         text = body.text or TextBody()
         return Response(
             id=response_id,
@@ -95,7 +94,7 @@ class ResponseCreation:
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
-            model=self._model,
+            model=model,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
             reasoning=body.reasoning or ReasoningBody(),

@@ -1,0 +1,214 @@
+"""The LoRA adapters that requests can name here, wherever their names come from. Does no I/O."""
+
+import enum
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from penstock_common.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unimplemented,
+    nearest,
+)
+from penstock_common.lora.registration import LoraAdapter, LoraRegistration
+from penstock_common.lora.registry import LoraRegistry
+from penstock_frontend.config.lora import LoraConfig, name_refusal
+
+
+class LoraSource(enum.IntEnum):
+    """Where a name comes from; of several, the first counts. Values equal ``penstock.admin.v1.LoraSource``."""
+
+    CONFIG = 1
+    DIRECTORY = 2
+    RUN_TIME = 3
+
+
+class NamedAdapter(msgspec.Struct, frozen=True):
+    """What a name means."""
+
+    adapter: LoraAdapter
+    source: LoraSource
+    pinned: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name."""
+        return self.adapter.name
+
+
+class Adapters:
+    """Names of the configuration, of the watched directory and of run time, in this order of precedence. The last are kept in
+    step with other frontends: whoever does that merges into ``registry``, and is told by ``on_change`` of what was said here.
+
+    What engines say of the content of adapters that are not of run time is kept here, for as long as they lie where they do.
+    """
+
+    def __init__(
+        self, config: LoraConfig, *, model: str, frontend_id: str, on_change: Callable[[], None] = lambda: None
+    ) -> None:
+        """``model``: the base model's name, which means no adapter. ``on_change``: called when something was registered here."""
+        self.registry = LoraRegistry()
+        self.on_change = on_change
+        self._config = config
+        self._model = model
+        self._frontend_id = frontend_id
+        self._paths: dict[LoraSource, Mapping[str, str]] = {
+            LoraSource.CONFIG: config.adapters,
+            LoraSource.DIRECTORY: {},
+        }
+        self._digests: dict[tuple[str, str], bytes] = {}
+        """By name and path, what an engine said of adapters that are not of run time."""
+        self._pinned: set[tuple[str, str]] = set()
+        """Of those, what is pinned."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests may name adapters."""
+        return self._config.serves
+
+    @property
+    def names(self) -> list[str]:
+        """All names, in order."""
+        known = {each.name for each in self.registry.loaded()}.union(*self._paths.values())
+        return sorted(known - {self._model})
+
+    def all(self) -> list[NamedAdapter]:
+        """What all names mean, by name."""
+        return [named for name in self.names if (named := self.get(name)) is not None]
+
+    def get(self, name: str) -> NamedAdapter | None:
+        """What a name means; None where it means nothing."""
+        if name == self._model:
+            return None
+        for source, paths in self._paths.items():
+            if (path := paths.get(name)) is not None:
+                key = (name, path)
+                adapter = LoraAdapter(name, path, self._digests.get(key, b""))
+                return NamedAdapter(adapter, source, key in self._pinned)
+        registered = self.registry.get(name)
+        if registered is None:
+            return None
+        return NamedAdapter(registered.adapter, LoraSource.RUN_TIME, registered.pinned)
+
+    def named(self, name: str, *, field: str = "name") -> NamedAdapter:
+        """What a name means. Raises NotFound."""
+        if (named := self.get(name)) is None:
+            names = self.names
+            raise NotFound(
+                f"{field} is {name!r}, which is no LoRA adapter; there are {len(names)}{nearest(name, names)}",
+                field=field,
+                reason="LORA_NOT_FOUND",
+            )
+        return named
+
+    def asked_for(self, model: str, lora: str, *, field: str = "model") -> str:
+        """The adapter that a request names, by ``model`` or by ``lora``; empty: none. The base model's name means none.
+
+        Raises NotFound for what there is not, InvalidArgument for two names, Unimplemented for ``lora`` where none are served.
+        """
+        model, lora = ("" if name == self._model else name for name in (model, lora))
+        if lora and not self.serves:
+            raise Unimplemented("lora is not served: this frontend has no LoRA adapters (lora.enabled)", field="lora")
+        if model and self.get(model) is None:
+            names = self.names
+            adapters = f" and {len(names)} LoRA adapters" if names else ""
+            hint = nearest(model, [self._model, *names])
+            raise NotFound(f"{field} is {model!r}; known: {self._model}{adapters}{hint}", field=field)
+        if lora:
+            self.named(lora, field="lora")
+        if model and lora and model != lora:
+            raise InvalidArgument(
+                f"lora is {lora!r} and {field} is {model!r}: both name an adapter, and not the same", field="lora"
+            )
+        return lora or model
+
+    def check_registrable(self, name: str) -> None:
+        """Raise what speaks against giving this name to an adapter at run time, whatever that is."""
+        if refusal := name_refusal(name):
+            raise InvalidArgument(f"name {refusal}", field="name")
+        if name == self._model:
+            raise InvalidArgument(f"name is {name!r}, the model's own", field="name")
+        named = self.get(name)
+        if named is not None and named.source is not LoraSource.RUN_TIME:
+            raise AlreadyExists(f"name is {name!r}, which the {_WORDS[named.source]} gives", field="name")
+        if named is None and (count := len(self.names)) >= self._config.max_registered:
+            raise ResourceExhausted(
+                f"{count} LoRA adapters have names; lora.max_registered is {self._config.max_registered}",
+                reason="LORA_NAMES_FULL",
+            )
+
+    def register(self, adapter: LoraAdapter, *, pinned: bool) -> NamedAdapter:
+        """Give an adapter its name, on this frontend and those that it is in step with."""
+        self._say(adapter.name, path=adapter.path, digest=adapter.digest, pinned=pinned)
+        return NamedAdapter(adapter, LoraSource.RUN_TIME, pinned)
+
+    def unregister(self, name: str) -> NamedAdapter:
+        """Take a name away. Raises NotFound, and FailedPrecondition where it is not of run time."""
+        named = self.named(name)
+        if named.source is not LoraSource.RUN_TIME:
+            raise FailedPrecondition(
+                f"name is {name!r}, which the {_WORDS[named.source]} gives: remove it there", field="name"
+            )
+        self._say(name, unloaded=True)
+        return named
+
+    def pin(self, named: NamedAdapter, *, pinned: bool) -> NamedAdapter:
+        """Note whether engines keep an adapter in memory."""
+        adapter = named.adapter
+        if named.source is LoraSource.RUN_TIME:
+            return self.register(adapter, pinned=pinned)
+        (self._pinned.add if pinned else self._pinned.discard)((adapter.name, adapter.path))
+        return NamedAdapter(adapter, named.source, pinned)
+
+    def learned(self, adapter: LoraAdapter) -> None:
+        """An engine has said what the content of an adapter is that is not of run time."""
+        self._digests[adapter.name, adapter.path] = adapter.digest
+
+    def forget(self, adapter: LoraAdapter) -> None:
+        """Its content is not what was learned."""
+        if self._digests.get(key := (adapter.name, adapter.path)) == adapter.digest:
+            del self._digests[key]
+
+    def follow_directory(self, paths: Mapping[str, str], changed: Mapping[str, str]) -> list[str]:
+        """The watched directory has these adapters now, by name; what is in ``changed`` has other content than before. Returns
+        names for which there is no room, or that cannot be names.
+        """
+        for key in changed.items():
+            self._digests.pop(key, None)
+        gone = set(self._paths[LoraSource.DIRECTORY].items()) - set(paths.items())
+        for key in gone:
+            self._digests.pop(key, None)
+            self._pinned.discard(key)
+        room = self._config.max_registered - len(self._config.adapters)
+        fit = [name for name in sorted(paths) if not name_refusal(name) and name != self._model]
+        self._paths[LoraSource.DIRECTORY] = {name: paths[name] for name in fit[:room]}
+        return sorted(paths.keys() - self._paths[LoraSource.DIRECTORY].keys())
+
+    def others_with(self, digest: bytes) -> list[str]:
+        """Names of adapters that have this content."""
+        return [named.name for named in self.all() if named.adapter.digest == digest]
+
+    def _say(
+        self, name: str, *, unloaded: bool = False, path: str = "", digest: bytes = b"", pinned: bool = False
+    ) -> None:
+        self.registry.merge(
+            [
+                LoraRegistration(
+                    name=name,
+                    version=self.registry.next_version,
+                    frontend_id=self._frontend_id,
+                    unloaded=unloaded,
+                    path=path,
+                    digest=digest,
+                    pinned=pinned,
+                )
+            ]
+        )
+        self.on_change()
+
+
+_WORDS = {LoraSource.CONFIG: "configuration", LoraSource.DIRECTORY: "watched directory"}
