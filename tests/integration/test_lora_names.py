@@ -326,9 +326,10 @@ async def test_pinning_has_every_engine_hold_an_adapter(rig: Rig, name: str) -> 
     assert [engine.held[digest] for engine in rig.engines] == [True, True]
     (listed,) = [each for each in (await rig.admin.ListLoras(admin_pb.ListLorasRequest())).loras if each.name == name]
     assert listed.pinned
+    del rig.engines[1].held[digest]  # an engine that was started again holds nothing
     answer = await rig.admin.PinLora(admin_pb.PinLoraRequest(name=name, unpin=True))
     assert not answer.lora.pinned
-    assert [engine.held[digest] for engine in rig.engines] == [False, False]
+    assert (rig.engines[0].held[digest], digest in rig.engines[1].held) == (False, False)
     error = await failure(rig.admin.PinLora(admin_pb.PinLoraRequest(name="wrong")))
     assert (type(error), error.field) == (NotFound, "name")
 

@@ -10,6 +10,7 @@ from penstock_common.errors import AlreadyExists, Unavailable
 from penstock_common.observability.logging import get_logger
 from penstock_common.types.cluster import ClusterView, EngineRegistration
 from penstock_common.types.data_parallel import PoolGroup
+from penstock_coordinator.adapters import Adapters
 from penstock_coordinator.broadcast import Broadcast
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_coordinator.frontends import Frontends
@@ -32,6 +33,7 @@ class Cluster:
         now = clock()
         self.lease_seconds = config.lease_seconds
         self.frontends = Frontends()
+        self.adapters = Adapters()
         self.membership = Membership(lease_seconds=config.lease_seconds, now=now)
         self.now = clock
         self.groups = Groups(

@@ -12,6 +12,7 @@ from penstock_common.errors import (
     FailedPrecondition,
     Internal,
     InvalidArgument,
+    NotFound,
     PermissionDenied,
     RequestFailed,
     Unavailable,
@@ -147,7 +148,7 @@ class AdapterCalls:
                     digest = next(iter(held.values())).digest
                     named = NamedAdapter(self._learned(named.adapter, digest), named.source)
             elif named.adapter.digest:
-                await self._ask_all("pin_lora", named.adapter.digest, False)
+                await self._unpin(named.adapter.digest)
             return _info(self.adapters.pin(named, pinned=pinned), held)
 
     def _check_enabled(self) -> None:
@@ -230,10 +231,18 @@ class AdapterCalls:
     async def _held(self) -> dict[str, dict[bytes, HeldAdapter]]:
         """By engine and digest, what engines hold."""
         held: dict[str, dict[bytes, HeldAdapter]] = {}
-        for engine, answer in (await self._ask_all("list_loras")).items():
+        for engine, answer in (await self._call("list_loras")).items():
+            if isinstance(answer, RequestFailed):
+                raise of_engine(engine, answer)
             entries = [_held_of(engine, entry) for entry in answer]
             held[engine] = {entry.digest: entry for entry in entries}
         return held
+
+    async def _unpin(self, digest: bytes) -> None:
+        """Have engines keep an adapter no longer; those that do not hold it need not. Raises the first other error."""
+        for engine, answer in (await self._call("pin_lora", digest, False)).items():
+            if isinstance(answer, RequestFailed) and not isinstance(answer, NotFound):
+                raise of_engine(engine, answer)
 
     async def _remove(self, digest: bytes) -> None:
         """Have engines let go of what no name means. An engine that fails to is logged: others can have the memory anyway."""
@@ -242,14 +251,6 @@ class AdapterCalls:
         for engine, answer in (await self._call("remove_lora", digest)).items():
             if isinstance(answer, RequestFailed):
                 get_logger().warning("an engine does not let go of a LoRA adapter", engine=engine, error=answer.message)
-
-    async def _ask_all(self, method: str, *arguments: object) -> dict[str, Any]:
-        """The answers of all engines that apply adapters. Raises the first error."""
-        answers = await self._call(method, *arguments)
-        for engine, answer in answers.items():
-            if isinstance(answer, RequestFailed):
-                raise of_engine(engine, answer)
-        return answers
 
     async def _call(self, method: str, *arguments: object) -> dict[str, Any]:
         """By id of the engines that apply adapters, what they answer, or the RequestFailed that the call ended with."""

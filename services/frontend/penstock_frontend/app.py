@@ -90,6 +90,7 @@ class Frontend:
             coordinator = self._coordinator
             tell_connected(self._metrics.registry, lambda: coordinator.connected)
             self._engines.on_first_request = coordinator.first_request
+            self._llm.adapters.adapters.on_change = coordinator.loras_changed
         self._coordinator_task: asyncio.Task[None] | None = None
         self._living: asyncio.Task[None] | None = None
         self._metrics_server: MetricsServer | None = None
@@ -217,6 +218,7 @@ class Frontend:
             incarnation=incarnation,
             on_view=self._engines.follow_view,
             on_lost=self._engines.coordinator_lost,
+            loras=self._llm.adapters.adapters.registry if self._config.lora.serves else None,
             model=self._config.model.name,
             pools=self._config.coordinator.pools,
             reconnect_max=self._config.coordinator.reconnect_max,

@@ -30,7 +30,7 @@ class LoraEngine(FakeEngine):
         self.ready.capabilities.append("lora")
         self.utilities |= {
             "add_lora": self._add_lora,
-            "remove_lora": lambda digest: self.held.pop(digest, None) is not None,
+            "remove_lora": self._remove_lora,
             "pin_lora": self._pin_lora,
             "list_loras": lambda: [self._entry(digest) for digest in self.held],
         }
@@ -52,11 +52,14 @@ class LoraEngine(FakeEngine):
             return self._entry(found)
         return found
 
-    def _pin_lora(self, digest: bytes, pinned: bool) -> bool:
+    def _remove_lora(self, digest: bytes) -> None:
+        self.held.pop(digest, None)
+
+    def _pin_lora(self, digest: bytes, pinned: bool) -> Any:
         if digest not in self.held:
-            return False
+            return finish_pb2.RequestError(code="NOT_FOUND", message="no such adapter", field="digest")
         self.held[digest] = pinned
-        return True
+        return self._entry(digest)
 
     def _entry(self, digest: bytes) -> dict[str, Any]:
         pinned = self.held[digest]

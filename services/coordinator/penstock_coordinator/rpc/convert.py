@@ -1,13 +1,14 @@
 """Messages of ``penstock.coordinator.v1`` to the domain, checked."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
 from penstock_common.addresses import split
 from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_common.rpc import data_parallel
+from penstock_common.lora.registration import LoraRegistration
+from penstock_common.rpc import data_parallel, loras
 from penstock_common.rpc import stats as stats_codec
 from penstock_common.rpc.sampling import refuse_set
 from penstock_common.types.cluster import DEFAULT_POOL, EngineRegistration
@@ -188,9 +189,14 @@ def subscription(hello: pb.FrontendHello) -> tuple[Subscription, bool]:
     return Subscription(model=views.model, pools=frozenset(views.pools)), views.deltas
 
 
-def from_frontend(report: pb.FrontendReport) -> int | FirstRequest:
-    """The number of requests that a frontend reports to hold, or the first request of a group. Raises InvalidArgument or
-    Unimplemented for any other message.
+def adapters(registrations: Sequence[LoraRegistration]) -> bytes:
+    """The message that tells a frontend of names, in the place of a view."""
+    return pb.ClusterView(loras=loras.registrations_to_proto(registrations)).SerializeToString()
+
+
+def from_frontend(report: pb.FrontendReport) -> int | FirstRequest | list[LoraRegistration]:
+    """The number of requests that a frontend reports to hold, the first request of a group, or what is said of names of adapters.
+    Raises InvalidArgument or Unimplemented for any other message.
     """
     kind = report.WhichOneof("message")
     if kind == "demand":
@@ -201,6 +207,8 @@ def from_frontend(report: pb.FrontendReport) -> int | FirstRequest:
             raise InvalidArgument("first_request.rank names no rank; it must be set", field="first_request.rank")
         wave = data_parallel.checked("first_request.wave", first.wave)
         return FirstRequest(data_parallel.member_from_proto(first.rank), first.group_epoch, wave)
+    if kind == "loras":
+        return loras.registrations_from_proto(report.loras)
     if kind is None:
         raise InvalidArgument("the message is empty; it must have demand", field="message")
     if kind == "hello":

@@ -15,6 +15,7 @@ from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.cluster import view_to_proto
 from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_common.types.data_parallel import FirstRequest
+from penstock_coordinator.adapters import AdapterLink
 from penstock_coordinator.broadcast import Broadcast
 from penstock_coordinator.cluster import Cluster
 from penstock_coordinator.groups import Rank
@@ -94,19 +95,27 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         self._cluster.frontends.connect(session, hello.frontend_id)
         get_logger().info("frontend connected", frontend=hello.frontend_id)
         reader = self._cluster.subscribe(subscription, deltas=deltas)
+        link = self._cluster.adapters.connect(subscription.model, reader.wake) if hello.views.loras else None
         tasks = (
-            asyncio.create_task(self._read_demand(session, hello.frontend_id, reports)),
+            asyncio.create_task(self._read_reports(session, hello.frontend_id, link, reports)),
             asyncio.create_task(self._stopped()),
         )
         try:
-            async with contextlib.aclosing(self._views_until_failed(reader, *tasks)) as views:
-                async for view in views:
+            if link is not None:  # before there is a view
+                yield convert.adapters(link.tell())
+            async with contextlib.aclosing(self._messages_until_failed(reader, link, *tasks)) as messages:
+                async for view in messages:
+                    if isinstance(view, bytes):
+                        yield view
+                        continue
                     yield view.data
                     lag = self._cluster.now() - view.since
                     self._metrics.sent(len(view.data), whole=view.whole, lag=lag)
         finally:
             await _cancel(*tasks)
             self._cluster.unsubscribe(reader)
+            if link is not None:
+                self._cluster.adapters.disconnect(link)
             self._cluster.frontends.disconnect(session, hello.frontend_id)
             get_logger().info("frontend gone", frontend=hello.frontend_id)
 
@@ -154,18 +163,28 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
             if self._take(session, rank, report):
                 return
 
-    async def _read_demand(self, session: int, frontend_id: str, reports: AsyncIterator[pb.FrontendReport]) -> None:
+    async def _read_reports(
+        self,
+        session: int,
+        frontend_id: str,
+        link: AdapterLink | None,
+        reports: AsyncIterator[pb.FrontendReport],
+    ) -> None:
         async for report in reports:
             said = convert.from_frontend(report)
             if isinstance(said, FirstRequest):
                 self._cluster.groups.first_request(said, self._cluster.now())
+            elif isinstance(said, list):
+                if link is None:
+                    raise InvalidArgument("hello.views.loras was not set, and loras is", field="loras")
+                link.hear(said)
             else:
                 self._cluster.frontends.demand(session, frontend_id, said)
 
-    async def _views_until_failed(
-        self, reader: ViewReader, *tasks: asyncio.Task[None]
-    ) -> AsyncGenerator[EncodedView, None]:
-        """Every new view. Raises what one of the tasks fails with; a task may end without an error."""
+    async def _messages_until_failed(
+        self, reader: ViewReader, link: AdapterLink | None, *tasks: asyncio.Task[None]
+    ) -> AsyncGenerator[EncodedView | bytes, None]:
+        """Every new view, and messages of adapters. Raises what one of the tasks fails with; a task may end without an error."""
         running = set(tasks)
         for task in tasks:
             task.add_done_callback(lambda _: reader.wake())
@@ -174,6 +193,8 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
             for task in [task for task in running if task.done()]:
                 task.result()
                 running.remove(task)
+            while link is not None and (registrations := link.tell()):
+                yield convert.adapters(registrations)
             for view in reader.take():
                 yield view
 

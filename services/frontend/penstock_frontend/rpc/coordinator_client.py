@@ -8,11 +8,15 @@ import grpc
 
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
-from penstock_common.errors import FailedPrecondition, PermissionDenied, RequestFailed, Unavailable
+from penstock_common.errors import FailedPrecondition, Internal, PermissionDenied, RequestFailed, Unavailable
+from penstock_common.lora.gossip import Gossip
+from penstock_common.lora.registry import LoraRegistry
+from penstock_common.observability.logging import get_logger
 from penstock_common.observability.tracing import current_call
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials, advised
 from penstock_common.rpc.data_parallel import member_to_proto
+from penstock_common.rpc.loras import registrations_from_proto, registrations_to_proto
 from penstock_common.rpc.reconnect import Reconnector
 from penstock_common.rpc.status import DETAILS_KEY, from_rpc_error
 from penstock_common.types.cluster import ClusterView
@@ -46,23 +50,28 @@ class CoordinatorClient:
         reconnect_max: float = 2.0,
         credentials: ClientCredentials = NO_TLS,
         on_lost: Callable[[], None] = lambda: None,
+        loras: LoraRegistry | None = None,
     ) -> None:
-        """``on_lost``: called when no views come in any more.
+        """``on_lost``: called when no views come in any more. ``loras``: names of LoRA adapters, kept in step with other frontends
+        whose coordinator can; None: none are.
 
         ``model`` and ``pools``: whose engines views shall have; where empty, of every one. ``reconnect_max``: seconds
         between two attempts at most.
         """
         self._address = address
-        views = pb.ViewSubscription(deltas=True, model=model, pools=pools)
+        views = pb.ViewSubscription(deltas=True, model=model, pools=pools, loras=loras is not None)
         self._hello = pb.FrontendHello(frontend_id=frontend_id, incarnation=incarnation, views=views)
         self._on_view = on_view
         self._credentials = credentials
         self._on_lost = on_lost
+        self._loras = loras
+        self._gossip: Gossip | None = None
+        """Of this session; None while the coordinator has told of no names: it may know none."""
         self._reconnector = Reconnector(self._session, peer="coordinator", max_delay=reconnect_max)
         self._view: ClusterView | None = None
         self._num_held = 0
         self._first_requests: deque[FirstRequest] = deque()
-        self._demand_changed = asyncio.Event()
+        self._news = asyncio.Event()
 
     @property
     def connected(self) -> bool:
@@ -86,12 +95,16 @@ class CoordinatorClient:
         """Tell the coordinator that a request went to a rank of a group believed idle. It is lost where there is none."""
         if self.connected:
             self._first_requests.append(message)
-            self._demand_changed.set()
+            self._news.set()
+
+    def loras_changed(self) -> None:
+        """Tell the coordinator what has been said of names of adapters."""
+        self._news.set()
 
     def demand(self, num_held_requests: int) -> None:
         """Tell the coordinator how many requests wait here because no engine is up."""
         self._num_held = num_held_requests
-        self._demand_changed.set()
+        self._news.set()
 
     async def scale(self, pool: str, replicas: int | None) -> int:
         """Have ``replicas`` engines in ``pool``; None: it was not said. Returns how many there were to be before.
@@ -125,7 +138,8 @@ class CoordinatorClient:
         async with make_channel(self._address, credentials=self._credentials) as channel:
             call = service_pb2_grpc.CoordinatorServiceStub(channel).FrontendSession()
             await call.write(pb.FrontendReport(hello=self._hello))
-            demand = asyncio.create_task(self._report_demand(call))
+            self._gossip = None
+            demand = asyncio.create_task(self._report(call))
             try:
                 await self._read(call)
             finally:
@@ -136,17 +150,31 @@ class CoordinatorClient:
     async def _read(self, call: Session) -> None:
         received = ReceivedView()
         while isinstance(message := await call.read(), pb.ClusterView):
+            if message.HasField("loras"):
+                self._hear(message.loras)
+                continue
             view = received.take(message)
             if not self.connected:
                 self._reconnector.established()
             self._view = view
             self._on_view(view)
 
-    async def _report_demand(self, call: Session) -> None:
+    def _hear(self, message: pb.LoraRegistrations) -> None:
+        if self._loras is None:
+            raise Internal("the coordinator tells of LoRA adapters, which it was not asked for")
+        if self._gossip is None:
+            self._gossip = Gossip(self._loras)
+        heard = self._gossip.hear(registrations_from_proto(message))
+        for each in heard:
+            what = "unloaded" if each.unloaded else "loaded"
+            get_logger().info(f"LoRA adapter {what} elsewhere", name=each.name, path=each.path, by=each.frontend_id)
+        self._news.set()
+
+    async def _report(self, call: Session) -> None:
         reported = 0
         self._first_requests.clear()
         while True:
-            self._demand_changed.clear()
+            self._news.clear()
             if self._num_held != reported:
                 reported = self._num_held
                 await call.write(pb.FrontendReport(demand=pb.Demand(num_held_requests=reported)))
@@ -155,4 +183,6 @@ class CoordinatorClient:
                 rank = member_to_proto(first.engine)
                 report = pb.FirstRequest(wave=first.wave, rank=rank, group_epoch=first.epoch)
                 await call.write(pb.FrontendReport(first_request=report))
-            await self._demand_changed.wait()
+            while self._gossip is not None and (said := self._gossip.tell()):
+                await call.write(pb.FrontendReport(loras=registrations_to_proto(said)))
+            await self._news.wait()

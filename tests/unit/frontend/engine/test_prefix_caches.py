@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_common.errors import Internal
+from penstock_common.lora.registration import LoraAdapter
 from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
 from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.prompt_embeds import PromptEmbeds
@@ -32,12 +33,15 @@ MIXED = PromptEmbeds(
 )
 
 
-def asked(prompt: list[int], *, salt: str = "", embeds: PromptEmbeds | None = None) -> EngineCoreRequest:
+def asked(
+    prompt: list[int], *, salt: str = "", embeds: PromptEmbeds | None = None, lora: LoraAdapter | None = None
+) -> EngineCoreRequest:
     params = SamplingParams(temperature=0.0, max_tokens=9)
     return EngineCoreRequest(
         request_id="r",
         prompt_token_ids=prompt,
         prompt_embeds=embeds,
+        lora=lora,
         sampling_params=params,
         context=RequestContext(cache_salt=salt),
     )
@@ -108,6 +112,18 @@ def test_salts_are_kept_apart() -> None:
     engine, caches = Engine(), following("e")
     caches.apply("e", engine.compute(asked(PROMPT, salt="a")))
     assert caches.cached_tokens(asked(PROMPT, salt="b")) == caches.cached_tokens(asked(PROMPT)) == {}
+
+
+def test_what_one_adapter_has_cached_is_nothing_to_another_or_to_the_model() -> None:
+    ours, renamed, other = (LoraAdapter(*said) for said in (("a", "/a", b"1"), ("b", "/b", b"1"), ("a", "/a", b"2")))
+    engine, caches = Engine(), PrefixCaches(100)
+    caches.begin("e", SIZE)
+    caches.settle("e", b"")
+    caches.apply("e", engine.compute(asked(PROMPT, lora=ours)))
+    assert (
+        caches.cached_tokens(asked(PROMPT, lora=ours)) == caches.cached_tokens(asked(PROMPT, lora=renamed)) == {"e": 16}
+    )
+    assert caches.cached_tokens(asked(PROMPT, lora=other)) == caches.cached_tokens(asked(PROMPT)) == {}
 
 
 def test_the_output_that_a_request_goes_on_from_counts_as_the_prompt_does() -> None:
