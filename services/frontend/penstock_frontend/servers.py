@@ -19,6 +19,7 @@ from penstock_frontend.api.http.page import Page
 from penstock_frontend.api.http.server import HttpServer, make_app
 from penstock_frontend.api.http.telemetry import HttpTelemetry
 from penstock_frontend.api.openai import app as openai
+from penstock_frontend.api.openai import lora_adapters
 from penstock_frontend.api.openai.bodies import Bodies
 from penstock_frontend.api.openai.endpoint import Gate
 from penstock_frontend.api.vllm import engine as vllm_engine
@@ -186,4 +187,4 @@ def _http_guards(config: FrontendConfig, authenticator: Authenticator | None) ->
     # The page itself is the same for everybody; what it shows is at /cluster.
     closed = {"/metrics": config.auth.metrics, "/cluster": config.auth.cluster}
     open_paths = ["/health", "/ping", "/", *(path for path, asks in closed.items() if not asks)]
-    return [Middleware(HttpAuthentication, authenticator, open_paths=open_paths)]
+    return [Middleware(HttpAuthentication, authenticator, open_paths=open_paths, operators_paths=lora_adapters.PATHS)]

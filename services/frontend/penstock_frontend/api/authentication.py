@@ -40,12 +40,22 @@ def grpc_check(
 
 
 class HttpAuthentication:
-    """Wraps an application: requests for all but the ``open_paths`` need credentials."""
+    """Wraps an application: requests for all but the ``open_paths`` need credentials, those for ``operators_paths`` with the
+    scope admin.
+    """
 
-    def __init__(self, app: ASGIApp, authenticator: Authenticator, *, open_paths: Collection[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        authenticator: Authenticator,
+        *,
+        open_paths: Collection[str],
+        operators_paths: Collection[str] = (),
+    ) -> None:
         self._app = app
         self._authenticator = authenticator
         self._open_paths = frozenset(open_paths)
+        self._operators_paths = frozenset(operators_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -54,7 +64,8 @@ class HttpAuthentication:
             return
         headers = HTTPConnection(scope).headers
         try:
-            caller = self._authenticator.principal(headers, scope="inference")
+            needed: principal.Scope = "admin" if scope["path"] in self._operators_paths else "inference"
+            caller = self._authenticator.principal(headers, scope=needed)
         except (Unauthenticated, PermissionDenied) as e:
             request_id = headers.get(REQUEST_ID)
             shape = anthropic.answer if is_anthropic(scope["path"]) else openai.answer

@@ -10,12 +10,13 @@ from starlette.routing import Route
 
 from penstock_common.config.reread import Reread
 from penstock_frontend.api.anthropic import errors as anthropic
-from penstock_frontend.api.openai import errors
+from penstock_frontend.api.openai import errors, lora_adapters
 from penstock_frontend.api.openai.bodies import Bodies
 from penstock_frontend.api.openai.chat_completions import ChatCompletions
 from penstock_frontend.api.openai.completions import Completions
 from penstock_frontend.api.openai.embeddings import Embeddings
 from penstock_frontend.api.openai.endpoint import REQUEST_ID, Endpoint, Gate, Handler
+from penstock_frontend.api.openai.lora_adapters import LoraAdapters
 from penstock_frontend.api.openai.models import Models
 from penstock_frontend.api.openai.pooling.classification import Classifications
 from penstock_frontend.api.openai.pooling.pooled import Pooling
@@ -66,6 +67,9 @@ def routes(
         "/tokenize": tokenization.tokenize,
         "/detokenize": tokenization.detokenize,
     }
+    if config.lora.http_loading:
+        loading = LoraAdapters(llm.adapters)
+        posts |= {lora_adapters.LOAD: loading.load, lora_adapters.UNLOAD: loading.unload}
     gets: dict[str, Handler] = {
         "/v1/models": models.list,
         "/v1/models/{name:path}": models.get,

@@ -17,7 +17,14 @@ from penstock_frontend.api.http.page import ClusterState
 from penstock_frontend.api.openai.chat_completions import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from penstock_frontend.api.openai.completions import Completion, CompletionRequest
 from penstock_frontend.api.openai.embeddings import EmbeddingList, EmbeddingRequest
+from penstock_frontend.api.openai.endpoint import PLAIN_TEXT
 from penstock_frontend.api.openai.errors import ErrorBody
+from penstock_frontend.api.openai.lora_adapters import (
+    LOAD,
+    UNLOAD,
+    LoadLoraAdapterRequest,
+    UnloadLoraAdapterRequest,
+)
 from penstock_frontend.api.openai.models import Model, ModelList
 from penstock_frontend.api.openai.pooling.classification import ClassificationBody, ClassificationList
 from penstock_frontend.api.openai.pooling.pooled import PooledList, PoolingBody
@@ -33,6 +40,8 @@ from penstock_frontend.api.openai.version import Version
 PATH = "/openapi.json"
 _ERRORS = {
     "400": "A field is wrong, or not served.",
+    "401": "Credentials are missing or wrong.",
+    "403": "The caller may not do that.",
     "404": "No such model.",
     "408": "The body took longer than http.body_timeout.",
     "413": "The body is larger than http.max_body_bytes.",
@@ -60,6 +69,7 @@ class _Operation(msgspec.Struct, frozen=True, kw_only=True):
 
 _CALL = ("400", "404", "408", "413", "429", "503", "504")
 _MESSAGE_CALL = ("400", "404", "408", "413", "429", "504", "529")
+_OPERATION = ("400", "401", "403", "404", "408", "413", "429", "503")
 _LOOK = ("400", "408", "413", "429")
 _SCORE = _Operation(summary="How well texts fit one another", body=ScoreBody, answer=ScoreList, errors=_CALL)
 _RERANK = _Operation(summary="Documents by how well they fit", body=RerankBody, answer=Ranking, errors=_CALL)
@@ -110,6 +120,15 @@ _POSTS: Mapping[str, _Operation] = {
         summary="What a model that pools makes of inputs", body=PoolingBody, answer=PooledList, errors=_CALL
     ),
     "/ping": _Operation(summary="Whether requests are taken", text="text/plain", errors=("503",)),
+    LOAD: _Operation(
+        summary="Gives a LoRA adapter a name", body=LoadLoraAdapterRequest, text=PLAIN_TEXT, errors=_OPERATION
+    ),
+    UNLOAD: _Operation(
+        summary="Takes the name of a LoRA adapter away",
+        body=UnloadLoraAdapterRequest,
+        text=PLAIN_TEXT,
+        errors=_OPERATION,
+    ),
     "/tokenize": _Operation(summary="Text to token ids", body=TokenizeRequest, answer=Tokens, errors=_CALL),
     "/detokenize": _Operation(summary="Token ids to text", body=DetokenizeRequest, answer=Text, errors=_CALL),
 }

@@ -24,6 +24,7 @@ REQUEST_ID = "x-request-id"
 _SHORT_REQUEST_ID = "request-id"
 """What Anthropic's clients read."""
 TIMEOUT = "x-request-timeout"
+PLAIN_TEXT = "text/plain; charset=utf-8"
 _MAX_TIMEOUT = 86_400.0
 """Seconds."""
 
@@ -44,6 +45,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     def name(self, prefix: str, body_id: str | None = None) -> str:
         """The id of an answer: its kind, and the header's id, the body's or a random one."""
         return f"{prefix}-{self.given_id or body_id or self.request_id}"
+
+
+class PlainText(msgspec.Struct, frozen=True):
+    """An answer that is no JSON."""
+
+    text: str
 
 
 Answer: TypeAlias = msgspec.Struct | EventStream
@@ -113,6 +120,8 @@ class Endpoint:
             return
         if isinstance(answer, EventStream):
             await answer.write(scope, send, echo)
+        elif isinstance(answer, PlainText):
+            await send_json(send, 200, answer.text.encode(), {**echo, "content-type": PLAIN_TEXT})
         else:
             await send_json(send, 200, whole, echo)
 

@@ -15,6 +15,8 @@ _STATUS = {
     "PERMISSION_DENIED": 403,
     "UNIMPLEMENTED": 400,  # not 501: clients would try again
     "NOT_FOUND": 404,
+    "ALREADY_EXISTS": 400,
+    "FAILED_PRECONDITION": 400,
     "RESOURCE_EXHAUSTED": 429,
     "CANCELLED": 499,
     "UNAVAILABLE": 503,
