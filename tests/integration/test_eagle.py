@@ -1,5 +1,6 @@
 """EAGLE heads: the same tokens as without, the guesses of plain torch, in both layouts, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ HEADS = {
     "eagle3": random_head("eagle3", layers=(0, 1, 1), **SIZE),
     "eagle3, normed": random_head("eagle3", layers=(1,), normed_residual=True, **SIZE),
 }
+IN_ORDER: Any = HEADS["eagle3"].tokens
+SHUFFLED = IN_ORDER[torch.randperm(len(IN_ORDER), generator=torch.Generator().manual_seed(1))]
+HEADS["eagle3, shuffled"] = replace(HEADS["eagle3"], tokens=SHUFFLED)
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +216,14 @@ def test_configurations_that_do_not_fit_are_refused_by_name(
     asked = speculative(HEADS["eagle3"], tmp_path)
     save_head(HEADS["eagle3"], tmp_path, "SafeAILab", **SIZE, **changes)
     with pytest.raises(ModelLoadError, match=f"speculative.model is .*, which cannot draft: .*{message}"):
+        engine_of(model, asked)
+
+
+def test_an_eagle_head_whose_states_are_of_another_width_is_refused(model: Path, tmp_path: Path) -> None:
+    asked = speculative(HEADS["eagle"], tmp_path)
+    save_head(HEADS["eagle"], tmp_path, "SafeAILab", **SIZE, hidden_size=48)
+    changed(tmp_path, **{"fc.weight": torch.zeros(48, HIDDEN + 48), "embed_tokens.weight": torch.zeros(VOCAB_SIZE, 48)})
+    with pytest.raises(ModelLoadError, match="its hidden_size is 48 and the model's 64, whose states its own stand"):
         engine_of(model, asked)
 
 
