@@ -201,7 +201,9 @@ class Peers:
     def _missing(self, server: str, method: str, dtype: str) -> list[Place]:
         said = self._said(server, method, dtype)
         return [
-            place for place in places(method) if lacks(said, place, times=2 if method == "off" and place.streams > 1 else 1)
+            place
+            for place in places(method)
+            if lacks(said, place, times=2 if method == "off" and place.streams > 1 else 1)
         ]
 
     def _warm_up(self, url: str, workload: str, *, again: bool) -> None:

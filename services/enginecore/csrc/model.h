@@ -220,10 +220,10 @@ struct Step {
   int64_t num_kept;
   const int64_t* kept_layers;  // [kept]
   float* hidden;
-  const float* states;
-  int64_t own_states;
   int64_t num_segments;
   const Segment* segments;
+  const float* states;
+  int64_t own_states;
 };
 
 // How a decoder goes on behind a step, whose `rows` are the last tokens of its first requests, one of each. Of request i it chooses

@@ -12,12 +12,21 @@ from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest
 from penstock_enginecore.forward.base import AdaptedForward
 from penstock_enginecore.lora.adapter import LoraAdapter
 from penstock_enginecore.lora.errors import LoraError, LoraReason
+from penstock_enginecore.lora.peft_adapter import LoraLimits, read_adapter
+from penstock_enginecore.lora.target import AdapterTarget
 from penstock_enginecore.models.errors import ModelLoadError
 
 ReadAdapter: TypeAlias = Callable[[str], LoraAdapter]
 """Reads the adapter in a directory. Raises LoraError."""
 MakeReader: TypeAlias = Callable[[PreTrainedModel, LoraConfig], ReadAdapter]
 """Makes what reads adapters of a model, whose modules are as they were loaded."""
+
+
+def peft_reader(module: PreTrainedModel, config: LoraConfig) -> ReadAdapter:
+    """Reads adapters as PEFT saves them."""
+    target, limits = AdapterTarget.of(module), LoraLimits(config.max_lora_rank)
+    return lambda path: read_adapter(path, target, limits)
+
 
 _UNREADABLE = (LoraReason.NOT_FOUND, LoraReason.UNREADABLE)
 
@@ -75,8 +84,8 @@ class LoraStore:
         return adapter
 
     def add(self, lora: LoraRequest, adapter: LoraAdapter) -> LoadedLora:
-        """Hold what was read for ``lora``; while there is no forward pass, it is read again for the next. Raises FailedPrecondition
-        with what the forward pass finds wrong with it.
+        """Hold what was read for ``lora``; while there is no forward pass, it is read again for the next. Raises
+        FailedPrecondition with what the forward pass finds wrong with it.
         """
         digest = adapter.digest
         if digest in self._held:

@@ -17,7 +17,7 @@ from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.executor.completion import Late
 from penstock_enginecore.executor.device_thread import DeviceThread
-from penstock_enginecore.executor.lora_store import MakeReader
+from penstock_enginecore.executor.lora_store import MakeReader, peft_reader
 from penstock_enginecore.executor.worker import Worker
 from penstock_enginecore.executor.worker_config import WorkerConfig
 
@@ -29,7 +29,7 @@ class UniprocExecutor:
     tokens are late, another waits for them, and the next step is launched meanwhile.
     """
 
-    def __init__(self, config: EngineCoreConfig, make_reader: MakeReader | None = None) -> None:
+    def __init__(self, config: EngineCoreConfig, make_reader: MakeReader | None = peft_reader) -> None:
         """``make_reader``: of LoRA adapters; None: none are read."""
         self._thread = DeviceThread()
         self._loader = DeviceThread("lora loader")

@@ -21,7 +21,7 @@ from penstock_enginecore.executor.device import resolve_device
 from penstock_enginecore.executor.graph_sizes import sizes_to_capture
 from penstock_enginecore.executor.kept_sleep import KeptSleep, kept_sleep
 from penstock_enginecore.executor.loading import load_runner
-from penstock_enginecore.executor.lora_store import LoraStore, MakeReader, ReadAdapter
+from penstock_enginecore.executor.lora_store import LoraStore, MakeReader, ReadAdapter, peft_reader
 from penstock_enginecore.executor.memory import check_kv_cache_memory, cpu_kv_cache_bytes, cuda_kv_cache_bytes
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.numa import settle
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Loads the model onto its device, sizes its KV cache, and sleeps and wakes. Steps go to ``runner``."""
 
-    def __init__(self, config: WorkerConfig, make_reader: MakeReader | None = None) -> None:
+    def __init__(self, config: WorkerConfig, make_reader: MakeReader | None = peft_reader) -> None:
         """``make_reader``: of adapters; None: none are read."""
         self._config = config
         self._make_reader = make_reader

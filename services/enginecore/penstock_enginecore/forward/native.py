@@ -250,10 +250,10 @@ class NativeForward:
             0,
             None,
             None,
-            None,
-            0,
             0,
             None,
+            None,
+            0,
         )
 
     def _compute(self, step: Step, x: torch.Tensor, segments: Sequence[LoraSegment], rows: IntArray) -> None:

@@ -79,7 +79,7 @@ class PackedUpdates:
         a = a.transpose(2, 3).bfloat16() if half_a else a
         whole = rank // _GROUP * _GROUP
         groups = [
-            rows.unflatten(0, (-1, size)).transpose(1, 2).flatten()
+            rows.reshape(-1, size, *rows.shape[1:]).transpose(1, 2).flatten()
             for rows, size in ((a[:whole], _GROUP), (a[whole:], rank - whole))
             if len(rows)
         ]
@@ -94,9 +94,10 @@ class PackedUpdates:
             return Piece(None, -(-piece // lanes), 0, 0)
         b, first = piece
         n, rank = b.shape
-        by_vector = F.pad(b, (0, rank % 2 if half else 0, 0, -n % lanes)).unflatten(0, (-1, lanes)).transpose(1, 2)
+        padded = F.pad(b, (0, rank % 2 if half else 0, 0, -n % lanes))
+        by_vector = padded.reshape(-1, lanes, padded.shape[1]).transpose(1, 2)
         if half:
-            by_vector = by_vector.unflatten(1, (-1, 2)).transpose(2, 3).bfloat16()
+            by_vector = by_vector.reshape(len(by_vector), -1, 2, lanes).transpose(2, 3).bfloat16()
         return Piece(self._keep(by_vector), len(by_vector), first, rank)
 
     def _keep(self, tensor: torch.Tensor) -> int:

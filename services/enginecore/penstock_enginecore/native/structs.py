@@ -206,10 +206,10 @@ class Step(ctypes.Structure):
         ("num_kept", _Int),
         ("kept_layers", _Pointer),
         ("hidden", _Pointer),
-        ("states", _Pointer),
-        ("own_states", _Int),
         ("num_segments", _Int),
         ("segments", _Pointer),
+        ("states", _Pointer),
+        ("own_states", _Int),
     ]
 
 

@@ -52,8 +52,8 @@ class CoordinatorClient:
         on_lost: Callable[[], None] = lambda: None,
         loras: LoraRegistry | None = None,
     ) -> None:
-        """``on_lost``: called when no views come in any more. ``loras``: names of LoRA adapters, kept in step with other frontends
-        whose coordinator can; None: none are.
+        """``on_lost``: called when no views come in any more. ``loras``: names of LoRA adapters, kept in step with other
+        frontends whose coordinator can; None: none are.
 
         ``model`` and ``pools``: whose engines views shall have; where empty, of every one. ``reconnect_max``: seconds
         between two attempts at most.

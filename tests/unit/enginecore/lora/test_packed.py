@@ -56,7 +56,9 @@ def library(request: pytest.FixtureRequest) -> NativeLibrary:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("n", "k", "rank"), [(1, 1, 1), (5, 3, 2), (33, 40, 3), (130, 65, 16), (64, 129, 21), (256, 1024, 64)])
+@pytest.mark.parametrize(
+    ("n", "k", "rank"), [(1, 1, 1), (5, 3, 2), (33, 40, 3), (130, 65, 16), (64, 129, 21), (256, 1024, 64)]
+)
 def test_what_is_added_is_torchs_and_a_rows_bits_are_its_own(
     library: NativeLibrary, n: int, k: int, rank: int, dtype: torch.dtype
 ) -> None:

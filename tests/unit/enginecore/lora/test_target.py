@@ -29,7 +29,9 @@ def test_a_head_is_a_target_and_no_part_of_all_linear(tied: bool) -> None:
 def test_all_linear_layers_of_dense_models_are_targets_with_their_shapes(architecture: str) -> None:
     model = skeleton(architecture)
     wanted = {
-        name: tuple(module.weight.shape) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+        name: tuple(module.weight.shape)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
     }
     assert AdapterTarget.of(model).linears == wanted
 

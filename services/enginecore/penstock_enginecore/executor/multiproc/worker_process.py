@@ -19,7 +19,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, SchedulerOutput
 from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.executor.completion import Late
-from penstock_enginecore.executor.lora_store import MakeReader
+from penstock_enginecore.executor.lora_store import MakeReader, peft_reader
 from penstock_enginecore.executor.multiproc.failures import Failure
 from penstock_enginecore.executor.multiproc.lora_reading import LoadsUnderWay
 from penstock_enginecore.executor.multiproc.messages import (
@@ -54,7 +54,7 @@ class WorkerLoop:
     """Does the calls of an engine, and answers them."""
 
     def __init__(
-        self, config: WorkerConfig, calls: RingReader, answers: RingWriter, make_reader: MakeReader | None = None
+        self, config: WorkerConfig, calls: RingReader, answers: RingWriter, make_reader: MakeReader | None = peft_reader
     ) -> None:
         """``make_reader``: of LoRA adapters; None: none are read."""
         self._config = config
@@ -197,7 +197,7 @@ class WorkerLoop:
             self._worker.shutdown()
 
 
-def main(descriptor: int, make_reader: MakeReader | None = None) -> NoReturn:
+def main(descriptor: int, make_reader: MakeReader | None = peft_reader) -> NoReturn:
     """Ends the process. ``descriptor``: of a file with a ``Start``. ``make_reader``: of LoRA adapters; None: none are read."""
     start, calls, answers = open_channel(descriptor)
     config = start.config

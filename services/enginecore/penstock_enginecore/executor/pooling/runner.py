@@ -29,7 +29,7 @@ class PoolingRunner:
     def __init__(self, model: PoolingModel, built: BuiltBackbone) -> None:
         self._model = model
         self._backbone = built.backbone
-        self.adapted = built.backbone if isinstance(built.backbone, AdaptedForward) else None
+        self.adapted: AdaptedForward | None = built.backbone
         self.computing = built.computing
         self.graph_capture = None
         self.experts = None
