@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def tell_adapters(monkeypatch: pytest.MonkeyPatch) -> Telling:
         del telling.tokens[digest]
 
     def adapted_run(self: Any, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
-        output = run(self, batch, rows, keep_states=keep_states)
+        output = run(self, replace(batch, segments=()), rows, keep_states=keep_states)
         end = 0
         for segment in batch.segments:
             assert end <= segment.first < segment.end <= len(batch.token_ids), "segments are in order, and not empty"
@@ -88,6 +89,6 @@ def tell_adapters(monkeypatch: pytest.MonkeyPatch) -> Telling:
         return output
 
     monkeypatch.setattr(ModulesForward, "run", adapted_run)
-    monkeypatch.setattr(ModulesForward, "add_adapter", add_adapter, raising=False)
-    monkeypatch.setattr(ModulesForward, "remove_adapter", remove_adapter, raising=False)
+    monkeypatch.setattr(ModulesForward, "add_adapter", add_adapter)
+    monkeypatch.setattr(ModulesForward, "remove_adapter", remove_adapter)
     return telling
