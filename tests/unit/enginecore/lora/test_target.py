@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock_enginecore.lora.errors import LoraReason
 from penstock_enginecore.lora.target import AdapterTarget, BaseSample
+from penstock_enginecore.models.narrow_weight import NarrowWeight
 from penstock_enginecore.models.quantization.linear import QuantizedLinear
 from tests.fakes.models.tiny_models import ARCHITECTURES, tiny_config
 
@@ -100,5 +101,6 @@ def test_samples_agree_with_rounded_copies_and_with_no_other_weights() -> None:
         other = weight.clone()
         other[row] *= 1.02
         assert not sample.agrees(other)
+    assert BaseSample.of(NarrowWeight(weight.bfloat16())).agrees(weight)
     assert BaseSample.of(weight[:3]).agrees(weight[:3])
     assert BaseSample.of(weight[0]).agrees(weight[0])
