@@ -75,8 +75,8 @@ def test_embeddings_and_conv1d_are_no_targets() -> None:
 
 def test_linear_layers_that_keep_quantized_weights_are_targets_and_those_of_another_kind_are_none() -> None:
     class Doubled(torch.nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(input)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
 
     model = skeleton("llama")
     linear = model.get_submodule("model.layers.0.self_attn.q_proj")
