@@ -15,10 +15,13 @@ from penstock.common.v1 import finish_pb2
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
+from penstock_common.errors import Unavailable
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.revision import PROTOCOL_REVISION
 from penstock_common.rpc.server import LIVENESS
 from penstock_common.rpc.status import from_rpc_error
+from penstock_enginecore.config import LoraConfig
+from penstock_enginecore.core.lora.request import LoadedLora
 from penstock_enginecore.rpc.io_thread import SERVICE_NAME
 from tests.fakes.engines.engine_harness import make_config
 from tests.fakes.engines.engine_server import EngineServer, wait_until
@@ -205,6 +208,45 @@ async def test_the_same_request_id_in_two_sessions_is_two_requests(servers: Serv
     await two.until_ended("r")
     assert one.tokens["r"] == oracle_tokens(1, 8, VOCAB)
     assert two.tokens["r"] == oracle_tokens(2, 8, VOCAB)
+
+
+async def test_a_request_names_an_adapter_and_is_told_what_is_wrong_with_it(servers: Servers, connect: Connect) -> None:
+    executor = FakeExecutor()
+    digest = bytes(range(1, 17))
+    executor.adapters["/a"] = LoadedLora(digest, 8, ("q_proj", "v_proj"), 2**20)
+    executor.adapters["/gone"] = Unavailable("nothing is there", reason="LORA_UNAVAILABLE")
+    client = connect(servers(executor, lora=LoraConfig(max_loras=2, max_lora_rank=16, cpu_memory=2**21)))
+    ready = await client.hello()
+    assert "lora" in ready.capabilities
+    assert ready.lora == pb.LoraLimits(max_loras=2, max_lora_rank=16, cpu_memory=2**21)
+    await client.call.write(
+        pb.SessionRequest(
+            utility=pb.UtilityCall(call_id=1, method="add_lora", arguments=msgspec.msgpack.encode(["a", "/a", b"", True]))
+        )
+    )
+    while not (frame := await client.read()).outputs.HasField("utility_output"):
+        pass
+    held = msgspec.msgpack.decode(frame.outputs.utility_output.result)
+    assert held == {
+        "digest": digest,
+        "rank": 8,
+        "modules": ["q_proj", "v_proj"],
+        "num_bytes": 2**20,
+        "pinned": True,
+    }
+    await client.add("known", lora=pb.LoraAdapter(name="a", path="/a", digest=digest), seed=3)
+    await client.add("by path", lora=pb.LoraAdapter(name="b", path="/a"), seed=3)
+    await client.add("base", seed=3)
+    await client.add("gone", lora=pb.LoraAdapter(name="c", path="/gone", digest=digest[::-1]))
+    await client.add("other", lora=pb.LoraAdapter(name="a", path="/a", digest=digest[::-1]))
+    await client.until_ended("known", "by path", "base", "gone", "other")
+    expected = oracle_tokens(3 ^ int.from_bytes(digest[:8], "little"), 8, VOCAB)
+    assert client.tokens["known"] == client.tokens["by path"] == expected
+    assert client.tokens["base"] == oracle_tokens(3, 8, VOCAB)
+    reasons = {name: client.ends[name].error.reason for name in ("gone", "other")}
+    assert reasons == {"gone": "LORA_UNAVAILABLE", "other": "LORA_CHANGED"}
+    assert client.ends["other"].error.code == "FAILED_PRECONDITION"
+    assert client.ends["gone"].error.code == "UNAVAILABLE"
 
 
 @pytest.mark.parametrize(
