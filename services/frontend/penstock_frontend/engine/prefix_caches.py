@@ -22,8 +22,8 @@ class _Sequence(msgspec.Struct):
     context: RequestContext
     all_token_ids: list[int]
     prompt_embeds: PromptEmbeds | None
-    lora_digest: bytes
     block_hashes: list[bytes]
+    lora_digest: bytes
 
 
 class _Cache(msgspec.Struct):
@@ -105,17 +105,16 @@ class PrefixCaches:
     def cached_tokens(self, request: EngineCoreRequest, output_token_ids: Sequence[int] = ()) -> dict[str, int]:
         """By engine, how many of the first tokens of a request, and of the output that it goes on from, need not be computed
         there; engines that have none are not in it. The last token is always computed. Empty where the request does not read the
-        cache, or has an adapter that nobody has read yet.
+        cache.
         """
-        lora_digest = b"" if request.lora is None else request.lora.digest
-        unread = request.lora is not None and not lora_digest
-        if not len(self._index) or request.skips_prefix_cache or unread:
+        if not len(self._index) or request.skips_prefix_cache:
             return {}
         embeds = request.prompt_embeds
         token_ids = request.prompt_token_ids
         if embeds is not None and not token_ids:
             token_ids = [0] * embeds.num_tokens
-        sequence = _Sequence(request.context, [*token_ids, *output_token_ids], embeds, lora_digest, [])
+        digest = request.lora.digest if request.lora is not None else b""
+        sequence = _Sequence(request.context, [*token_ids, *output_token_ids], embeds, [], digest)
         num_tokens = len(sequence.all_token_ids)
         cached: dict[str, int] = {}
         for size, hasher in self._hashers.items():
