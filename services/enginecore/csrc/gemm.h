@@ -152,22 +152,20 @@ __attribute__((always_inline)) inline void finish(vf (&sums)[kRows][2], const Ou
   }
 }
 
-// Of rows some of which may have adapters. Apart from tiles, for which it is a copy, too.
+// Of rows some of which may have adapters: sums that are in memory, apart from tiles.
 template <int kRows>
-__attribute__((noinline)) void finish_adapted(const vf (&sums)[kRows][2], const Output& output, int64_t row, int64_t panel) {
-  float adapted[kRows][kPanel];
-  for (int i = 0; i < kRows; ++i) store(adapted[i], sums[i][0]), store(adapted[i] + kLanes, sums[i][1]);
-  if (output.scales != nullptr) {
-    const float* scales = output.scales + panel * kPanel;
-    for (int i = 0; i < kRows; ++i)
-      for (int64_t j = 0; j < kPanel; j += kLanes) store(adapted[i] + j, load(adapted[i] + j) * load(scales + j));
+__attribute__((noinline)) void finish_adapted(vf (&sums)[kRows][2], const Output& output, int64_t row, int64_t panel) {
+  float* first = reinterpret_cast<float*>(sums);
+  if (output.scales == nullptr) {
+    output.low_rank->add(first, row, row + kRows, panel);
+    return finish<kRows>(sums, output, row, panel);
   }
-  output.low_rank->add(adapted[0], row, row + kRows, panel);
-  Output rest = output;
-  rest.scales = nullptr;
-  vf whole[kRows][2];
-  for (int i = 0; i < kRows; ++i) whole[i][0] = load(adapted[i]), whole[i][1] = load(adapted[i] + kLanes);
-  finish<kRows>(whole, rest, row, panel);
+  const vf left = load(output.scales + panel * kPanel), right = load(output.scales + panel * kPanel + kLanes);
+  for (int i = 0; i < kRows; ++i) sums[i][0] *= left, sums[i][1] *= right;
+  output.low_rank->add(first, row, row + kRows, panel);
+  Output scaled = output;
+  scaled.scales = nullptr;
+  finish<kRows>(sums, scaled, row, panel);
 }
 
 template <int kRows>

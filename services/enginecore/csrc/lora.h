@@ -130,11 +130,12 @@ void shrink(const Input* x, int64_t stride, int64_t rows, const Update& update, 
   else shrink_by<float>(x, stride, rows, update, first, end, out, out_stride);
 }
 
-// Adds a vector of output features of some rows, from their `rank` sums. Those of even places are one sum, those of odd ones another.
+// Adds a vector of output features of some rows, from their `rank` sums: those of even places to what is there, those of odd ones apart.
 template <class Weight, int kRows>
 void expand_rows(const float* sums, int64_t stride, const Weight* b, int64_t rank, float* out) {
   vf both[kRows][2];
-  clear(both);
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) both[i][0] = load(out + i * kPanel), both[i][1] = vf{};
   int64_t j = 0;
   for (; j + 2 <= rank; j += 2) {
     vf even, odd;
@@ -153,14 +154,21 @@ void expand_rows(const float* sums, int64_t stride, const Weight* b, int64_t ran
     for (int i = 0; i < kRows; ++i) both[i][0] += splat(sums[i * stride + j]) * even;
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i) store(out + i * kPanel, load(out + i * kPanel) + (both[i][0] + both[i][1]));
+  for (int i = 0; i < kRows; ++i) store(out + i * kPanel, both[i][0] + both[i][1]);
 }
 
 template <class Weight>
 void expand(const float* sums, int64_t stride, int64_t rows, const Weight* b, int64_t rank, float* out) {
-  const auto next = [&](int64_t count) { rows -= count, sums += count * stride, out += count * kPanel; };
-  for (; rows >= 6; next(6)) expand_rows<Weight, 6>(sums, stride, b, rank, out);
+  constexpr int kMost = kTile < 8 ? 6 : 8;  // of whose sums there is room in registers
+  if (rows > kMost) {  // evenly
+    const int64_t half = (rows + 1) / 2;
+    expand(sums, stride, half, b, rank, out);
+    return expand(sums + half * stride, stride, rows - half, b, rank, out + half * kPanel);
+  }
   switch (rows) {
+    case 8: return expand_rows<Weight, kMost == 8 ? 8 : 1>(sums, stride, b, rank, out);
+    case 7: return expand_rows<Weight, kMost == 8 ? 7 : 1>(sums, stride, b, rank, out);
+    case 6: return expand_rows<Weight, 6>(sums, stride, b, rank, out);
     case 5: return expand_rows<Weight, 5>(sums, stride, b, rank, out);
     case 4: return expand_rows<Weight, 4>(sums, stride, b, rank, out);
     case 3: return expand_rows<Weight, 3>(sums, stride, b, rank, out);
@@ -178,8 +186,9 @@ struct Column {
 };
 
 inline Column column_of(const Update& update, int64_t vector) {
-  int64_t at = update.interleaved ? vector % update.num_pieces : 0, place = update.interleaved ? vector / update.num_pieces : vector;
-  if (!update.interleaved)
+  int64_t at = 0, place = vector;
+  if (update.interleaved) at = vector % 2, place = vector / 2;
+  else
     for (; at < update.num_pieces && place >= update.pieces[at].vectors; ++at) place -= update.pieces[at].vectors;
   if (at >= update.num_pieces || place >= update.pieces[at].vectors) return {};
   const Piece& piece = update.pieces[at];

@@ -35,7 +35,7 @@ struct Piece {
 // What an adapter adds to a product with a weight of `k` inputs. `a`: rows of all its projections, `a_stride` numbers each, with zeros
 // at the end up to whole pairs of vectors, in groups of four, the last of which may have fewer: [rank / 4][a_stride / 2 kLanes][4][2 kLanes],
 // of bfloat16 [..][4][kLanes][2], of which the second numbers are the inputs a vector behind the first. `interleaved` is not 0: vectors of
-// the pieces, all of one size, take turns; else the pieces come one after the other. `rank` is 0: nothing.
+// the two pieces, of one size, take turns; else the pieces come one after the other. `rank` is 0: nothing.
 struct Update {
   const void* a;
   int64_t a_stride;

@@ -123,7 +123,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def check_bits(path: Path, isa: str, *, rounded: bool = False) -> list[torch.Tensor]:
-    adapters, prompts, vocab_size = mixed(path)
+    adapters, prompts, _ = mixed(path)
     forward = native(path, isa, rounded=rounded)
     plain = step_logits(forward, [prompt.plain for prompt in prompts])
     for adapter in adapters:
