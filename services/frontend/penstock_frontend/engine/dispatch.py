@@ -263,7 +263,8 @@ class Dispatch:
         began_on = next((entry.variant for entry in entries if entry.variant is not None), None)
         try:
             cached = self._cached_tokens(entries[0]) if rank is None else {}
-            key = self._router.pick(candidates, rank=rank, variant=began_on, cached=cached)
+            lora = entries[0].lora_digest
+            key = self._router.pick(candidates, rank=rank, variant=began_on, cached=cached, lora=lora)
         except Unavailable:
             return None
         return next(c for c in candidates if c.key == key)
@@ -295,7 +296,7 @@ class Dispatch:
         for entry in entries:
             first = not self._journal.num_on(engine)
             self._journal.assign(entry, engine, picked.variant)
-            self._router.sent(engine, entry.request_id)
+            self._router.sent(engine, entry.request_id, entry.lora_digest)
             try:
                 self._engines.send(engine, entry.to_send(), first=first)
             except Exception as e:

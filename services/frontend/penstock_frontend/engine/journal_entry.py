@@ -91,6 +91,11 @@ class JournalEntry:
         """The id that engines know it by."""
         return self.request.request_id
 
+    @property
+    def lora_digest(self) -> bytes:
+        """Of its LoRA adapter; empty: it has none."""
+        return b"" if self.request.lora is None else self.request.lora.digest
+
     def to_send(self) -> EngineCoreRequest:
         """The request for the current attempt. The choice of the rank is made: for the engine there is none.
 

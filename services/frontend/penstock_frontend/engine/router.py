@@ -9,6 +9,7 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, Unavailable
 from penstock_frontend.config import RoutingPolicy
+from penstock_frontend.engine.lora_places import LoraPlaces
 
 _WAITING_WEIGHT = 4
 _KV_PRESSURE_FROM = 0.5
@@ -57,7 +58,8 @@ class Router:
     """Picks the engine with the lowest load, less what it has cached of the prompt; does no I/O.
 
     Ties rotate, from a start that should differ between frontends, so that idle engines are not all given the same first. Of many
-    engines a random few are compared, and those that have most of the prompt.
+    engines a random few are compared, and those that have most of the prompt. Requests with a LoRA adapter go where it is, or to
+    its home, unless those have more to do than loading it elsewhere is worth.
     """
 
     def __init__(self, start: int = 0, policy: RoutingPolicy = "prefix_aware") -> None:
@@ -67,6 +69,7 @@ class Router:
         self._loads: dict[str, Load] = {}
         self._scores: dict[str, float] = {}
         """Those of ``_loads``."""
+        self.loras = LoraPlaces()
         self._sent: dict[str, set[str]] = {}
         """By engine, the requests sent to it that no report has counted yet."""
 
@@ -76,8 +79,12 @@ class Router:
         self._scores[key] = load.score
         self._sent.pop(key, None)
 
-    def sent(self, key: str, request_id: str) -> None:
-        """A request is on its way to an engine: it counts as waiting there until the next report, or until it has left."""
+    def sent(self, key: str, request_id: str, lora: bytes = b"") -> None:
+        """A request is on its way to an engine: it counts as waiting there until the next report, or until it has left. ``lora``:
+        the digest of its adapter; empty: it has none.
+        """
+        if lora:
+            self.loras.sent(key, lora)
         self._sent.setdefault(key, set()).add(request_id)
         self._count_waiting(key, 1)
 
@@ -95,6 +102,7 @@ class Router:
 
     def forget(self, key: str) -> None:
         """An engine is gone."""
+        self.loras.forget(key)
         self._loads.pop(key, None)
         self._scores.pop(key, None)
         self._sent.pop(key, None)
@@ -115,12 +123,13 @@ class Router:
         rank: int | None = None,
         variant: str | None = None,
         cached: Mapping[str, int] | None = None,
+        lora: bytes = b"",
     ) -> str:
         """The key of the engine for what is to be ``sent`` next.
 
         ``variant``: the one they began on; an engine of another is only for where none of it takes requests. ``cached``: tokens
-        of the prompt that engines have cached, by their keys. Raises Unavailable when no engine takes requests, InvalidArgument
-        when there is no engine of that rank.
+        of the prompt that engines have cached, by their keys. ``lora``: the digest of the request's adapter, if any. Raises
+        Unavailable when no engine takes requests, InvalidArgument when there is no engine of that rank.
         """
         usable = [c for c in candidates if c.accepting]
         if rank is not None:
@@ -136,7 +145,10 @@ class Router:
         if self._policy == "least_loaded" or not cached:
             cached = {}
         if len(usable) > _MOST_COMPARED:
-            return self._lowest(self._some(usable, cached), cached)
+            homes = self.loras.in_order((c.key for c in usable), lora)[:_NUM_SAMPLED] if lora else []
+            return self._lowest([*homes, *self._some(usable, cached)], cached, lora)
+        if lora:
+            return self._lowest(self.loras.in_order((c.key for c in usable), lora), cached, lora)
         return self._lowest([c.key for c in usable[turn:] + usable[:turn]], cached)
 
     def _some(self, usable: Sequence[Candidate], cached: Mapping[str, int]) -> list[str]:
@@ -147,13 +159,15 @@ class Router:
         holders = [c.key for c in usable if c.key in cached]
         return [*sampled, *heapq.nlargest(_NUM_SAMPLED, holders, key=cached.__getitem__)]
 
-    def _lowest(self, keys: Iterable[str], cached: Mapping[str, int]) -> str:
+    def _lowest(self, keys: Iterable[str], cached: Mapping[str, int], lora: bytes = b"") -> str:
         """The first of those with the lowest score."""
         scores, best, lowest = self._scores, "", math.inf
         for key in keys:
             score = scores.get(key, 0.0)
             if num_cached := cached.get(key):
                 score -= num_cached / _TOKENS_OF_A_RUNNING_REQUEST
+            if lora:
+                score += self.loras.term(key, lora)
             if score < lowest:
                 best, lowest = key, score
         return best

@@ -1,0 +1,135 @@
+"""Requests with LoRA adapters among engines: where adapters are at home, and when they are loaded elsewhere."""
+
+import hashlib
+import random
+from collections import Counter, OrderedDict
+
+import pytest
+
+from penstock_frontend.engine.lora_places import LOADING, LoraPlaces
+from penstock_frontend.engine.router import Candidate, Router
+
+ENGINES = [Candidate(f"e{i}", i) for i in range(4)]
+KEYS = [engine.key for engine in ENGINES]
+
+
+def digest(number: int) -> bytes:
+    return hashlib.blake2b(str(number).encode(), digest_size=16).digest()
+
+
+def home(router: Router, lora: bytes) -> str:
+    return router.loras.in_order(KEYS, lora)[0]
+
+
+def test_an_adapter_goes_to_its_home_whatever_frontend_asks() -> None:
+    for number in range(50):
+        picked = {Router(start).pick(ENGINES, lora=digest(number)) for start in range(5)}
+        assert picked == {home(Router(), digest(number))}
+
+
+def test_each_engine_is_home_to_a_part_of_the_adapters() -> None:
+    homes = Counter(home(Router(), digest(number)) for number in range(400))
+    assert set(homes) == set(KEYS)
+    assert max(homes.values()) < 1.4 * 100
+
+
+def test_an_engine_that_goes_changes_the_homes_of_its_adapters_alone() -> None:
+    places = LoraPlaces()
+    for number in range(100):
+        before, *others = places.in_order(KEYS, digest(number))
+        left = places.in_order([key for key in KEYS if key != "e2"], digest(number))
+        assert left[0] == (others[0] if before == "e2" else before)
+
+
+def test_a_busy_home_has_an_adapter_loaded_elsewhere() -> None:
+    router, lora = Router(), digest(1)
+    first = home(router, lora)
+    router.sent(first, "r", lora)
+    for key in KEYS:
+        router.report(key, waiting=0, running=int(LOADING) if key == first else 0, kv_cache_usage=0.0)
+    assert router.pick(ENGINES, lora=lora) == first
+    router.report(first, waiting=0, running=int(LOADING) + 1, kv_cache_usage=0.0)
+    second = router.pick(ENGINES, lora=lora)
+    assert second == router.loras.in_order(KEYS, lora)[1]
+    router.sent(second, "s", lora)
+    router.report(second, waiting=0, running=2, kv_cache_usage=0.0)
+    assert router.pick(ENGINES, lora=lora) == second, "it is there now"
+
+
+def test_an_engine_that_is_gone_holds_nothing() -> None:
+    router, lora = Router(), digest(1)
+    router.sent("e0", "r", lora)
+    assert router.loras.term("e0", lora) == 0.0
+    router.forget("e0")
+    assert router.loras.term("e0", lora) == LOADING
+
+
+@pytest.mark.parametrize("room", [1, 3])
+def test_an_engine_holds_what_it_was_sent_last(room: int) -> None:
+    places = LoraPlaces()
+    places.holds("e0", room)
+    for number in (1, 2, 3, 4, 2):
+        places.sent("e0", digest(number))
+    held = [number for number in range(1, 5) if not places.term("e0", digest(number))]
+    assert held == {1: [2], 3: [2, 3, 4]}[room]
+
+
+def test_requests_without_adapters_rotate_as_ever() -> None:
+    router = Router()
+    assert [router.pick(ENGINES) for _ in range(4)] == ["e1", "e2", "e3", "e0"]
+
+
+def test_of_many_engines_the_home_is_among_those_that_are_compared() -> None:
+    many = [Candidate(f"e{i:03}", i) for i in range(200)]
+    for number in range(20):
+        router = Router(number)
+        assert router.pick(many, lora=digest(number)) == router.loras.in_order((e.key for e in many), digest(number))[0]
+
+
+class Simulated:
+    """Engines that run 8 requests at once, each for 20 turns, and keep the 16 adapters that they used last."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.running: dict[str, list[int]] = {key: [] for key in KEYS}
+        self.waiting: dict[str, int] = dict.fromkeys(KEYS, 0)
+        self.cached: dict[str, OrderedDict[bytes, None]] = {key: OrderedDict() for key in KEYS}
+        self.found = self.num_requests = 0
+        self.served: Counter[str] = Counter()
+
+    def take(self, lora: bytes) -> None:
+        key = self.router.pick(ENGINES, lora=lora)
+        self.router.sent(key, str(self.num_requests), lora)
+        self.num_requests += 1
+        self.served[key] += 1
+        self.waiting[key] += 1
+        cached = self.cached[key]
+        self.found += lora in cached
+        cached[lora] = None
+        cached.move_to_end(lora)
+        if len(cached) > 16:
+            cached.popitem(last=False)
+
+    def turn(self) -> None:
+        for key, running in self.running.items():
+            running[:] = [left - 1 for left in running if left > 1]
+            while self.waiting[key] and len(running) < 8:
+                self.waiting[key] -= 1
+                running.append(20)
+            self.router.loras.holds(key, 16)
+            self.router.report(key, waiting=self.waiting[key], running=len(running), kv_cache_usage=0.0)
+
+
+@pytest.mark.parametrize(("policy", "found", "uneven"), [("prefix_aware", 0.9, 1.3), ("round_robin", 0.0, 1.3)])
+def test_most_requests_find_their_adapter_loaded_and_the_load_is_even(policy: str, found: float, uneven: float) -> None:
+    simulated, chance = Simulated(Router(0, policy)), random.Random(1)  # type: ignore[arg-type]
+    popularity = [1.0 / rank for rank in range(1, 65)]
+    for _ in range(4000):
+        for number in chance.choices(range(64), popularity, k=chance.randint(0, 2)):
+            simulated.take(digest(number))
+        simulated.turn()
+    share = simulated.found / simulated.num_requests
+    load = max(simulated.served.values()) / (simulated.num_requests / len(KEYS))
+    print(f"{policy}: {share:.3f} found their adapter, load max / mean {load:.3f}")
+    assert share >= found
+    assert load <= uneven
