@@ -13,6 +13,7 @@ from penstock_common.observability.tracer import make_tracer
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.liveness import Liveness
 from penstock_common.security.certificates import Certificates
+from penstock_frontend.adapter_directory import AdapterDirectory
 from penstock_frontend.assembly import assemble
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.draining import QUIET, Draining
@@ -91,6 +92,13 @@ class Frontend:
             tell_connected(self._metrics.registry, lambda: coordinator.connected)
             self._engines.on_first_request = coordinator.first_request
             self._llm.adapters.adapters.on_change = coordinator.loras_changed
+        lora = config.lora
+        self._directory = (
+            AdapterDirectory(lora.directory, lora.scan_interval, self._llm.adapters.adapters)
+            if lora.directory
+            else None
+        )
+        self._directory_task: asyncio.Task[None] | None = None
         self._coordinator_task: asyncio.Task[None] | None = None
         self._living: asyncio.Task[None] | None = None
         self._metrics_server: MetricsServer | None = None
@@ -114,6 +122,9 @@ class Frontend:
         """Listen, and begin to look for engines. Raises ConfigError when a port is taken."""
         count_tasks(self._metrics.registry, asyncio.get_running_loop())
         self._warn_of_a_short_drain()
+        if self._directory is not None:
+            await self._directory.look()
+            self._directory_task = asyncio.create_task(self._directory.run(), name="lora directory")
         await self._servers.start()
         self._metrics_server = MetricsServer(self._config.metrics, self._metrics.registry, self._certificates)
         if self._coordinator is not None:
@@ -129,7 +140,7 @@ class Frontend:
 
     def _essential(self) -> list[asyncio.Task[None]]:
         """The tasks without which the frontend is no use, whatever its health says."""
-        tasks = [self._coordinator_task, self._servers.http.task]
+        tasks = [self._coordinator_task, self._directory_task, self._servers.http.task]
         return [task for task in tasks if task is not None]
 
     def apply(self, config: FrontendConfig) -> None:
@@ -165,9 +176,10 @@ class Frontend:
         ended_by = await self._drain()
         self._readiness.close()
         await self._servers.tell_health()
-        if self._living is not None:
-            self._living.cancel()
-            await asyncio.gather(self._living, return_exceptions=True)
+        for task in (self._living, self._directory_task):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         if left := self._llm.num_live:
             get_logger().warning("ending requests that are still running", count=left)
         self._llm.end_all(ended_by)
