@@ -19,6 +19,7 @@ from penstock_local import flags
 from penstock_local.batch.arguments import add_batch
 from penstock_local.bench.arguments import add_bench
 from penstock_local.console import fail
+from penstock_local.lora_arguments import add_adapters, add_lora
 from penstock_local.model_arguments import add_models
 from penstock_local.parser import Parser
 from penstock_local.serve_options import ServeOptions
@@ -87,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_scale(commands)
     add_bench(commands)
     add_models(commands)
+    add_lora(commands)
     add_batch(commands)
     _add_demo(commands)
     return parser
@@ -115,6 +117,7 @@ def _add_serve(commands: Any) -> None:
     model = parser.add_argument_group("model")
     engines = parser.add_argument_group("engines")
     drafts = parser.add_argument_group("speculation")
+    adapters = parser.add_argument_group("LoRA adapters")
     network = parser.add_argument_group("network")
     flags.add_positional(parser, ServeOptions, "model")
     flags.add_options(model, ServeOptions, served_model_name="NAME", dtype="", quantization="", max_model_len="N")
@@ -123,6 +126,7 @@ def _add_serve(commands: Any) -> None:
     flags.add_options(engines, ServeOptions, device="", kv_cache_memory="SIZE", threads_per_engine="N")
     flags.add_options(drafts, ServeOptions, speculative="METHOD", speculative_model="PATH", speculative_tokens="K")
     flags.add_options(drafts, ServeOptions, speculative_config="JSON")
+    add_adapters(adapters)
     flags.add_options(
         network, ServeOptions, frontends="N", host="HOST", grpc_port="PORT", http_port="PORT", admin_port="PORT"
     )
@@ -251,12 +255,17 @@ def _add_demo(commands: Any) -> None:
 
 
 def _run_serve(arguments: argparse.Namespace) -> int:
+    from penstock_local.lora import parse_adapters, parse_directory
     from penstock_local.serve import serve
     from penstock_local.settings import parse_settings
 
     given = {name: value for name, value in vars(arguments).items() if value is not None and name != "run"}
     if "kv_cache_memory" in given:
         given["kv_cache_memory"] = parse_bytes(given["kv_cache_memory"], key="--kv-cache-memory")
+    if "lora" in given:
+        given["lora"] = parse_adapters(given["lora"])
+    if "lora_directory" in given:
+        given["lora_directory"] = parse_directory(given["lora_directory"])
     if "settings" in given:
         given["settings"] = parse_settings(given["settings"])
     return asyncio.run(serve(ServeOptions(**given)))

@@ -50,7 +50,9 @@ def _setting(options: type[msgspec.Struct], name: str) -> Setting:
 def add_server(parser: argparse.ArgumentParser) -> None:
     """Which server and model to talk to."""
     parser.add_argument("--address", default=DEFAULT_ADDRESS, help="of the server (default: %(default)s)")
-    parser.add_argument("--model", metavar="NAME", default="", help="which model (default: the one that is served)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", metavar="NAME", default="", help="which model (default: the one that is served)")
+    which.add_argument("--lora", dest="model", metavar="NAME", default="", help="which LoRA adapter of the model")
 
 
 def add_ending(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:

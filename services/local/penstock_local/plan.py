@@ -23,6 +23,8 @@ DRAIN_SECONDS = 30.0
 """Time that engines and frontends give running requests when they stop."""
 _STOP_MARGIN = 10.0
 """Seconds beyond the drain until a service that has not stopped is killed."""
+_MAX_LORAS = 8
+"""Adapters among requests that run at once, where there are some; --set engine.lora.max_loras says another number."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -173,7 +175,16 @@ def _frontend_config(options: ServeOptions, coordinator_address: str, admin_port
         "http": {"host": options.host, "port": options.http_port, "max_connection_age": 0},
         "drain_timeout": DRAIN_SECONDS,
         "log": {"level": options.log_level},
+        **({"lora": section} if (section := _frontend_lora(options)) else {}),
     }
+
+
+def _frontend_lora(options: ServeOptions) -> dict[str, Any]:
+    """Which adapters requests may name; empty: none. From below the directory more may be loaded."""
+    section: dict[str, Any] = {"adapters": dict(options.lora)} if options.lora else {}
+    if options.lora_directory:
+        section |= {"directory": options.lora_directory, "roots": [options.lora_directory]}
+    return section
 
 
 def _model_config(options: ServeOptions) -> dict[str, Any]:
@@ -204,5 +215,6 @@ def _engine_config(
         "log": {"level": options.log_level},
         "drain_timeout": DRAIN_SECONDS,
         **({"speculative": section} if (section := options.speculation()) else {}),
+        **({"lora": {"max_loras": _MAX_LORAS}} if options.lora or options.lora_directory else {}),
         **({"data_parallel": {"size": options.data_parallel_size}} if options.data_parallel_size > 1 else {}),
     }

@@ -98,6 +98,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(description="All of it as vLLM has it, instead of the three flags before: a JSON object."),
     ] = ""
+    lora: Mapping[str, str] = {}
+    """Directories of LoRA adapters by name."""
+    lora_directory: str = ""
+    """Directory whose subdirectories are LoRA adapters; empty: none."""
     frontends: Annotated[
         int,
         Meta(ge=1, le=64, description="Frontend processes that share the gRPC and the HTTP port, for more streams."),

@@ -88,7 +88,7 @@ def test_a_flag_that_is_not_there_gets_what_may_have_been_meant(
     [
         (
             ["serv", "m"],
-            "'serv' is not known; known: serve, generate, chat, status, scale, bench, models, pull, batch, demo; did you mean "
+            "'serv' is not known; known: serve, generate, chat, status, scale, bench, models, pull, lora, batch, demo; did you mean "
             "'serve'?",
         ),
         (["serve", "m", "--device", "gpu"], "--device: 'gpu' is not known; known: auto, cpu, cuda"),

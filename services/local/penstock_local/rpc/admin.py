@@ -50,7 +50,8 @@ class AdminClient:
     def __init__(self, address: str) -> None:
         self.address = address
         self._channel = connect(address, prefix=ADMIN)
-        self._stub = service_pb2_grpc.AdminServiceStub(self._channel)
+        self.stub = service_pb2_grpc.AdminServiceStub(self._channel)
+        """For what has no method here."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -61,7 +62,7 @@ class AdminClient:
     async def engine_loads(self) -> list[EngineLoad]:
         """Every engine of the cluster, by id. Raises RequestFailed."""
         try:
-            response = await self._stub.GetCluster(messages_pb2.GetClusterRequest())
+            response = await self.stub.GetCluster(messages_pb2.GetClusterRequest())
         except grpc.aio.AioRpcError as e:
             raise from_rpc_error(e) from None
         loads = [
@@ -73,7 +74,7 @@ class AdminClient:
     async def cluster(self, *, deadline: float) -> Cluster:
         """The cluster as the frontend sees it. ``deadline``: seconds from now. Raises RequestFailed, ServerUnreachableError."""
         try:
-            response = await self._stub.GetCluster(messages_pb2.GetClusterRequest(), timeout=deadline)
+            response = await self.stub.GetCluster(messages_pb2.GetClusterRequest(), timeout=deadline)
         except grpc.aio.AioRpcError as e:
             raise await call_failure(e, self.address, prefix=ADMIN) from None
         engines = sorted(map(engine_from_proto, response.engines), key=lambda engine: (engine.index, engine.engine_id))
@@ -92,7 +93,7 @@ class AdminClient:
         """Have ``replicas`` engines in ``pool``. Returns how many there were to be before. Raises as ``cluster`` does."""
         request = messages_pb2.ScaleRequest(pool=pool, replicas=replicas)
         try:
-            response = await self._stub.Scale(request, timeout=deadline)
+            response = await self.stub.Scale(request, timeout=deadline)
         except grpc.aio.AioRpcError as e:
             raise await call_failure(e, self.address, prefix=ADMIN) from None
         return response.previous_replicas
@@ -100,7 +101,7 @@ class AdminClient:
     async def engine_info(self, *, deadline: float) -> dict[str, dict[str, Any]]:
         """What each connected engine is and holds, by engine id. Raises as ``cluster`` does, also for a single slow engine."""
         try:
-            response = await self._stub.GetEngineInfo(messages_pb2.GetEngineInfoRequest(), timeout=deadline)
+            response = await self.stub.GetEngineInfo(messages_pb2.GetEngineInfoRequest(), timeout=deadline)
         except grpc.aio.AioRpcError as e:
             raise await call_failure(e, self.address, prefix=ADMIN) from None
         return {engine_id: json.loads(info) for engine_id, info in response.engines.items()}

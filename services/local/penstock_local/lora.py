@@ -1,0 +1,119 @@
+"""``penstock lora``: the LoRA adapters of a running server. Also the flags about them of ``penstock serve``."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from penstock_common.errors import ConfigError, PenstockError
+from penstock_local.console import fail
+from penstock_local.failures import of_operators_api
+from penstock_local.models import size_text
+from penstock_local.rpc.admin import AdminClient
+from penstock_local.rpc.lora import ListedAdapter, LoraCalls
+
+EXIT_FAILED = 1
+FLAG = "--lora"
+_TIMEOUT = 300.0
+"""Seconds: engines read adapters from disks that may be far away."""
+_COLUMNS = ("name", "source", "rank", "size", "pinned", "engines", "path")
+
+
+class LoraOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The arguments of ``penstock lora``."""
+
+    admin_address: str
+    """Operators' API of any frontend of the cluster, host:port."""
+    action: Literal["load", "unload", "list", "pin"]
+    name: str = ""
+    path: str = ""
+    inplace: bool = False
+    pin: bool = False
+    unpin: bool = False
+    json: bool = False
+
+
+def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
+    """Directories by name, of texts like ``NAME=PATH``. Raises ConfigError for a text of another form, a name that was given
+    before, and a path that has no adapter.
+    """
+    adapters: dict[str, str] = {}
+    for text in texts:
+        name, separator, path = text.partition("=")
+        if not separator or not name or not path:
+            raise ConfigError(f"{FLAG} {text}: write NAME=PATH, e.g. pirate=./adapters/pirate")
+        if name in adapters:
+            raise ConfigError(f"{FLAG} {text}: {name!r} was given before, for {adapters[name]}")
+        folder = Path(path).expanduser()
+        if not (folder / "adapter_config.json").is_file():
+            raise ConfigError(f"{FLAG} {text}: {path} has no adapter_config.json: it is no directory of a LoRA adapter")
+        adapters[name] = str(folder.resolve())
+    return adapters
+
+
+def parse_directory(text: str) -> str:
+    """The absolute path of ``--lora-directory``; empty where it is not given. Raises ConfigError where there is no directory."""
+    if not text:
+        return ""
+    folder = Path(text).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"--lora-directory {text}: there is no such directory")
+    return str(folder.resolve())
+
+
+def path_of(text: str) -> str:
+    """The absolute path of a directory that is found here, else the text as it is: it may be of another machine."""
+    return str(Path(text).resolve()) if Path(text).is_dir() else text
+
+
+async def lora(options: LoraOptions) -> int:
+    """Do what is asked for. Returns the exit code."""
+    async with AdminClient(options.admin_address) as admin:
+        calls = LoraCalls(admin, deadline=_TIMEOUT)
+        try:
+            text = await _done(calls, options)
+        except PenstockError as e:
+            fail(of_operators_api(e))
+            return EXIT_FAILED
+    sys.stdout.write(text)
+    return 0
+
+
+async def _done(calls: LoraCalls, options: LoraOptions) -> str:
+    """What to print once it is done."""
+    name = options.name
+    match options.action:
+        case "load":
+            loaded = await calls.load(name, options.path, inplace=options.inplace, pinned=options.pin)
+            return f"{name}: loaded from {options.path}, rank {loaded.rank}, {size_text(loaded.num_bytes)}\n"
+        case "unload":
+            await calls.unload(name)
+            return f"{name}: unloaded\n"
+        case "pin":
+            await calls.pin(name, pinned=not options.unpin)
+            return f"{name}: {'not ' if options.unpin else ''}pinned\n"
+        case _:
+            adapters = await calls.list()
+            return f"{msgspec.json.encode(adapters).decode()}\n" if options.json else _table(adapters)
+
+
+def _table(adapters: Sequence[ListedAdapter]) -> str:
+    rows = [_COLUMNS, *map(_row, adapters)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _row(each: ListedAdapter) -> tuple[str, ...]:
+    held = bool(each.engine_ids)
+    return (
+        each.name,
+        each.source,
+        str(each.rank) if held else "-",
+        size_text(each.num_bytes) if held else "-",
+        "yes" if each.pinned else "no",
+        ",".join(each.engine_ids) or "-",
+        each.path,
+    )
