@@ -25,7 +25,7 @@ from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
 from penstock_enginecore.forward.native import NativeForward
 from penstock_enginecore.models.loader import load_model
-from tests.fakes.models.adapters import (
+from tests.fakes.models.adapted_steps import (
     BLOCK_SIZE,
     BLOCKS_OF_A_REQUEST,
     Prompt,

@@ -221,7 +221,9 @@ async def test_a_request_names_an_adapter_and_is_told_what_is_wrong_with_it(serv
     assert ready.lora == pb.LoraLimits(max_loras=2, max_lora_rank=16, cpu_memory=2**21)
     await client.call.write(
         pb.SessionRequest(
-            utility=pb.UtilityCall(call_id=1, method="add_lora", arguments=msgspec.msgpack.encode(["a", "/a", b"", True]))
+            utility=pb.UtilityCall(
+                call_id=1, method="add_lora", arguments=msgspec.msgpack.encode(["a", "/a", b"", True])
+            )
         )
     )
     while not (frame := await client.read()).outputs.HasField("utility_output"):

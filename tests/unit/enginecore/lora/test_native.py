@@ -19,7 +19,7 @@ from penstock_enginecore.models.loader import LoadedModel, load_model
 from penstock_enginecore.native.int8 import round_to_int8
 from tests.emulation.build import pretend
 from tests.fakes.engines.instruction_sets import runnable
-from tests.fakes.models.adapters import (
+from tests.fakes.models.adapted_steps import (
     BLOCK_SIZE,
     BLOCKS_OF_A_REQUEST,
     Prompt,

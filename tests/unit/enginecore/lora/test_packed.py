@@ -13,7 +13,7 @@ from penstock_enginecore.lora.adapter import LowRankUpdate
 from penstock_enginecore.native.library import NativeLibrary, open_library
 from penstock_enginecore.native.linear import PackedLinear
 from tests.fakes.engines.instruction_sets import runnable
-from tests.fakes.models.adapters import BLOCK_SIZE, step_logits
+from tests.fakes.models.adapted_steps import BLOCK_SIZE, step_logits
 from tests.fakes.models.tiny_models import save_narrow_model, save_tiny_model
 from tests.unit.enginecore.lora.test_native import CPU, load, mixed, reference_logits
 
