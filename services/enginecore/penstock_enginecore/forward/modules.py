@@ -15,7 +15,7 @@ from penstock_enginecore.attention.kv_cache import FLOAT8, NO_SCALES, KVScales, 
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
 from penstock_enginecore.forward.upload import to_device
-from penstock_enginecore.lora.adapter import LoraAdapter
+from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment
 from penstock_enginecore.lora.reference import AdaptedModules, head_of
 from penstock_enginecore.models.attention_hook import AttentionCall, StepContext, use_context
 from penstock_enginecore.models.errors import ModelLoadError
@@ -92,6 +92,14 @@ def unsupported(module: torch.nn.Module, error: Exception) -> str:
     return f"{type(module).__name__} is not supported: it fails on one token: {type(error).__name__}: {error}"
 
 
+@dataclass(frozen=True, slots=True)
+class KeptStates:
+    """Of a forward pass, for ``ModulesForward.head``: what the base model put out, and which of its tokens have adapters."""
+
+    hidden: HiddenStates
+    segments: Sequence[LoraSegment]
+
+
 class ModulesForward:
     """A ``ForwardPass`` that calls the model. ``packed_bytes``: what modules hold besides their parameters."""
 
@@ -141,15 +149,14 @@ class ModulesForward:
         with use_context(context), self._adapted.step(batch.segments, rows), capture as states:
             positions, wanted = self._to_device(batch.positions), self._to_device(rows)
             logits, hidden = module_outputs(self._module, inputs, positions, wanted, self._kept_layers)
-        if states is not None:
-            states.segments = batch.segments
-        return ForwardOutput(logits, states, hidden=hidden)
+        kept = None if states is None else KeptStates(states, batch.segments)
+        return ForwardOutput(logits, kept, hidden=hidden)
 
-    def head(self, states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
+    def head(self, states: KeptStates, rows: torch.Tensor) -> torch.Tensor:
         """By the model's own ``forward`` behind its layers."""
         of = rows.cpu().numpy() if states.segments else NO_ROWS
         with self._adapted.step(states.segments, of):
-            return self._head.logits(states, rows)
+            return self._head.logits(states.hidden, rows)
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
         """To the modules of its names."""

@@ -5,14 +5,12 @@ base model replaced for the call by one that returns the hidden states it is giv
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
-
-from penstock_enginecore.lora.adapter import LoraSegment
 
 
 class _Replay(torch.nn.Module):
@@ -28,11 +26,10 @@ class _Replay(torch.nn.Module):
 
 
 class HiddenStates:
-    """What the base model put out in the forward pass inside a ``Head.capture`` block, and which of its tokens have adapters."""
+    """What the base model put out in the forward pass inside a ``Head.capture`` block."""
 
     def __init__(self) -> None:
         self.output: Any = None
-        self.segments: Sequence[LoraSegment] = ()
 
 
 class Head:

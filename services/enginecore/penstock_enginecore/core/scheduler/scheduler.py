@@ -216,12 +216,9 @@ class DefaultScheduler(Scheduler):
             return found
         for key in scheduler_output.num_scheduled_tokens:
             request = requests.get(key)
-            if (
-                request is not None
-                and request.grammar is not None
-                and scheduler_output.step >= request.valid_from_step
-                and request.num_computed_tokens >= request.num_tokens
-            ):
+            if request is None or request.grammar is None or scheduler_output.step < request.valid_from_step:
+                continue
+            if request.num_computed_tokens >= request.num_tokens:
                 found.append(request)
         return found
 

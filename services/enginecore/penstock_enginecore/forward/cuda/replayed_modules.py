@@ -24,11 +24,16 @@ from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs
 from penstock_enginecore.forward.cuda.kept_hidden import KeptHidden
 from penstock_enginecore.forward.cuda.launches import SamplingKernels
 from penstock_enginecore.forward.cuda.steps import CacheShape
-from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, caches_by_module, module_outputs
+from penstock_enginecore.forward.modules import (
+    KeptStates,
+    ModulesForward,
+    ProbedModel,
+    caches_by_module,
+    module_outputs,
+)
 from penstock_enginecore.forward.probe import NUM_TOKENS
 from penstock_enginecore.lora.adapter import LoraAdapter
 from penstock_enginecore.models.attention_hook import StepContext, use_context
-from penstock_enginecore.models.head import HiddenStates
 from penstock_enginecore.models.loader import LoadedModel, first_line
 
 
@@ -122,7 +127,7 @@ class ReplayedModules:
         kept = None if self._kept is None else self._kept.of(num_tokens)
         return ForwardOutput(logits[: len(rows)], launched=self._feedback.launched(batch, shape), hidden=kept)
 
-    def head(self, states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
+    def head(self, states: KeptStates, rows: torch.Tensor) -> torch.Tensor:
         """As ``ModulesForward``."""
         return self._modules.head(states, rows)
 
