@@ -48,6 +48,13 @@ class NullExecutor:
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Nothing to allocate."""
 
+    def load_lora(self, lora: LoraRequest) -> "Future[LoadedLora]":
+        """Requests have no adapters."""
+        raise NotImplementedError
+
+    def unload_lora(self, digest: bytes) -> None:
+        """There are none."""
+
     def recover(self) -> None:
         """No step fails."""
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,8 @@ from penstock_frontend.engine.engine_errors import of_engine
 from penstock_frontend.engine.pool import LORA
 from penstock_frontend.ports import EngineClient
 
+_HEARD_AFTER = 2.0
+"""Seconds in which other frontends hear of a name's new content. Engines keep the old one, which is not where they read it."""
 CHANGED = "LORA_CHANGED"
 """The reason for which an engine refuses an adapter whose content is not what its digest says."""
 
@@ -70,6 +72,8 @@ class AdapterCalls:
         self._config = config
         self._engines = engines
         self._changing = asyncio.Lock()
+        self._serving: frozenset[str] = frozenset()
+        self._background: set[asyncio.Task[None]] = set()
         self._reading: dict[LoraAdapter, asyncio.Task[LoraAdapter]] = {}
 
     async def of_request(self, context: RequestContext) -> LoraAdapter | None:
@@ -110,7 +114,7 @@ class AdapterCalls:
                 )
             named = self.adapters.register(LoraAdapter(name, path, digest), pinned=pinned)
             if before is not None:
-                await self._remove(before.adapter.digest)
+                asyncio.get_running_loop().call_later(_HEARD_AFTER, self._remove_soon, before.adapter.digest)
             get_logger().info("LoRA adapter loaded", name=name, path=path, digest=digest.hex(), engines=len(held))
             return _info(named, held)
 
@@ -150,6 +154,15 @@ class AdapterCalls:
             elif named.adapter.digest:
                 await self._unpin(named.adapter.digest)
             return _info(self.adapters.pin(named, pinned=pinned), held)
+
+    def engines_changed(self) -> None:
+        """Have engines that have come hold what is pinned."""
+        serving = frozenset(self._engines.view.serving(LORA)) if self.adapters.serves else frozenset()
+        come, self._serving = serving - self._serving, serving
+        for named in self.adapters.all() if come else ():
+            if named.pinned:
+                for engine in sorted(come):
+                    self._do_beside(self._pin_on(engine, named))
 
     def _check_enabled(self) -> None:
         if not self.adapters.serves:
@@ -237,6 +250,24 @@ class AdapterCalls:
             entries = [_held_of(engine, entry) for entry in answer]
             held[engine] = {entry.digest: entry for entry in entries}
         return held
+
+    def _remove_soon(self, digest: bytes) -> None:
+        self._do_beside(self._remove(digest))
+
+    def _do_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _pin_on(self, engine: str, named: NamedAdapter) -> None:
+        """Have an engine that has just come keep an adapter. What it fails with is logged: requests load what they need."""
+        adapter = named.adapter
+        arguments = [adapter.name, adapter.path, adapter.digest, True]
+        answer = (await self._engines.call_utility("add_lora", arguments, engine=engine)).get(engine)
+        if isinstance(answer, RequestFailed):
+            get_logger().warning(
+                "an engine does not hold a pinned LoRA adapter", engine=engine, name=named.name, error=answer.message
+            )
 
     async def _unpin(self, digest: bytes) -> None:
         """Have engines keep an adapter no longer; those that do not hold it need not. Raises the first other error."""

@@ -242,6 +242,7 @@ class Frontend:
     def _on_change(self) -> None:
         for load in self._engines.view.for_metrics():
             self._metrics.engine(load.engine)  # its series show as 0 before its first request
+        self._llm.adapters.engines_changed()
         self._metrics.set_held(self._engines.num_held)
         self._metrics.set_variants(len(self._engines.view.variants()))
         if self._coordinator is not None:

@@ -88,8 +88,8 @@ def test_a_flag_that_is_not_there_gets_what_may_have_been_meant(
     [
         (
             ["serv", "m"],
-            "'serv' is not known; known: serve, generate, chat, status, scale, bench, models, pull, lora, batch, demo; did you mean "
-            "'serve'?",
+            "'serv' is not known; known: serve, generate, chat, status, scale, bench, models, pull, lora, batch, demo; "
+            "did you mean 'serve'?",
         ),
         (["serve", "m", "--device", "gpu"], "--device: 'gpu' is not known; known: auto, cpu, cuda"),
         (["serve", "m", "--dtype", "fp16"], "--dtype: 'fp16' is not known; known: auto, float32, bfloat16, float16"),

@@ -185,6 +185,7 @@ class Dispatch:
                 self._exclude(entry, math.inf)
                 blame = Blame.STEP
             elif error.reason == LORA_UNAVAILABLE:
+                self._router.loras.lacks(entry.engine, entry.lora_digest)
                 self._exclude(entry, math.inf)
                 blame = Blame.NONE
             if entry.engine in entry.excluded and not any(c.accepting for c in self._others(entry)):

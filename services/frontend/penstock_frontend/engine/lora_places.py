@@ -27,6 +27,10 @@ class LoraPlaces:
         held.move_to_end(digest)
         self._cut(engine)
 
+    def lacks(self, engine: str, digest: bytes) -> None:
+        """An engine says that it has not got this adapter."""
+        self._held.get(engine, OrderedDict()).pop(digest, None)
+
     def holds(self, engine: str, count: int) -> None:
         """An engine says how many it holds."""
         self._most[engine] = count

@@ -53,7 +53,7 @@ class CoordinatorClient:
         loras: LoraRegistry | None = None,
     ) -> None:
         """``on_lost``: called when no views come in any more. ``loras``: names of LoRA adapters, kept in step with other
-        frontends whose coordinator can; None: none are.
+        frontends where the coordinator can; None: none are.
 
         ``model`` and ``pools``: whose engines views shall have; where empty, of every one. ``reconnect_max``: seconds
         between two attempts at most.

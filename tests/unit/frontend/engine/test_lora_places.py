@@ -74,6 +74,14 @@ def test_an_engine_holds_what_it_was_sent_last(room: int) -> None:
     assert held == {1: [2], 3: [2, 3, 4]}[room]
 
 
+def test_what_an_engine_could_not_load_it_does_not_hold() -> None:
+    places, lora = LoraPlaces(), digest(1)
+    places.lacks("e0", lora)
+    places.sent("e0", lora)
+    places.lacks("e0", lora)
+    assert places.term("e0", lora) == LOADING
+
+
 def test_requests_without_adapters_rotate_as_ever() -> None:
     router = Router()
     assert [router.pick(ENGINES) for _ in range(4)] == ["e1", "e2", "e3", "e0"]
