@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from penstock_common.errors import InvalidArgument
+from penstock_common.lora.registration import LoraAdapter
 from penstock_common.types.request import EngineCoreRequest, ReasoningTokens
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
@@ -11,7 +12,7 @@ from penstock_enginecore.rpc.convert import request_from_proto
 from penstock_frontend.rpc.session_messages import add_request
 
 PLAIN = EngineCoreRequest(request_id="r", prompt_token_ids=[1, 2], sampling_params=SamplingParams(seed=3))
-STAYS = ("model", "data_parallel_rank")
+STAYS = ("model", "lora", "data_parallel_rank")
 """Fields of the context that the frontend has used up when it sends a request."""
 CONTEXT: dict[str, object] = {
     "external_request_id": "e",
@@ -56,6 +57,12 @@ def test_each_field_of_the_context_arrives_as_it_was(name: str) -> None:
 def test_the_whole_context_arrives_as_it_was() -> None:
     context = RequestContext(**CONTEXT)  # type: ignore[arg-type]
     assert over_the_wire(msgspec.structs.replace(PLAIN, context=context)).context == context
+
+
+def test_an_adapter_is_sent_with_its_path_and_content() -> None:
+    message = add_request(msgspec.structs.replace(PLAIN, lora=LoraAdapter("n", "/p", b"d" * 16))).add
+    assert (message.lora.name, message.lora.path, message.lora.digest) == ("n", "/p", b"d" * 16)
+    assert not add_request(PLAIN).add.HasField("lora")
 
 
 @pytest.mark.parametrize("weight", [0.001, 2.5])
