@@ -69,7 +69,7 @@ def cases(streams: int) -> Iterator[Case]:
 class Steps:
     """The decoder of a model, with the adapters of a case."""
 
-    def __init__(self, model: str, threads: int, isa: str) -> None:
+    def __init__(self, model: str, threads: int, isa: Any) -> None:
         loaded = load_model(ModelConfig(path=model), CPU, lambda line: None, widen=True)
         self._layers: Any = [name for name in linear_layers(loaded.module) if name != "lm_head"]
         self._module = loaded.module

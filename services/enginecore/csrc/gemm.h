@@ -168,17 +168,20 @@ __attribute__((noinline)) void finish_adapted(vf (&sums)[kRows][2], const Output
   finish<kRows>(sums, scaled, row, panel);
 }
 
-template <int kRows>
+template <bool kAdapted, int kRows>
 __attribute__((always_inline)) inline void finish_tile(vf (&sums)[kRows][2], const Output& output, int64_t row, int64_t panel) {
-  if (output.low_rank == nullptr) return finish<kRows>(sums, output, row, panel);
-  vf copy[kRows][2];
+  if constexpr (kAdapted) {
+    vf copy[kRows][2];
 #pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i) copy[i][0] = sums[i][0], copy[i][1] = sums[i][1];
-  finish_adapted<kRows>(copy, output, row, panel);
+    for (int i = 0; i < kRows; ++i) copy[i][0] = sums[i][0], copy[i][1] = sums[i][1];
+    finish_adapted<kRows>(copy, output, row, panel);
+  } else {
+    finish<kRows>(sums, output, row, panel);
+  }
 }
 
-// Rows `row` .. `row + kRows` of `a` times one panel.
-template <class Weight, int kRows>
+// Rows `row` .. `row + kRows` of `a` times one panel. `kAdapted`: some rows may have adapters, whose memory is asked for meanwhile.
+template <class Weight, bool kAdapted, int kRows>
 void tile(const float* a, int64_t stride, const void* packed, int64_t k, const Output& output, int64_t row, int64_t panel) {
   constexpr int64_t kAhead = kPrefetch / sizeof(Weight), kStep = kTogether<Weight>;
   vf sums[kRows][2];
@@ -197,27 +200,32 @@ void tile(const float* a, int64_t stride, const void* packed, int64_t k, const O
     }
   };
   int64_t j = 0;
-  const auto step = [&] {
-    __builtin_prefetch(b + kAhead);
-    if constexpr (kStep * kPanel * sizeof(Weight) > 64) __builtin_prefetch(b + kAhead + 64 / sizeof(Weight));
-    add(Weights<Weight>(b), j, kStep);
-    j += kStep, b += kStep * kPanel;
-  };
-  if (output.low_rank != nullptr)
-    output.low_rank->each_piece(row, row + kRows, panel, [&](const char* from, int64_t bytes) {
-      for (int64_t i = 0; i < bytes && j + kStep <= k; i += kLineBytes) {
-        __builtin_prefetch(from + i, 0, 2);
-        step();
+  if constexpr (kAdapted) {
+    const Pieces<kRows> pieces(*output.low_rank, row, panel);
+    for (int64_t piece = 0; j + kStep <= k; ++piece) {
+      const auto lines = pieces.of(piece, (k - j) / kStep);
+      const char* line = lines.from;
+      for (int64_t left = lines.count; left > 0; --left, line += lines.apart, j += kStep, b += kStep * kPanel) {
+        __builtin_prefetch(line, 0, 2);
+        __builtin_prefetch(b + kAhead);
+        if constexpr (kStep * kPanel * sizeof(Weight) > 64) __builtin_prefetch(b + kAhead + 64 / sizeof(Weight));
+        add(Weights<Weight>(b), j, kStep);
       }
-    });
-  while (j + kStep <= k) step();
+    }
+  } else {
+    for (; j + kStep <= k; j += kStep, b += kStep * kPanel) {
+      __builtin_prefetch(b + kAhead);
+      if constexpr (kStep * kPanel * sizeof(Weight) > 64) __builtin_prefetch(b + kAhead + 64 / sizeof(Weight));
+      add(Weights<Weight>(b), j, kStep);
+    }
+  }
   if (j < k) add(Weights<Weight>(b), j, k - j);
-  finish_tile<kRows>(sums, output, row, panel);
+  finish_tile<kAdapted>(sums, output, row, panel);
 }
 
 #if defined(PENSTOCK_AVX512_BF16)
 // The same of rows of one part.
-template <int kRows>
+template <bool kAdapted, int kRows>
 void pair_tile(const float* a, int64_t stride, const void* packed, int64_t k, const Output& output, int64_t row, int64_t panel) {
   constexpr int64_t kAhead = kPrefetch / sizeof(uint16_t);
   vf sums[kRows][2];
@@ -236,7 +244,7 @@ void pair_tile(const float* a, int64_t stride, const void* packed, int64_t k, co
       sums[i][1] = add_pairs(sums[i][1], right, x);
     }
   }
-  finish_tile<kRows>(sums, output, row, panel);
+  finish_tile<kAdapted>(sums, output, row, panel);
 }
 #endif
 
@@ -246,21 +254,24 @@ constexpr int64_t most_rows(int64_t kind) { return kind == kBfloat16 && kTile < 
 
 using Tile = void (*)(const float*, int64_t, const void*, int64_t, const Output&, int64_t, int64_t);
 
-template <class Weight, int... kRows>
+template <class Weight, bool kAdapted, int... kRows>
 constexpr std::array<Tile, sizeof...(kRows)> tiles(std::integer_sequence<int, kRows...>) {
-  return {&tile<Weight, kRows + 1>...};
+  return {&tile<Weight, kAdapted, kRows + 1>...};
 }
-// By what the weights are, then by rows.
-constexpr auto kTiles = std::array{tiles<float>(std::make_integer_sequence<int, kTile>{}),
-                                   tiles<uint16_t>(std::make_integer_sequence<int, kTile>{}),
-                                   tiles<int8_t>(std::make_integer_sequence<int, kTile>{})};
+template <bool kAdapted>
+constexpr auto kTilesOf = std::array{tiles<float, kAdapted>(std::make_integer_sequence<int, kTile>{}),
+                                     tiles<uint16_t, kAdapted>(std::make_integer_sequence<int, kTile>{}),
+                                     tiles<int8_t, kAdapted>(std::make_integer_sequence<int, kTile>{})};
+// By whether rows may have adapters, by what the weights are, then by rows.
+constexpr auto kTiles = std::array{kTilesOf<false>, kTilesOf<true>};
 
 #if defined(PENSTOCK_AVX512_BF16)
-template <int... kRows>
+template <bool kAdapted, int... kRows>
 constexpr std::array<Tile, sizeof...(kRows)> pair_tiles(std::integer_sequence<int, kRows...>) {
-  return {&pair_tile<kRows + 1>...};
+  return {&pair_tile<kAdapted, kRows + 1>...};
 }
-constexpr auto kPairTiles = pair_tiles(std::make_integer_sequence<int, kTile>{});
+constexpr auto kPairTiles = std::array{pair_tiles<false>(std::make_integer_sequence<int, kTile>{}),
+                                       pair_tiles<true>(std::make_integer_sequence<int, kTile>{})};
 #endif
 
 // How a product of `rows` rows and `n` output features is cut into tasks of at most kBlockRows rows and `group` panels.
@@ -302,8 +313,9 @@ class Product {
     const void* packed = widen ? wide_panels().data() - offset : linear_.packed;
     for (int64_t t = 0; t < count; ++t) {
       const int64_t from = start + (end - start) * t / count, to = start + (end - start) * (t + 1) / count;
+      const bool adapted = has_adapters(from, to);
       for (int64_t panel = first_panel; panel < last_panel; ++panel)
-        kTiles[widen ? kFloat32 : linear_.kind][to - from - 1](a_, stride_, packed, linear_.k, output_, from, panel);
+        kTiles[adapted][widen ? kFloat32 : linear_.kind][to - from - 1](a_, stride_, packed, linear_.k, output_, from, panel);
     }
   }
 
@@ -333,11 +345,14 @@ class Product {
     const int64_t count = (end - start + kTile - 1) / kTile;
     for (int64_t t = 0; t < count; ++t) {
       const int64_t from = start + (end - start) * t / count, to = start + (end - start) * (t + 1) / count;
+      const bool adapted = has_adapters(from, to);
       for (int64_t panel = first_panel; panel < last_panel; ++panel)
-        kPairTiles[to - from - 1](a_, stride_, linear_.packed, linear_.k, output_, from, panel);
+        kPairTiles[adapted][to - from - 1](a_, stride_, linear_.packed, linear_.k, output_, from, panel);
     }
   }
 #endif
+
+  bool has_adapters(int64_t from, int64_t to) const { return output_.low_rank != nullptr && output_.low_rank->has(from, to); }
 
   // Panels of floats, made once for all tiles of a task.
   static std::vector<float>& wide_panels() {

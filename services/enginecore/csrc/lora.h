@@ -213,13 +213,11 @@ struct LowRank {
         task(update, std::max(row, segment->first), std::min(end, segment->end));
   }
 
-  // `task` for pieces of memory, and their bytes, which `add` of these rows will read.
-  template <class Task>
-  void each_piece(int64_t row, int64_t end, int64_t panel, const Task& task) const {
-    each(row, end, [&](const Update& update, int64_t, int64_t) {
-      for (int64_t vector = 2 * panel; vector < 2 * panel + 2; ++vector)
-        if (const Column column = column_of(update, vector); column.rank > 0) task(column.b, column.bytes);
-    });
+  // Whether one of the rows has an update here.
+  bool has(int64_t row, int64_t end) const {
+    bool found = false;
+    each(row, end, [&](const Update&, int64_t, int64_t) { found = true; });
+    return found;
   }
 
   // To `to` [rows, kPanel], numbers of `panel` of the rows `row` to before `end`.
@@ -235,6 +233,36 @@ struct LowRank {
       }
     });
   }
+};
+
+// The memory that adapters of `kRows` rows are read from for a panel.
+template <int kRows>
+class Pieces {
+ public:
+  // Lines of memory, `count` of them.
+  struct Lines {
+    const char* from;
+    int64_t count;
+    int64_t apart;
+  };
+
+  Pieces(const LowRank& adapters, int64_t row, int64_t panel) {
+    adapters.each(row, row + kRows, [&](const Update& update, int64_t, int64_t) {
+      for (int64_t vector = 2 * panel; vector < 2 * panel + 2; ++vector)
+        if (const Column column = column_of(update, vector); column.rank > 0)
+          lines_[count_++] = {column.b, (column.bytes + kLineBytes - 1) / kLineBytes, kLineBytes};
+    });
+  }
+
+  // Those of a piece, `most` at most, and behind the last piece a line that has been asked for, `most` times.
+  Lines of(int64_t piece, int64_t most) const {
+    if (piece < count_) return {lines_[piece].from, std::min(lines_[piece].count, most), kLineBytes};
+    return {count_ > 0 ? lines_[0].from : nullptr, most, 0};
+  }
+
+ private:
+  Lines lines_[2 * kRows];  // a segment has one row at least
+  int64_t count_ = 0;
 };
 
 // Cuts the making of the small sums of some segments into tasks.

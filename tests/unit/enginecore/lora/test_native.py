@@ -45,7 +45,7 @@ def load(path: Path) -> LoadedModel:
     return load_model(ModelConfig(path=str(path)), CPU, lambda line: None, widen=True)
 
 
-def native(path: Path, isa: str = "auto", *, threads: int = 3, rounded: bool = False) -> NativeForward:
+def native(path: Path, isa: Any = "auto", *, threads: int = 3, rounded: bool = False) -> NativeForward:
     config = ForwardConfig(CPU, "auto", KernelsConfig(isa=isa), threads, BLOCK_SIZE, rounded=rounded)
     forward = build_forward(load(path), config).forward
     assert isinstance(forward, NativeForward)
