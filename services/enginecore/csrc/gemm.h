@@ -201,12 +201,11 @@ void tile(const float* a, int64_t stride, const void* packed, int64_t k, const O
   };
   int64_t j = 0;
   if constexpr (kAdapted) {
-    const Pieces<kRows> pieces(*output.low_rank, row, panel);
-    for (int64_t piece = 0; j + kStep <= k; ++piece) {
-      const auto lines = pieces.of(piece, (k - j) / kStep);
-      const char* line = lines.from;
-      for (int64_t left = lines.count; left > 0; --left, line += lines.apart, j += kStep, b += kStep * kPanel) {
-        __builtin_prefetch(line, 0, 2);
+    constexpr int64_t kSome = 16 * kStep;  // inputs: the loop over them has no register left
+    Pieces<kRows> pieces(*output.low_rank, row, panel);
+    while (j + kStep <= k) {
+      pieces.ask(kSome);
+      for (const int64_t until = std::min(k, j + kSome); j + kStep <= until; j += kStep, b += kStep * kPanel) {
         __builtin_prefetch(b + kAhead);
         if constexpr (kStep * kPanel * sizeof(Weight) > 64) __builtin_prefetch(b + kAhead + 64 / sizeof(Weight));
         add(Weights<Weight>(b), j, kStep);

@@ -239,30 +239,29 @@ struct LowRank {
 template <int kRows>
 class Pieces {
  public:
-  // Lines of memory, `count` of them.
-  struct Lines {
-    const char* from;
-    int64_t count;
-    int64_t apart;
-  };
-
   Pieces(const LowRank& adapters, int64_t row, int64_t panel) {
     adapters.each(row, row + kRows, [&](const Update& update, int64_t, int64_t) {
       for (int64_t vector = 2 * panel; vector < 2 * panel + 2; ++vector)
-        if (const Column column = column_of(update, vector); column.rank > 0)
-          lines_[count_++] = {column.b, (column.bytes + kLineBytes - 1) / kLineBytes, kLineBytes};
+        if (const Column column = column_of(update, vector); column.rank > 0) pieces_[count_++] = {column.b, column.b + column.bytes};
     });
   }
 
-  // Those of a piece, `most` at most, and behind the last piece a line that has been asked for, `most` times.
-  Lines of(int64_t piece, int64_t most) const {
-    if (piece < count_) return {lines_[piece].from, std::min(lines_[piece].count, most), kLineBytes};
-    return {count_ > 0 ? lines_[0].from : nullptr, most, 0};
+  // Asks for the next `lines` of it.
+  void ask(int64_t lines) {
+    while (lines > 0 && next_ < count_) {
+      auto& [from, end] = pieces_[next_];
+      for (; lines > 0 && from < end; --lines, from += kLineBytes) __builtin_prefetch(from, 0, 2);
+      if (from >= end) ++next_;
+    }
   }
 
  private:
-  Lines lines_[2 * kRows];  // a segment has one row at least
-  int64_t count_ = 0;
+  struct Piece {
+    const char* from;
+    const char* end;
+  };
+  Piece pieces_[2 * kRows];  // a segment has one row at least
+  int64_t count_ = 0, next_ = 0;
 };
 
 // Cuts the making of the small sums of some segments into tasks.
