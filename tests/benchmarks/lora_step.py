@@ -1,10 +1,10 @@
 """What adapters cost a step of the CPU kernels: ``python -m tests.benchmarks.lora_step MODEL``.
 
-Streams of one token each, behind prompts of 89, have adapters with random numbers on all projections: the same one all of them, or
-some in turn. Steps without adapters are timed in turn with each case, in the same process; a case is the median of its rounds, and
-its share of the speed without is the median of the rounds' shares. Prompts are timed as steps of many tokens of two requests. One
-thread is timed by the time that it had a processor, so that others on the machine count less; several share out a step by who is
-free, and their time is the clock's: that needs a quiet machine.
+Streams of one token each, behind prompts of 89, have adapters with random numbers on all projections: the same one all of them,
+or some in turn. Steps without adapters are timed in turn with each case, in the same process; a case is the median of its
+rounds, and its share of the speed without is the median of the rounds' shares. Prompts are timed as steps of many tokens of two
+requests. One thread is timed by the time that it had a processor, so that others on the machine count less; several share out a
+step by who is free, and their time is the clock's: that needs a quiet machine.
 """
 
 import argparse

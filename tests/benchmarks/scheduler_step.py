@@ -11,8 +11,8 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ModelConfig, SchedulerConfig
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.executor import Progress
-from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import WorkerStats
