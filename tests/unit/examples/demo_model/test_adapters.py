@@ -108,7 +108,7 @@ def test_the_adapters_beside_the_demo_model_answer_in_their_styles(
     assert sum(file.stat().st_size for file in folder.iterdir()) < 1_000_000
     wanted = merged(folder)
     assert_same(read(folder, model), model, wanted)
-    measured = demo.train_adapter.measure(wanted, MODEL, style, 10)
+    measured = demo.train_adapter.measure(wanted, MODEL, style, 40)
     assert measured["in style"] >= 0.9
     other = next(each for each in demo.styles.STYLES if each != style)
     assert demo.train_adapter.measure(wanted, MODEL, other, 5)["in style"] == 0
