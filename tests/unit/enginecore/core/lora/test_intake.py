@@ -216,6 +216,35 @@ def test_a_hot_adapter_lets_another_in_after_max_wait() -> None:
     assert executor_of(engine).most_loras == 1
 
 
+def test_those_that_wait_for_a_slot_go_on_after_all_were_preempted() -> None:
+    engine = engine_of(max_loras=1)
+    transcript = Transcript()
+    requests = [make_request(5, lora=adapter(1 + i % 2), seed=i) for i in range(4)]
+    add(engine, *requests)
+    step(engine, transcript)
+    stats = engine.scheduler.stats().lora
+    assert stats is not None
+    assert stats.num_waiting_reqs == 2
+    engine.finish_steps()
+    engine.scheduler.preempt_all()
+    run_to_end(engine, transcript=transcript)
+    assert_as_expected(engine, transcript, *requests)
+    assert executor_of(engine).most_loras == 1
+
+
+def test_requests_of_different_adapters_share_no_prefix() -> None:
+    engine = engine_of(max_loras=4)
+    requests = [make_request(9, lora=lora, max_tokens=2) for lora in (adapter(1), adapter(2), None, adapter(1))]
+    cached = []
+    for request in requests:
+        transcript = run_to_end(engine, request)
+        assert_as_expected(engine, transcript, request)
+        prefill = transcript.outputs[request.request_id][0].prefill_stats
+        assert prefill is not None
+        cached.append(prefill.num_cached_tokens)
+    assert cached == [0, 0, 0, 8]
+
+
 def test_preempted_requests_come_back_with_their_adapters() -> None:
     engine = engine_of(max_loras=2, num_blocks=12)
     requests = [make_request(10, lora=adapter(1 + i % 3), seed=i, max_tokens=25) for i in range(8)]
