@@ -16,6 +16,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import (
     CacheConfig,
     EngineCoreConfig,
+    ExecutorConfig,
     KernelsConfig,
     LoraConfig,
     ModelConfig,
@@ -24,6 +25,7 @@ from penstock_enginecore.config import (
 )
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.executor.multiproc.executor import MultiprocExecutor
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_enginecore.models.errors import ModelLoadError
 from tests.fakes.engines.telling_adapters import (
@@ -35,6 +37,7 @@ from tests.fakes.engines.telling_adapters import (
     tell_adapters,
     write_adapter,
 )
+from tests.fakes.engines.telling_worker import MODULE
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 
 CLIENT = "client"
@@ -58,18 +61,22 @@ def telling(monkeypatch: pytest.MonkeyPatch) -> Telling:
 Make = Callable[..., EngineCore]
 
 
+def config_of(model: Path, lora: LoraConfig, **options: Any) -> EngineCoreConfig:
+    return EngineCoreConfig(
+        model=ModelConfig(path=str(model), device="cpu"),
+        cache=CacheConfig(block_size=4, num_blocks=200),
+        kernels=KernelsConfig(**PLAIN_KERNELS),
+        lora=lora,
+        **{"scheduler": SchedulerConfig(max_num_batched_tokens=24, max_prompt_batch_tokens=0)} | options,
+    )
+
+
 @pytest.fixture
 def make(model: Path) -> Iterator[Make]:
     engines: list[EngineCore] = []
 
     def make_engine(*, lora: LoraConfig | None = None, reads: bool = True, **options: Any) -> EngineCore:
-        config = EngineCoreConfig(
-            model=ModelConfig(path=str(model), device="cpu"),
-            cache=CacheConfig(block_size=4, num_blocks=200),
-            kernels=KernelsConfig(**PLAIN_KERNELS),
-            lora=lora or LoraConfig(max_loras=8, cpu_memory=8 * NUM_BYTES),
-            **{"scheduler": SchedulerConfig(max_num_batched_tokens=24, max_prompt_batch_tokens=0)} | options,
-        )
+        config = config_of(model, lora or LoraConfig(max_loras=8, cpu_memory=8 * NUM_BYTES), **options)
         executor = UniprocExecutor(config, make_reader if reads else None)
         try:
             engines.append(EngineCore(config, executor, progress=lambda line: None))
@@ -240,6 +247,35 @@ def test_drafts_of_a_request_are_its_adapters_too(make: Make, telling: Telling, 
     stats = outputs["a"][-1].spec_decoding_stats
     assert stats is not None
     assert stats.num_accepted_tokens > 5
+
+
+def test_workers_that_are_processes_read_adapters_beside_their_steps(
+    model: Path, tmp_path: Path, telling: Telling
+) -> None:
+    adapters = [write_adapter(tmp_path / f"a{token}", token) for token in (11, 12, 13)]
+    config = config_of(
+        model, LoraConfig(max_loras=2, cpu_memory=2 * NUM_BYTES), executor=ExecutorConfig(kind="multiproc")
+    )
+    engine = EngineCore(config, MultiprocExecutor(config, module=MODULE), progress=lambda line: None)
+    try:
+        outputs = run(engine, *(ask(lora.name, lora) for lora in adapters[:2]), ask("base"))
+        for lora in adapters[:2]:
+            assert tokens(outputs, lora.name) == [int(lora.name[1:])] * NEW_TOKENS
+        write_adapter(tmp_path / "a11", 14)
+        outputs = run(
+            engine, ask("known", adapters[0]), ask("changed", LoraAdapter("a", adapters[0].path, digest_of(1)))
+        )
+        assert tokens(outputs, "known") == [11] * NEW_TOKENS
+        assert failure(outputs, "changed")[:2] == ("FAILED_PRECONDITION", "LORA_CHANGED")
+        outputs = run(engine, ask("third", adapters[2]), ask("gone", LoraAdapter("gone", "/gone")))
+        assert tokens(outputs, "third") == [13] * NEW_TOKENS
+        assert failure(outputs, "gone")[:2] == ("UNAVAILABLE", "LORA_UNAVAILABLE")
+        assert tokens(run(engine, ask("new", LoraAdapter("a11", adapters[0].path, digest_of(14)))), "new") == [14] * 8
+        stats = engine.scheduler.stats().lora
+        assert stats is not None
+        assert (stats.num_loads, stats.num_evictions, stats.num_cached) == (4, 2, 2)
+    finally:
+        engine.shutdown()
 
 
 def test_operators_add_pin_list_and_remove_adapters(make: Make, telling: Telling, tmp_path: Path) -> None:

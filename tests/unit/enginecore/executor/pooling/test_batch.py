@@ -1,6 +1,6 @@
 """Pooling requests of a step: laid out by adapter, and each with its own tokens."""
 
-from penstock_common.types.pooling import PoolingParams
+from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.request import NO_SAMPLING
 from penstock_enginecore.core.lora.request import LoraRequest
 from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput
@@ -16,7 +16,7 @@ def new(key: str, count: int, digest: bytes = b"") -> NewRequestData:
         num_computed_tokens=0,
         block_ids=(),
         sampling_params=NO_SAMPLING,
-        pooling_params=PoolingParams(),
+        pooling_params=PoolingParams(task=PoolingTask.EMBED),
         lora=LoraRequest("name", "/path", digest) if digest else None,
     )
 
