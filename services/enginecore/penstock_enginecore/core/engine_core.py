@@ -183,7 +183,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` would do anything."""
-        return bool(self._steps) or self.scheduler.has_work
+        return bool(self._steps) or self.scheduler.has_work or self.loras.has_news
 
     def time_to_next_deadline(self) -> float | None:
         """Seconds until the next request expires, negative if it has; None when no request has a deadline."""

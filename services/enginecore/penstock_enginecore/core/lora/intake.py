@@ -135,6 +135,11 @@ class LoraIntake:
         if not self._loads:
             self._unloaded.clear()
 
+    @property
+    def has_news(self) -> bool:
+        """Whether ``take`` has something to do."""
+        return not self._done.empty()
+
     def stats(self) -> LoraStats | None:
         """Which adapters there are, and what became of loads; None where requests may have none. Any thread."""
         slots, cache = self._slots, self.cache

@@ -70,10 +70,15 @@ def test_the_core_is_woken_when_a_load_ends() -> None:
     engine = engine_of(at_once=False)
     woken: list[bool] = []
     engine.wake = lambda: woken.append(True)
-    add(engine, make_request(5, lora=adapter(1)))
+    answer = engine.loras.add_lora("a1", "/a1")
     assert not woken
+    assert not engine.has_work
     executor_of(engine).finish_load()
     assert woken
+    assert engine.has_work  # though there are no requests
+    step(engine, Transcript())
+    assert answer.done()
+    assert not engine.has_work
 
 
 def test_a_failed_load_ends_its_requests_and_the_next_one_tries_again() -> None:
