@@ -114,7 +114,7 @@ class EngineLoads:
             kv_cache_usage=stats.kv_cache_usage,
         )
         if stats.lora is not None:
-            self._router.loras.holds(connection.address, stats.lora.num_cached)
+            self._router.loras.holds(connection.address, stats.lora.num_cached + stats.lora.num_loading_reqs)
 
     def report_view(self, view: ClusterView) -> None:
         """Take what the coordinator says of engines' loads, and forget those of engines that are in no list any more."""
