@@ -60,7 +60,8 @@ def adapters_for(module: torch.nn.Module) -> list[LoraAdapter]:
 
     whole = [random_adapter(module, rank, seed) for seed, rank in enumerate(RANKS)]
     some = [name for name, layer in module.named_modules() if name.endswith(("v_proj", "up_proj", "lm_head"))]
-    attention = [name for name, layer in module.named_modules() if name.endswith(("qkv_proj", "q_proj", "o_proj", "query_key_value"))]
+    of_attention = ("qkv_proj", "q_proj", "o_proj", "query_key_value")
+    attention = [name for name, layer in module.named_modules() if name.endswith(of_attention)]
     return [
         *whole,
         random_adapter(module, ranks, 10, layers=some or attention),
