@@ -72,7 +72,8 @@ def norm(module: Any) -> torch.Tensor:
 
 def activation(module: Any) -> torch.Tensor:
     out = torch.full((4, 40), NAN)
-    (module.gated if module else TorchKernels().gated)(random(3, 80), "silu", out[:3])
+    gate_up = random(4, 80)[:3]  # what a fault reads too much stands behind the rest
+    (module.gated if module else TorchKernels().gated)(gate_up, "silu", out[:3])
     return out
 
 
