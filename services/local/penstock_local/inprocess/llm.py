@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from penstock_common.errors import InvalidArgument, Unavailable
@@ -30,12 +31,13 @@ from penstock_local.inprocess.runtime import Runtime
 class LLM:
     """Loads a model and answers prompts with it; ``with LLM(...) as llm`` or ``close`` releases it.
 
-    ``model`` is the directory of a Hugging Face checkpoint or its id on the hub. ``tokenizer``: another one's tokenizer and chat
-    template. ``seed``: requests without a seed get one that follows from it and from how many came before, so that a program that
-    does the same again gets the same. ``options`` are fields of the sections model, cache, scheduler, executor and
-    structured_output of an engine's configuration: ``dtype``, ``device``, ``max_model_len``, ``kv_cache_memory="2GiB"``,
-    ``max_num_seqs``, ``num_threads``, ``task="embed"`` and so on. Raises ConfigError for a wrong option and ModelLoadError when
-    the model cannot be served.
+    ``model`` is the directory of a Hugging Face checkpoint or its id on the hub. ``tokenizer``: another one's tokenizer and
+    chat template. ``seed``: requests without a seed get one that follows from it and from how many came before, so that a
+    program that does the same again gets the same. ``options`` are fields of the sections model, cache, scheduler, executor
+    and structured_output of an engine's configuration: ``dtype``, ``device``, ``max_model_len``, ``kv_cache_memory="2GiB"``,
+    ``max_num_seqs``, ``num_threads``, ``task="embed"`` and so on. ``lora``: directories of LoRA adapters by the names that
+    the methods' ``lora`` has, with ``max_lora_rank``, ``max_loras`` and ``lora_cpu_memory`` among the options. Raises
+    ConfigError for a wrong option and ModelLoadError when the model cannot be served.
 
     Every method takes one input or several (a list, or anything that can be gone through), computes them together and
     returns a list in the same order. With ``errors="raise"`` the inputs are checked before the first is computed, RequestFailed
@@ -48,8 +50,18 @@ class LLM:
     the engine for them, in the thread that goes through the results.
     """
 
-    def __init__(self, model: str, *, tokenizer: str = "", seed: int | None = None, **options: Any) -> None:
-        self._runtime = Runtime(engine_config(str(model), options), tokenizer=tokenizer)
+    def __init__(
+        self,
+        model: str,
+        *,
+        tokenizer: str = "",
+        seed: int | None = None,
+        lora: Mapping[str, str | Path] | None = None,
+        **options: Any,
+    ) -> None:
+        adapters = {name: str(Path(path).expanduser().resolve()) for name, path in (lora or {}).items()}
+        config = engine_config(str(model), options, num_adapters=len(adapters))
+        self._runtime = Runtime(config, tokenizer=tokenizer, adapters=adapters)
         self._close = weakref.finalize(self, self._runtime.close)
         self._calls = Calls(self._runtime)
         self._requests = Requests(seed)
@@ -88,12 +100,13 @@ class LLM:
         sampling_params: Sampling | Iterable[Sampling] = None,
         *,
         priority: int = 0,
+        lora: str = "",
         errors: Errors = "raise",
         progress: Shown = True,
         use_tqdm: Shown | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts. ``sampling_params``: one for all, or one each."""
-        requests = self._requests.generate(prompts, sampling_params, priority=priority)
+        requests = self._requests.generate(prompts, sampling_params, priority=priority, lora=lora)
         return self._batch(self._generation(), errors, progress, use_tqdm).all(requests)
 
     def generate_iter(
@@ -103,11 +116,12 @@ class LLM:
         *,
         in_order: bool = False,
         priority: int = 0,
+        lora: str = "",
         errors: Errors = "raise",
         progress: Shown = False,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """The index of each prompt and what it came to, as they end or ``in_order``."""
-        requests = self._requests.generate(prompts, sampling_params, priority=priority)
+        requests = self._requests.generate(prompts, sampling_params, priority=priority, lora=lora)
         return self._batch(self._generation(), errors, progress).each(requests, in_order=in_order)
 
     def chat(
@@ -120,6 +134,7 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
+        lora: str = "",
         errors: Errors = "raise",
         progress: Shown = True,
         use_tqdm: Shown | None = None,
@@ -130,7 +145,7 @@ class LLM:
         public API's ChatRequest. The texts are all that the model wrote, reasoning and tool calls included. Errors name the
         conversation: ``conversations[3]``.
         """
-        like = _conversation(tools, add_generation_prompt, continue_final_message, chat_template_kwargs, priority)
+        like = _conversation(tools, add_generation_prompt, continue_final_message, chat_template_kwargs, priority, lora)
         requests = self._requests.chat(messages, sampling_params, like)
         return self._batch(self._answering(), errors, progress, use_tqdm).all(requests)
 
@@ -144,12 +159,13 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
+        lora: str = "",
         in_order: bool = False,
         errors: Errors = "raise",
         progress: Shown = False,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """The index of each conversation and its answer, as they end or ``in_order``."""
-        like = _conversation(tools, add_generation_prompt, continue_final_message, chat_template_kwargs, priority)
+        like = _conversation(tools, add_generation_prompt, continue_final_message, chat_template_kwargs, priority, lora)
         requests = self._requests.chat(messages, sampling_params, like)
         return self._batch(self._answering(), errors, progress).each(requests, in_order=in_order)
 
@@ -160,6 +176,7 @@ class LLM:
         dimensions: int | None = None,
         normalize: bool | None = None,
         truncate_prompt_tokens: int | None = None,
+        lora: str = "",
         errors: Errors = "raise",
         progress: Shown = True,
         use_tqdm: Shown | None = None,
@@ -172,7 +189,7 @@ class LLM:
         """
         params = PoolingParams(task=PoolingTask.EMBED, dimensions=dimensions, normalize=normalize)
         job = Job("texts", self._calls.as_it_is, self._calls.embed, EmbeddingOutput)
-        requests = self._requests.pool(texts, params, truncate_prompt_tokens=truncate_prompt_tokens)
+        requests = self._requests.pool(texts, params, truncate_prompt_tokens=truncate_prompt_tokens, lora=lora)
         return self._batch(job, errors, progress, use_tqdm).all(requests)
 
     def classify(
@@ -181,6 +198,7 @@ class LLM:
         *,
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
+        lora: str = "",
         errors: Errors = "raise",
         progress: Shown = True,
         use_tqdm: Shown | None = None,
@@ -190,7 +208,7 @@ class LLM:
         """
         params = PoolingParams(task=PoolingTask.CLASSIFY, use_activation=use_activation)
         job = Job("texts", self._calls.as_it_is, self._calls.classify, ClassificationOutput)
-        requests = self._requests.pool(texts, params, truncate_prompt_tokens=truncate_prompt_tokens)
+        requests = self._requests.pool(texts, params, truncate_prompt_tokens=truncate_prompt_tokens, lora=lora)
         return self._batch(job, errors, progress, use_tqdm).all(requests)
 
     def score(
@@ -200,6 +218,7 @@ class LLM:
         *,
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
+        lora: str = "",
         errors: Errors = "raise",
         progress: Shown = True,
         use_tqdm: Shown | None = None,
@@ -209,7 +228,11 @@ class LLM:
         """
         job = Job("documents", self._calls.as_it_is, self._calls.score, ScoringOutput)
         requests = self._requests.score(
-            queries, documents, use_activation=use_activation, truncate_prompt_tokens=truncate_prompt_tokens
+            queries,
+            documents,
+            use_activation=use_activation,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            context=RequestContext(lora=lora),
         )
         return self._batch(job, errors, progress, use_tqdm).all(requests)
 
@@ -220,6 +243,7 @@ class LLM:
         pooling_task: str,
         dimensions: int | None = None,
         truncate_prompt_tokens: int | None = None,
+        lora: str = "",
         errors: Errors = "raise",
         progress: Shown = True,
         use_tqdm: Shown | None = None,
@@ -234,7 +258,7 @@ class LLM:
             )
         params = PoolingParams(task=PoolingTask[pooling_task.upper()], dimensions=dimensions)
         job = Job("texts", self._calls.as_it_is, self._calls.encode, PoolingOutput)
-        requests = self._requests.pool(texts, params, truncate_prompt_tokens=truncate_prompt_tokens)
+        requests = self._requests.pool(texts, params, truncate_prompt_tokens=truncate_prompt_tokens, lora=lora)
         return self._batch(job, errors, progress, use_tqdm).all(requests)
 
     def beam_search(
@@ -271,6 +295,7 @@ def _conversation(
     continue_final_message: bool,
     template_kwargs: Mapping[str, Any] | None,
     priority: int,
+    lora: str,
 ) -> ChatRequest:
     """What all conversations of a call have in common."""
     return ChatRequest(
@@ -279,5 +304,5 @@ def _conversation(
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         template_kwargs=dict(template_kwargs or {}),
-        context=RequestContext(priority=priority),
+        context=RequestContext(priority=priority, lora=lora),
     )

@@ -24,8 +24,14 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "executor": ExecutorConfig,
     "structured_output": StructuredOutputConfig,
 }
-OPTIONS = {"kv_cache_dtype": ("cache", "dtype")}
+OPTIONS = {
+    "kv_cache_dtype": ("cache", "dtype"),
+    "max_loras": ("lora", "max_loras"),
+    "max_lora_rank": ("lora", "max_lora_rank"),
+    "lora_cpu_memory": ("lora", "cpu_memory"),
+}
 """Section and field of each option. What two sections have, as ``dtype``, is the first one's."""
+_MOST_LORAS = 64
 _SPECULATION = "speculative_config"
 """An option that is a section of its own, as vLLM has it."""
 for _section, _kind in _SECTIONS.items():
@@ -35,9 +41,13 @@ for _section, _kind in _SECTIONS.items():
 OPTIONS[_SPECULATION] = ("speculative", "")
 
 
-def engine_config(model: str, options: Mapping[str, Any]) -> EngineCoreConfig:
-    """The configuration of an engine in this process. Raises ConfigError for an option that is unknown or out of range."""
-    sections: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+def engine_config(model: str, options: Mapping[str, Any], *, num_adapters: int = 0) -> EngineCoreConfig:
+    """The configuration of an engine in this process. ``num_adapters``: of LoRA that requests may name, of which a step may have
+    all, or ``_MOST_LORAS``. Raises ConfigError for an option that is unknown or out of range.
+    """
+    sections: dict[str, dict[str, Any]] = {section: {} for section in (*_SECTIONS, "lora")}
+    if num_adapters:
+        sections["lora"]["max_loras"] = min(num_adapters, _MOST_LORAS)
     sections["model"]["path"] = model
     for name, value in options.items():
         if name not in OPTIONS:
@@ -48,7 +58,10 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineCoreConfig:
         section, field = OPTIONS[name]
         sections[section][field] = value
     # The plugins of a server are not this program's.
-    return build(EngineCoreConfig, {**sections, "drain_timeout": 0.0, "iteration_log_interval": 0.0})
+    config = build(EngineCoreConfig, {**sections, "drain_timeout": 0.0, "iteration_log_interval": 0.0})
+    if num_adapters and not config.lora.enabled:
+        raise ConfigError(f"max_loras is 0, and lora names {num_adapters} adapters: use 1 or more")
+    return config
 
 
 def _speculation(given: object) -> dict[str, Any]:

@@ -33,11 +33,16 @@ class Requests:
         self._seeds = None if seed is None else random.Random(seed)
 
     def generate(
-        self, prompts: Prompt | Iterable[Prompt], sampling: Sampling | Iterable[Sampling], *, priority: int = 0
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling: Sampling | Iterable[Sampling],
+        *,
+        priority: int = 0,
+        lora: str = "",
     ) -> Inputs[GenerateRequest]:
         """Prompts to continue. Raises InvalidArgument for what is wrong with all of them."""
         inputs = predicted_of(prompts, name="prompts")
-        context = RequestContext(priority=priority)
+        context = RequestContext(priority=priority, lora=lora)
         each = paired(inputs, sampling)
         made = (
             pair
@@ -86,10 +91,15 @@ class Requests:
         return Inputs(made, inputs.total)
 
     def pool(
-        self, texts: Prompt | Iterable[Prompt], params: PoolingParams, *, truncate_prompt_tokens: int | None = None
+        self,
+        texts: Prompt | Iterable[Prompt],
+        params: PoolingParams,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        lora: str = "",
     ) -> Inputs[PoolingRequest]:
         """Inputs of a pooling task. Raises InvalidArgument for what is wrong with all of them."""
-        inputs = prompts_of(texts, name="texts")
+        inputs, context = prompts_of(texts, name="texts"), RequestContext(lora=lora)
         made = (
             text
             if isinstance(text, RequestFailed)
@@ -98,6 +108,7 @@ class Requests:
                 fields=[f"texts[{index}]"],
                 params=params,
                 truncate_prompt_tokens=truncate_prompt_tokens,
+                context=context,
             )
             for index, text in enumerate(inputs.each)
         )

@@ -5,7 +5,7 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from penstock_common.observability.logging import configure_library
 from penstock_enginecore.app import build_engine, describe
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_frontend.assembly import assemble
-from penstock_frontend.config import ModelConfig
+from penstock_frontend.config import LoraConfig, ModelConfig
 from penstock_frontend.ports import OutputHandler
 from penstock_local.cache_memory import check_cache_memory
 from penstock_local.devices import visible_gpus
@@ -31,8 +31,12 @@ _TOKENIZER_THREADS = 2
 class Runtime:
     """Loads the model and starts both threads. Holds nothing that belongs to the ``LLM``, which closes it when it goes."""
 
-    def __init__(self, config: EngineCoreConfig, *, tokenizer: str = "") -> None:
-        """``tokenizer``: the path of another one than the model's. Raises ConfigError and ModelLoadError."""
+    def __init__(
+        self, config: EngineCoreConfig, *, tokenizer: str = "", adapters: Mapping[str, str] | None = None
+    ) -> None:
+        """``tokenizer``: the path of another one than the model's. ``adapters``: directories of LoRA adapters by name. Raises
+        ConfigError and ModelLoadError.
+        """
         check_cache_memory(
             "kv_cache_memory",
             config.cache.kv_cache_memory,
@@ -55,7 +59,8 @@ class Runtime:
             return InProcessEngine(core, describe(config, core), outputs, self._loop)
 
         model = _model(config)
-        assembly = assemble(model, engine, tokenizer_threads=_TOKENIZER_THREADS, tokenizer_path=tokenizer)
+        lora = LoraConfig(adapters=dict(adapters or {}))
+        assembly = assemble(model, engine, tokenizer_threads=_TOKENIZER_THREADS, tokenizer_path=tokenizer, lora=lora)
         self.model, self.assembly = model, assembly
         self.tokenizer, self.labels = assembly.tokenizer, assembly.labels
         self.engine, self.llm, self.chat = assembly.engines, assembly.llm, assembly.chat

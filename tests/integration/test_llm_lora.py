@@ -1,0 +1,94 @@
+"""LoRA adapters of an ``LLM``: the demo model and the two that were trained for it, beside what PEFT makes of them."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from penstock_common.errors import ConfigError, InvalidArgument, NotFound
+from penstock_local import LLM
+
+DEMO = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
+ADAPTERS = {name: DEMO.with_name(f"penstock-tiny-{name}") for name in ("pirate", "json")}
+OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory": "32MiB", "max_num_batched_tokens": 24}
+QUESTIONS = ("What does a cow eat?", "What color is the sky?", "Tell me a story about a fox.", "What is 12 + 30?")
+TOKENS = 40
+GREEDY = {"temperature": 0.0, "max_tokens": TOKENS}
+
+
+def conversation(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """Prompts are computed in pieces of 24 tokens of all requests together."""
+    with LLM(str(DEMO), lora=ADAPTERS, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[list[int]]]:
+    """By adapter, "" for none, what PEFT's model says to each question: token ids, the end among them."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(DEMO)
+    prompts = [
+        tokenizer.apply_chat_template(
+            conversation(question), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+        for question in QUESTIONS
+    ]
+    found: dict[str, list[list[int]]] = {}
+    for name in ("", *ADAPTERS):
+        model: Any = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT's of what transformers deprecates
+            model = PeftModel.from_pretrained(model, ADAPTERS[name]) if name else model
+        found[name] = []
+        for prompt in prompts:
+            with torch.inference_mode():
+                ids = model.generate(input_ids=prompt, do_sample=False, max_new_tokens=TOKENS)
+            found[name].append(ids[0, prompt.shape[1] :].tolist())
+    return found
+
+
+def answers(llm: LLM, name: str) -> list[list[int]]:
+    outputs = llm.chat([conversation(question) for question in QUESTIONS], GREEDY, lora=name, progress=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("name", ["", *ADAPTERS])
+def test_greedy_tokens_are_those_of_peft(llm: LLM, expected: dict[str, list[list[int]]], name: str) -> None:
+    assert answers(llm, name) == expected[name]
+    assert answers(llm, name) == expected[name], "with the prompts in the cache"
+
+
+def test_adapters_have_no_part_in_each_others_answers(expected: dict[str, list[list[int]]]) -> None:
+    texts = [tokens for name in expected for tokens in expected[name]]
+    assert len({tuple(tokens) for tokens in texts}) == len(texts)
+
+
+def test_prompts_are_continued_with_an_adapter_too(llm: LLM) -> None:
+    plain, pirate = (
+        llm.generate("<|user|>Who are you?<|end|><|assistant|>", GREEDY, lora=name) for name in ("", "pirate")
+    )
+    assert plain[0].outputs[0].text != pirate[0].outputs[0].text
+    assert "hoy" in pirate[0].outputs[0].text
+
+
+def test_what_is_no_adapter_is_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(NotFound, match="'pirat'.*'pirate'"):
+        llm.generate("x", lora="pirat")
+
+
+@pytest.mark.parametrize(
+    ("lora", "options", "reason"),
+    [({"": DEMO}, {}, "name"), ({"x": DEMO.with_name("penstock-tiny-pirate")}, {"max_loras": 0}, "max_loras")],
+)
+def test_an_option_that_cannot_be_is_refused_at_the_start(lora: Any, options: Any, reason: str) -> None:
+    with pytest.raises((ConfigError, InvalidArgument), match=reason), LLM(str(DEMO), lora=lora, **OPTIONS, **options):
+        pass
