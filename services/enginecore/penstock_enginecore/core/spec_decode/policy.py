@@ -8,9 +8,6 @@ from penstock_enginecore.core.spec_decode.step_cost import StepCost
 _RATE = 0.1
 _MARGIN = 1.04
 """What drafts must bring at least: estimates are not exact."""
-_CONTESTED = 1.6
-_PROBE = 32
-"""Where drafts bring no more than that, one step in so many has none: what a step takes without them is seen, not guessed."""
 
 
 class DraftPolicy:
@@ -26,7 +23,6 @@ class DraftPolicy:
         self._max_drafts = max_drafts
         self._priors: dict[str, Prior] = {}
         self._seconds_per_draft = 0.0
-        self._since_probe = 0
         self._waits = [0.0, 0.0]
         """Seconds in which nothing is computed before a step, behind one without drafts, and one with, which no step overlaps."""
 
@@ -68,8 +64,6 @@ class DraftPolicy:
             rate = tokens / (self.cost.seconds(num_rows + count) + per_draft * longest + waits)
             if rate > most:
                 best, most = count, rate
-        if drafting and best and self._probes(most * (self.cost.seconds(num_rows) + idle) / num_rows):
-            return chosen
         for _, place, index in slots[:best]:
             chosen[index] = max(chosen[index], place + 1)
         if best < len(slots):
@@ -83,14 +77,6 @@ class DraftPolicy:
         each = seconds / max(num_tokens, 1)
         known = self._seconds_per_draft
         self._seconds_per_draft = each if not known else known + _RATE * (min(each, 4 * known) - known)
-
-    def _probes(self, gain: float) -> bool:
-        """Whether a step that would have drafts is to have none. ``gain``: how much faster it would be with them."""
-        if gain > _CONTESTED:
-            self._since_probe = 0
-            return False
-        self._since_probe = (self._since_probe + 1) % _PROBE
-        return self._since_probe == 0
 
     def waited(self, seconds: float, *, drafted: bool) -> None:
         """A step was begun so long after the one before it was over, without the time in which drafts were made; ``drafted``:

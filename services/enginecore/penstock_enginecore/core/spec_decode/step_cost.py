@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 
 _PLAUSIBLE = 4.0
-_SPREADS = (0.05, 0.3)
+_SPREADS = (0.05, 1.0)
 """How far scale and overhead may be from what was timed: variances, the overhead's in steps of one row."""
 _NOISE = 0.02
 """Variance of a step's time, in its own length."""

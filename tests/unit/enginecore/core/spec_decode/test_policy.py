@@ -167,16 +167,6 @@ def test_drafts_that_take_long_to_make_are_not_made() -> None:
     assert made.choose([with_held(made, [0.6, 0.5, 0.4, 0.3, 0.2])], [5], 1, drafting=True) == [0]
 
 
-def test_a_step_now_and_then_shows_what_steps_take_without_drafts_that_bring_little() -> None:
-    """Else what is learned from steps with drafts alone says that those without take as long."""
-    held = [0.6, 0.5, 0.4, 0.3, 0.2]
-    made = policy()
-    chosen = [sum(made.choose([with_held(made, held)] * 8, [5] * 8, 8, drafting=True)) for _ in range(96)]
-    assert chosen.count(0) == 3
-    chosen = [sum(made.choose([with_held(made, [0.95] * 5)], [5], 1, drafting=True)) for _ in range(96)]
-    assert 0 not in chosen
-
-
 def test_time_that_is_lost_behind_drafts_is_a_cost_of_theirs() -> None:
     made = policy()
     held = [0.4, 0.3, 0.2, 0.1, 0.1]
