@@ -169,7 +169,7 @@ def test_drafts_that_take_long_to_make_are_not_made() -> None:
 
 def test_time_that_is_lost_behind_drafts_is_a_cost_of_theirs() -> None:
     made = policy()
-    held = [0.4, 0.3, 0.2, 0.1, 0.1]
+    held = [0.6, 0.5, 0.4, 0.3, 0.2]
     for _ in range(50):
         made.waited(10.0, drafted=False)
         made.waited(11.0, drafted=True)
