@@ -6,7 +6,7 @@ from penstock_enginecore.core.spec_decode.history import TRIAL, DraftHistory, Pr
 from penstock_enginecore.core.spec_decode.step_cost import StepCost
 
 _RATE = 0.1
-_MARGIN = 1.04
+_MARGIN = 1.01
 """What drafts must bring at least: estimates are not exact."""
 
 
