@@ -55,7 +55,7 @@ class Asked:
         return asyncio.run(_rate(url, bodies))
 
     def _body(self, name: str) -> dict[str, Any]:
-        prompt = [self._random.randrange(300, 4000) for _ in range(PROMPT)]
+        prompt = [self._random.randrange(300, 2000) for _ in range(PROMPT)]
         return {"model": name, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
 
 

@@ -2,36 +2,28 @@
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
-
-
-class StepTime(NamedTuple):
-    """``waited``: seconds between the end of the step before and the beginning of this one; 0 where it had begun by then, None
-    where the engine had been idle. ``computed``: seconds from then on until it was over.
-    """
-
-    waited: float | None
-    computed: float
 
 
 class StepPace:
-    """Tells what steps take of the time between them. ``clock``: seconds."""
+    """Told when a step is started, when one is over, and when there is nothing to do: a step takes from the end of the one before
+    it, with all that the host does in between, or from its own start where the engine was idle. ``clock``: seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._over: float | None = None
+        self._since: float | None = None
 
-    def begin(self) -> float:
-        """When a step is handed to the workers, maybe while others run."""
-        return self._clock()
+    def started(self) -> None:
+        """A step was handed to the workers, maybe while others run."""
+        if self._since is None:
+            self._since = self._clock()
 
-    def over(self, began: float) -> StepTime:
-        """The oldest step is over, which was begun then."""
-        before, self._over = self._over, self._clock()
-        if before is None:
-            return StepTime(None, self._over - began)
-        return StepTime(max(began - before, 0.0), self._over - max(began, before))
+    def over(self) -> float:
+        """The oldest step is over: seconds that it took."""
+        now = self._clock()
+        since, self._since = self._since, now
+        return 0.0 if since is None else now - since
 
     def idle(self) -> None:
         """There is no step, and none follows at once."""
-        self._over = None
+        self._since = None

@@ -40,8 +40,7 @@ class StepsInFlight:
         self._recovery = recovery
         self._max_steps = max_steps
         self._on_done = on_done
-        self._steps: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput], float]] = deque()
-        """With when they were begun."""
+        self._steps: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
         self._drafting: deque[tuple[SchedulerOutput, Future[DraftTokenIds]]] = deque()
         """Of steps in flight, and of those that are over and whose drafts have not been taken in."""
         self._pace = StepPace()
@@ -63,7 +62,6 @@ class StepsInFlight:
         """Hand a step to the executor. One that fails at once is recovered from, one that lost its peers is taken back. Returns
         False when it, or one before it, has failed. Raises EngineDeadError and CollectiveBroken.
         """
-        began = self._pace.begin()
         try:
             self._grammars.begin_drafts(scheduled)
             self._executor.execute_model(scheduled)
@@ -82,7 +80,8 @@ class StepsInFlight:
             if self.finish_all(drain_aborts):  # those before it are not concerned
                 self._recovery.recover(scheduled, e)
             return False
-        self._steps.append((scheduled, future, began))
+        self._steps.append((scheduled, future))
+        self._pace.started()
         return True
 
     def finish_oldest(self, drain_aborts: DrainAborts) -> bool:
@@ -90,7 +89,7 @@ class StepsInFlight:
 
         Raises EngineDeadError, and CollectiveBroken where it lost its peers: it is taken back then.
         """
-        scheduled, future, began = self._steps.popleft()
+        scheduled, future = self._steps.popleft()
         try:
             results = future.result()
         except CollectiveBroken:
@@ -98,15 +97,15 @@ class StepsInFlight:
             raise
         except Exception as e:
             del future  # it knows the error, which knows this frame
-            behind = [later for _, later, _ in self._steps]
+            behind = [later for _, later in self._steps]
             self._steps.clear()
             wait(behind)
             self._drafting.clear()
             self._recovery.recover(scheduled, e)
             return False
-        taken = self._pace.over(began)
+        seconds = self._pace.over()
         drain_aborts()
-        self._scheduler.update_from_output(scheduled, results, taken)
+        self._scheduler.update_from_output(scheduled, results, seconds)
         if not self._steps and not self._scheduler.has_work:
             self._pace.idle()
         self._on_done(scheduled, results)
@@ -116,7 +115,7 @@ class StepsInFlight:
         """Take in what was drafted behind the steps that are over: what is there, or all of it."""
         while self._drafting:
             scheduled, future = self._drafting[0]
-            if any(step is scheduled for step, _, _ in self._steps) or not (wait or future.done()):
+            if any(step is scheduled for step, _ in self._steps) or not (wait or future.done()):
                 return
             self._drafting.popleft()
             self._scheduler.update_draft_token_ids(scheduled, future.result())

@@ -10,32 +10,26 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def at(self, seconds: float) -> None:
-        self.now = 100.0 + seconds
 
-
-def test_a_step_waits_and_computes_from_the_end_of_the_one_before_or_from_its_beginning() -> None:
+def test_a_step_takes_from_the_end_of_the_one_before_or_from_its_start() -> None:
     clock = Clock()
     pace = StepPace(clock)
-    first = pace.begin()
-    clock.at(0.5)
-    second = pace.begin()  # while the first runs
-    clock.at(2.5)
-    assert pace.over(first) == (None, 2.5)
-    clock.at(5.5)
-    assert pace.over(second) == (0.0, 3.0)
-    clock.at(5.75)  # the host has had something to do
-    third = pace.begin()
-    clock.at(7.0)
-    assert pace.over(third) == (0.25, 1.25)
+    taken = []
+    for wait, call in (
+        (1.0, pace.started),
+        (0.5, pace.started),  # a second one in flight
+        (2.0, pace.over),
+        (3.0, pace.over),
+        (0.25, pace.started),  # what the host did in between belongs to it
+        (1.0, pace.over),
+        (0.0, pace.idle),
+        (60.0, pace.started),
+        (1.5, pace.over),
+    ):
+        clock.now += wait
+        taken.append(call())
+    assert [each for each in taken if each is not None] == [2.5, 3.0, 1.25, 1.5]
 
 
-def test_an_idle_engine_waits_for_nothing() -> None:
-    clock = Clock()
-    pace = StepPace(clock)
-    pace.over(pace.begin())
-    pace.idle()
-    clock.at(60.0)
-    began = pace.begin()
-    clock.at(61.5)
-    assert pace.over(began) == (None, 1.5)
+def test_a_step_that_nobody_started_took_nothing() -> None:
+    assert StepPace(Clock()).over() == 0.0

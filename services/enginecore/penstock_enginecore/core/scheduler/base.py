@@ -16,7 +16,6 @@ from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
-from penstock_enginecore.core.step_pace import StepTime
 
 Clock = Callable[[], float]
 """Seconds from some origin."""
@@ -99,10 +98,10 @@ class Scheduler(Protocol):
         """
 
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput, taken: StepTime | None = None
+        self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput, seconds: float = 0.0
     ) -> None:
-        """Take in the results of a step, in the order of the steps. Requests that ended while it ran are skipped. ``taken``:
-        how long the step took, None where nobody looked.
+        """Take in the results of a step, in the order of the steps. Requests that ended while it ran are skipped. ``seconds``
+        that the step took, see ``StepPace``; 0 where nobody looked.
         """
 
     def update_draft_token_ids(self, scheduler_output: SchedulerOutput, drafts: DraftTokenIds) -> None:

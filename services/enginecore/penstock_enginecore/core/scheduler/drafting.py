@@ -21,7 +21,6 @@ from penstock_enginecore.core.scheduler.waiting import WaitingRequests
 from penstock_enginecore.core.spec_decode.history import DraftHistory
 from penstock_enginecore.core.spec_decode.policy import DraftPolicy
 from penstock_enginecore.core.spec_decode.step_cost import StepCost
-from penstock_enginecore.core.step_pace import StepTime
 from penstock_enginecore.core.structured_output.base import allows
 
 _SHARE_BESIDE_PROMPTS = 8
@@ -49,7 +48,7 @@ class DraftPlanner:
         self._max_num_tokens = max_num_tokens
         self._planned: dict[str, list[int]] = {}
         self._stats = SpecDecodingStats()
-        self._drafting_before = 0.0
+        self._drafted_seconds = 0.0
         self.failure = ""
 
     def stats(self) -> SpecDecodingStats:
@@ -169,7 +168,7 @@ class DraftPlanner:
         if drafts.seconds and step.num_drafts_wanted:
             num_tokens = max(map(len, drafts.draft_token_ids), default=0)
             self._policy.drafting_took(len(step.num_drafts_wanted), num_tokens, drafts.seconds)
-            self._drafting_before += drafts.seconds
+            self._drafted_seconds += drafts.seconds
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """A request has had drafts in a step; the first ``num_accepted`` held."""
@@ -180,13 +179,13 @@ class DraftPlanner:
         request.spec_stats.count(num_drafts, num_accepted)
         request.spec_token_ids = []
 
-    def stepped(self, step: SchedulerOutput, taken: StepTime | None, requests: Mapping[str, Request]) -> None:
-        """A step is over, and its results are taken in. ``taken``: how long it took, None where nobody looked."""
-        drafting, self._drafting_before = self._drafting_before, 0.0
-        if taken is not None and step.total_num_scheduled_tokens:
-            self._policy.cost.took(step.total_num_scheduled_tokens, taken.computed)
-            if taken.waited is not None:
-                self._policy.waited(max(taken.waited - drafting, 0.0), drafted=drafting > 0)
+    def stepped(self, step: SchedulerOutput, seconds: float, requests: Mapping[str, Request]) -> None:
+        """A step is over, and its results are taken in. ``seconds`` since the one before it was over, or since it began where
+        there was none; drafts that were made in between are counted by themselves.
+        """
+        computing, self._drafted_seconds = seconds - self._drafted_seconds, 0.0
+        if computing > 0 and step.total_num_scheduled_tokens:
+            self._policy.cost.took(step.total_num_scheduled_tokens, computing)
         for key in step.num_scheduled_tokens:
             request = requests.get(key)
             if (

@@ -34,7 +34,6 @@ from penstock_enginecore.core.scheduler.schedule_running import RunningScheduler
 from penstock_enginecore.core.scheduler.schedule_waiting import WaitingScheduler
 from penstock_enginecore.core.scheduler.trial import StepTrial
 from penstock_enginecore.core.scheduler.waiting import WaitingRequests
-from penstock_enginecore.core.step_pace import StepTime
 
 
 class DefaultScheduler(Scheduler):
@@ -223,13 +222,13 @@ class DefaultScheduler(Scheduler):
         return found
 
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput, taken: StepTime | None = None
+        self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput, seconds: float = 0.0
     ) -> None:
-        """Append the sampled tokens, check stops, and make computed blocks findable. ``taken``: how long the step took."""
+        """Append the sampled tokens, check stops, and make computed blocks findable. ``seconds`` that the step took."""
         self._trial.step_done()
         ended = self._results.take(scheduler_output, model_output, self._requests.by_key)
         if self._drafting is not None:
-            self._drafting.stepped(scheduler_output, taken, self._requests.by_key)
+            self._drafting.stepped(scheduler_output, seconds, self._requests.by_key)
         self._lifecycle.ended_by_step(ended)
 
     def update_draft_token_ids(self, scheduler_output: SchedulerOutput, drafts: DraftTokenIds) -> None:

@@ -23,8 +23,6 @@ class DraftPolicy:
         self._max_drafts = max_drafts
         self._priors: dict[str, Prior] = {}
         self._seconds_per_draft = 0.0
-        self._waits = [0.0, 0.0]
-        """Seconds in which nothing is computed before a step, behind one without drafts, and one with, which no step overlaps."""
 
     def begin(self, kind: str = "") -> DraftHistory:
         """That of a new request. ``kind``: of drafts that hold alike."""
@@ -54,22 +52,19 @@ class DraftPolicy:
         if not slots:
             return chosen
         per_draft = self._seconds_per_draft if drafting else 0.0
-        idle, waits = self._waits if drafting else (0.0, 0.0)
         slots.sort()
         best, tokens, longest = 0, float(num_rows), 0
-        most = _MARGIN * tokens / (self.cost.seconds(num_rows) + idle)
+        most = _MARGIN * tokens / self.cost.seconds(num_rows)
         for count, (negative, place, _) in enumerate(slots, start=1):
             tokens -= negative
             longest = max(longest, place + 1)
-            rate = tokens / (self.cost.seconds(num_rows + count) + per_draft * longest + waits)
+            rate = tokens / (self.cost.seconds(num_rows + count) + per_draft * longest)
             if rate > most:
                 best, most = count, rate
         for _, place, index in slots[:best]:
             chosen[index] = max(chosen[index], place + 1)
         if best < len(slots):
-            certain = (num_rows + 1) / (self.cost.seconds(num_rows + 1) + per_draft + waits)
-            pays = certain > _MARGIN * num_rows / (self.cost.seconds(num_rows) + idle)
-            self._rest(histories, limits, chosen, pays=pays, drafting=drafting)
+            self._rest(histories, limits, chosen, num_rows, per_draft, drafting=drafting)
         return chosen
 
     def drafting_took(self, num_requests: int, num_tokens: int, seconds: float) -> None:  # noqa: ARG002 - rows cost next to nothing
@@ -78,22 +73,19 @@ class DraftPolicy:
         known = self._seconds_per_draft
         self._seconds_per_draft = each if not known else known + _RATE * (min(each, 4 * known) - known)
 
-    def waited(self, seconds: float, *, drafted: bool) -> None:
-        """A step was begun so long after the one before it was over, without the time in which drafts were made; ``drafted``:
-        whether any were.
-        """
-        self._waits[drafted] += _RATE * (min(seconds, self.cost.seconds(1)) - self._waits[drafted])
-
     def _rest(
         self,
         histories: Sequence[DraftHistory],
         limits: Sequence[int],
         chosen: list[int],
+        num_rows: int,
+        per_draft: float,
         *,
-        pays: bool,
         drafting: bool,
     ) -> None:
-        """Those that get nothing rest, if a certain draft would pay (``pays``); those whose rest is over try."""
+        """Those that get nothing rest, if certain drafts would pay; those whose rest is over try."""
+        certain = (num_rows + 1) / (self.cost.seconds(num_rows + 1) + per_draft)
+        pays = certain > _MARGIN * num_rows / self.cost.seconds(num_rows)
         for index, (history, limit) in enumerate(zip(histories, limits, strict=True)):
             if chosen[index] or not limit or history.rest_left:
                 continue
