@@ -9,7 +9,6 @@ from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.core.grammar_intake import GrammarIntake
 from penstock_enginecore.core.scheduler.base import Scheduler
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
-from penstock_enginecore.core.step_pace import StepPace
 from penstock_enginecore.core.step_recovery import EngineDeadError, StepRecovery
 
 DrainAborts = Callable[[], None]
@@ -43,7 +42,6 @@ class StepsInFlight:
         self._steps: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
         self._drafting: deque[tuple[SchedulerOutput, Future[DraftTokenIds]]] = deque()
         """Of steps in flight, and of those that are over and whose drafts have not been taken in."""
-        self._pace = StepPace()
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -81,7 +79,6 @@ class StepsInFlight:
                 self._recovery.recover(scheduled, e)
             return False
         self._steps.append((scheduled, future))
-        self._pace.started()
         return True
 
     def finish_oldest(self, drain_aborts: DrainAborts) -> bool:
@@ -103,11 +100,8 @@ class StepsInFlight:
             self._drafting.clear()
             self._recovery.recover(scheduled, e)
             return False
-        seconds = self._pace.over()
         drain_aborts()
-        self._scheduler.update_from_output(scheduled, results, seconds)
-        if not self._steps and not self._scheduler.has_work:
-            self._pace.idle()
+        self._scheduler.update_from_output(scheduled, results)
         self._on_done(scheduled, results)
         return True
 

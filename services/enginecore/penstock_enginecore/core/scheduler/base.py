@@ -97,12 +97,8 @@ class Scheduler(Protocol):
         must have been taken in.
         """
 
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput, seconds: float = 0.0
-    ) -> None:
-        """Take in the results of a step, in the order of the steps. Requests that ended while it ran are skipped. ``seconds``
-        that the step took, see ``StepPace``; 0 where nobody looked.
-        """
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
+        """Take in the results of a step, in the order of the steps. Requests that ended while it ran are skipped."""
 
     def update_draft_token_ids(self, scheduler_output: SchedulerOutput, drafts: DraftTokenIds) -> None:
         """Take in what was drafted behind a step, whose results were taken in."""

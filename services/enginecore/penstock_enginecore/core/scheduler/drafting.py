@@ -14,7 +14,7 @@ from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.scheduler.base import SchedulerContext
 from penstock_enginecore.core.scheduler.budget import StepBudget
-from penstock_enginecore.core.scheduler.output import DraftTokenIds, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.rows import num_tokens_due
 from penstock_enginecore.core.scheduler.running import RunningRequests
 from penstock_enginecore.core.scheduler.waiting import WaitingRequests
@@ -48,7 +48,6 @@ class DraftPlanner:
         self._max_num_tokens = max_num_tokens
         self._planned: dict[str, list[int]] = {}
         self._stats = SpecDecodingStats()
-        self._drafted_seconds = 0.0
         self.failure = ""
 
     def stats(self) -> SpecDecodingStats:
@@ -168,7 +167,6 @@ class DraftPlanner:
         if drafts.seconds and step.num_drafts_wanted:
             num_tokens = max(map(len, drafts.draft_token_ids), default=0)
             self._policy.drafting_took(len(step.num_drafts_wanted), num_tokens, drafts.seconds)
-            self._drafted_seconds += drafts.seconds
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """A request has had drafts in a step; the first ``num_accepted`` held."""
@@ -179,13 +177,10 @@ class DraftPlanner:
         request.spec_stats.count(num_drafts, num_accepted)
         request.spec_token_ids = []
 
-    def stepped(self, step: SchedulerOutput, seconds: float, requests: Mapping[str, Request]) -> None:
-        """A step is over, and its results are taken in. ``seconds`` since the one before it was over, or since it began where
-        there was none; drafts that were made in between are counted by themselves.
-        """
-        computing, self._drafted_seconds = seconds - self._drafted_seconds, 0.0
-        if computing > 0 and step.total_num_scheduled_tokens:
-            self._policy.cost.took(step.total_num_scheduled_tokens, computing)
+    def stepped(self, step: SchedulerOutput, results: ModelRunnerOutput, requests: Mapping[str, Request]) -> None:
+        """A step is over, and its results are taken in."""
+        if results.seconds:
+            self._policy.cost.took(step.total_num_scheduled_tokens, results.seconds)
         for key in step.num_scheduled_tokens:
             request = requests.get(key)
             if (

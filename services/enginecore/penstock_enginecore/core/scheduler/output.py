@@ -179,6 +179,7 @@ class GrammarBitmask(msgspec.Struct, frozen=True):
 
 class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     """Sampled tokens of a step, parallel to ``request_ids``: of a request with drafts those that held, and one more.
+    ``seconds`` that the step took to compute, 0 where nobody looked.
 
     The list of a request whose prompt is not yet fully computed is empty. By request id, for those that asked: ``logprobs`` of
     the sampled tokens; ``prompt_logprobs`` of the prompt tokens that this step computed, less the first of the prompt, which
@@ -192,3 +193,4 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: dict[str, Logprobs] = {}
     pooled: dict[str, Vectors] = {}
     num_nans_in_logits: dict[str, int] = {}
+    seconds: float = 0.0

@@ -221,14 +221,12 @@ class DefaultScheduler(Scheduler):
                 found.append(request)
         return found
 
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput, seconds: float = 0.0
-    ) -> None:
-        """Append the sampled tokens, check stops, and make computed blocks findable. ``seconds`` that the step took."""
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
+        """Append the sampled tokens, check stops, and make computed blocks findable."""
         self._trial.step_done()
         ended = self._results.take(scheduler_output, model_output, self._requests.by_key)
         if self._drafting is not None:
-            self._drafting.stepped(scheduler_output, seconds, self._requests.by_key)
+            self._drafting.stepped(scheduler_output, model_output, self._requests.by_key)
         self._lifecycle.ended_by_step(ended)
 
     def update_draft_token_ids(self, scheduler_output: SchedulerOutput, drafts: DraftTokenIds) -> None:

@@ -13,7 +13,7 @@ from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
 class PendingStep:
     """A forward pass whose tokens are not sampled yet. ``logits`` ``[rows, vocab]``, or of the vocabulary what this
     rank has. ``draws``: of the rows, where none needs more than a device can do. ``launched``: what the pass chose by them.
-    ``num_drafts_wanted``: see ``SchedulerOutput``.
+    ``num_drafts_wanted``: see ``SchedulerOutput``. ``seconds`` that the pass took.
     """
 
     inputs: StepInputs
@@ -22,3 +22,4 @@ class PendingStep:
     draws: PlainDraws | None = None
     launched: LaunchedTokens | None = None
     num_drafts_wanted: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0

@@ -1,5 +1,6 @@
 """Runs a step: lay out the inputs, forward pass, logits of the rows that sample, tokens."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -203,6 +204,7 @@ class GenerationRunner:
         """Forward pass over the scheduled tokens. The logits wait for ``sample``. RuntimeError without a KV cache."""
         if self._batch is None:
             raise RuntimeError("initialize_kv_cache must come before the first step")
+        began = time.perf_counter()
         if self._drafting is not None:
             self._drafting.update(step, self._batch)
         self._batch.update(step)
@@ -228,7 +230,8 @@ class GenerationRunner:
         if self._drafting is not None:
             self._drafting.observe(inputs, self._batch, output.hidden)
         draws, wanted = None if choice is None else choice.draws, step.num_drafts_wanted
-        self._pending = PendingStep(inputs, output.logits, prompt_logprobs, draws, output.launched, wanted)
+        seconds = time.perf_counter() - began
+        self._pending = PendingStep(inputs, output.logits, prompt_logprobs, draws, output.launched, wanted, seconds)
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
@@ -245,7 +248,9 @@ class GenerationRunner:
                 launched = pending.launched or self._launcher.launch(pending.logits, pending.draws)
                 return self._late_output(self._batch, pending, launched)
             self._take_tokens(self._batch, wait=True)
+        began = time.perf_counter()
         output = self._sampling.sample(self._batch, pending, grammar)
+        output.seconds = pending.seconds + time.perf_counter() - began
         if self._drafting is not None:
             self._drafting.sampled(pending.inputs, pending.num_drafts_wanted)
         return output

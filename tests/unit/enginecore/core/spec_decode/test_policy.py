@@ -4,8 +4,6 @@ import itertools
 from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock_enginecore.core.spec_decode.history import DraftHistory
 from penstock_enginecore.core.spec_decode.policy import DraftPolicy
@@ -31,64 +29,14 @@ def test_a_step_costs_what_was_timed_and_between_along_a_line() -> None:
     assert StepCost({1: 1.0, 2: 2.0}).seconds(4) == pytest.approx(4.0)
 
 
-def test_steps_keep_the_cost_current_and_outliers_do_not() -> None:
+def test_steps_keep_the_scale_current_and_outliers_do_not() -> None:
     cost = StepCost({1: 1.0, 10: 1.0})
     for _ in range(200):
         cost.took(3, 2.0)
-    assert cost.seconds(3) == pytest.approx(2.0, rel=0.01)
+    assert cost.seconds(3) == pytest.approx(2.0)
     cost.took(3, 500.0)
     cost.took(1000, 900.0)
-    assert cost.seconds(3) == pytest.approx(2.0, rel=0.01)
-
-
-def test_what_steps_of_one_size_take_more_is_overhead() -> None:
-    cost = StepCost(CPU)
-    for _ in range(200):
-        cost.took(8, CPU[8] + 5.0)
-    assert cost.seconds(8) == pytest.approx(CPU[8] + 5.0, rel=0.01)
-    assert cost.seconds(32) == pytest.approx(CPU[32] + 5.0, rel=0.05)
-
-
-@pytest.mark.parametrize("after", [(8,), (8, 1, 8, 8), ()])
-@pytest.mark.parametrize(("scale", "overhead"), [(1.0, 5.0), (1.8, 0.0), (0.7, 0.0), (1.3, 8.0)])
-def test_steps_of_several_sizes_tell_overhead_from_scale(after: tuple[int, ...], scale: float, overhead: float) -> None:
-    """On a machine that takes a tenth more, or less, every time."""
-    cost, random = StepCost(CPU), Random(0)
-    for _ in range(100):
-        for rows in (8, *after * 20, 24, 48):
-            took = scale * StepCost(CPU).seconds(rows) + overhead
-            cost.took(rows, took * random.uniform(0.9, 1.1))
-    for rows in (1, 8, 16, 32, 64):
-        assert cost.seconds(rows) == pytest.approx(scale * CPU_COST.seconds(rows) + overhead, rel=0.15)
-
-
-def test_an_engine_that_was_not_timed_learns_from_its_first_step() -> None:
-    cost = StepCost({})
-    cost.took(4, 0.010)
-    assert cost.seconds(4) == pytest.approx(0.010)
-    assert 0.010 < cost.seconds(64) < 0.025
-
-
-@given(st.lists(st.tuples(st.integers(1, 200), st.floats(1e-6, 1e6)), max_size=60), st.sampled_from([CPU, {}]))
-def test_more_rows_never_take_less_whatever_steps_took(
-    steps: list[tuple[int, float]], points: dict[int, float]
-) -> None:
-    cost = StepCost(points)
-    for rows, seconds in steps:
-        cost.took(rows, seconds)
-    costs = [cost.seconds(rows) for rows in range(1, 100)]
-    assert costs == sorted(costs)
-    assert costs[0] > 0
-
-
-def test_eight_requests_have_drafts_where_a_step_has_an_overhead() -> None:
-    """What is beyond sixteen rows costs more than it brings; the overhead is paid once."""
-    made = policy()
-    histories = [with_held(made, [0.75] * 5) for _ in range(8)]
-    assert sum(made.choose(histories, [5] * 8, 8, drafting=True)) <= 8
-    for _ in range(50):
-        made.cost.took(8, CPU[8] + 5.0)
-    assert sum(made.choose(histories, [5] * 8, 8, drafting=True)) >= 16
+    assert cost.seconds(3) == pytest.approx(2.0)
 
 
 def test_nothing_is_gained_by_drafts_that_a_search_over_all_choices_does_not_find() -> None:
