@@ -55,7 +55,8 @@ class DraftPolicy:
         slots.sort()
         best, tokens, longest = 0, float(num_rows), 0
         most = _MARGIN * tokens / self.cost.seconds(num_rows)
-        for count, (negative, place, _) in enumerate(slots, start=1):
+        known = max(self.cost.most_rows - num_rows, 0)
+        for count, (negative, place, _) in enumerate(slots[:known], start=1):
             tokens -= negative
             longest = max(longest, place + 1)
             rate = tokens / (self.cost.seconds(num_rows + count) + per_draft * longest)

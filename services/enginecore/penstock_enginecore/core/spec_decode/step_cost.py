@@ -24,6 +24,11 @@ class StepCost:
         self._scale = 1.0
         self._begun = False
 
+    @property
+    def most_rows(self) -> int:
+        """Of a step of which something is known: twice those that were timed."""
+        return 2 * self._rows[-1]
+
     def seconds(self, rows: int) -> float:
         """Of a step with so many rows, one at least."""
         return self._scale * self._timed(rows)
@@ -32,7 +37,7 @@ class StepCost:
         """A step with so many rows took so long. One with far more rows than were timed, or a time out of all proportion, says
         nothing of the others.
         """
-        if rows > 2 * self._rows[-1]:
+        if rows > self.most_rows:
             return
         ratio = seconds / self._timed(rows)
         if not self._begun:

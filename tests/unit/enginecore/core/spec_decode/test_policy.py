@@ -106,6 +106,15 @@ def test_a_full_engine_drafts_nothing() -> None:
     assert sum(made.choose(histories, [5] * 32, 32, drafting=True)) == 0
 
 
+def test_no_step_has_more_rows_than_something_is_known_of() -> None:
+    """Along the line beyond the last point they seem to pay."""
+    points = {1: 12.0, 8: 14.2, 12: 17.1, 16: 20.8}
+    eight = [with_held(policy(points), [0.95] * 5) for _ in range(8)]
+    assert 0 < sum(policy(points).choose(eight, [5] * 8, 8, drafting=True)) <= 24
+    crowd = [with_held(policy(points), [0.95] * 5) for _ in range(32)]
+    assert sum(policy(points).choose(crowd, [5] * 32, 32, drafting=True)) == 0
+
+
 def test_drafts_that_take_long_to_make_are_not_made() -> None:
     made = policy()
     history = with_held(made, [0.6, 0.5, 0.4, 0.3, 0.2])
