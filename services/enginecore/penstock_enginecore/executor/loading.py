@@ -57,8 +57,7 @@ def load_runner(
     """Read the checkpoint, move it to ``device`` and build what runs it, with as many threads as torch has. Raises
     ModelLoadError for a checkpoint that cannot be served, ConfigError for kernels that cannot be had. ``collectives``: of the
     ranks that the model is split over. ``links``: of the stage that this worker computes. ``look``: is shown the modules
-    before they are packed. Kernels that are refuted when they have
-    spent the weights cost another reading.
+    before they are packed. Kernels that are refuted when they have spent the weights cost another reading.
     """
     kernels, rounded = config.kernels, config.model.dtype == "bfloat16"
     while True:

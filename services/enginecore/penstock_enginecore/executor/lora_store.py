@@ -21,14 +21,13 @@ ReadAdapter: TypeAlias = Callable[[str], LoraAdapter]
 MakeReader: TypeAlias = Callable[[PreTrainedModel, LoraConfig], ReadAdapter]
 """Makes what reads adapters of a model, whose modules are as they were loaded."""
 
+_UNREADABLE = (LoraReason.NOT_FOUND, LoraReason.UNREADABLE)
+
 
 def peft_reader(module: PreTrainedModel, config: LoraConfig) -> ReadAdapter:
     """Reads adapters as PEFT saves them."""
     target, limits = AdapterTarget.of(module), LoraLimits(config.max_lora_rank)
     return lambda path: read_adapter(path, target, limits)
-
-
-_UNREADABLE = (LoraReason.NOT_FOUND, LoraReason.UNREADABLE)
 
 
 class LoraStore:

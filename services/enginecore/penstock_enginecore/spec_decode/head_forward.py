@@ -10,7 +10,6 @@ import torch
 from penstock_enginecore.attention.base import AttentionBackend, IntArray
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.attention.kv_cache import LayerCache, LayerCaches
-from penstock_enginecore.attention.kv_memory import KVMemory
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ForwardBatch, ForwardPass
 from penstock_enginecore.forward.build import ForwardConfig, open_backends
@@ -26,31 +25,17 @@ from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.support import ProbeContext, layer_specs
 from penstock_enginecore.sample.base import Sampler
 from penstock_enginecore.sample.sampler import TorchSampler
+from penstock_enginecore.spec_decode.draft_layers import Layers
 from penstock_enginecore.spec_decode.head import EagleHead
 from penstock_enginecore.spec_decode.native_head import NativeHead
 
 logger = logging.getLogger(__name__)
 
 
-class HeadPass(Protocol):
+class HeadPass(Layers, Protocol):
     """A head on its device."""
 
     device: torch.device
-
-    @property
-    def specs(self) -> Mapping[str, KVCacheSpec]:
-        """What its attention layers ask of the KV cache, by their names."""
-
-    @property
-    def memory(self) -> KVMemory:
-        """Allocates caches for ``bind``."""
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of its weights, packed ones included."""
-
-    def bind(self, caches: LayerCaches) -> None:
-        """Run on this KV cache from now on. An empty one lets go of that before."""
 
     def run(self, batch: ForwardBatch, states: torch.Tensor, rows: IntArray, *, own: bool) -> torch.Tensor:
         """What it puts out, ``[rows, hidden size]``, for ``rows`` (int64, ascending) of the tokens of ``batch``, beside
