@@ -16,7 +16,7 @@ from rich.table import Table
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from tests.benchmarks.peers import Server
+from tests.benchmarks.peers import Server, vllm_environment
 from tests.fakes.network.ports import free_port
 
 PROMPT_LEN, VOCAB = 16, 2000
@@ -82,7 +82,7 @@ def measure(peer: Path, model: Path, work: Path, streams: int, tokens: int, log:
     port = free_port()
     command = [str(peer / "venv/bin/vllm"), "serve", str(model), "--port", str(port), "--grpc"]
     command += ["--dtype", "float32", "--max-model-len", "2048", "--served-model-name", "m"]
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+    env = vllm_environment(kv_cache=1)
     server = Server("vLLM", command, env, work / "vllm.log")
     try:
         seconds = server.wait(lambda: asyncio.run(_ready(port)))

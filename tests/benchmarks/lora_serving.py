@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from tests.benchmarks.peers import KV_CACHE, Server, machine
+from tests.benchmarks.peers import ALL_CORES, KV_CACHE, Server, machine, vllm_environment
 from tests.benchmarks.speculation import healthy, served
 from tests.fakes.network.ports import free_port
 
@@ -121,10 +121,7 @@ def vllm(peer: Path, model: Path, adapters: Adapters | None, folder: Path, rank:
             "--lora-modules",
             *of_rank,
         ]
-    libraries = [next(iter(peer.rglob(name)), None) for name in ("libtcmalloc_minimal.so.4", "libiomp5.so")]
-    env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
-    env |= {"LD_PRELOAD": ":".join(str(path) for path in libraries if path), "PYTHONPATH": ""}
-    env["VLLM_CPU_OMP_THREADS_BIND"] = "0-1"
+    env = vllm_environment(threads=ALL_CORES, libraries=peer)
     process, url = Server("vLLM", command, env, folder / "vllm-lora.log"), f"http://127.0.0.1:{port}"
     try:
         process.wait(lambda: healthy(url))

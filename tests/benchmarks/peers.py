@@ -41,6 +41,8 @@ START_TIMEOUT = 600.0
 RUN_TIMEOUT = 600.0
 SETTLE = 1.5
 KV_CACHE = "2GiB"
+ALL_CORES = f"0-{(os.cpu_count() or 1) - 1}"
+"""As vLLM says where its threads run."""
 console = Console()
 
 
@@ -185,10 +187,10 @@ class Bench:
         command += ["--dtype", self._dtype, "--max-model-len", "2048", "--served-model-name", "m"]
         command += ["--grpc"] if over_grpc else []
         command += ["--max-num-batched-tokens", str(self._peer_step_tokens)] if self._peer_step_tokens else []
-        env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+        env = vllm_environment()
         if self._every_core:
             command += ["--async-scheduling"]
-            env["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{(os.cpu_count() or 1) - 1}"
+            env = vllm_environment(threads=ALL_CORES)
         return Server("vLLM", command, env, self._work / f"vllm-{size}-{port}.log")
 
     def penstock(self, size: str, http_port: int, grpc_port: int) -> Server:
@@ -316,6 +318,24 @@ def table(found: dict[str, dict[str, list[Measured]]]) -> Table:
             made.add_row(name if ratio else "", server, *cells)
         made.add_section()
     return made
+
+
+def vllm_environment(*, kv_cache: int = 2, threads: str = "", libraries: Path | None = None) -> dict[str, str]:
+    """Of vLLM's CPU build. ``kv_cache``: GiB. ``threads``: cores that it computes on; empty: as it comes. ``libraries``: a folder
+    in which an allocator and an OpenMP lie that it is started with.
+    """
+    env = {
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if threads:
+        env["VLLM_CPU_OMP_THREADS_BIND"] = threads
+    if libraries is not None:
+        found = [next(iter(libraries.rglob(name)), None) for name in ("libtcmalloc_minimal.so.4", "libiomp5.so")]
+        env |= {"LD_PRELOAD": ":".join(str(path) for path in found if path), "PYTHONPATH": ""}
+    return env
 
 
 def machine() -> str:

@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from tests.benchmarks.peers import KV_CACHE, Server, machine
+from tests.benchmarks.peers import ALL_CORES, KV_CACHE, Server, machine, vllm_environment
 from tests.benchmarks.speculation import run, served, stories
 from tests.benchmarks.speculation_runs import QUIET, SERVERS, Place, Run, draft_counts, lacks, rate, read_runs, report
 from tests.fakes.network.ports import free_port
@@ -170,10 +170,7 @@ class Peers:
         port = free_port()
         command = [str(self._peer / "venv/bin/vllm"), "serve", str(self._options.model), "--port", str(port), *flags]
         command += ["--enforce-eager"] if self._options.peer_eager else []
-        libraries = [next(iter(self._peer.rglob(name)), None) for name in ("libtcmalloc_minimal.so.4", "libiomp5.so")]
-        env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
-        env |= {"LD_PRELOAD": ":".join(str(path) for path in libraries if path), "PYTHONPATH": ""}
-        env["VLLM_CPU_OMP_THREADS_BIND"] = self._options.peer_threads
+        env = vllm_environment(threads=self._options.peer_threads, libraries=self._peer)
         process, url = Server("vLLM", command, env, self._folder / f"vllm-{method}.log"), f"http://127.0.0.1:{port}"
         try:
             process.wait(lambda: _healthy(url))
@@ -259,7 +256,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="start nothing after so many")
     parser.add_argument("--tokens", type=int, default=5, help="drafts of a request in a step; suffix: 12")
     parser.add_argument("--peer-eager", action="store_true", help="vLLM without compilation")
-    parser.add_argument("--peer-threads", default=f"0-{(os.cpu_count() or 1) - 1}", help="VLLM_CPU_OMP_THREADS_BIND")
+    parser.add_argument("--peer-threads", default=ALL_CORES, help="VLLM_CPU_OMP_THREADS_BIND")
     parser.add_argument("--repair", action="store_true", help="mend vLLM's sampling without triton-cpu, see above")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     options = parser.parse_args()
