@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import sys
@@ -20,6 +19,7 @@ from transformers import LlamaForCausalLM
 from penstock_enginecore.lora.adapter import LoraAdapter
 from penstock_enginecore.lora.peft_adapter import LoraLimits, read_adapter
 from penstock_enginecore.lora.target import AdapterTarget
+from tests.fakes.example_modules import example_modules
 
 FOLDER = Path(__file__).resolve().parents[4] / "examples" / "demo_model"
 MODEL = FOLDER / "penstock-tiny"
@@ -28,18 +28,8 @@ MODULES = ["styles", "train_adapter", "make_adapters"]
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[SimpleNamespace]:
-    """The modules, imported from their folder and forgotten again afterwards, with all that they import from there."""
-    before, ours = dict(sys.modules), {path.stem for path in FOLDER.glob("*.py")}
-    for name in ours:
-        sys.modules.pop(name, None)
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in ours:
-            sys.modules.pop(name, None)
-        sys.modules.update({name: module for name, module in before.items() if name in ours})
+    with example_modules(FOLDER, MODULES) as modules:
+        yield modules
 
 
 @pytest.fixture(scope="module")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import random
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from tests.fakes.example_modules import example_modules
 
 FOLDER = Path(__file__).resolve().parents[4] / "examples" / "demo_model"
 MODULES = ["words", "stories", "facts", "scenes", "tasks", "chats", "corpus"]
@@ -21,16 +21,8 @@ SUM = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)")
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[SimpleNamespace]:
-    """The generator modules, imported from their folder and forgotten again afterwards."""
-    kept = {name: sys.modules.pop(name) for name in MODULES if name in sys.modules}
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in MODULES:
-            sys.modules.pop(name, None)
-        sys.modules.update(kept)
+    with example_modules(FOLDER, MODULES) as modules:
+        yield modules
 
 
 def rendered(demo: SimpleNamespace, seed: int, count: int) -> list[str]:

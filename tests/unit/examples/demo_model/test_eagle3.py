@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -15,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
+
+from tests.fakes.example_modules import example_modules
 
 FOLDER = Path(__file__).resolve().parents[4] / "examples" / "demo_model"
 MODEL = FOLDER / "penstock-tiny"
@@ -42,18 +42,8 @@ OTHERS = {
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[SimpleNamespace]:
-    """The modules, imported from their folder and forgotten again afterwards, with all that they import from there."""
-    before, ours = dict(sys.modules), {path.stem for path in FOLDER.glob("*.py")}
-    for name in ours:
-        sys.modules.pop(name, None)
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in ours:
-            sys.modules.pop(name, None)
-        sys.modules.update({name: module for name, module in before.items() if name in ours})
+    with example_modules(FOLDER, MODULES) as modules:
+        yield modules
 
 
 @pytest.fixture(scope="module")
