@@ -32,7 +32,7 @@ from penstock_enginecore.core.validation import RequestLimits, validate_request
 
 logger = logging.getLogger(__name__)
 
-_ROWS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 64)
+_ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Tokens of the steps that are timed at the start of an engine that speculates."""
 
 
