@@ -130,29 +130,33 @@ def vllm(peer: Path, model: Path, adapters: Adapters | None, folder: Path, rank:
         process.close()
 
 
-def in_turn(model: Path, adapters: Adapters, asked: Asked, rounds: int, folder: Path) -> dict[str, Any]:
+def in_turn(
+    model: Path, adapters: Adapters, asked: Asked, cases: list[str], rounds: int, folder: Path
+) -> dict[str, Any]:
     """Rates of Penstock without adapters and with, by case."""
     with penstock(model, None, folder) as without, penstock(model, adapters, folder) as with_:
         asked.rate(without, ["m"])
         asked.rate(with_, [*adapters.paths, "m"])
         found: dict[str, Any] = {}
-        for case in CASES:
+        for case in cases:
             pairs = [(asked.rate(without, ["m"]), asked.rate(with_, adapters.of(case))) for _ in range(rounds)]
             found[case] = _row(case, pairs)
             print(json.dumps({"server": "Penstock", "case": case, **found[case]}), flush=True)
     return found
 
 
-def one_by_one(peer: Path, model: Path, adapters: Adapters, asked: Asked, rounds: int, folder: Path) -> dict[str, Any]:
+def one_by_one(
+    peer: Path, model: Path, adapters: Adapters, asked: Asked, cases: list[str], rounds: int, folder: Path
+) -> dict[str, Any]:
     """Rates of vLLM without adapters, and of a server for each rank."""
     with vllm(peer, model, None, folder, 0) as url:
         asked.rate(url, ["m"])
         without = [asked.rate(url, ["m"]) for _ in range(rounds)]
     found: dict[str, Any] = {}
-    for rank in RANKS:
+    for rank in sorted({CASES[case][0] for case in cases}):
         with vllm(peer, model, adapters, folder, rank) as url:
             asked.rate(url, [name for name in adapters.paths if name.startswith(f"r{rank}-")])
-            for case in (case for case in CASES if CASES[case][0] == rank):
+            for case in (case for case in cases if CASES[case][0] == rank):
                 rates = [asked.rate(url, adapters.of(case)) for _ in range(rounds)]
                 found[case] = _row(case, list(zip(without, rates, strict=True)))
                 print(json.dumps({"server": "vLLM", "case": case, **found[case]}), flush=True)
@@ -171,6 +175,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="the checkpoint that is served")
     parser.add_argument("--peer", type=Path, help="folder whose venv/ holds vLLM's CPU build")
     parser.add_argument("--dtype", default="float32", help="of the adapters")
+    parser.add_argument("--only", action="append", choices=list(CASES), help="a case; may be given again")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--json", type=Path, help="write the rows there, too")
@@ -178,9 +183,11 @@ def main() -> int:
     folder = Path("build/lora_serving")
     folder.mkdir(parents=True, exist_ok=True)
     adapters, asked = Adapters(options.model, folder.resolve(), options.dtype), Asked(options.requests)
-    found = {"Penstock": in_turn(options.model, adapters, asked, options.rounds, folder)}
+    cases = options.only or list(CASES)
+    found = {"Penstock": in_turn(options.model, adapters, asked, cases, options.rounds, folder)}
     if options.peer:
-        found["vLLM"] = one_by_one(options.peer.resolve(), options.model, adapters, asked, options.rounds, folder)
+        peer = options.peer.resolve()
+        found["vLLM"] = one_by_one(peer, options.model, adapters, asked, cases, options.rounds, folder)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     print(machine())

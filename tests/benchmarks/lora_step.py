@@ -4,7 +4,8 @@ Streams of one token each, behind prompts of 89, have adapters with random numbe
 or some in turn. Steps without adapters are timed in turn with each case, in the same process; a case is the median of its
 rounds, and its share of the speed without is the median of the rounds' shares. Prompts are timed as steps of many tokens of two
 requests. One thread is timed by the time that it had a processor, so that others on the machine count less; several share out a
-step by who is free, and their time is the clock's: that needs a quiet machine.
+step by who is free, and their time is the clock's: that needs a quiet machine. ``--plot FILE`` draws the share by rank and number
+of adapters instead.
 """
 
 import argparse
@@ -17,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -36,6 +39,9 @@ from tests.fakes.models.adapted_steps import (
 
 CPU = torch.device("cpu")
 LENGTH = 90
+RANKS = (4, 8, 16, 32, 64)
+NUMBERS = (1, 2, 4, 8, 16)
+"""Of the plot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +129,31 @@ def measure(steps: Steps, case: Case, rounds: int, count: int) -> tuple[float, f
     return without, with_them, statistics.median(before / after for before, after in pairs)
 
 
+@torch.inference_mode()
+def plot(steps: Steps, path: Path, rounds: int, count: int) -> None:
+    """Draw the share of the speed by rank, a line for each number of adapters, for matrices of both types."""
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, dtype in zip(panels, (torch.float32, torch.bfloat16), strict=True):
+        for number in NUMBERS:
+            shares = [measure(steps, Case(number, rank, dtype), rounds, count)[2] for rank in RANKS]
+            panel.plot(RANKS, shares, marker="o", label=f"{number} adapter{'s' if number > 1 else ''}")
+            print(dtype, number, [round(share, 3) for share in shares], flush=True)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(RANKS, [str(rank) for rank in RANKS])
+        panel.set_ylim(0, 1.02)
+        panel.grid(alpha=0.3)
+        panel.set_xlabel("rank")
+        panel.set_title(f"matrices of {str(dtype).removeprefix('torch.')}")
+    panels[0].set_ylabel("speed of a step, share of that without adapters")
+    panels[0].legend(loc="lower left")
+    figure.suptitle("16 streams, adapters on all seven projections")
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
-    """Prints a table."""
+    """Prints a table, or draws."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, default=1)
@@ -132,8 +161,12 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=5, help="of a round, the fastest of which counts")
+    parser.add_argument("--plot", type=Path, help="an image file to draw ranks and numbers to")
     options = parser.parse_args()
     steps = Steps(str(options.model), options.threads, options.isa)
+    if options.plot:
+        plot(steps, options.plot, options.rounds, options.steps)
+        return
     table = Table("step", "ms without", "ms with", "share of the speed")
     with torch.inference_mode():
         for case in cases(options.streams):

@@ -132,7 +132,7 @@ def same(found: Sequence[Mask], expected: Sequence[Mask]) -> bool:
     return np.array_equal(np.stack(found), np.stack(expected))
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     seeds=st.lists(st.integers(0, 300), min_size=1, max_size=3),
     steps=st.lists(st.sampled_from(KINDS), min_size=1, max_size=12),
