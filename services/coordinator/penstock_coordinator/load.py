@@ -50,6 +50,7 @@ def engine_status(member: Member) -> EngineStatus:
         model=registration.model,
         pool=registration.pool,
         max_num_seqs=registration.max_num_seqs,
+        loras=member.loras,
     )
 
 

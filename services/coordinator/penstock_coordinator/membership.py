@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from penstock_common.lora.held import LoraHeld
 from penstock_common.types.cluster import EngineRegistration
 from penstock_common.types.outputs import SchedulerStats
 
@@ -65,6 +66,8 @@ class Member(msgspec.Struct):
     """Whether it takes no new requests."""
     stats: SchedulerStats = SchedulerStats()
     """Of the latest step that it reported."""
+    loras: LoraHeld | None = None
+    """Which LoRA adapters it holds, as it told last."""
     former_incarnations: tuple[str, ...] = ()
     """Incarnations that were replaced, the latest last."""
 
@@ -128,7 +131,7 @@ class Membership:
             former = (*member.former_incarnations, member.registration.incarnation)
             member.former_incarnations = former[-MAX_REMEMBERED_INCARNATIONS:]
             member.draining = registration.draining
-            member.stats = SchedulerStats()
+            member.stats, member.loras = SchedulerStats(), None
         del self._engine_of_session[member.session]
         member.registration = registration
         self._attach(member, session, now)
@@ -140,6 +143,8 @@ class Membership:
         if member is None:
             return [_not_a_member()]
         member.expires_at = now + self.lease_seconds
+        if stats is not None and stats.lora is not None and stats.lora.held is not None:
+            member.loras = stats.lora.held
         if stats is None or stats.step_counter < member.stats.step_counter:
             return []
         wedged, member.stats = member.stats.wedged, stats

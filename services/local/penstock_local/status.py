@@ -215,7 +215,7 @@ def as_json(snapshot: Snapshot) -> dict[str, Any]:
         "variants": [msgspec.structs.asdict(variant) for variant in snapshot.cluster.variants],
         "engines": [
             {
-                **msgspec.structs.asdict(engine),
+                **msgspec.to_builtins(engine),
                 "state": engine.state.name,
                 "info": snapshot.infos.get(engine.engine_id),
             }

@@ -1,7 +1,8 @@
 import pytest
 
+from penstock_common.lora.held import LoraHeld
 from penstock_common.types.cluster import EngineRegistration
-from penstock_common.types.outputs import SchedulerStats
+from penstock_common.types.outputs import LoraStats, SchedulerStats
 from penstock_coordinator.membership import Change, IdTaken, MemberChanged, Membership, SessionEnded
 
 LEASE = 4.0
@@ -174,3 +175,16 @@ def test_the_second_engine_takes_the_id_over_when_the_firsts_lease_is_over(membe
 def test_a_restart_at_the_same_address_need_not_wait(membership):
     membership.register(1, engine(incarnation="one"), 0.0)
     assert membership.register(2, engine(incarnation="two"), 0.5) == [MemberChanged("engine-0", 0, Change.REPLACED)]
+
+
+def test_the_adapters_that_an_engine_holds_stay_until_it_tells_of_others_or_starts_again(membership):
+    held = LoraHeld(version=1, held=(7,))
+    membership.register(1, engine("a"), 0.0)
+    membership.report(1, SchedulerStats(lora=LoraStats(held=held), step_counter=1), 0.1)
+    for stats in (SchedulerStats(lora=LoraStats(), step_counter=2), SchedulerStats(step_counter=3), None):
+        membership.report(1, stats, 0.2)
+        assert membership.members[0].loras == held
+    membership.register(2, engine("a"), 0.3)
+    assert membership.members[0].loras == held
+    membership.register(3, engine("a", "second"), 0.4)
+    assert membership.members[0].loras is None

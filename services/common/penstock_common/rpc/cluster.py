@@ -5,6 +5,7 @@ import msgspec
 from penstock.common.v1 import control_pb2
 from penstock.coordinator.v1 import messages_pb2
 from penstock_common.rpc.data_parallel import pool_group_from_proto, pool_group_to_proto
+from penstock_common.rpc.stats import held_from_proto, held_to_proto
 from penstock_common.types.cluster import DEFAULT_POOL, ClusterView, EngineState, EngineStatus
 from penstock_common.types.view_delta import EngineLoads, ViewDelta
 
@@ -42,6 +43,7 @@ def delta_to_proto(delta: ViewDelta, *, base_version: int) -> messages_pb2.ViewD
         removed=delta.removed,
         changed=[engine_to_proto(engine) for engine in delta.changed],
         loads=messages_pb2.EngineLoads(**msgspec.structs.asdict(delta.loads)) if delta.loads.indices else None,
+        loras=[messages_pb2.EngineLoras(index=index, loras=held_to_proto(held)) for index, held in delta.loras.items()],
     )
 
 
@@ -58,6 +60,7 @@ def delta_from_proto(message: messages_pb2.ViewDelta) -> ViewDelta:
             kv_cache_usage=loads.kv_cache_usage,
             seconds_since_last_step=loads.seconds_since_last_step,
         ),
+        loras={each.index: held_from_proto(each.loras) for each in message.loras},
     )
 
 
@@ -76,9 +79,13 @@ def engine_from_proto(message: control_pb2.EngineStatus) -> EngineStatus:
         model=message.model,
         pool=message.pool or DEFAULT_POOL,
         max_num_seqs=message.max_num_seqs,
+        loras=held_from_proto(message.loras) if message.HasField("loras") else None,
     )
 
 
 def engine_to_proto(engine: EngineStatus) -> control_pb2.EngineStatus:
     """The message for one engine."""
-    return control_pb2.EngineStatus(**msgspec.structs.asdict(engine))
+    values = msgspec.structs.asdict(engine)
+    if engine.loras is not None:
+        values["loras"] = held_to_proto(engine.loras)
+    return control_pb2.EngineStatus(**values)

@@ -6,10 +6,14 @@ import msgspec
 
 from penstock.common.v1 import stats_pb2
 from penstock_common.errors import InvalidArgument
+from penstock_common.lora.held import MAX_HELD, LoraHeld
 from penstock_common.types.outputs import LoraStats, SchedulerStats, SpecDecodingStats
 
 _MESSAGES = ("spec_decoding_stats", "lora")
 _NAMES = tuple(field.name for field in msgspec.structs.fields(SchedulerStats) if field.name not in _MESSAGES)
+_LORA_NUMBERS = tuple(
+    field.name for field in msgspec.structs.fields(LoraStats) if field.name not in ("active", "waiting", "held")
+)
 
 
 def from_proto(message: stats_pb2.SchedulerStats, *, path: str = "scheduler_stats") -> SchedulerStats:
@@ -55,14 +59,39 @@ def lora_from_proto(message: stats_pb2.LoraStats, *, path: str = "lora") -> Lora
     """The domain's statistics of adapters. Raises InvalidArgument for numbers that can not be."""
     if not (message.load_seconds >= 0.0 and math.isfinite(message.load_seconds)):
         _refuse(f"{path}.load_seconds", message.load_seconds, "finite and at least 0")
-    names = [field.name for field in msgspec.structs.fields(LoraStats) if field.name not in ("active", "waiting")]
-    values = {name: getattr(message, name) for name in names}
-    return LoraStats(active=list(message.active), waiting=list(message.waiting), **values)
+    values = {name: getattr(message, name) for name in _LORA_NUMBERS}
+    held = held_from_proto(message.held, path=f"{path}.held") if message.HasField("held") else None
+    return LoraStats(active=list(message.active), waiting=list(message.waiting), held=held, **values)
 
 
 def lora_to_proto(stats: LoraStats) -> stats_pb2.LoraStats:
     """The message for these statistics."""
-    return stats_pb2.LoraStats(**msgspec.structs.asdict(stats))
+    values = {name: getattr(stats, name) for name in _LORA_NUMBERS}
+    held = None if stats.held is None else held_to_proto(stats.held)
+    return stats_pb2.LoraStats(active=stats.active, waiting=stats.waiting, held=held, **values)
+
+
+def held_from_proto(message: stats_pb2.LoraHeld, *, path: str = "held") -> LoraHeld:
+    """Which adapters an engine holds. Raises InvalidArgument for numbers that can not be, and more than MAX_HELD."""
+    for name in ("active", "held"):
+        if (count := len(getattr(message, name))) > MAX_HELD:
+            raise InvalidArgument(
+                f"{path}.{name} has {count} adapters; it must have at most {MAX_HELD}", field=f"{path}.{name}"
+            )
+    if not (message.requests_per_load >= 0.0 and math.isfinite(message.requests_per_load)):
+        _refuse(f"{path}.requests_per_load", message.requests_per_load, "finite and at least 0")
+    return LoraHeld(
+        version=message.version,
+        active=tuple(message.active),
+        held=tuple(message.held),
+        max_loras=message.max_loras,
+        requests_per_load=message.requests_per_load,
+    )
+
+
+def held_to_proto(held: LoraHeld) -> stats_pb2.LoraHeld:
+    """The message for this."""
+    return stats_pb2.LoraHeld(**msgspec.structs.asdict(held))
 
 
 def _refuse(field: str, value: float, limit: str) -> None:

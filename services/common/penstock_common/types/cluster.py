@@ -4,6 +4,7 @@ import enum
 
 import msgspec
 
+from penstock_common.lora.held import LoraHeld
 from penstock_common.types.data_parallel import GroupRegistration, PoolGroup
 
 DEFAULT_POOL = "default"
@@ -38,6 +39,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     pool: str = DEFAULT_POOL
     max_num_seqs: int = 0
+    loras: LoraHeld | None = None
+    """None: it applies no adapters, or has not said which it holds."""
 
     @property
     def load(self) -> float | None:

@@ -5,6 +5,7 @@ import enum
 import msgspec
 
 from penstock_common.errors import RequestFailed, request_failed
+from penstock_common.lora.held import LoraHeld
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.pooling import Vectors
@@ -137,6 +138,8 @@ class LoraStats(msgspec.Struct, frozen=True, kw_only=True):
     num_loads: int = 0
     load_seconds: float = 0.0
     num_evictions: int = 0
+    held: LoraHeld | None = None
+    """None: as it was last told on the same stream."""
 
 
 MAX_WAITING_NAMES = 32
@@ -164,6 +167,12 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """None for an engine that does not speculate."""
     lora: LoraStats | None = None
     """None for an engine that applies no adapters."""
+
+    def without_held(self) -> "SchedulerStats":
+        """The same, for those who know which adapters the engine holds."""
+        if self.lora is None or self.lora.held is None:
+            return self
+        return msgspec.structs.replace(self, lora=msgspec.structs.replace(self.lora, held=None))
 
     @property
     def prefix_cache_hit_rate(self) -> float:

@@ -1,11 +1,12 @@
 """Views of the cluster by what has changed in them."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
 import msgspec
 
+from penstock_common.lora.held import LoraHeld
 from penstock_common.types.cluster import EngineStatus
 
 
@@ -39,6 +40,8 @@ class ViewDelta(msgspec.Struct, frozen=True):
     """Those that joined, and those of which anything but the load has changed."""
     loads: EngineLoads = EngineLoads()
     """Of other engines."""
+    loras: Mapping[int, LoraHeld] = msgspec.field(default_factory=dict)
+    """By index, the adapters that other engines hold."""
 
     @property
     def of_members(self) -> bool:
@@ -48,22 +51,26 @@ class ViewDelta(msgspec.Struct, frozen=True):
     @property
     def empty(self) -> bool:
         """Whether nothing has changed."""
-        return not (self.removed or self.changed or self.loads.indices)
+        return not (self.removed or self.changed or self.loads.indices or self.loras)
 
 
 def difference(before: Iterable[EngineStatus], after: Iterable[EngineStatus]) -> ViewDelta:
     """What has changed between the engines of two views. An engine that is the same object in both has not."""
     left = {engine.index: engine for engine in before}
     changed, loaded = [], []
+    loras: dict[int, LoraHeld] = {}
     for engine in after:
         old = left.pop(engine.index, None)
         if engine is old:
             continue
         if old is None or _REST(engine) != _REST(old):
             changed.append(engine)
-        elif engine != old:
+            continue
+        if engine.loras is not None and engine.loras != old.loras:
+            loras[engine.index] = engine.loras
+        if _COUNTS(engine) != _COUNTS(old):
             loaded.append(engine)
-    return ViewDelta(removed=sorted(left), changed=changed, loads=EngineLoads.of(loaded))
+    return ViewDelta(removed=sorted(left), changed=changed, loads=EngineLoads.of(loaded), loras=loras)
 
 
 def changed_by(engines: Iterable[EngineStatus], delta: ViewDelta) -> tuple[EngineStatus, ...]:
@@ -88,8 +95,13 @@ def changed_by(engines: Iterable[EngineStatus], delta: ViewDelta) -> tuple[Engin
             kv_cache_usage=usage,
             seconds_since_last_step=seconds,
         )
+    for index, held in delta.loras.items():
+        if (engine := by_index.get(index)) is None:
+            raise ValueError(f"loras has {index}, which is the index of no engine")
+        by_index[index] = msgspec.structs.replace(engine, loras=held)
     return tuple(engine for _, engine in sorted(by_index.items()))
 
 
 _LOAD = frozenset(EngineLoads.__struct_fields__)
-_REST = operator.attrgetter(*(name for name in EngineStatus.__struct_fields__ if name not in _LOAD))
+_REST = operator.attrgetter(*(name for name in EngineStatus.__struct_fields__ if name not in _LOAD | {"loras"}))
+_COUNTS = operator.attrgetter(*(name for name in EngineStatus.__struct_fields__ if name in _LOAD))

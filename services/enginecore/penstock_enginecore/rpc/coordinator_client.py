@@ -13,6 +13,7 @@ from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
 from penstock_common.errors import Internal
+from penstock_common.lora.held import LoraHeld
 from penstock_common.rpc import sampling
 from penstock_common.rpc import stats as stats_codec
 from penstock_common.rpc.channel import make_channel
@@ -149,6 +150,7 @@ class CoordinatorClient:
         """Report until the stream or the client is over. Raises what the stream ended with."""
         loop = asyncio.get_running_loop()
         sent: SchedulerStats | None = None
+        told_loras: LoraHeld | None = None
         sent_at = -math.inf
         told_draining: float | None = None
         with contextlib.suppress(asyncio.InvalidStateError):  # written to a stream that is over: the reader knows why
@@ -163,6 +165,10 @@ class CoordinatorClient:
                 stats = self._stats()
                 if stats != sent or loop.time() - sent_at >= heartbeat:
                     sent, sent_at = stats, loop.time()
+                    held = None if stats is None or stats.lora is None else stats.lora.held
+                    if stats is not None and held == told_loras:
+                        stats = stats.without_held()
+                    told_loras = held
                     await call.write(_outputs(stats, engine_index))
                 await wait_at_most(self._wake, min(max(self._config.stats_interval, self._told_interval), heartbeat))
             if not reader.done():

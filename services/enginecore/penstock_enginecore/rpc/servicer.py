@@ -51,8 +51,9 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
         session = self._sessions.open(hello, revision)
         log.info("session opened", frontend=session.client_id)
         self._sessions.welcome(session, convert.ready_to_proto(ready, protocol_revision=revision))
-        if busy_loop.wedged:
-            session.put_outputs(EngineCoreOutputs(scheduler_stats=busy_loop.stats()))
+        load = busy_loop.stats()
+        if load.wedged or (load.lora is not None and load.lora.num_cached):  # what else there is comes with its outputs
+            session.put_outputs(EngineCoreOutputs(scheduler_stats=load))
         reader = asyncio.create_task(self._read(request_iterator, session, busy_loop))
         try:
             while (message := await session.next()) is not None:

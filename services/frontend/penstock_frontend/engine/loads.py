@@ -115,6 +115,8 @@ class EngineLoads:
         )
         if stats.lora is not None:
             self._router.loras.holds(connection.address, stats.lora.num_cached + stats.lora.num_loading_reqs)
+            if stats.lora.held is not None:
+                self._router.loras.told(connection.address, stats.lora.held)
 
     def report_view(self, view: ClusterView) -> None:
         """Take what the coordinator says of engines' loads, and forget those of engines that are in no list any more."""
@@ -125,7 +127,15 @@ class EngineLoads:
                 running=status.num_running_reqs,
                 kv_cache_usage=status.kv_cache_usage,
             )
+        self._take_loras(view)
         self._router.keep_only(connection.address for connection in self._pool)
+
+    def _take_loras(self, view: ClusterView) -> None:
+        """What an engine has told the coordinator of its adapters, unless it has started again since."""
+        incarnations = {connection.address: ready.incarnation for connection, ready in self._ready()}
+        for status in view.engines:
+            if status.loras is not None and incarnations.get(status.address) == status.incarnation:
+                self._router.loras.told(status.address, status.loras)
 
     def _ready(self) -> Iterator[tuple[EngineConnection, EngineReady]]:
         """The engines with a session, and what they said of themselves."""

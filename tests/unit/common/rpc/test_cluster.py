@@ -1,10 +1,14 @@
+import msgspec
 import pytest
 
 from penstock.common.v1 import control_pb2
 from penstock.coordinator.v1 import messages_pb2
+from penstock_common.errors import InvalidArgument
+from penstock_common.lora.held import MAX_HELD, LoraHeld
 from penstock_common.rpc import cluster, stats
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
 from penstock_common.types.outputs import LoraStats, SchedulerStats, SpecDecodingStats
+from penstock_common.types.view_delta import changed_by, difference
 
 
 @pytest.mark.parametrize("state", list(EngineState))
@@ -20,6 +24,7 @@ def test_a_view_survives_the_wire(state):
         seconds_since_last_step=3.25,
         index=4,
         model="m",
+        loras=LoraHeld(version=3, active=(1,), held=(1, 2**64 - 1), max_loras=4, requests_per_load=1.5),
     )
     view = ClusterView(engines=(engine,))
     wire = cluster.view_to_proto(view).SerializeToString()
@@ -49,6 +54,7 @@ CANNOT_BE_COUNTS = {
         num_loads=9,
         load_seconds=0.25,
         num_evictions=2,
+        held=LoraHeld(version=1, active=(2,), held=(2, 1), max_loras=4),
     ),
 }
 
@@ -63,3 +69,35 @@ def test_statistics_survive_the_wire():
     values = {name: index for index, name in enumerate(SchedulerStats.__struct_fields__, start=1)}
     expected = SchedulerStats(**(values | CANNOT_BE_COUNTS))
     assert stats.from_proto(stats.to_proto(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    ("held", "field"),
+    [
+        (LoraHeld(held=tuple(range(MAX_HELD + 1))), "lora.held.held"),
+        (LoraHeld(active=tuple(range(MAX_HELD + 1))), "lora.held.active"),
+        (LoraHeld(requests_per_load=float("nan")), "lora.held.requests_per_load"),
+        (LoraHeld(requests_per_load=-1.0), "lora.held.requests_per_load"),
+    ],
+)
+def test_an_engine_cannot_hold_what_nobody_could(held, field):
+    message = stats.to_proto(SchedulerStats(lora=LoraStats(held=held)))
+    with pytest.raises(InvalidArgument) as refused:
+        stats.from_proto(message)
+    assert refused.value.field == f"scheduler_stats.{field}"
+
+
+def test_a_delta_tells_of_adapters_without_the_rest():
+    before = tuple(
+        EngineStatus(engine_id=name, incarnation="1", address=f"h:{index}", index=index, loras=LoraHeld(version=1))
+        for index, name in enumerate("ab")
+    )
+    after = (before[0], msgspec.structs.replace(before[1], loras=LoraHeld(version=2, held=(7,))))
+    delta = difference(before, after)
+    assert (list(delta.changed), list(delta.loads.indices), delta.loras) == ([], [], {1: after[1].loras})
+    assert not delta.of_members
+    assert not delta.empty
+    message = cluster.delta_to_proto(delta, base_version=1)
+    assert changed_by(before, cluster.delta_from_proto(message)) == after
+    with pytest.raises(ValueError, match="loras has 1"):
+        changed_by(before[:1], delta)

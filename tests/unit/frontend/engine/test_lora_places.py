@@ -6,7 +6,16 @@ from collections import Counter, OrderedDict
 
 import pytest
 
-from penstock_frontend.engine.lora_places import LOADING, LoraPlaces
+from penstock_common.lora.held import LoraHeld, key
+from penstock_frontend.engine.lora_places import (
+    CACHED,
+    HINT_SECONDS,
+    LOADING,
+    MOST_LOADING,
+    SLOTS_FULL,
+    LoraPlaces,
+    Where,
+)
 from penstock_frontend.engine.router import Candidate, Router
 
 ENGINES = [Candidate(f"e{i}", i) for i in range(4)]
@@ -80,6 +89,67 @@ def test_what_an_engine_could_not_load_it_does_not_hold() -> None:
     places.sent("e0", lora)
     places.lacks("e0", lora)
     assert places.term("e0", lora) == LOADING
+
+
+def held(
+    *numbers: int, active: tuple[int, ...] = (), version: int = 1, max_loras: int = 4, cost: float = 0.0
+) -> LoraHeld:
+    return LoraHeld(
+        version=version,
+        active=tuple(key(digest(number)) for number in active),
+        held=tuple(key(digest(number)) for number in numbers + active),
+        max_loras=max_loras,
+        requests_per_load=cost,
+    )
+
+
+def test_what_an_engine_says_it_holds_decides_what_an_adapter_costs_there() -> None:
+    places = LoraPlaces()
+    places.told("e0", held(2, active=(1,)))
+    terms = [places.term("e0", digest(number)) for number in (1, 2, 3)]
+    assert terms == [0.0, CACHED, LOADING]
+    assert [places.where("e0", digest(number)) for number in (1, 2, 3)] == list(Where)
+
+
+def test_engines_whose_slots_others_have_come_last() -> None:
+    places = LoraPlaces()
+    places.told("e0", held(2, active=(1,), max_loras=1))
+    assert [places.term("e0", digest(number)) for number in (1, 2, 3)] == [
+        0.0,
+        CACHED + SLOTS_FULL,
+        LOADING + SLOTS_FULL,
+    ]
+
+
+@pytest.mark.parametrize(("requests", "cost"), [(0.0, LOADING), (0.5, LOADING), (3.0, 12.0), (1e9, MOST_LOADING)])
+def test_a_load_costs_what_the_engine_does_meanwhile(requests: float, cost: float) -> None:
+    places = LoraPlaces()
+    places.told("e0", held(cost=requests))
+    assert places.term("e0", digest(1)) == cost
+
+
+def test_what_was_sent_counts_until_the_engine_has_had_the_time_to_say_so() -> None:
+    now = [0.0]
+    places = LoraPlaces(lambda: now[0])
+    places.told("e0", held(1))
+    places.sent("e0", digest(2))
+    places.told("e0", held(1, version=2))  # it left before the request came
+    assert places.where("e0", digest(2)) is Where.ACTIVE
+    now[0] += HINT_SECONDS
+    assert places.where("e0", digest(2)) is Where.ABSENT
+    places.told("e0", held(1, 2, version=3))
+    assert places.where("e0", digest(2)) is Where.CACHED
+
+
+def test_what_an_engine_has_said_before_changes_nothing() -> None:
+    places = LoraPlaces()
+    places.told("e0", held(1, version=5))
+    places.told("e0", held(2, version=4))
+    assert places.where("e0", digest(1)) is Where.CACHED
+    places.forget("e0")  # it starts again
+    places.told("e0", held(2, version=1))
+    assert places.where("e0", digest(1)) is Where.ABSENT
+    assert places.where("e0", digest(2)) is Where.CACHED
 
 
 def test_requests_without_adapters_rotate_as_ever() -> None:

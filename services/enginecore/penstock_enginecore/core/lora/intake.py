@@ -2,7 +2,7 @@
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,7 @@ from penstock_enginecore.config import LoraConfig
 from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.lora.cache import LoraCache
+from penstock_enginecore.core.lora.held import LoraHoldings
 from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, LoraUse
 from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.request import Request
@@ -81,6 +82,7 @@ class LoraIntake:
         self._clock = clock
         self._max_loras = config.max_loras
         self.cache = LoraCache(config.cpu_memory)
+        self._holdings = LoraHoldings(config.max_loras, clock)
         self._loaded: dict[bytes, LoadedLora] = {}
         self._digests: dict[str, bytes] = {}
         """By path, of those that are held."""
@@ -124,6 +126,7 @@ class LoraIntake:
             load, future = self._done.get()
             self._loads.pop(_what(load.lora))
             self._num_loading -= len(load.requests)
+            self._holdings.changed()
             try:
                 loaded = future.result()
                 if self._unloaded.get(loaded.digest, 0) > load.number and loaded.digest not in self.cache:
@@ -156,7 +159,13 @@ class LoraIntake:
             num_loads=self._num_loads,
             load_seconds=self._load_seconds,
             num_evictions=cache.num_evictions,
+            held=self._holdings.of(slots.digests, self._held_digests),
         )
+
+    def _held_digests(self) -> Iterator[bytes]:
+        """Those on their way and those in memory, the most recently used first. Any thread."""
+        yield from [lora.digest for lora in list(self._loads) if lora.digest]
+        yield from reversed(self.cache.digests)
 
     # What operators may call, through EngineControl.
 
@@ -223,6 +232,7 @@ class LoraIntake:
         load.number = self._number
         future = self._executor.load_lora(load.lora)
         self._loads[_what(load.lora)] = load
+        self._holdings.changed()
         future.add_done_callback(lambda done: self._put(load, done))
 
     def _load_again(self, load: _Load) -> None:
@@ -248,8 +258,10 @@ class LoraIntake:
             raise
         self._loaded[digest] = loaded
         self._digests[load.lora.path] = digest
+        seconds = self._clock() - load.began
         self._num_loads += 1
-        self._load_seconds += self._clock() - load.began
+        self._load_seconds += seconds
+        self._holdings.loaded(seconds)
         for request in load.requests:
             lora = request.lora
             if lora is None or request.finished:
@@ -263,6 +275,7 @@ class LoraIntake:
 
     def _let_go_on(self, request: Request, lora: LoraRequest, digest: bytes) -> None:
         self.cache.acquire(digest)
+        self._holdings.began()
         request.lora_use = LoraUse(partial(self._released, digest))
         if not lora.digest:
             request.lora = msgspec.structs.replace(lora, digest=digest)
@@ -275,10 +288,12 @@ class LoraIntake:
         call.answer.set_result(self._facts(digest))
 
     def _released(self, digest: bytes) -> None:
+        self._holdings.ended()
         self._unload(self.cache.release(digest))
 
     def _unload(self, digests: list[bytes]) -> None:
         for digest in digests:
+            self._holdings.changed()
             self._number += 1
             if self._loads:
                 self._unloaded[digest] = self._number

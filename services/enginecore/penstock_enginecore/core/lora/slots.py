@@ -49,19 +49,24 @@ class LoraSlots:
         self._digests: dict[str, bytes] = {}
 
     @property
+    def digests(self) -> tuple[bytes, ...]:
+        """The adapters that have a slot, that which has had it longest first. Any thread."""
+        return tuple(self._slots)
+
+    @property
     def active(self) -> list[str]:
         """Names of the adapters that have a slot."""
-        return [slot.name for slot in self._slots.values()]
+        return [slot.name for slot in list(self._slots.values())]
 
     @property
     def waiting(self) -> list[str]:
         """Names of the adapters that wait for one."""
-        return [line.name for line in self._lines.values()]
+        return [line.name for line in list(self._lines.values())]
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a slot."""
-        return sum(len(line.since) for line in self._lines.values())
+        return sum(len(line.since) for line in list(self._lines.values()))
 
     def admits(self, digest: bytes) -> bool:
         """Whether a request with this adapter may start now."""

@@ -36,6 +36,8 @@ class ClientOutputs:
 
     def __init__(self) -> None:
         self._clients: defaultdict[str, _ForClient] = defaultdict(_ForClient)
+        self._told_loras: dict[str, int] = {}
+        """By client, the version of the adapters that it was last told the engine holds."""
 
     def __bool__(self) -> bool:
         return bool(self._clients)
@@ -119,6 +121,7 @@ class ClientOutputs:
     def forget(self, client_id: str) -> None:
         """Drop what was meant for a client that has gone."""
         self._clients.pop(client_id, None)
+        self._told_loras.pop(client_id, None)
 
     def take(self, stats: SchedulerStats, timestamp: float) -> dict[str, EngineCoreOutputs]:
         """Everything since the last call, by client id. ``timestamp``: monotonic seconds."""
@@ -127,12 +130,22 @@ class ClientOutputs:
             client_id: EngineCoreOutputs(
                 outputs=client.outputs,
                 tokens=client.tokens,
-                scheduler_stats=stats,
+                scheduler_stats=self._for_client(client_id, stats),
                 timestamp=timestamp,
                 finished_requests=client.finished,
             )
             for client_id, client in clients.items()
         }
+
+    def _for_client(self, client_id: str, stats: SchedulerStats) -> SchedulerStats:
+        """The statistics without what the client was told of adapters before."""
+        if stats.lora is None or stats.lora.held is None:
+            return stats
+        version = stats.lora.held.version
+        if self._told_loras.get(client_id) == version:
+            return stats.without_held()
+        self._told_loras[client_id] = version
+        return stats
 
 
 def _offset(request: Request, new_token_ids: list[int]) -> int:

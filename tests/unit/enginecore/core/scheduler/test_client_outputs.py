@@ -2,8 +2,9 @@
 
 import pytest
 
+from penstock_common.lora.held import LoraHeld
 from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.outputs import EngineCoreOutputs, EventType, SchedulerStats
+from penstock_common.types.outputs import EngineCoreOutputs, EventType, LoraStats, SchedulerStats
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.request import Request, RequestStatus
@@ -120,3 +121,22 @@ def test_each_client_has_columns_of_its_own() -> None:
     frames = clients.take(SchedulerStats(), 1.0)
     rows = {client: list(frame.tokens.rows()) for client, frame in frames.items() if frame.tokens is not None}
     assert rows == {"c": [(1, 0, [10])], "d": [(1, 0, [20])]}
+
+
+def test_a_client_is_told_which_adapters_there_are_when_that_has_changed() -> None:
+    clients = ClientOutputs()
+    requests = {"c": running("a", 1), "d": running("b", 2, client="d")}
+
+    def told(version: int, *names: str) -> dict[str, int | None]:
+        for name in names:
+            say(clients, requests[name], 10)
+        stats = SchedulerStats(lora=LoraStats(max_loras=1, held=LoraHeld(version=version)))
+        frames = clients.take(stats, 1.0)
+        loras = {name: frame.scheduler_stats.lora for name, frame in frames.items() if frame.scheduler_stats}
+        return {name: None if lora is None or lora.held is None else lora.held.version for name, lora in loras.items()}
+
+    assert told(1, "c") == {"c": 1}
+    assert told(1, "c", "d") == {"c": None, "d": 1}
+    assert told(2, "c", "d") == {"c": 2, "d": 2}
+    clients.forget("c")
+    assert told(2, "c", "d") == {"c": 2, "d": None}

@@ -1,0 +1,27 @@
+"""Which LoRA adapters an engine holds, as it tells the cluster."""
+
+import msgspec
+
+MAX_HELD = 512
+"""Adapters of either kind that an engine tells of."""
+_KEY_BYTES = 8
+
+
+class LoraHeld(msgspec.Struct, frozen=True, kw_only=True):
+    """Adapters by the ``key`` of their digests: ``active`` have a slot, ``held`` are in host memory or on their way there, the active
+    ones among them. At most MAX_HELD each; an adapter that is not told of counts as one that is not there.
+    """
+
+    version: int = 0
+    """Grows with every change; of one incarnation of an engine the highest counts."""
+    active: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
+    max_loras: int = 0
+    """How many can be active at once."""
+    requests_per_load: float = 0.0
+    """Requests with adapters that the engine ends while it loads one; 0: not known."""
+
+
+def key(digest: bytes) -> int:
+    """What stands for a digest of 16 bytes: two adapters of one key would be taken for each other by routing, and by nobody else."""
+    return int.from_bytes(digest[:_KEY_BYTES], "little")
