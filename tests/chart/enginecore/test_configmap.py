@@ -6,7 +6,6 @@ import pytest
 
 from charts.lint import ChartError
 from penstock_enginecore.config import EngineCoreConfig
-from penstock_frontend.config import FrontendConfig
 from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, POD_IP, POOLS, load, release
 
 
@@ -48,26 +47,6 @@ def test_without_settings_the_engines_own_defaults_hold(tmp_path: Path):
 def test_the_device_follows_the_gpus_that_are_asked_for():
     assert release(AUTOSCALED).config("enginecore")["model"]["device"] == "cuda"
     assert release(BARE).config("enginecore")["model"]["device"] == "cpu"
-
-
-def test_adapters_lie_on_a_volume_that_values_bring(tmp_path: Path):
-    made = release(
-        HUB,
-        "enginecore.config.lora.max_loras=8",
-        "enginecore.extraVolumes[0].name=adapters",
-        "enginecore.extraVolumes[0].persistentVolumeClaim.claimName=adapters",
-        "enginecore.extraVolumeMounts[0].name=adapters",
-        "enginecore.extraVolumeMounts[0].mountPath=/adapters",
-        "enginecore.extraVolumeMounts[0].readOnly=true",
-        "frontend.config.lora.adapters.pirate=/adapters/pirate",
-    )
-    engine, frontend = (load(made, component, tmp_path) for component in ("enginecore", "frontend"))
-    assert isinstance(engine, EngineCoreConfig)
-    assert isinstance(frontend, FrontendConfig)
-    assert engine.lora.enabled
-    assert frontend.lora.adapters == {"pirate": "/adapters/pirate"}
-    mounts = made.pod("enginecore")["spec"]["containers"][0]["volumeMounts"]
-    assert {"name": "adapters", "mountPath": "/adapters", "readOnly": True} in mounts
 
 
 def test_without_a_method_nothing_is_said_of_speculation():

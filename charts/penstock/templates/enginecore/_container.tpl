@@ -64,6 +64,9 @@ volumeMounts:
   {{- . | trim | nindent 2 }}
   {{- end }}
   {{- include "penstock.model.volumeMounts" .root | nindent 2 }}
+  {{- with include "penstock.lora.volumeMounts" . }}
+  {{- . | nindent 2 }}
+  {{- end }}
   {{- if include "penstock.enginecore.shmSize" . }}
   - name: shm
     mountPath: /dev/shm

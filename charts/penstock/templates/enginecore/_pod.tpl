@@ -46,6 +46,9 @@ spec:
         {}
         {{- end }}
       {{- end }}
+    {{- with include "penstock.lora.volumes" . }}
+    {{- . | nindent 4 }}
+    {{- end }}
     {{- if include "penstock.enginecore.shmSize" . }}
     - name: shm
       emptyDir:

@@ -33,6 +33,10 @@
 {{- $_ := set $own "auth" $auth }}
 {{- end }}
 {{- $usual := dict }}
+{{- with include "penstock.frontend.lora" . | fromYaml }}
+{{- $_ := set $own "lora" . }}
+{{- $_ := set $usual "lora" (dict "roots" (list (include "penstock.lora.root" $))) }}
+{{- end }}
 {{- range $pool, $values := include "penstock.pools" . | fromYaml }}
 {{- if and (ne $values.autoscaling.mode "none") (eq (int $values.autoscaling.minReplicas) 0) }}
 {{- $wait := max (default 0 $usual.engine_wait_timeout) (include "penstock.enginecore.startupSeconds" (dict "values" $values) | int) }}

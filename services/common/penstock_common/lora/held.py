@@ -8,8 +8,8 @@ _KEY_BYTES = 8
 
 
 class LoraHeld(msgspec.Struct, frozen=True, kw_only=True):
-    """Adapters by the ``key`` of their digests: ``active`` have a slot, ``held`` are in host memory or on their way there, the active
-    ones among them. At most MAX_HELD each; an adapter that is not told of counts as one that is not there.
+    """Adapters by what is ``short`` for their digests: ``active`` have a slot, ``held`` are in host memory or on their way there,
+    the active ones among them. At most MAX_HELD each; an adapter that is not told of counts as one that is not there.
     """
 
     version: int = 0
@@ -22,6 +22,6 @@ class LoraHeld(msgspec.Struct, frozen=True, kw_only=True):
     """Requests with adapters that the engine ends while it loads one; 0: not known."""
 
 
-def key(digest: bytes) -> int:
-    """What stands for a digest of 16 bytes: two adapters of one key would be taken for each other by routing, and by nobody else."""
+def short(digest: bytes) -> int:
+    """What stands for a digest of 16 bytes: two adapters of which it is the same would be taken for each other by routing, and by nobody else."""
     return int.from_bytes(digest[:_KEY_BYTES], "little")

@@ -6,11 +6,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from penstock_common.lora.held import LoraHeld, key
+from penstock_common.lora.held import LoraHeld, short
 
 LOADING = 4.0
-"""What loading an adapter counts as in an engine's score, at least: as much as a waiting request. It also takes the place of others,
-which somebody will want again.
+"""What loading an adapter counts as in an engine's score, at least: as much as a waiting request. It also takes the place of
+others, which somebody will want again.
 """
 MOST_LOADING = 64.0
 CACHED = 0.5
@@ -37,8 +37,8 @@ class Where(enum.Enum):
 
 class LoraPlaces:
     """By engine, which adapters it holds: as it says, and until it does, those that its requests from here had last. Each engine
-    is the home of a part of the adapters, by rendezvous hashing, alike for all frontends: so a few engines hold each, and one that
-    comes or goes changes the homes of few.
+    is the home of a part of the adapters, by rendezvous hashing, alike for all frontends: so a few engines hold each, and one
+    that comes or goes changes the homes of few.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -84,7 +84,7 @@ class LoraPlaces:
             return Where.ACTIVE
         if told is None:
             return Where.ABSENT
-        number = key(digest)
+        number = short(digest)
         if number in told.active:
             return Where.ACTIVE
         return Where.CACHED if number in told.held else Where.ABSENT

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 
 import pytest
 
-from penstock_common.lora.held import LoraHeld, key
+from penstock_common.lora.held import LoraHeld, short
 from penstock_frontend.engine.lora_places import (
     CACHED,
     HINT_SECONDS,
@@ -96,8 +96,8 @@ def held(
 ) -> LoraHeld:
     return LoraHeld(
         version=version,
-        active=tuple(key(digest(number)) for number in active),
-        held=tuple(key(digest(number)) for number in numbers + active),
+        active=tuple(short(digest(number)) for number in active),
+        held=tuple(short(digest(number)) for number in numbers + active),
         max_loras=max_loras,
         requests_per_load=cost,
     )

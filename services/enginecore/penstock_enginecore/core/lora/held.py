@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from penstock_common.drain_rate import DrainRate
-from penstock_common.lora.held import MAX_HELD, LoraHeld, key
+from penstock_common.lora.held import MAX_HELD, LoraHeld, short
 
 _LATEST = 0.25
 """Weight of the latest load in the time that one takes."""
@@ -62,8 +62,8 @@ class LoraHoldings:
             self._told_at = changes, active
             self._told = LoraHeld(
                 version=told.version + 1,
-                active=tuple(map(key, active[:MAX_HELD])),
-                held=tuple(map(key, islice(dict.fromkeys(held()), MAX_HELD))) if news else told.held,
+                active=tuple(map(short, active[:MAX_HELD])),
+                held=tuple(map(short, islice(dict.fromkeys(held()), MAX_HELD))) if news else told.held,
                 max_loras=self._max_loras,
                 requests_per_load=self._requests_per_load() if news else told.requests_per_load,
             )

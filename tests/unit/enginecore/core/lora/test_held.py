@@ -1,6 +1,6 @@
 """What an engine tells of the adapters that it holds."""
 
-from penstock_common.lora.held import MAX_HELD, LoraHeld, key
+from penstock_common.lora.held import MAX_HELD, LoraHeld, short
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.lora.held import LoraHoldings
 from tests.fakes.engines.engine_harness import FakeClock, Transcript, add, make_request, run_to_end, step
@@ -8,7 +8,7 @@ from tests.unit.enginecore.core.lora.test_intake import adapter, engine_of, exec
 
 
 def keys(*numbers: int) -> set[int]:
-    return {key(adapter(number).digest) for number in numbers}
+    return {short(adapter(number).digest) for number in numbers}
 
 
 def told(engine: EngineCore) -> LoraHeld:
