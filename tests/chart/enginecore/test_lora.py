@@ -95,7 +95,10 @@ def test_every_pod_of_an_engine_has_the_volume():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("enginecore.lora.adapters.x=x",), r"enginecore.lora.adapters.x is x, a directory on a volume, and there is none"),
+        (
+            ("enginecore.lora.adapters.x=x",),
+            r"enginecore.lora.adapters.x is x, a directory on a volume, and there is none",
+        ),
         (("enginecore.lora.directory=live",), r"enginecore.lora.directory is live, a directory on a volume"),
         ((CLAIM, "enginecore.lora.volume.nfs.path=/x"), "enginecore.lora: claimName and volume exclude each other"),
         (("enginecore.lora.maxLoras=0",), "enginecore.lora.maxLoras"),

@@ -23,5 +23,5 @@ class LoraHeld(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def short(digest: bytes) -> int:
-    """What stands for a digest of 16 bytes: two adapters of which it is the same would be taken for each other by routing, and by nobody else."""
+    """What stands for a digest of 16 bytes: routing alone would take two adapters for each other of which it is the same."""
     return int.from_bytes(digest[:_KEY_BYTES], "little")

@@ -12,8 +12,8 @@ _LATEST = 0.25
 
 
 class LoraHoldings:
-    """Makes what is told anew only where it has changed. Belongs to the busy loop's thread, but for ``of``, which may be called on
-    any.
+    """Makes what is told anew only where it has changed. Belongs to the busy loop's thread, but for ``of``, which may be called
+    on any.
     """
 
     def __init__(self, max_loras: int, clock: Callable[[], float]) -> None:
@@ -51,8 +51,8 @@ class LoraHoldings:
         self._request_seconds = self._rate.time_for(now, 1.0, 0.0) or 0.0
 
     def of(self, active: Sequence[bytes], held: Callable[[], Iterable[bytes]]) -> LoraHeld:
-        """What is to be told. ``active``: digests of the adapters that have a slot; ``held``: those in memory and on their way, the
-        most recently used first.
+        """What is to be told. ``active``: digests of the adapters that have a slot; ``held``: those in memory and on their way,
+        the most recently used first.
         """
         with self._lock:
             changes, told = self._changes, self._told
