@@ -20,13 +20,14 @@ from tests.fakes.patience import PATIENCE
 VOCAB = byte_level().get_vocab_size()
 
 
-def stored(number: int, parent: int = 0) -> events_pb2.KvCacheEvent:
+def stored(number: int, parent: int = 0, lora: str = "") -> events_pb2.KvCacheEvent:
     """Block ``number``, of two tokens, behind block ``parent``."""
     block = events_pb2.BlockStored(
         block_hashes=[name(number)],
         parent_block_hash=name(parent) if parent else b"",
         token_ids=[abs(number)] * 2,
         block_size=2,
+        lora_name=lora,
     )
     return events_pb2.KvCacheEvent(block_stored=block)
 
@@ -94,7 +95,7 @@ async def test_changes_come_as_they_happen_under_consecutive_numbers(
 
 async def test_a_late_subscriber_begins_with_what_is_cached_now(watched: FrontendServer, telling: FakeEngine) -> None:
     early = await subscribe(watched)
-    tell(telling, stored(1), stored(2, parent=1), stored(3))
+    tell(telling, stored(1, lora="pirate"), stored(2, parent=1, lora="pirate"), stored(3))
     tell(telling, removed(3))
     for _ in range(2):
         await anext(aiter(early))
@@ -103,6 +104,8 @@ async def test_a_late_subscriber_begins_with_what_is_cached_now(watched: Fronten
     state, change = [await anext(aiter(late)) for _ in range(2)]
     (run,) = [event.stored for event in state.events]
     assert [block.block_hash for block in run.blocks] == [1, 2]
+    assert run.lora_name == "pirate"
+    assert not change.events[0].stored.HasField("lora_name")
     assert [list(block.token_ids) for block in run.blocks] == [[1, 1], [2, 2]]
     assert (state.sequence_number, change.sequence_number) == (FIRST_SEQUENCE + 2, FIRST_SEQUENCE + 3)
 

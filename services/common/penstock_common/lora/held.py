@@ -20,6 +20,8 @@ class LoraHeld(msgspec.Struct, frozen=True, kw_only=True):
     """How many can be active at once."""
     requests_per_load: float = 0.0
     """Requests with adapters that the engine ends while it loads one; 0: not known."""
+    full: bool = False
+    """Whether the next one that is loaded takes the place of others."""
 
 
 def short(digest: bytes) -> int:

@@ -221,6 +221,7 @@ def kv_event_to_proto(event: KvCacheEvent) -> events_pb2.KvCacheEvent:
                 parent_block_hash=event.parent_hash,
                 token_ids=event.token_ids,
                 block_size=event.block_size,
+                lora_name=event.lora_name,
             )
             return events_pb2.KvCacheEvent(block_stored=stored)
         case BlockRemoved():
@@ -239,6 +240,7 @@ def kv_event_from_proto(message: events_pb2.KvCacheEvent) -> KvCacheEvent | None
                 parent_hash=stored.parent_block_hash,
                 token_ids=list(stored.token_ids),
                 block_size=stored.block_size,
+                lora_name=stored.lora_name,
             )
         case "block_removed":
             return BlockRemoved(block_hashes=list(message.block_removed.block_hashes))

@@ -86,6 +86,7 @@ def held_from_proto(message: stats_pb2.LoraHeld, *, path: str = "held") -> LoraH
         held=tuple(message.held),
         max_loras=message.max_loras,
         requests_per_load=message.requests_per_load,
+        full=message.full,
     )
 
 

@@ -5,13 +5,14 @@ import msgspec
 
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that can be found from now on, in a row. ``token_ids``: theirs, concatenated. ``parent_hash``: empty at the
-    start of a prompt.
+    start of a prompt. ``lora_name``: what the request called its adapter; empty: it had none.
     """
 
     block_hashes: list[bytes]
     parent_hash: bytes
     token_ids: list[int]
     block_size: int
+    lora_name: str = ""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True):

@@ -125,7 +125,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 class LoraStats(msgspec.Struct, frozen=True, kw_only=True):
     """The LoRA adapters of an engine's requests, by name: ``active`` among those that run; ``waiting`` for that, at most
-    ``MAX_WAITING_NAMES`` of them. Counts of loads and evictions, and ``load_seconds``, only grow.
+    ``MAX_WAITING_NAMES`` of them. Counts of loads, evictions and requests, and
+    ``load_seconds``, only grow. ``num_found``: requests that found their adapter in memory.
     """
 
     max_loras: int = 0
@@ -138,6 +139,8 @@ class LoraStats(msgspec.Struct, frozen=True, kw_only=True):
     num_loads: int = 0
     load_seconds: float = 0.0
     num_evictions: int = 0
+    num_requests: int = 0
+    num_found: int = 0
     held: LoraHeld | None = None
     """None: as it was last told on the same stream."""
 

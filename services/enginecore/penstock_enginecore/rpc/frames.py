@@ -175,8 +175,10 @@ def _event_pieces(event: KvCacheEvent, room: int) -> list[KvCacheEvent]:
 
 def _event_bytes(event: KvCacheEvent) -> int:
     hashes = 0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
-    tokens = len(event.token_ids) if isinstance(event, BlockStored) else 0
-    return _EVENT_BYTES * (1 + hashes) + _NUMBER_BYTES * tokens
+    if not isinstance(event, BlockStored):
+        return _EVENT_BYTES * (1 + hashes)
+    name = _CHARACTER_BYTES * len(event.lora_name)
+    return _EVENT_BYTES * (1 + hashes) + _NUMBER_BYTES * len(event.token_ids) + name
 
 
 def _fitting(answer: UtilityOutput, room: int) -> UtilityOutput:

@@ -136,6 +136,7 @@ class KvSubscription:
 class _Block(NamedTuple):
     parent_hash: bytes
     token_ids: "array[int]"
+    lora_name: str
 
 
 class _Cache:
@@ -152,7 +153,7 @@ class _Cache:
                 parent, size = event.parent_hash, event.block_size
                 for index, block_hash in enumerate(event.block_hashes):
                     token_ids = array("I", event.token_ids[index * size : (index + 1) * size])
-                    self.blocks[block_hash] = _Block(parent, token_ids)
+                    self.blocks[block_hash] = _Block(parent, token_ids, event.lora_name)
                     parent = block_hash
             case BlockRemoved():
                 for block_hash in event.block_hashes:
@@ -190,6 +191,7 @@ class _Cache:
             parent_hash=blocks[0].parent_hash,
             token_ids=[token_id for block in blocks for token_id in block.token_ids],
             block_size=len(blocks[0].token_ids),
+            lora_name=blocks[0].lora_name,
         )
 
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from penstock_common.lora.held import LoraHeld, short
 
 LOADING = 4.0
-"""What loading an adapter counts as in an engine's score, at least: as much as a waiting request. It also takes the place of
-others, which somebody will want again.
-"""
+"""What loading an adapter counts as in an engine's score, at least: as much as a waiting request."""
 MOST_LOADING = 64.0
+EVICTING = 4.0
+"""What it counts as on top where it takes the place of others, which somebody will want again."""
 CACHED = 0.5
 """What an adapter counts as that is in memory and has no slot: less than a running request."""
 SLOTS_FULL = 16.0
@@ -121,6 +121,8 @@ class _Told:
         self.held = frozenset(held.held)
         self.full = 0 < held.max_loras <= len(held.active)
         self.loading = min(max(_WAITING * held.requests_per_load, LOADING), MOST_LOADING)
+        if held.full:
+            self.loading += EVICTING
 
 
 _NOTHING: OrderedDict[bytes, float] = OrderedDict()

@@ -66,6 +66,7 @@ def test_pooling_parameters_survive_the_wire(params: PoolingParams) -> None:
     "event",
     [
         BlockStored(block_hashes=[b"a", b"b"], parent_hash=b"", token_ids=[1, 2], block_size=1),
+        BlockStored(block_hashes=[b"a"], parent_hash=b"p", token_ids=[1], block_size=1, lora_name="pirate"),
         BlockRemoved(block_hashes=[b"a"]),
         AllBlocksCleared(),
     ],

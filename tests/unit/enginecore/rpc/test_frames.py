@@ -115,12 +115,15 @@ def test_an_answer_to_a_call_that_no_frame_holds_is_an_error() -> None:
 
 def test_blocks_that_were_stored_together_are_told_in_a_chain() -> None:
     hashes = [bytes([i % 256] * 15 + [i // 256]) for i in range(3000)]
-    event = BlockStored(block_hashes=hashes, parent_hash=b"p", token_ids=[2**31] * 12_000, block_size=4)
+    event = BlockStored(
+        block_hashes=hashes, parent_hash=b"p", token_ids=[2**31] * 12_000, block_size=4, lora_name="\N{SHIP}" * 256
+    )
     events = [e for frame in frames(EngineCoreOutputs(kv_events=[event])) for e in frame.kv_events]
     parent = b"p"
     for each in events:
         assert isinstance(each, BlockStored)
         assert each.parent_hash == parent
+        assert each.lora_name == event.lora_name
         assert len(each.token_ids) == 4 * len(each.block_hashes)
         parent = each.block_hashes[-1]
     assert [h for each in events if isinstance(each, BlockStored) for h in each.block_hashes] == hashes

@@ -7,8 +7,10 @@ from collections import Counter, OrderedDict
 import pytest
 
 from penstock_common.lora.held import LoraHeld, short
+from penstock_frontend.config import RoutingPolicy
 from penstock_frontend.engine.lora_places import (
     CACHED,
+    EVICTING,
     HINT_SECONDS,
     LOADING,
     MOST_LOADING,
@@ -128,6 +130,15 @@ def test_a_load_costs_what_the_engine_does_meanwhile(requests: float, cost: floa
     assert places.term("e0", digest(1)) == cost
 
 
+def test_an_engine_with_room_is_better_than_one_where_others_would_have_to_go() -> None:
+    router, lora = Router(), digest(1)
+    first = home(router, lora)
+    for key in KEYS:
+        router.loras.told(key, LoraHeld(version=1, max_loras=4, full=key == first))
+    assert router.loras.term(first, lora) == LOADING + EVICTING
+    assert router.pick(ENGINES, lora=lora) == router.loras.in_order(KEYS, lora)[1]
+
+
 def test_what_was_sent_counts_until_the_engine_has_had_the_time_to_say_so() -> None:
     now = [0.0]
     places = LoraPlaces(lambda: now[0])
@@ -165,12 +176,14 @@ def test_of_many_engines_the_home_is_among_those_that_are_compared() -> None:
 
 
 class Simulated:
-    """Engines that run 8 requests at once, each for 20 turns, and keep the 16 adapters that they used last."""
+    """Engines that run 8 requests at once, each for 20 turns, keep the 16 adapters that they used last, and say so every turn."""
 
-    def __init__(self, router: Router) -> None:
-        self.router = router
-        self.running: dict[str, list[int]] = {key: [] for key in KEYS}
-        self.waiting: dict[str, int] = dict.fromkeys(KEYS, 0)
+    def __init__(self, policy: RoutingPolicy) -> None:
+        self.turns = 0
+        self.router = router = Router(0, policy)
+        router.loras = LoraPlaces(lambda: self.turns / 20)
+        self.running: dict[str, list[tuple[int, bytes]]] = {key: [] for key in KEYS}
+        self.waiting: dict[str, list[bytes]] = {key: [] for key in KEYS}
         self.cached: dict[str, OrderedDict[bytes, None]] = {key: OrderedDict() for key in KEYS}
         self.found = self.num_requests = 0
         self.served: Counter[str] = Counter()
@@ -180,7 +193,7 @@ class Simulated:
         self.router.sent(key, str(self.num_requests), lora)
         self.num_requests += 1
         self.served[key] += 1
-        self.waiting[key] += 1
+        self.waiting[key].append(lora)
         cached = self.cached[key]
         self.found += lora in cached
         cached[lora] = None
@@ -189,19 +202,28 @@ class Simulated:
             cached.popitem(last=False)
 
     def turn(self) -> None:
+        self.turns += 1
         for key, running in self.running.items():
-            running[:] = [left - 1 for left in running if left > 1]
+            running[:] = [(end, lora) for end, lora in running if end > self.turns]
             while self.waiting[key] and len(running) < 8:
-                self.waiting[key] -= 1
-                running.append(20)
-            self.router.loras.holds(key, 16)
-            self.router.report(key, waiting=self.waiting[key], running=len(running), kv_cache_usage=0.0)
+                running.append((self.turns + 20, self.waiting[key].pop(0)))
+            held = LoraHeld(
+                version=self.turns,
+                active=tuple({short(lora) for _, lora in running}),
+                held=tuple(map(short, self.cached[key])),
+                max_loras=8,
+                full=len(self.cached[key]) == 16,
+            )
+            self.router.loras.told(key, held)
+            self.router.report(key, waiting=len(self.waiting[key]), running=len(running), kv_cache_usage=0.0)
 
 
+@pytest.mark.parametrize("popularity", [[1.0 / rank for rank in range(1, 65)], [1.0] * 64], ids=["Zipf", "even"])
 @pytest.mark.parametrize(("policy", "found", "uneven"), [("prefix_aware", 0.9, 1.3), ("round_robin", 0.0, 1.3)])
-def test_most_requests_find_their_adapter_loaded_and_the_load_is_even(policy: str, found: float, uneven: float) -> None:
-    simulated, chance = Simulated(Router(0, policy)), random.Random(1)  # type: ignore[arg-type]
-    popularity = [1.0 / rank for rank in range(1, 65)]
+def test_most_requests_find_their_adapter_loaded_and_the_load_is_even(
+    policy: RoutingPolicy, found: float, uneven: float, popularity: list[float]
+) -> None:
+    simulated, chance = Simulated(policy), random.Random(1)
     for _ in range(4000):
         for number in chance.choices(range(64), popularity, k=chance.randint(0, 2)):
             simulated.take(digest(number))

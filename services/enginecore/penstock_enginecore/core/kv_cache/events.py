@@ -34,6 +34,7 @@ class KvEventLog:
                 parent_hash=hashes[first - 1] if first else b"",
                 token_ids=request.all_token_ids[first * self._block_size : last * self._block_size],
                 block_size=self._block_size,
+                lora_name="" if request.lora is None else request.lora.name,
             )
         )
 

@@ -38,6 +38,11 @@ class LoraCache:
         return digest in self._held
 
     @property
+    def full(self) -> bool:
+        """Whether another adapter of the mean size would have to take the place of others."""
+        return bool(self._held) and self.num_bytes * (1 + 1 / len(self._held)) > self.capacity
+
+    @property
     def digests(self) -> tuple[bytes, ...]:
         """Those that are held, the least recently used first."""
         return tuple(self._held)

@@ -50,9 +50,9 @@ class LoraHoldings:
         self._rate.left(now, 0.0)
         self._request_seconds = self._rate.time_for(now, 1.0, 0.0) or 0.0
 
-    def of(self, active: Sequence[bytes], held: Callable[[], Iterable[bytes]]) -> LoraHeld:
+    def of(self, active: Sequence[bytes], held: Callable[[], Iterable[bytes]], *, full: bool = False) -> LoraHeld:
         """What is to be told. ``active``: digests of the adapters that have a slot; ``held``: those in memory and on their way,
-        the most recently used first.
+        the most recently used first. ``full``: whether there is no room for another.
         """
         with self._lock:
             changes, told = self._changes, self._told
@@ -66,6 +66,7 @@ class LoraHoldings:
                 held=tuple(map(short, islice(dict.fromkeys(held()), MAX_HELD))) if news else told.held,
                 max_loras=self._max_loras,
                 requests_per_load=self._requests_per_load() if news else told.requests_per_load,
+                full=full,
             )
             return self._told
 

@@ -94,6 +94,8 @@ class LoraIntake:
         self._num_loading = 0
         self._num_loads = 0
         self._load_seconds = 0.0
+        self._num_requests = 0
+        self._num_found = 0
 
     def check(self, adapter: LoraAdapter) -> None:
         """Refuse an adapter that can be seen to be none. Any thread. Raises Unimplemented or InvalidArgument."""
@@ -114,7 +116,9 @@ class LoraIntake:
     def start(self, request: Request, lora: LoraRequest) -> None:
         """Get the adapter of a request that is held until then."""
         digest = lora.digest or self._digests.get(lora.path, b"")
+        self._num_requests += 1
         if digest in self.cache:
+            self._num_found += 1
             self._let_go_on(request, lora, digest)
             return
         self._load(lora).requests.append(request)
@@ -159,7 +163,9 @@ class LoraIntake:
             num_loads=self._num_loads,
             load_seconds=self._load_seconds,
             num_evictions=cache.num_evictions,
-            held=self._holdings.of(slots.digests, self._held_digests),
+            num_requests=self._num_requests,
+            num_found=self._num_found,
+            held=self._holdings.of(slots.digests, self._held_digests, full=cache.full),
         )
 
     def _held_digests(self) -> Iterator[bytes]:

@@ -41,6 +41,8 @@ def _stored(event: BlockStored) -> common_pb2.KvBlocksStored:
             for index, block_hash in enumerate(event.block_hashes)
         ]
     )
+    if event.lora_name:
+        stored.lora_name = event.lora_name
     if event.parent_hash:
         stored.parent_block_hash = _folded(event.parent_hash)
     return stored

@@ -6,6 +6,7 @@ import pytest
 
 from penstock_common.errors import FailedPrecondition, Unavailable
 from penstock_common.lora.registration import LoraAdapter
+from penstock_common.types.kv_events import BlockStored
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.config import LoraConfig
 from penstock_enginecore.core.engine_core import EngineCore
@@ -258,3 +259,12 @@ def test_preempted_requests_come_back_with_their_adapters() -> None:
     assert_as_expected(engine, transcript, *requests)
     assert_nothing_left(engine)
     assert executor_of(engine).most_loras == 2
+
+
+def test_blocks_that_become_findable_are_told_with_the_name_of_their_adapter() -> None:
+    engine = engine_of(enable_kv_events=True)
+    told = []
+    for request in (make_request(40, lora=adapter(1)), make_request(40)):
+        run_to_end(engine, request)
+        told += engine.scheduler.kv_cache.take_events()
+    assert [event.lora_name for event in told if isinstance(event, BlockStored)] == ["a1", ""]
