@@ -20,6 +20,8 @@ LORA = LoraStats(
     num_loads=7,
     load_seconds=0.5,
     num_evictions=4,
+    num_requests=20,
+    num_found=13,
 )
 
 
@@ -40,6 +42,8 @@ def test_an_engine_with_adapters_names_those_of_its_requests_and_counts_loads() 
         "loads_total": 7,
         "load_seconds_total": 0.5,
         "evictions_total": 4,
+        "requests_total": 20,
+        "requests_found_total": 13,
     }
     assert {name: found.get_sample_value(f"penstock:lora_{name}", LABELS) for name in expected} == expected
 

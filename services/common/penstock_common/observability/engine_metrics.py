@@ -41,6 +41,8 @@ _LORA_GAUGES: dict[str, tuple[str, Callable[[LoraStats], float]]] = {
 _LORA_COUNTERS: dict[str, tuple[str, Callable[[LoraStats], float]]] = {
     "penstock:lora_loads": ("Adapters loaded", lambda s: s.num_loads),
     "penstock:lora_load_seconds": ("Seconds that loading them took", lambda s: s.load_seconds),
+    "penstock:lora_requests": ("Requests with adapters", lambda s: s.num_requests),
+    "penstock:lora_requests_found": ("Of these, requests that found theirs in memory", lambda s: s.num_found),
     "penstock:lora_evictions": ("Adapters that made room for others", lambda s: s.num_evictions),
 }
 

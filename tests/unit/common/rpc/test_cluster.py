@@ -24,7 +24,7 @@ def test_a_view_survives_the_wire(state):
         seconds_since_last_step=3.25,
         index=4,
         model="m",
-        loras=LoraHeld(version=3, active=(1,), held=(1, 2**64 - 1), max_loras=4, requests_per_load=1.5),
+        loras=LoraHeld(version=3, active=(1,), held=(1, 2**64 - 1), max_loras=4, requests_per_load=1.5, full=True),
     )
     view = ClusterView(engines=(engine,))
     wire = cluster.view_to_proto(view).SerializeToString()
@@ -54,6 +54,8 @@ CANNOT_BE_COUNTS = {
         num_loads=9,
         load_seconds=0.25,
         num_evictions=2,
+        num_requests=8,
+        num_found=5,
         held=LoraHeld(version=1, active=(2,), held=(2, 1), max_loras=4),
     ),
 }
