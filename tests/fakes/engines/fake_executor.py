@@ -25,7 +25,7 @@ from penstock_enginecore.config.scheduler import STEP_TOKENS
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.block_pool import NULL_BLOCK_ID
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest
+from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, MakeRoom
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.scheduler.output import (
@@ -210,7 +210,7 @@ class FakeExecutor:
         self.most_loras = 0
         self.loads: list[LoraRequest] = []
         self.loads_at_once = True
-        self._loading: deque[tuple[LoraRequest, Future[LoadedLora]]] = deque()
+        self._loading: deque[tuple[LoraRequest, MakeRoom, Future[LoadedLora]]] = deque()
 
     @property
     def held_requests(self) -> set[str]:
@@ -254,11 +254,11 @@ class FakeExecutor:
         self.num_dummy_steps += 1
         self.on_dummy()
 
-    def load_lora(self, lora: LoraRequest) -> "Future[LoadedLora]":
+    def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
         """Of ``adapters``, by path, at once or when ``finish_load`` is called."""
         self.loads.append(lora)
         future: Future[LoadedLora] = Future()
-        self._loading.append((lora, future))
+        self._loading.append((lora, make_room, future))
         if self.loads_at_once:
             self.finish_load()
         return future
@@ -267,15 +267,23 @@ class FakeExecutor:
         """End the oldest load that is under way; False when there is none."""
         if not self._loading:
             return False
-        lora, future = self._loading.popleft()
+        lora, make_room, future = self._loading.popleft()
         loaded = self.adapters[lora.path]
         if isinstance(loaded, Exception):
             future.set_exception(loaded)
         elif lora.digest and lora.digest != loaded.digest:
             future.set_exception(FailedPrecondition("other content", reason="LORA_CHANGED"))
         else:
-            self._between_steps(partial(self._take_lora, loaded, future))
+            made: Future[None] = Future()
+            made.add_done_callback(partial(self._load_lora, loaded, future))
+            make_room(loaded.num_bytes, made)
         return True
+
+    def _load_lora(self, loaded: LoadedLora, future: "Future[LoadedLora]", made: "Future[None]") -> None:
+        if (error := made.exception()) is not None:
+            future.set_exception(error)
+        else:
+            self._between_steps(partial(self._take_lora, loaded, future))
 
     def _take_lora(self, loaded: LoadedLora, future: "Future[LoadedLora]") -> None:
         self.held_loras.add(loaded.digest)

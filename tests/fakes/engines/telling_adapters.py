@@ -16,7 +16,7 @@ from penstock_enginecore.config import LoraConfig
 from penstock_enginecore.executor.lora_store import ReadAdapter
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
 from penstock_enginecore.forward.modules import ModulesForward
-from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate
+from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate, TakeAdapter
 from penstock_enginecore.lora.errors import LoraError, LoraReason
 
 PLAIN_KERNELS = {"decoder": False, "linear": False, "attention": False, "sampler": False}
@@ -54,6 +54,13 @@ def make_reader(module: PreTrainedModel, config: LoraConfig) -> ReadAdapter:
     return read
 
 
+def size_adapter(path: str, config: LoraConfig) -> int:
+    """Of what ``write_adapter`` writes."""
+    if not (Path(path) / "token").exists():
+        raise LoraError(LoraReason.NOT_FOUND, "there is nothing", file=path)
+    return NUM_BYTES
+
+
 class Telling:
     """What ``ModulesForward`` holds and was given. ``segments``: of each step that had any; ``num_tokens``: of each step."""
 
@@ -67,9 +74,12 @@ def tell_adapters(monkeypatch: pytest.MonkeyPatch) -> Telling:
     telling = Telling()
     run = ModulesForward.run
 
-    def add_adapter(_: Any, adapter: LoraAdapter) -> None:
-        assert adapter.digest not in telling.tokens, "it is there already"
-        telling.tokens[adapter.digest] = int(adapter.updates["lm_head"].a[0, 0])
+    def prepare_adapter(_: Any, adapter: LoraAdapter) -> TakeAdapter:
+        def take() -> None:
+            assert adapter.digest not in telling.tokens, "it is there already"
+            telling.tokens[adapter.digest] = int(adapter.updates["lm_head"].a[0, 0])
+
+        return take
 
     def remove_adapter(_: Any, digest: bytes) -> None:
         del telling.tokens[digest]
@@ -89,6 +99,6 @@ def tell_adapters(monkeypatch: pytest.MonkeyPatch) -> Telling:
         return output
 
     monkeypatch.setattr(ModulesForward, "run", adapted_run)
-    monkeypatch.setattr(ModulesForward, "add_adapter", add_adapter)
+    monkeypatch.setattr(ModulesForward, "prepare_adapter", prepare_adapter)
     monkeypatch.setattr(ModulesForward, "remove_adapter", remove_adapter)
     return telling

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from penstock_enginecore.core.data_parallel.shared_experts import SharedExperts
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest
+from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, MakeRoom
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import WorkerStats
@@ -69,10 +69,11 @@ class Executor(Protocol):
         goes wrong in it.
         """
 
-    def load_lora(self, lora: LoraRequest) -> "Future[LoadedLora]":
+    def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
         """Read an adapter in every worker while steps go on, and take it between two of them; one that is there already is read
-        again, and stays. The future raises Unavailable where it cannot be read, FailedPrecondition where it is not what ``lora``
-        says, or is not served.
+        again, and stays. ``make_room`` is called first: workers have what they keep of it once others have gone. The future
+        raises what comes of that, Unavailable where it cannot be read, FailedPrecondition where it is not what ``lora`` says, or is not
+        served.
         """
 
     def unload_lora(self, digest: bytes) -> None:

@@ -1,8 +1,9 @@
 """The adapters that a worker holds."""
 
 import threading
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, TypeAlias
 
 from transformers import PreTrainedModel
 
@@ -10,9 +11,9 @@ from penstock_common.errors import FailedPrecondition, RequestFailed, Unavailabl
 from penstock_enginecore.config import LoraConfig
 from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest
 from penstock_enginecore.forward.base import AdaptedForward
-from penstock_enginecore.lora.adapter import LoraAdapter
+from penstock_enginecore.lora.adapter import LoraAdapter, TakeAdapter
 from penstock_enginecore.lora.errors import LoraError, LoraReason
-from penstock_enginecore.lora.peft_adapter import LoraLimits, read_adapter
+from penstock_enginecore.lora.peft_adapter import LoraLimits, adapter_bytes, read_adapter
 from penstock_enginecore.lora.target import AdapterTarget
 from penstock_enginecore.models.errors import ModelLoadError
 
@@ -20,6 +21,9 @@ ReadAdapter: TypeAlias = Callable[[str], LoraAdapter]
 """Reads the adapter in a directory. Raises LoraError."""
 MakeReader: TypeAlias = Callable[[PreTrainedModel, LoraConfig], ReadAdapter]
 """Makes what reads adapters of a model, whose modules are as they were loaded."""
+
+SizeAdapter: TypeAlias = Callable[[str, LoraConfig], int]
+"""Bytes that the matrices of the adapter in a directory will have in memory, without reading them. Raises LoraError."""
 
 _UNREADABLE = (LoraReason.NOT_FOUND, LoraReason.UNREADABLE)
 
@@ -30,8 +34,36 @@ def peft_reader(module: PreTrainedModel, config: LoraConfig) -> ReadAdapter:
     return lambda path: read_adapter(path, target, limits)
 
 
+def peft_size(path: str, config: LoraConfig) -> int:
+    """Of adapters as PEFT saves them."""
+    return adapter_bytes(path, LoraLimits(config.max_lora_rank))
+
+
+@contextmanager
+def telling_of(lora: LoraRequest) -> Iterator[None]:
+    """What is wrong with the files of an adapter ends its requests: raises Unavailable where they cannot be read,
+    FailedPrecondition for what is not served.
+    """
+    try:
+        yield
+    except LoraError as e:
+        raise (_unavailable if e.reason in _UNREADABLE else _refused)(lora, e) from e
+    except OSError as e:
+        raise _unavailable(lora, e) from e
+
+
+class ReadyLora(NamedTuple):
+    """An adapter that was read for ``lora``. ``take``: how ``forward`` takes it; None where there was no forward pass."""
+
+    lora: LoraRequest
+    loaded: LoadedLora
+    forward: AdaptedForward | None
+    take: TakeAdapter | None
+
+
 class LoraStore:
-    """By digest, in the forward pass. ``read`` may be called on any thread while steps run; the other methods between steps.
+    """By digest, in the forward pass. ``read`` and ``prepare`` may be called on any thread while steps run; the other methods
+    between steps.
 
     Matrices are the forward pass' to keep. What is held here says where they can be read again, once the engine has slept
     without its weights.
@@ -62,42 +94,38 @@ class LoraStore:
         """
         if self._read is None:
             raise RuntimeError("attach must come before the first adapter")
-        name = f"adapter {lora.name!r}" if lora.name else "the adapter"
-        try:
-            with self._lock:
-                adapter = self._read(lora.path)
-        except LoraError as e:
-            if e.reason in _UNREADABLE:
-                raise _unavailable(name, lora, e) from e
-            raise FailedPrecondition(
-                f"{name} at {lora.path!r} is not served: {e}", field="lora", reason="LORA_REFUSED"
-            ) from e
-        except OSError as e:
-            raise _unavailable(name, lora, e) from e
+        with self._lock, telling_of(lora):
+            adapter = self._read(lora.path)
         if lora.digest and adapter.digest != lora.digest:
             raise FailedPrecondition(
-                f"{name} at {lora.path!r} has changed: its digest is {adapter.digest.hex()}, not {lora.digest.hex()}",
+                f"{_called(lora)} at {lora.path!r} has changed: its digest is {adapter.digest.hex()}, not {lora.digest.hex()}",
                 field="lora",
                 reason="LORA_CHANGED",
             )
         return adapter
 
-    def add(self, lora: LoraRequest, adapter: LoraAdapter) -> LoadedLora:
-        """Hold what was read for ``lora``; while there is no forward pass, it is read again for the next. Raises
-        FailedPrecondition with what the forward pass finds wrong with it.
-        """
-        digest = adapter.digest
-        if digest in self._held:
-            return self._held[digest][1]
+    def prepare(self, lora: LoraRequest, adapter: LoraAdapter) -> ReadyLora:
+        """Have what was read for ``lora`` as the forward pass wants it. Raises FailedPrecondition with what that finds wrong."""
+        loaded = LoadedLora(adapter.digest, adapter.max_rank, tuple(sorted(adapter.updates)), adapter.num_bytes)
+        forward = self._forward
         try:
-            if self._forward is not None:
-                self._forward.add_adapter(adapter)
+            take = None if forward is None else forward.prepare_adapter(adapter)
         except ValueError as e:
-            raise FailedPrecondition(
-                f"adapter {lora.name!r} at {lora.path!r} is not served: {e}", field="lora", reason="LORA_REFUSED"
-            ) from e
-        loaded = LoadedLora(digest, adapter.max_rank, tuple(sorted(adapter.updates)), adapter.num_bytes)
-        self._held[digest] = lora, loaded
+            raise _refused(lora, e) from e
+        return ReadyLora(lora, loaded, forward, take)
+
+    def add(self, ready: ReadyLora) -> LoadedLora:
+        """Hold it. While there is no forward pass, it is read again for the next, and so it is for one that came meanwhile:
+        raises as ``read`` then.
+        """
+        lora, loaded, forward, take = ready
+        if (held := self._held.get(loaded.digest)) is not None:
+            return held[1]
+        if self._forward is forward and take is not None:
+            take()
+        elif self._forward is not None:
+            self._forward.add_adapter(self.read(LoraRequest(lora.name, lora.path, loaded.digest)))
+        self._held[loaded.digest] = lora, loaded
         return loaded
 
     def remove(self, digest: bytes) -> None:
@@ -110,5 +138,15 @@ class LoraStore:
         self._forward = None
 
 
-def _unavailable(name: str, lora: LoraRequest, error: Exception) -> RequestFailed:
-    return Unavailable(f"{name} cannot be read from {lora.path!r}: {error}", field="lora", reason="LORA_UNAVAILABLE")
+def _called(lora: LoraRequest) -> str:
+    return f"adapter {lora.name!r}" if lora.name else "the adapter"
+
+
+def _refused(lora: LoraRequest, error: Exception) -> RequestFailed:
+    why = f"{_called(lora)} at {lora.path!r} is not served: {error}"
+    return FailedPrecondition(why, field="lora", reason="LORA_REFUSED")
+
+
+def _unavailable(lora: LoraRequest, error: Exception) -> RequestFailed:
+    why = f"{_called(lora)} cannot be read from {lora.path!r}: {error}"
+    return Unavailable(why, field="lora", reason="LORA_UNAVAILABLE")

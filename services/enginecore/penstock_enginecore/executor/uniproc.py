@@ -1,7 +1,7 @@
 """The executor of one device: its worker lives in a thread of this process."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
@@ -10,14 +10,14 @@ from penstock_enginecore.core.data_parallel.shared_experts import SharedExperts
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest
+from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, MakeRoom
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.executor.completion import Late
 from penstock_enginecore.executor.device_thread import DeviceThread
-from penstock_enginecore.executor.lora_store import MakeReader, peft_reader
+from penstock_enginecore.executor.lora_store import MakeReader, SizeAdapter, peft_reader, peft_size, telling_of
 from penstock_enginecore.executor.worker import Worker
 from penstock_enginecore.executor.worker_config import WorkerConfig
 
@@ -29,13 +29,21 @@ class UniprocExecutor:
     tokens are late, another waits for them, and the next step is launched meanwhile.
     """
 
-    def __init__(self, config: EngineCoreConfig, make_reader: MakeReader | None = peft_reader) -> None:
+    def __init__(
+        self,
+        config: EngineCoreConfig,
+        make_reader: MakeReader | None = peft_reader,
+        size_adapter: SizeAdapter = peft_size,
+    ) -> None:
         """``make_reader``: of LoRA adapters; None: none are read."""
         self._thread = DeviceThread()
         self._loader = DeviceThread("lora loader")
+        self._size_adapter = partial(size_adapter, config=config.lora)
         self._worker = self._thread.call(partial(Worker, WorkerConfig(engine=config), make_reader))
         self._utilities = extend(UtilityRegistry(self._worker), "worker")
         self._forward: Future[None] | None = None
+        self._unloaded: Future[None] | None = None
+        """The last adapter's that workers were told to let go of."""
         self._num_steps = 0
         self._failed: int | None = None
         """Number of the first step that has failed, since the executor recovered."""
@@ -119,17 +127,34 @@ class UniprocExecutor:
         """Waits for the worker to compute a token that nobody asked for."""
         self._thread.call(lambda: self._worker.runner.execute_dummy_batch())
 
-    def load_lora(self, lora: LoraRequest) -> "Future[LoadedLora]":
-        """Queues the reading behind that of others, on a thread of its own."""
-        return self._loader.submit(partial(self._load_lora, lora))
+    def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
+        """Queues the reading behind that of others, on a thread of its own; only what takes it is queued behind steps."""
+        loaded: Future[LoadedLora] = Future()
+        self._loader.submit(partial(self._load_lora, lora, make_room, loaded))
+        return loaded
 
-    def _load_lora(self, lora: LoraRequest) -> LoadedLora:
-        adapter = self._worker.loras.read(lora)
-        return self._thread.call(partial(self._worker.loras.add, lora, adapter))
+    def _load_lora(self, lora: LoraRequest, make_room: MakeRoom, loaded: "Future[LoadedLora]") -> None:
+        """Room is made while the files are read."""
+        loras = self._worker.loras
+        try:
+            with telling_of(lora):
+                size = self._size_adapter(lora.path)
+            room: Future[None] = Future()
+            make_room(size, room)
+            adapter = loras.read(lora)
+            room.result()
+            if (unloaded := self._unloaded) is not None:
+                wait([unloaded])  # or there is more than there should be
+            ready = loras.prepare(lora, adapter)
+        except BaseException as e:  # the future's reader decides what it means
+            loaded.set_exception(e)
+            del loaded
+            return
+        self._thread.submit(partial(loras.add, ready)).add_done_callback(partial(_pass_on, loaded))
 
     def unload_lora(self, digest: bytes) -> None:
         """Queues it behind the steps before."""
-        self._thread.submit(partial(self._worker.loras.remove, digest))
+        self._unloaded = self._thread.submit(partial(self._worker.loras.remove, digest))
 
     def roll_back(self) -> None:
         """Waits for what is left of the step."""
@@ -165,3 +190,12 @@ class UniprocExecutor:
             self._loader.stop()
             self._thread.call(self._worker.shutdown)
             self._thread.stop()
+
+
+def _pass_on(to: "Future[T]", done: "Future[T]") -> None:
+    """What has become of ``done`` becomes of ``to``."""
+    error = done.exception()
+    if error is None:
+        to.set_result(done.result())
+    else:
+        to.set_exception(error)

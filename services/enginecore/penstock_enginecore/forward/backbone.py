@@ -11,7 +11,7 @@ from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.modules import NO_ROWS, caches_by_module, module_bytes, unsupported
 from penstock_enginecore.forward.probe import Probe
-from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment
+from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, TakeAdapter
 from penstock_enginecore.lora.reference import AdaptedModules
 from penstock_enginecore.models.attention_hook import AttentionContext, StepContext, use_context
 from penstock_enginecore.models.encoder import check_encoder_calls, encoder_inputs
@@ -81,9 +81,13 @@ class Backbone:
         with self._adapted.step(batch.segments, NO_ROWS):
             return hidden_states(self._model, batch, context, self.device)
 
-    def add_adapter(self, adapter: LoraAdapter) -> None:
+    def prepare_adapter(self, adapter: LoraAdapter) -> TakeAdapter:
         """To the modules of its names, see ``AdaptedForward``."""
-        self._adapted.add(adapter)
+        return self._adapted.prepare(adapter)
+
+    def add_adapter(self, adapter: LoraAdapter) -> None:
+        """Between steps."""
+        self.prepare_adapter(adapter)()
 
     def remove_adapter(self, digest: bytes) -> None:
         """From all of them."""

@@ -15,7 +15,7 @@ from penstock_enginecore.attention.kv_cache import FLOAT8, NO_SCALES, KVScales, 
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
 from penstock_enginecore.forward.upload import to_device
-from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment
+from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, TakeAdapter
 from penstock_enginecore.lora.reference import AdaptedModules, head_of
 from penstock_enginecore.models.attention_hook import AttentionCall, StepContext, use_context
 from penstock_enginecore.models.errors import ModelLoadError
@@ -158,9 +158,13 @@ class ModulesForward:
         with self._adapted.step(states.segments, of):
             return self._head.logits(states.hidden, rows)
 
-    def add_adapter(self, adapter: LoraAdapter) -> None:
+    def prepare_adapter(self, adapter: LoraAdapter) -> TakeAdapter:
         """To the modules of its names."""
-        self._adapted.add(adapter)
+        return self._adapted.prepare(adapter)
+
+    def add_adapter(self, adapter: LoraAdapter) -> None:
+        """Between steps."""
+        self.prepare_adapter(adapter)()
 
     def remove_adapter(self, digest: bytes) -> None:
         """From all of them."""

@@ -28,7 +28,7 @@ from penstock_enginecore.forward.native_inputs import EmbeddingLookup, Embedding
 from penstock_enginecore.forward.native_layers import DecoderLayers, turns
 from penstock_enginecore.forward.native_models import is_mixture, unsuitable, unsuitable_part
 from penstock_enginecore.forward.proof import Candidate, UnsuitableError
-from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment
+from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, TakeAdapter
 from penstock_enginecore.lora.segments import segments_of_rows
 from penstock_enginecore.native.attention import cache_struct, group_struct, kernel_layout
 from penstock_enginecore.native.library import NativeLibrary
@@ -202,9 +202,13 @@ class NativeForward:
         )
         return self._finish(logits)
 
-    def add_adapter(self, adapter: LoraAdapter) -> None:
+    def prepare_adapter(self, adapter: LoraAdapter) -> TakeAdapter:
         """Packed for the products of its layers."""
-        self._adapters.add(adapter)
+        return self._adapters.prepare(adapter)
+
+    def add_adapter(self, adapter: LoraAdapter) -> None:
+        """Between steps."""
+        self.prepare_adapter(adapter)()
 
     def remove_adapter(self, digest: bytes) -> None:
         """With what is packed of it."""

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.forward.native_models import is_gated, own_layers, query_key_value
-from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate
+from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate, TakeAdapter
 from penstock_enginecore.lora.reference import AdaptedModules, expect_features, expect_known
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.low_rank import MergedUpdate, PackedUpdates
@@ -47,12 +47,17 @@ class DecoderAdapters:
         self._packed: dict[bytes, PackedUpdates] = {}
         self._beside = AdaptedModules(module)
 
-    def add(self, adapter: LoraAdapter) -> None:
-        """Raises ValueError, see ``AdaptedForward``."""
+    def prepare(self, adapter: LoraAdapter) -> TakeAdapter:
+        """On any thread. Raises ValueError, see ``AdaptedForward``."""
         left = dict(adapter.updates)
         packed = PackedUpdates(self._library, [place.take(left) for place in self._places])
-        self._beside.add(LoraAdapter(adapter.digest, left))
-        self._packed[adapter.digest] = packed
+        take_beside = self._beside.prepare(LoraAdapter(adapter.digest, left))
+
+        def take() -> None:
+            take_beside()
+            self._packed[adapter.digest] = packed
+
+        return take
 
     def remove(self, digest: bytes) -> None:
         """KeyError where it is not there."""

@@ -1,9 +1,13 @@
 """What an adapter is once it has been read, and which tokens of a step have one."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
+
+TakeAdapter: TypeAlias = Callable[[], None]
+"""Has a forward pass take segments of an adapter from then on, and does little. Called between steps, once at most."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Reads adapters of LoRA as PEFT saves them, and refuses by name what would not be served as it was trained."""
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from penstock_enginecore.lora.errors import LoraError, LoraReason
 from penstock_enginecore.lora.layer_choice import ChosenLayer, choose_layers
 from penstock_enginecore.lora.opening import TENSORS_FILE, AdapterFolder
 from penstock_enginecore.lora.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, PeftConfig, parse_peft_config
-from penstock_enginecore.lora.peft_names import PeftTensors, sort_tensors, tensor_name
+from penstock_enginecore.lora.peft_names import PeftTensors, is_update, sort_tensors, tensor_name
 from penstock_enginecore.lora.target import AdapterTarget
 from penstock_enginecore.lora.tensor_file import DTYPES, StoredTensor, TensorFile, TensorHeader
 
@@ -56,6 +57,19 @@ def read_adapter(path: Path | str, target: AdapterTarget, limits: LoraLimits) ->
         for update in updates
     }
     return LoraAdapter(digest, ready)
+
+
+def adapter_bytes(path: Path | str, limits: LoraLimits) -> int:
+    """How many bytes the matrices of the adapter in the directory ``path`` will have once they are read, by what its files say of
+    them. Raises LoraError.
+    """
+    with AdapterFolder.at(Path(path)) as folder:
+        with folder.file(CONFIG_FILE) as (opened, _):
+            parse_peft_config(opened.read(MAX_CONFIG_BYTES + 1), limits.max_rank)
+        with folder.file(TENSORS_FILE) as (opened, size):
+            headers = TensorFile(opened, TENSORS_FILE, size).headers
+    of_updates = (header for name, header in headers.items() if is_update(name))
+    return sum(math.prod(header.shape) * torch.float32.itemsize for header in of_updates)
 
 
 def _layers(config: PeftConfig, tensors: PeftTensors, target: AdapterTarget) -> dict[str, ChosenLayer]:

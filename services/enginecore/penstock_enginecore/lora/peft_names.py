@@ -78,6 +78,11 @@ def sort_tensors(names: Iterable[str], target: AdapterTarget, file: str) -> Peft
     return PeftTensors(naming, updates, dict(_copy(name, naming, target, file) for name in others))
 
 
+def is_update(name: str) -> bool:
+    """Whether a tensor is called what A and B are called."""
+    return _UPDATE.fullmatch(name.removeprefix(_PREFIX)) is not None
+
+
 def tensor_name(layer: str, side: str) -> str:
     """What PEFT calls the tensor of a layer."""
     return f"{_PREFIX}{layer}.lora_{side}.weight"

@@ -2,7 +2,7 @@
 with.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.utils.hooks import RemovableHandle
 
 from penstock_enginecore.attention.base import IntArray
-from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate
+from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate, TakeAdapter
 from penstock_enginecore.lora.segments import segments_of_rows
 
 Addition = Callable[[torch.Tensor, torch.Tensor], None]
@@ -65,12 +65,23 @@ class AdaptedModules:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._added
 
-    def add(self, adapter: LoraAdapter) -> None:
-        """Between steps. Raises ValueError for an update whose layer is not there or has other features."""
+    def prepare(self, adapter: LoraAdapter) -> TakeAdapter:
+        """On any thread. Raises ValueError for an update whose layer is not there or has other features."""
         layers = {self._layer(name, update): update for name, update in adapter.updates.items()}
-        self._added[adapter.digest] = {layer: PlainAddition.of(layer, update) for layer, update in layers.items()}
-        for layer in layers.keys() - self._hooks.keys():
-            self._hooks[layer] = layer.register_forward_hook(self._add)
+        on_host = all(parameter.device.type == "cpu" for layer in layers for parameter in layer.parameters())
+        # What goes to a device must not come between the calls that a step is captured from.
+        ready = _additions(layers) if on_host else None
+
+        def take() -> None:
+            self._added[adapter.digest] = _additions(layers) if ready is None else ready
+            for layer in layers.keys() - self._hooks.keys():
+                self._hooks[layer] = layer.register_forward_hook(self._add)
+
+        return take
+
+    def add(self, adapter: LoraAdapter) -> None:
+        """Between steps. Raises as ``prepare``."""
+        self.prepare(adapter)()
 
     def remove(self, digest: bytes) -> None:
         """Between steps. KeyError where it is not there."""
@@ -111,6 +122,10 @@ class AdaptedModules:
             raise ValueError(f"{name} is {type(layer).__name__}, no linear layer")
         expect_features(name, update, layer.out_features, layer.in_features)
         return layer
+
+
+def _additions(layers: Mapping[torch.nn.Module, LowRankUpdate]) -> dict[torch.nn.Module, Addition]:
+    return {layer: PlainAddition.of(layer, update) for layer, update in layers.items()}
 
 
 def head_of(module: torch.nn.Module) -> torch.nn.Module | None:

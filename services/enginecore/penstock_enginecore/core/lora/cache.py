@@ -20,6 +20,7 @@ class LoraCache:
     """Adapters by digest, up to ``capacity`` bytes. Those that make room are the least recently used, of those that nobody uses
     and that are not pinned. One that is removed while it is used stays until its last user has gone.
 
+    Room is reserved for an adapter before there is memory of it; what is held and what is reserved never exceed ``capacity``.
     Methods that make adapters leave return their digests: the caller has the workers let go of them.
     """
 
@@ -27,6 +28,8 @@ class LoraCache:
         self.capacity = capacity
         self.num_bytes = 0
         """Of the adapters that are held."""
+        self.num_reserved = 0
+        """Bytes for adapters that are on their way."""
         self.num_evictions = 0
         """Adapters that had to go for others, since the start."""
         self._held: dict[bytes, _Held] = {}  # the least recently used first
@@ -57,24 +60,47 @@ class LoraCache:
         held = self._held.get(digest)
         return held is not None and held.users > 0
 
-    def add(self, digest: bytes, num_bytes: int) -> list[bytes]:
-        """Hold an adapter from now on, as the most recently used; one that is held already counts as used now, and stays if it
-        was to leave. Returns those that had to go for it.
+    def reserve(self, num_bytes: int) -> list[bytes]:
+        """Keep room for an adapter, until it is added or ``cancel`` is called. Returns those that had to go for it.
 
-        Raises FailedPrecondition for one that is larger than all there is, ResourceExhausted while those in use and pinned leave
-        too little; nothing has changed then.
+        Raises FailedPrecondition for one that is larger than all there is, ResourceExhausted while those in use, pinned and on
+        their way leave too little; nothing has changed then.
+        """
+        evicted = self._make_room(num_bytes, self.capacity - self.num_bytes - self.num_reserved)
+        self.num_reserved += num_bytes
+        return evicted
+
+    def cancel(self, num_bytes: int) -> None:
+        """Of what was reserved, so much is not needed."""
+        if num_bytes > self.num_reserved:
+            raise ValueError(f"{self.num_reserved} bytes are reserved, not {num_bytes}")
+        self.num_reserved -= num_bytes
+
+    def add(self, digest: bytes, num_bytes: int, reserved: int = 0) -> list[bytes]:
+        """Hold an adapter from now on, as the most recently used; one that is held already counts as used now, and stays if it
+        was to leave. ``reserved``: bytes that were, for it. Returns those that had to go for it. Raises as ``reserve``; nothing
+        has changed then.
         """
         if (held := self._held.get(digest)) is not None:
             held.leaving = False
             self._touch(digest)
+            self.cancel(reserved)
             return []
+        evicted = self._make_room(num_bytes, self.capacity - self.num_bytes - self.num_reserved + reserved)
+        self.cancel(reserved)
+        self._held[digest] = _Held(num_bytes)
+        self.num_bytes += num_bytes
+        return evicted
+
+    def _make_room(self, num_bytes: int, room: int) -> list[bytes]:
+        """``room``: bytes that there are. Returns those that have gone for the rest."""
         if num_bytes > self.capacity:
             raise FailedPrecondition(
                 f"the adapter has {num_bytes} bytes; lora.cpu_memory is {self.capacity}",
                 field="lora",
                 reason="LORA_TOO_LARGE",
             )
-        evicted, room = [], self.capacity - self.num_bytes
+        evicted = []
         for other, entry in self._held.items():
             if room >= num_bytes:
                 break
@@ -92,8 +118,6 @@ class LoraCache:
         for other in evicted:
             self._drop(other)
         self.num_evictions += len(evicted)
-        self._held[digest] = _Held(num_bytes)
-        self.num_bytes += num_bytes
         return evicted
 
     def acquire(self, digest: bytes) -> None:

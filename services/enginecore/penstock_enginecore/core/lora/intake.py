@@ -47,13 +47,22 @@ class _Call(NamedTuple):
     pinned: bool
 
 
+class _Want(NamedTuple):
+    """A load that needs so many bytes of the cache, and waits for them."""
+
+    load: "_Load"
+    num_bytes: int
+    made: "Future[None]"
+
+
 @dataclass(slots=True)
 class _Load:
-    """An adapter on its way. ``number``: of what the workers were told; ``began``: seconds."""
+    """An adapter on its way. ``number``: of what the workers were told; ``began``: seconds; ``reserved``: bytes in the cache."""
 
     lora: LoraRequest
     number: int
     began: float
+    reserved: int = 0
     requests: list[Request] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
 
@@ -87,7 +96,7 @@ class LoraIntake:
         self._digests: dict[str, bytes] = {}
         """By path, of those that are held."""
         self._loads: dict[LoraRequest, _Load] = {}
-        self._done: queue.SimpleQueue[tuple[_Load, Future[LoadedLora]]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[_Load, Future[LoadedLora]] | _Want] = queue.SimpleQueue()
         self._unloaded: dict[bytes, int] = {}
         """What workers were told to let go of while loads were under way, with the number that that had."""
         self._number = 0
@@ -127,7 +136,11 @@ class LoraIntake:
     def take(self) -> None:
         """Let requests go on whose adapter has come, and end those whose adapter cannot be had."""
         while not self._done.empty():
-            load, future = self._done.get()
+            news = self._done.get()
+            if isinstance(news, _Want):
+                self._make_room(news)
+                continue
+            load, future = news
             self._loads.pop(_what(load.lora))
             self._num_loading -= len(load.requests)
             self._holdings.changed()
@@ -139,8 +152,23 @@ class LoraIntake:
                 self._hold(loaded, load)
             except Exception as e:
                 self._fail(load, e)
+            finally:
+                self.cache.cancel(load.reserved)
+                load.reserved = 0
         if not self._loads:
             self._unloaded.clear()
+
+    def _make_room(self, want: _Want) -> None:
+        if self._loads.get(_what(want.load.lora)) is not want.load:
+            want.made.cancel()  # its workers have gone meanwhile
+            return
+        try:
+            self._unload(self.cache.reserve(want.num_bytes))
+        except RequestFailed as e:
+            want.made.set_exception(e)
+        else:
+            want.load.reserved += want.num_bytes
+            want.made.set_result(None)
 
     @property
     def has_news(self) -> bool:
@@ -236,7 +264,7 @@ class LoraIntake:
     def _begin(self, load: _Load) -> None:
         self._number += 1
         load.number = self._number
-        future = self._executor.load_lora(load.lora)
+        future = self._executor.load_lora(load.lora, partial(self._want, load))
         self._loads[_what(load.lora)] = load
         self._holdings.changed()
         future.add_done_callback(lambda done: self._put(load, done))
@@ -250,6 +278,11 @@ class LoraIntake:
             known.calls += load.calls
         self._num_loading += len(load.requests)
 
+    def _want(self, load: _Load, num_bytes: int, made: "Future[None]") -> None:
+        """Any thread."""
+        self._done.put(_Want(load, num_bytes, made))
+        self._wake()
+
     def _put(self, load: _Load, future: "Future[LoadedLora]") -> None:
         self._done.put((load, future))
         self._wake()
@@ -258,7 +291,8 @@ class LoraIntake:
         """Those who wait for a load get it. Raises what ``LoraCache.add`` does; workers let go of it then."""
         digest = loaded.digest
         try:
-            self._unload(self.cache.add(digest, loaded.num_bytes))
+            self._unload(self.cache.add(digest, loaded.num_bytes, load.reserved))
+            load.reserved = 0
         except RequestFailed:
             self._unload([digest])
             raise

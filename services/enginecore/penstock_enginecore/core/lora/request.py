@@ -1,10 +1,18 @@
 """The adapter of a request, and what is known of one that is loaded."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeAlias
 
 import msgspec
 
 from penstock_common.lora.registration import LoraAdapter
+
+
+MakeRoom: TypeAlias = "Callable[[int, Future[None]], None]"
+"""Asks for so many bytes of ``lora.cpu_memory``, on any thread. The future ends on the thread that gives executors their calls,
+once workers have been told what to let go of for them; with ResourceExhausted or FailedPrecondition where they cannot be had.
+"""
 
 
 class LoraRequest(msgspec.Struct, frozen=True):

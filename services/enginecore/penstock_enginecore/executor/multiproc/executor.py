@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,10 +11,12 @@ import msgspec
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest
+from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, MakeRoom
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import WorkerStats
+from penstock_enginecore.executor.device_thread import DeviceThread
+from penstock_enginecore.executor.lora_store import SizeAdapter, peft_size, telling_of
 from penstock_enginecore.executor.multiproc.agreement import agreed
 from penstock_enginecore.executor.multiproc.calls import Calls
 from penstock_enginecore.executor.multiproc.failures import Failure, WorkersGone
@@ -57,13 +60,17 @@ class MultiprocExecutor:
     other tokens than the first ends all of them: what was started raises WorkersGone, as does every later call.
     """
 
-    def __init__(self, config: EngineCoreConfig, *, module: str = MODULE) -> None:
+    def __init__(
+        self, config: EngineCoreConfig, *, module: str = MODULE, size_adapter: SizeAdapter = peft_size
+    ) -> None:
         """Starts the processes, without waiting for what they import. ``module``: what they run."""
         self._timeout = config.executor.step_timeout
         self._num_workers = num_workers = config.executor.num_workers
         self._num_of_stage = config.executor.tensor_parallel_size
         self._calls = Calls(num_workers)
         self._loads = LoadsAwaited(num_workers)
+        self._sizes = DeviceThread("lora sizes")
+        self._size_adapter = partial(size_adapter, config=config.lora)
         self._progress: Progress = logger.info
         self._on_failure: Callable[[Exception], None] = lambda _: None
         self._stats = [WorkerStats(rank=rank) for rank in range(num_workers)]
@@ -166,11 +173,30 @@ class MultiprocExecutor:
         """Waits for the workers to compute a token that nobody asked for."""
         self._invoke("execute_dummy_batch", None)
 
-    def load_lora(self, lora: LoraRequest) -> "Future[LoadedLora]":
-        """By every worker, on a thread beside its steps."""
+    def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
+        """By every worker, on a thread beside its steps, once there is room."""
         number, loaded = self._loads.begin()
-        self._send(LoadLora(number, lora))
+        self._sizes.submit(partial(self._load_lora, number, lora, make_room))
         return loaded
+
+    def _load_lora(self, number: int, lora: LoraRequest, make_room: MakeRoom) -> None:
+        try:
+            with telling_of(lora):
+                size = self._size_adapter(lora.path)
+        except Exception as e:
+            self._loads.refused(number, e)
+            return
+        made: Future[None] = Future()
+        made.add_done_callback(partial(self._read_lora, number, lora))
+        make_room(size, made)
+
+    def _read_lora(self, number: int, lora: LoraRequest, made: "Future[None]") -> None:
+        """Behind what is to make room."""
+        try:
+            made.result()
+            self._send(LoadLora(number, lora))
+        except Exception as e:
+            self._loads.refused(number, e)
 
     def unload_lora(self, digest: bytes) -> None:
         """By every worker, behind the steps before."""

@@ -52,6 +52,13 @@ class LoadsAwaited:
             return
         future.set_result(loaded[0])
 
+    def refused(self, number: int, error: Exception) -> None:
+        """A load was not begun. Numbers that are not waited for are ignored."""
+        with self._lock:
+            future, _ = self._waiting.pop(number, (None, {}))
+        if future is not None:
+            future.set_exception(error)
+
     def fail(self, error: Exception) -> None:
         """Nothing is answered any more: end every load, also those to come, with ``error``."""
         with self._lock:

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 
+from penstock_enginecore.core.lora.request import LoraRequest
 from penstock_enginecore.executor.device_thread import DeviceThread
-from penstock_enginecore.executor.lora_store import LoraStore
+from penstock_enginecore.executor.lora_store import LoraStore, ReadyLora
 from penstock_enginecore.executor.multiproc.failures import Failure
 from penstock_enginecore.executor.multiproc.messages import Loaded, LoadLora
-from penstock_enginecore.lora.adapter import LoraAdapter
 
 
 class LoadsUnderWay:
@@ -20,22 +20,26 @@ class LoadsUnderWay:
 
     def __init__(self) -> None:
         self._thread: DeviceThread | None = None
-        self._reading: deque[tuple[LoadLora, Future[LoraAdapter]]] = deque()
+        self._reading: deque[tuple[LoadLora, Future[ReadyLora]]] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._reading)
 
     def begin(self, load: LoadLora, store: LoraStore) -> None:
-        """Have an adapter read."""
+        """Have an adapter read, and made ready for the forward pass."""
         if self._thread is None:
             self._thread = DeviceThread("lora loader")
-        self._reading.append((load, self._thread.submit(partial(store.read, load.lora))))
+        self._reading.append((load, self._thread.submit(partial(_load, store, load.lora))))
 
     def take(self, store: LoraStore) -> Iterator[Loaded]:
         """Take what has been read, between steps. The answers."""
         while self._reading and self._reading[0][1].done():
             load, future = self._reading.popleft()
             try:
-                yield Loaded(load.number, store.add(load.lora, future.result()))
+                yield Loaded(load.number, store.add(future.result()))
             except Exception as e:
                 yield Loaded(load.number, Failure.of(e))
+
+
+def _load(store: LoraStore, lora: LoraRequest) -> ReadyLora:
+    return store.prepare(lora, store.read(lora))

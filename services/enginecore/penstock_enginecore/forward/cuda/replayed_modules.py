@@ -32,7 +32,7 @@ from penstock_enginecore.forward.modules import (
     module_outputs,
 )
 from penstock_enginecore.forward.probe import NUM_TOKENS
-from penstock_enginecore.lora.adapter import LoraAdapter
+from penstock_enginecore.lora.adapter import LoraAdapter, TakeAdapter
 from penstock_enginecore.models.attention_hook import StepContext, use_context
 from penstock_enginecore.models.loader import LoadedModel, first_line
 
@@ -130,6 +130,10 @@ class ReplayedModules:
     def head(self, states: KeptStates, rows: torch.Tensor) -> torch.Tensor:
         """As ``ModulesForward``."""
         return self._modules.head(states, rows)
+
+    def prepare_adapter(self, adapter: LoraAdapter) -> TakeAdapter:
+        """As ``ModulesForward``."""
+        return self._modules.prepare_adapter(adapter)
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
         """As ``ModulesForward``."""

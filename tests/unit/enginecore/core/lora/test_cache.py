@@ -1,5 +1,7 @@
 """Adapters in host memory: what goes for another, what stays, and what is told when nothing can go."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -83,6 +85,37 @@ def test_a_release_too_many_is_a_defect() -> None:
         cache.release(A)
 
 
+def test_room_is_kept_for_an_adapter_that_is_on_its_way() -> None:
+    cache = LoraCache(30)
+    for digest in (A, B, C):
+        cache.add(digest, 10)
+    assert cache.reserve(15) == [A, B]
+    assert (cache.num_bytes, cache.num_reserved) == (10, 15)
+    with pytest.raises(ResourceExhausted, match="room for 15"):
+        cache.add(b"d", 16)  # though what is reserved is not there yet
+    assert cache.add(b"d", 12, 15) == []
+    assert (cache.num_bytes, cache.num_reserved) == (22, 0)
+    assert cache.num_evictions == 2
+
+
+def test_more_than_was_reserved_needs_room_as_ever() -> None:
+    cache = LoraCache(30)
+    cache.add(A, 20)
+    assert cache.reserve(10) == []
+    assert cache.add(B, 11, 10) == [A]
+
+
+def test_room_that_is_not_needed_is_given_back_once() -> None:
+    cache = LoraCache(30)
+    cache.add(A, 10)
+    cache.reserve(20)
+    assert cache.add(A, 10, 5) == []  # it had come another way
+    cache.cancel(15)
+    assert cache.num_reserved == 0
+    with pytest.raises(ValueError, match="0 bytes are reserved, not 1"):
+        cache.cancel(1)
+
+
 SIZES = {bytes([i]): 1 + i % 5 for i in range(12)}
 digests = st.sampled_from(sorted(SIZES))
 
@@ -97,6 +130,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.users = dict.fromkeys(SIZES, 0)
         self.pinned: set[bytes] = set()
         self.leaving: set[bytes] = set()
+        self.reserved: list[int] = []
 
     def used(self, digest: bytes) -> None:
         self.order.remove(digest)
@@ -108,26 +142,46 @@ class CacheMachine(RuleBasedStateMachine):
         self.pinned.discard(digest)
         self.leaving.discard(digest)
 
-    @rule(digest=digests)
-    def add(self, digest: bytes) -> None:
-        if digest in self.order:
-            assert self.cache.add(digest, SIZES[digest]) == []
-            self.used(digest)
-            return
+    def make_room(self, size: int, reserved: int, make: Callable[[], list[bytes]]) -> bool:
+        """Whether there was room, or others went for it. ``reserved``: of all that is, this is what it is for."""
         may_go = [d for d in self.order if not self.users[d] and d not in self.pinned]
-        free = 12 - sum(SIZES[d] for d in self.order)
-        if free + sum(SIZES[d] for d in may_go) < SIZES[digest]:
+        free = 12 - sum(SIZES[d] for d in self.order) - sum(self.reserved) + reserved
+        if free + sum(SIZES[d] for d in may_go) < size:
             with pytest.raises(ResourceExhausted):
-                self.cache.add(digest, SIZES[digest])
-            return
-        evicted = self.cache.add(digest, SIZES[digest])
+                make()
+            return False
+        evicted = make()
         assert evicted == may_go[: len(evicted)]
         room = free + sum(SIZES[d] for d in evicted)
-        assert room >= SIZES[digest]
-        assert not evicted or room - SIZES[evicted[-1]] < SIZES[digest]  # no more than had to
+        assert room >= size
+        assert not evicted or room - SIZES[evicted[-1]] < size  # no more than had to
         for other in evicted:
             self.gone(other)
-        self.order.append(digest)
+        return True
+
+    @rule(size=st.integers(0, 5))
+    def reserve(self, size: int) -> None:
+        if self.make_room(size, 0, lambda: self.cache.reserve(size)):
+            self.reserved.append(size)
+
+    @rule()
+    def cancel(self) -> None:
+        if self.reserved:
+            self.cache.cancel(self.reserved.pop())
+
+    @rule(digest=digests, on_its_way=st.booleans())
+    def add(self, digest: bytes, on_its_way: bool) -> None:
+        reserved = self.reserved[0] if on_its_way and self.reserved else 0
+        size = SIZES[digest]
+        if digest in self.order:
+            assert self.cache.add(digest, size, reserved) == []
+            self.used(digest)
+        elif self.make_room(size, reserved, lambda: self.cache.add(digest, size, reserved)):
+            self.order.append(digest)
+        else:
+            return
+        if reserved:
+            self.reserved.pop(0)
 
     @rule(digest=digests)
     def acquire(self, digest: bytes) -> None:
@@ -172,7 +226,9 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def holds_what_it_should(self) -> None:
         assert list(self.cache.digests) == self.order
-        assert self.cache.num_bytes == sum(SIZES[d] for d in self.order) <= 12
+        assert self.cache.num_bytes == sum(SIZES[d] for d in self.order)
+        assert self.cache.num_reserved == sum(self.reserved)
+        assert self.cache.num_bytes + self.cache.num_reserved <= 12
         assert {d for d in SIZES if self.cache.is_pinned(d)} == self.pinned
         assert {d for d in SIZES if self.cache.is_used(d)} == {d for d in SIZES if self.users[d]}
 

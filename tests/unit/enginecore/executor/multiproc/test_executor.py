@@ -6,12 +6,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock_common.errors import FailedPrecondition, RequestFailed, Unavailable
+from penstock_common.errors import FailedPrecondition, RequestFailed, ResourceExhausted, Unavailable
 from penstock_enginecore.config import EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest
@@ -22,8 +23,14 @@ from tests.fakes.engines.worker_process import MODULE, Misdeed
 from tests.fakes.patience import PATIENCE
 from tests.fakes.processes import children
 
+ADAPTER_BYTES = 100
 QUIET = Misdeed()
 KV_CACHE = KVCacheConfig(num_blocks=9, block_size=4, groups=(), max_model_len=32)
+
+
+def room(num_bytes: int, made: "Future[None]") -> None:
+    assert num_bytes == ADAPTER_BYTES
+    made.set_result(None)
 
 
 def step(number: int) -> SchedulerOutput:
@@ -38,7 +45,7 @@ def executor_of(
         model=ModelConfig(path=misdeed.path),
         executor=ExecutorConfig(kind="multiproc", tensor_parallel_size=workers, step_timeout=step_timeout),
     )
-    executor = MultiprocExecutor(config, module=MODULE)
+    executor = MultiprocExecutor(config, module=MODULE, size_adapter=lambda path, config: ADAPTER_BYTES)
     try:
         yield executor
     finally:
@@ -103,13 +110,28 @@ def test_steps_are_in_flight_at_once_and_end_in_their_order() -> None:
 
 def test_adapters_are_read_by_all_workers_beside_their_steps() -> None:
     with executor_of() as executor:
-        one, other = executor.load_lora(LoraRequest("a", "1")), executor.load_lora(LoraRequest("b", "2"))
+        one, other = executor.load_lora(LoraRequest("a", "1"), room), executor.load_lora(LoraRequest("b", "2"), room)
         executor.execute_model(step(1))
         assert executor.sample_tokens().result(PATIENCE).request_ids == ["a", "b"]
         assert one.result(PATIENCE) == LoadedLora(bytes([1]) * 16, 4, ("held 0",), 100)
         assert other.result(PATIENCE).modules == ("held 1",)
         executor.unload_lora(bytes([1]) * 16)
-        assert executor.load_lora(LoraRequest("c", "3")).result(PATIENCE).modules == ("held 1",)
+        assert executor.load_lora(LoraRequest("c", "3"), room).result(PATIENCE).modules == ("held 1",)
+
+
+def test_adapters_are_read_once_there_is_room_for_them() -> None:
+    wants: list[Future[None]] = []
+
+    def full(num_bytes: int, made: "Future[None]") -> None:
+        made.set_exception(ResourceExhausted("there is no room"))
+
+    with executor_of() as executor:
+        assert isinstance(executor.load_lora(LoraRequest("a", "1"), full).exception(PATIENCE), ResourceExhausted)
+        later = executor.load_lora(LoraRequest("b", "2"), lambda num_bytes, made: wants.append(made))
+        assert executor.load_lora(LoraRequest("c", "3"), room).result(PATIENCE).modules == ("held 0",)
+        assert not later.done()
+        wants[0].set_result(None)
+        assert later.result(PATIENCE).modules == ("held 1",)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +142,7 @@ def test_an_adapter_that_one_worker_cannot_read_or_reads_otherwise_is_not_loaded
     does: Any, error: type[RequestFailed], reason: str
 ) -> None:
     with executor_of(Misdeed(rank=1, when="load_lora", does=does)) as executor:
-        failed = executor.load_lora(LoraRequest("a", "1")).exception(PATIENCE)
+        failed = executor.load_lora(LoraRequest("a", "1"), room).exception(PATIENCE)
         assert isinstance(failed, error)
         assert failed.reason == reason
         executor.execute_model(step(1))
@@ -129,7 +151,7 @@ def test_an_adapter_that_one_worker_cannot_read_or_reads_otherwise_is_not_loaded
 
 def test_a_worker_that_ends_while_it_reads_an_adapter_ends_the_load() -> None:
     with executor_of(Misdeed(rank=1, when="load_lora", does="exit")) as executor:
-        assert isinstance(executor.load_lora(LoraRequest("a", "1")).exception(PATIENCE), WorkersGone)
+        assert isinstance(executor.load_lora(LoraRequest("a", "1"), room).exception(PATIENCE), WorkersGone)
 
 
 def test_sampling_without_a_forward_pass_is_an_error() -> None:
