@@ -72,8 +72,8 @@ class Executor(Protocol):
     def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
         """Read an adapter in every worker while steps go on, and take it between two of them; one that is there already is read
         again, and stays. ``make_room`` is called first: workers have what they keep of it once others have gone. The future
-        raises what comes of that, Unavailable where it cannot be read, FailedPrecondition where it is not what ``lora`` says, or is not
-        served.
+        raises what comes of that, Unavailable where it cannot be read, FailedPrecondition where it is not what ``lora`` says,
+        or is not served.
         """
 
     def unload_lora(self, digest: bytes) -> None:

@@ -14,6 +14,7 @@ from penstock_enginecore.forward.base import AdaptedForward
 from penstock_enginecore.lora.adapter import LoraAdapter, TakeAdapter
 from penstock_enginecore.lora.errors import LoraError, LoraReason
 from penstock_enginecore.lora.peft_adapter import LoraLimits, adapter_bytes, read_adapter
+from penstock_enginecore.lora.read_before import ReadBefore
 from penstock_enginecore.lora.target import AdapterTarget
 from penstock_enginecore.models.errors import ModelLoadError
 
@@ -30,8 +31,8 @@ _UNREADABLE = (LoraReason.NOT_FOUND, LoraReason.UNREADABLE)
 
 def peft_reader(module: PreTrainedModel, config: LoraConfig) -> ReadAdapter:
     """Reads adapters as PEFT saves them."""
-    target, limits = AdapterTarget.of(module), LoraLimits(config.max_lora_rank)
-    return lambda path: read_adapter(path, target, limits)
+    target, limits, before = AdapterTarget.of(module), LoraLimits(config.max_lora_rank), ReadBefore()
+    return lambda path: read_adapter(path, target, limits, before)
 
 
 def peft_size(path: str, config: LoraConfig) -> int:

@@ -15,6 +15,7 @@ from penstock_enginecore.lora.layer_choice import ChosenLayer, choose_layers
 from penstock_enginecore.lora.opening import TENSORS_FILE, AdapterFolder
 from penstock_enginecore.lora.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, PeftConfig, parse_peft_config
 from penstock_enginecore.lora.peft_names import PeftTensors, is_update, sort_tensors, tensor_name
+from penstock_enginecore.lora.read_before import FileState, ReadBefore
 from penstock_enginecore.lora.target import AdapterTarget
 from penstock_enginecore.lora.tensor_file import DTYPES, StoredTensor, TensorFile, TensorHeader
 
@@ -31,12 +32,19 @@ class LoraLimits:
 
 
 @torch.no_grad()
-def read_adapter(path: Path | str, target: AdapterTarget, limits: LoraLimits) -> LoraAdapter:
-    """The adapter in the directory ``path``, for the model that ``target`` is of. Raises LoraError."""
+def read_adapter(
+    path: Path | str, target: AdapterTarget, limits: LoraLimits, before: ReadBefore | None = None
+) -> LoraAdapter:
+    """The adapter in the directory ``path``, for the model that ``target`` is of. ``before``: what was read for the same target,
+    whose numbers need not be looked at again. Raises LoraError.
+    """
+    before = before or ReadBefore()
     with AdapterFolder.at(Path(path)) as folder:
         with folder.file(CONFIG_FILE) as (opened, _):
+            config_state = FileState.of(opened)
             config = parse_peft_config(opened.read(MAX_CONFIG_BYTES + 1), limits.max_rank)
         with folder.file(TENSORS_FILE) as (opened, size):
+            files = (config_state, FileState.of(opened))
             file = TensorFile(opened, TENSORS_FILE, size)
             tensors = sort_tensors(file.headers, target, TENSORS_FILE)
             layers = _layers(config, tensors, target)
@@ -50,12 +58,17 @@ def read_adapter(path: Path | str, target: AdapterTarget, limits: LoraLimits) ->
         for layer, chosen in layers.items()
         for names in (tensors.updates[layer],)
     ]
-    digest = adapter_digest(updates)
+    known = before.digest(files)
+    digest = known or adapter_digest(updates)
     share = not tensors.copies  # or the copies would stay in memory with the views
     ready = {
-        update.module: _update(update, tensors.updates[tensors.naming.in_file(update.module)], share=share)
+        update.module: _update(
+            update, tensors.updates[tensors.naming.in_file(update.module)], share=share, good=known is not None
+        )
         for update in updates
     }
+    if known is None:
+        before.remember(files, digest)
     return LoraAdapter(digest, ready)
 
 
@@ -161,12 +174,15 @@ def _check_copies(tensors: PeftTensors, stored: Mapping[str, StoredTensor], targ
             )
 
 
-def _update(update: StoredUpdate, names: Mapping[str, str], *, share: bool) -> LowRankUpdate:
-    """With its scale in B. ``share``: the memory that was read."""
+def _update(update: StoredUpdate, names: Mapping[str, str], *, share: bool, good: bool) -> LowRankUpdate:
+    """With its scale in B. ``share``: the memory that was read. ``good``: its numbers are known to be finite."""
     a, b = update.a.float(), update.b.float()
-    _check_finite(a, names["A"], 1.0)
-    _check_finite(b, names["B"], update.scale)
-    return LowRankUpdate(a, b.mul_(update.scale)) if share else LowRankUpdate(a.clone(), b * update.scale)
+    if not good:
+        _check_finite(a, names["A"], 1.0)
+        _check_finite(b, names["B"], update.scale)
+    if not share:
+        return LowRankUpdate(a.clone(), b * update.scale)
+    return LowRankUpdate(a, b if update.scale == 1.0 else b.mul_(update.scale))
 
 
 def _check_finite(tensor: torch.Tensor, name: str, scale: float) -> None:

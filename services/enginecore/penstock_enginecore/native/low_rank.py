@@ -1,6 +1,7 @@
 """Adapters' matrices in the layouts that the kernels read (``csrc/lora.h``)."""
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,7 +40,8 @@ class MergedUpdate:
         for update, count in zip(updates, features, strict=True):
             pieces.append(count if update is None else (update.b, rank))
             rank += 0 if update is None else update.rank
-        return cls(torch.cat([update.a for update in updates if update is not None]), pieces, interleaved)
+        of_a = [update.a for update in updates if update is not None]
+        return cls(torch.cat(of_a) if len(of_a) > 1 else of_a[0], pieces, interleaved)
 
     @classmethod
     def halves(cls, update: LowRankUpdate) -> "MergedUpdate":
@@ -71,42 +73,40 @@ class PackedUpdates:
             (each if isinstance(each, int) else len(each[0])) % lanes for each in update.pieces
         ):
             raise ValueError(f"a merged weight's projections have multiples of {lanes} output features")
-        half_a = fits_bfloat16(update.a)
-        half_b = all(isinstance(each, int) or fits_bfloat16(each[0]) for each in update.pieces)
-        a = F.pad(update.a, (0, -k % (2 * lanes)))
-        stride = a.shape[1]
-        a = a.view(rank, -1, 2, lanes)
-        a = a.transpose(2, 3).bfloat16() if half_a else a
-        whole = rank // _GROUP * _GROUP
-        groups = [
-            rows.reshape(-1, size, *rows.shape[1:]).transpose(1, 2).flatten()
-            for rows, size in ((a[:whole], _GROUP), (a[whole:], rank - whole))
-            if len(rows)
-        ]
-        a = torch.cat(groups)
-        kinds = [KINDS[torch.bfloat16 if half else torch.float32] for half in (half_a, half_b)]
-        pieces = [self._piece(each, half=half_b) for each in update.pieces]
-        return Update(self._keep(a), stride, *kinds, k, rank, update.interleaved, len(pieces), (Piece * 3)(*pieces))
+        half_a = _fits_bfloat16(update.a)
+        half_b = all(isinstance(each, int) or _fits_bfloat16(each[0]) for each in update.pieces)
+        kinds = [torch.bfloat16 if half else torch.float32 for half in (half_a, half_b)]
+        a = _filled(update.a, rank, k + -k % (2 * lanes))
+        place, stride, whole = self._place(a.shape, kinds[0]), a.shape[1], rank // _GROUP * _GROUP
+        for rows, size, kept in ((a[:whole], _GROUP, place[:whole]), (a[whole:], rank - whole, place[whole:])):
+            if len(rows):
+                vectors = rows.reshape(-1, size, stride // (2 * lanes), 2, lanes)
+                together = (vectors.transpose(3, 4) if half_a else vectors).transpose(1, 2)
+                kept.view(together.shape).copy_(together)
+        pieces = [self._piece(each, kinds[1]) for each in update.pieces]
+        codes = [KINDS[kind] for kind in kinds]
+        return Update(
+            place.data_ptr(), stride, *codes, k, rank, update.interleaved, len(pieces), (Piece * 3)(*pieces)
+        )
 
-    def _piece(self, piece: tuple[torch.Tensor, int] | int, *, half: bool) -> Piece:
-        lanes = self._lanes
+    def _piece(self, piece: tuple[torch.Tensor, int] | int, kind: torch.dtype) -> Piece:
+        lanes, half = self._lanes, kind == torch.bfloat16
         if isinstance(piece, int):
             return Piece(None, -(-piece // lanes), 0, 0)
         b, first = piece
         n, rank = b.shape
-        padded = F.pad(b, (0, rank % 2 if half else 0, 0, -n % lanes))
-        by_vector = padded.reshape(-1, lanes, padded.shape[1]).transpose(1, 2)
-        if half:
-            by_vector = by_vector.reshape(len(by_vector), -1, 2, lanes).transpose(2, 3).bfloat16()
-        return Piece(self._keep(by_vector), len(by_vector), first, rank)
+        filled = _filled(b, n + -n % lanes, rank + rank % 2 if half else rank)
+        pairs = 2 if half else 1
+        by_vector = filled.reshape(-1, lanes, filled.shape[1] // pairs, pairs).transpose(1, 2)
+        place = self._place(by_vector.shape, kind)
+        place.copy_(by_vector)
+        return Piece(place.data_ptr(), len(by_vector), first, rank)
 
-    def _keep(self, tensor: torch.Tensor) -> int:
-        """Where it is copied to."""
-        start = self.num_bytes
-        self.num_bytes += tensor.nbytes + -tensor.nbytes % _ALIGNED
-        place = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        place.copy_(tensor)
-        return place.data_ptr()
+    def _place(self, shape: Sequence[int], kind: torch.dtype) -> torch.Tensor:
+        """Memory for a tensor."""
+        start, size = self.num_bytes, math.prod(shape) * kind.itemsize
+        self.num_bytes += size + -size % _ALIGNED
+        return self._memory[start : start + size].view(kind).view(*shape)
 
     def _numbers(self, update: MergedUpdate) -> int:
         """As many as there is memory for."""
@@ -117,6 +117,18 @@ class PackedUpdates:
             if not isinstance(each, int)
         )
         return rank * (k + 2 * self._lanes) + sum(of_b) + _ALIGNED * (1 + len(update.pieces))
+
+
+def _fits_bfloat16(tensor: torch.Tensor) -> bool:
+    """Most that does not shows it in its first row."""
+    return fits_bfloat16(tensor[:1]) and fits_bfloat16(tensor)
+
+
+def _filled(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """With zeros behind its rows and columns, where it has fewer."""
+    if tensor.shape == (rows, columns):
+        return tensor
+    return F.pad(tensor, (0, columns - tensor.shape[1], 0, rows - len(tensor)))
 
 
 class PackedAddition:

@@ -1,0 +1,373 @@
+"""A thousand adapters on one server: ``python -m tests.benchmarks.lora_fairness --model MODEL thousand neighbours hot``.
+
+A server of the whole stack over HTTP with room for fifty adapters of rank 8 on all seven projections.
+
+- ``thousand``: 32 streams of requests whose adapters are drawn by Zipf's law. None may fail, and the engine's process may not
+  grow by more than the budget and a tenth of it over what it had after as many requests of the base model.
+- ``neighbours``: streams of the base model beside such requests, and beside as many of the base model, in turn: gaps between
+  their tokens.
+- ``hot``: two adapters at a time, one of which has always requests that wait. From request to first token, others may not wait
+  longer than ``max_wait`` and what the longest request takes.
+
+Adapters are files with holes: each tensor begins with random numbers, so digests differ and nothing is kept in bfloat16, and the
+rest is zeros, which cost an engine what other numbers cost.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import statistics
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+
+from tests.benchmarks.lora_serving import MAKE_ADAPTERS
+from tests.benchmarks.peers import machine
+from tests.benchmarks.speculation import served
+
+ADAPTERS, ROOM, RANK, STREAMS = 1000, 50, 8, 32
+PROMPT = 128
+MAX_WAIT = 2.0
+_RANDOM = 256
+"""Numbers at the beginning of each tensor."""
+
+
+class Adapters:
+    """``ADAPTERS`` of them in ``folder``, each a directory of its name. ``num_bytes``: of one's matrices."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        pattern = folder / "pattern"
+        flags = ["--number", "1", "--rank", str(RANK)]
+        if not pattern.exists():
+            command = [sys.executable, MAKE_ADAPTERS, str(model), str(pattern), *flags]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        self.folder = folder / "adapters"
+        self.names = [f"a{number:04d}" for number in range(ADAPTERS)]
+        (made,) = pattern.iterdir()
+        self._config = (made / "adapter_config.json").read_bytes()
+        file = (made / "adapter_model.safetensors").read_bytes()
+        self._start = 8 + struct.unpack("<Q", file[:8])[0]
+        self._header = file[: self._start]
+        entries = msgspec.json.decode(file[8 : self._start])
+        self._places = [entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"]
+        self.num_bytes = len(file) - self._start
+        for number, name in enumerate(self.names):
+            self._write(self.folder / name, number)
+
+    def _write(self, folder: Path, number: int) -> None:
+        whole = folder / "adapter_config.json"  # is written last
+        if whole.exists() and whole.read_bytes() == self._config:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        numbers = np.random.default_rng(number).standard_normal((len(self._places), _RANDOM), dtype=np.float32) / 64
+        with (folder / "adapter_model.safetensors").open("wb") as file:
+            file.write(self._header)
+            file.truncate(self._start + self.num_bytes)
+            for (first, end), row in zip(self._places, numbers, strict=True):
+                file.seek(self._start + first)
+                file.write(row.tobytes()[: end - first])
+        whole.write_bytes(self._config)
+
+
+class Zipf:
+    """Draws names: the second half as often as the first, the third a third as often, and so on."""
+
+    def __init__(self, names: list[str], seed: int) -> None:
+        self._names = names
+        self._weights = list(itertools.accumulate(1 / rank for rank in range(1, len(names) + 1)))
+        self._random = random.Random(seed)
+
+    def draw(self) -> str:
+        """The next one."""
+        return self._random.choices(self._names, cum_weights=self._weights)[0]
+
+
+class Answer(msgspec.Struct):
+    """Of a request. ``times``: seconds of its tokens, after it was sent."""
+
+    model: str
+    times: list[float]
+    error: str = ""
+
+    @property
+    def gaps(self) -> list[float]:
+        """Between its tokens."""
+        return [later - earlier for earlier, later in itertools.pairwise(self.times)]
+
+
+class Client:
+    """Asks a server, each time with a prompt that nobody has asked before."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._random = random.Random(0)
+
+    def ask(self, streams: list[tuple[Iterator[str], int]]) -> list[list[Answer]]:
+        """Answers by stream: each asks for its models one after the other, so many tokens of each."""
+        return asyncio.run(self._ask(streams))
+
+    async def _ask(self, streams: list[tuple[Iterator[str], int]]) -> list[list[Answer]]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self._url, timeout=300, limits=limits) as client:
+
+            async def stream(models: Iterator[str], tokens: int) -> list[Answer]:
+                return [await self._one(client, model, tokens) for model in models]
+
+            return await asyncio.gather(*(stream(*each) for each in streams))
+
+    async def _one(self, client: httpx.AsyncClient, model: str, tokens: int) -> Answer:
+        prompt = [self._random.randrange(300, 2000) for _ in range(PROMPT)]
+        body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        answer, sent, whole = Answer(model, []), time.perf_counter(), False
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            if response.status_code != 200:
+                answer.error = f"{response.status_code} {(await response.aread()).decode()[:300]}"
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    if '"error"' in line:
+                        answer.error = line[:300]
+                    answer.times.append(time.perf_counter() - sent)
+                    whole = whole or '"length"' in line
+        if not (whole or answer.error):
+            answer.error = f"it ended after {len(answer.times)} pieces"
+        return answer
+
+    def metric(self, name: str) -> float:
+        """The sum of its samples."""
+        text = httpx.get(f"{self._url}/metrics", timeout=30).text
+        lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] in (name, f"{name}_total")]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def loads(self) -> "Loads":
+        """So far."""
+        names = ("lora_loads", "lora_load_seconds", "lora_evictions", "lora_cached_bytes", "lora_cached")
+        return Loads(*(self.metric(f"penstock:{name}") for name in names))
+
+
+class Loads(msgspec.Struct):
+    """What the engine has counted."""
+
+    loads: float
+    seconds: float
+    evictions: float
+    cached_bytes: float
+    cached: float
+
+    def since(self, before: "Loads") -> dict[str, float]:
+        """What has come since then."""
+        loads = self.loads - before.loads
+        mean = 1000 * (self.seconds - before.seconds) / loads if loads else 0.0
+        return {"loads": loads, "mean_load_ms": round(mean, 1), "evictions": self.evictions - before.evictions}
+
+
+class EngineMemory:
+    """The resident memory of the engine's process among those of this process' descendants, looked at every 20 ms."""
+
+    def __init__(self) -> None:
+        (self._pid,) = (pid for pid in _descendants() if _command(pid).startswith(b"penstock-enginecore "))
+        self._stopped = threading.Event()
+
+    @property
+    def now(self) -> int:
+        """Bytes."""
+        pages = int(Path(f"/proc/{self._pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    @contextlib.contextmanager
+    def peak(self) -> Iterator[list[int]]:
+        """The largest that is seen in the ``with`` block, in the list once it has ended."""
+        seen: list[int] = []
+        self._stopped.clear()
+
+        def look() -> None:
+            most = self.now
+            while not self._stopped.wait(0.02):
+                most = max(most, self.now)
+            seen.append(most)
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        try:
+            yield seen
+        finally:
+            self._stopped.set()
+            looking.join()
+
+
+def _descendants() -> list[int]:
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found, known = [], {os.getpid()}
+    while new := {pid for pid, parent in parents.items() if parent in known} - known:
+        found += sorted(new)
+        known |= new
+    return found
+
+
+def _command(pid: int) -> bytes:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def _failures(answers: list[list[Answer]]) -> list[str]:
+    return [f"{each.model}: {each.error}" for of_stream in answers for each in of_stream if each.error]
+
+
+def _split(models: list[str], streams: int, tokens: int) -> list[tuple[Iterator[str], int]]:
+    """Among streams, each of which takes the next one when it is done."""
+    shared = iter(models)
+    return [(shared, tokens) for _ in range(streams)]
+
+
+def thousand(model: Path, adapters: Adapters, folder: Path, requests: int) -> dict[str, Any]:
+    """Requests of the base model, and then as many of adapters."""
+    budget = ROOM * adapters.num_bytes
+    flags = [*_flags(adapters), "--set", f"engine.lora.cpu_memory={budget}", "--set", f"engine.lora.max_loras={STREAMS}"]
+    with served("lora-thousand", model, flags, folder) as url:
+        client, memory = Client(url), EngineMemory()
+        zipf = Zipf(adapters.names, seed=1)
+        with memory.peak() as plain:
+            client.ask(_split(["m"] * requests, STREAMS, 32))
+        before = client.loads()
+        began = time.perf_counter()
+        with memory.peak() as adapted:
+            drawn = [zipf.draw() for _ in range(requests)]
+            answers = client.ask(_split(drawn, STREAMS, 32))
+        seconds, after = time.perf_counter() - began, client.loads()
+    grown = adapted[0] - plain[0]
+    return {
+        "requests": requests,
+        "adapters": len(set(drawn)),
+        "failed": len(_failures(answers)),
+        "failures": _failures(answers)[:5],
+        "tokens_per_s": round(32 * requests / seconds, 1),
+        "budget_mb": round(budget / 1e6, 1),
+        "cached_mb": round(after.cached_bytes / 1e6, 1),
+        "grown_mb": round(grown / 1e6, 1),
+        "of_budget": round(grown / budget, 3),
+        "target": 1.1,
+        **after.since(before),
+    }
+
+
+def neighbours(model: Path, adapters: Adapters, folder: Path, rounds: int) -> dict[str, Any]:
+    """Gaps between tokens of eight streams of the base model beside 24 others, of adapters or the base model."""
+    budget = ROOM * adapters.num_bytes
+    flags = [*_flags(adapters), "--set", f"engine.lora.cpu_memory={budget}", "--set", f"engine.lora.max_loras={STREAMS}"]
+    found: list[tuple[float, float]] = []
+    medians: list[tuple[float, float]] = []
+    with served("lora-neighbours", model, flags, folder) as url:
+        client, zipf = Client(url), Zipf(adapters.names, seed=2)
+
+        def one(draw: Any) -> tuple[float, float]:
+            others = _split([draw() for _ in range(96)], 24, 32)
+            answers = client.ask([*((iter(["m"] * 3), 48) for _ in range(8)), *others])
+            if failures := _failures(answers):
+                raise RuntimeError(f"{len(failures)} requests failed: {failures[0]}")
+            gaps = sorted(gap for stream in answers[:8] for answer in stream for gap in answer.gaps)
+            return 1000 * gaps[int(0.99 * len(gaps))], 1000 * statistics.median(gaps)
+
+        one(zipf.draw)
+        before = client.loads()
+        for _ in range(rounds):
+            base, adapted = one(lambda: "m"), one(zipf.draw)
+            found.append((base[0], adapted[0]))
+            medians.append((base[1], adapted[1]))
+        after = client.loads()
+    ratios = [adapted / base for base, adapted in found]
+    return {
+        "p99_ms": [[round(each, 1) for each in pair] for pair in found],
+        "median_ms": [[round(each, 1) for each in pair] for pair in medians],
+        "ratio": round(statistics.median(ratios), 3),
+        "target": 1.25,
+        **after.since(before),
+    }
+
+
+def hot(model: Path, adapters: Adapters, folder: Path, requests: int) -> dict[str, Any]:
+    """Eight streams of one adapter, and two that each name another adapter with every request."""
+    flags = [*_flags(adapters), "--set", "engine.lora.max_loras=2", "--set", f"engine.lora.max_wait={MAX_WAIT}"]
+    with served("lora-hot", model, flags, folder) as url:
+        client = Client(url)
+        client.ask(_split(adapters.names[:17], 4, 4))  # they are loaded
+        others = [iter(adapters.names[1 + 8 * i : 9 + 8 * i] * (requests // 8)) for i in range(2)]
+        done = [0]
+
+        def counted(models: Iterator[str]) -> Iterator[str]:
+            yield from models
+            done[0] += 1
+
+        def until_done() -> Iterator[str]:
+            while done[0] < len(others):
+                yield adapters.names[0]
+
+        queue = [(until_done(), 48) for _ in range(8)]
+        answers = client.ask([*((counted(models), 16) for models in others), *queue])
+        queued, count = (client.metric(f"vllm:request_queue_time_seconds_{kind}") for kind in ("sum", "count"))
+    every = [answer for of_stream in answers for answer in of_stream]
+    if failures := _failures(answers):
+        raise RuntimeError(f"{len(failures)} requests failed: {failures[0]}")
+    waits = [answer.times[0] for of_stream in answers[:2] for answer in of_stream]
+    longest = max(answer.times[-1] - answer.times[0] for answer in every)
+    return {
+        "others": len(waits),
+        "hot": len(every) - len(waits),
+        "longest_wait_s": round(max(waits), 2),
+        "median_wait_s": round(statistics.median(waits), 2),
+        "longest_running_s": round(longest, 2),
+        "target_s": round(MAX_WAIT + longest, 2),
+        "mean_queue_s": round(queued / count, 3),
+    }
+
+
+def _flags(adapters: Adapters) -> list[str]:
+    flags = ["--served-model-name", "m", "--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory", "1GiB"]
+    flags += ["--lora-directory", str(adapters.folder), "--set", "frontend.lora.scan_interval=600"]
+    return flags
+
+
+def main() -> int:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=("thousand", "neighbours", "hot"))
+    parser.add_argument("--model", type=Path, required=True, help="the checkpoint that is served")
+    parser.add_argument("--requests", type=int, default=320, help="of thousand")
+    parser.add_argument("--rounds", type=int, default=3, help="of neighbours")
+    parser.add_argument("--json", type=Path, help="write the rows there, too")
+    options = parser.parse_args()
+    folder = Path("build/lora_fairness").resolve() / options.model.name
+    folder.mkdir(parents=True, exist_ok=True)
+    adapters = Adapters(options.model, folder)
+    parts = {
+        "thousand": lambda: thousand(options.model, adapters, folder, options.requests),
+        "neighbours": lambda: neighbours(options.model, adapters, folder, options.rounds),
+        "hot": lambda: hot(options.model, adapters, folder, 32),
+    }
+    found = {}
+    for part in options.parts:
+        found[part] = parts[part]()
+        print(json.dumps({"part": part, **found[part]}), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+    print(machine())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
