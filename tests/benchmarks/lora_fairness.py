@@ -15,16 +15,13 @@ rest is zeros, which cost an engine what other numbers cost.
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import json
-import os
 import random
 import statistics
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +31,7 @@ import httpx
 import msgspec
 import numpy as np
 
+from tests.benchmarks.engine_memory import EngineMemory
 from tests.benchmarks.lora_serving import MAKE_ADAPTERS
 from tests.benchmarks.peers import machine
 from tests.benchmarks.speculation import served
@@ -173,58 +171,6 @@ class Loads(msgspec.Struct):
         return {"loads": loads, "mean_load_ms": round(mean, 1), "evictions": self.evictions - before.evictions}
 
 
-class EngineMemory:
-    """The resident memory of the engine's process among those of this process' descendants, looked at every 20 ms."""
-
-    def __init__(self) -> None:
-        (self._pid,) = (pid for pid in _descendants() if _command(pid).startswith(b"penstock-enginecore "))
-        self._stopped = threading.Event()
-
-    @property
-    def now(self) -> int:
-        """Bytes."""
-        pages = int(Path(f"/proc/{self._pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-
-    @contextlib.contextmanager
-    def peak(self) -> Iterator[list[int]]:
-        """The largest that is seen in the ``with`` block, in the list once it has ended."""
-        seen: list[int] = []
-        self._stopped.clear()
-
-        def look() -> None:
-            most = self.now
-            while not self._stopped.wait(0.02):
-                most = max(most, self.now)
-            seen.append(most)
-
-        looking = threading.Thread(target=look)
-        looking.start()
-        try:
-            yield seen
-        finally:
-            self._stopped.set()
-            looking.join()
-
-
-def _descendants() -> list[int]:
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found, known = [], {os.getpid()}
-    while new := {pid for pid, parent in parents.items() if parent in known} - known:
-        found += sorted(new)
-        known |= new
-    return found
-
-
-def _command(pid: int) -> bytes:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
 def _failures(answers: list[list[Answer]]) -> list[str]:
     return [f"{each.model}: {each.error}" for of_stream in answers for each in of_stream if each.error]
 
@@ -238,7 +184,13 @@ def _split(models: list[str], streams: int, tokens: int) -> list[tuple[Iterator[
 def thousand(model: Path, adapters: Adapters, folder: Path, requests: int) -> dict[str, Any]:
     """Requests of the base model, and then as many of adapters."""
     budget = ROOM * adapters.num_bytes
-    flags = [*_flags(adapters), "--set", f"engine.lora.cpu_memory={budget}", "--set", f"engine.lora.max_loras={STREAMS}"]
+    flags = [
+        *_flags(adapters),
+        "--set",
+        f"engine.lora.cpu_memory={budget}",
+        "--set",
+        f"engine.lora.max_loras={STREAMS}",
+    ]
     with served("lora-thousand", model, flags, folder) as url:
         client, memory = Client(url), EngineMemory()
         zipf = Zipf(adapters.names, seed=1)
@@ -269,7 +221,13 @@ def thousand(model: Path, adapters: Adapters, folder: Path, requests: int) -> di
 def neighbours(model: Path, adapters: Adapters, folder: Path, rounds: int) -> dict[str, Any]:
     """Gaps between tokens of eight streams of the base model beside 24 others, of adapters or the base model."""
     budget = ROOM * adapters.num_bytes
-    flags = [*_flags(adapters), "--set", f"engine.lora.cpu_memory={budget}", "--set", f"engine.lora.max_loras={STREAMS}"]
+    flags = [
+        *_flags(adapters),
+        "--set",
+        f"engine.lora.cpu_memory={budget}",
+        "--set",
+        f"engine.lora.max_loras={STREAMS}",
+    ]
     found: list[tuple[float, float]] = []
     medians: list[tuple[float, float]] = []
     with served("lora-neighbours", model, flags, folder) as url:

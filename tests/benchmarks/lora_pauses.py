@@ -6,6 +6,7 @@ long a load takes under that.
 """
 
 import argparse
+import gc
 import json
 import shutil
 import statistics
@@ -118,6 +119,8 @@ def measure(model: Path, adapters: list[Path], rounds: int, steps: int) -> dict[
     longest: dict[bool, list[float]] = defaultdict(list)
     loads: list[float] = []
     bench.run(steps, loading=True)
+    gc.collect()
+    gc.freeze()  # as an engine does before it serves
     for _ in range(rounds):
         for loading in (False, True):
             of_steps, of_loads = bench.run(steps, loading=loading)

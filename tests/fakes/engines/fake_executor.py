@@ -208,6 +208,7 @@ class FakeExecutor:
         self.adapters: dict[str, LoadedLora | Exception] = {}
         self.held_loras: set[bytes] = set()
         self.most_loras = 0
+        self.most_held_loras = 0
         self.loads: list[LoraRequest] = []
         self.loads_at_once = True
         self._loading: deque[tuple[LoraRequest, MakeRoom, Future[LoadedLora]]] = deque()
@@ -287,6 +288,7 @@ class FakeExecutor:
 
     def _take_lora(self, loaded: LoadedLora, future: "Future[LoadedLora]") -> None:
         self.held_loras.add(loaded.digest)
+        self.most_held_loras = max(self.most_held_loras, len(self.held_loras))
         future.set_result(loaded)
 
     def _between_steps(self, call: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -20,6 +21,7 @@ class DeviceThread:
 
     def __init__(self, name: str = "device") -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._next: deque[Callable[[], None]] = deque()
         self._completions: CompletionThread | None = None  # belongs to the thread
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -28,6 +30,13 @@ class DeviceThread:
         """Queue a call. What it raises comes out of the future, and what a late result brings or raises."""
         future: Future[T] = Future()
         self._calls.put(partial(self._run_into, future, call))
+        return future
+
+    def submit_next(self, call: Callable[[], T]) -> "Future[T]":
+        """The same before the calls that are queued, behind that which runs."""
+        future: Future[T] = Future()
+        self._next.append(partial(self._run_into, future, call))
+        self._calls.put(self._run_next)
         return future
 
     def call(self, call: Callable[[], T]) -> T:
@@ -40,10 +49,15 @@ class DeviceThread:
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
+            self._run_next()
             call()
             del call  # or the last call's result lives on while the thread waits
         if self._completions is not None:
             self._completions.stop()
+
+    def _run_next(self) -> None:
+        while self._next:
+            self._next.popleft()()
 
     def _run_into(self, future: "Future[T]", call: Callable[[], "T | Late[T]"]) -> None:
         try:

@@ -37,8 +37,8 @@ class UniprocExecutor:
     ) -> None:
         """``make_reader``: of LoRA adapters; None: none are read."""
         self._thread = DeviceThread()
-        self._loader = DeviceThread("lora loader")
-        self._size_adapter = partial(size_adapter, config=config.lora)
+        self._loader, self._sizes = DeviceThread("lora loader"), DeviceThread("lora sizes")
+        self._size_adapter, self._lora_config = size_adapter, config.lora
         self._worker = self._thread.call(partial(Worker, WorkerConfig(engine=config), make_reader))
         self._utilities = extend(UtilityRegistry(self._worker), "worker")
         self._forward: Future[None] | None = None
@@ -128,29 +128,37 @@ class UniprocExecutor:
         self._thread.call(lambda: self._worker.runner.execute_dummy_batch())
 
     def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
-        """Queues the reading behind that of others, on a thread of its own; only what takes it is queued behind steps."""
+        """Queues the reading behind that of others, on a thread of its own. It is taken behind the step that runs, and room is
+        made meanwhile.
+        """
+        room: Future[None] = Future()
         loaded: Future[LoadedLora] = Future()
-        self._loader.submit(partial(self._load_lora, lora, make_room, loaded))
+        self._sizes.submit(partial(self._size_lora, lora, make_room, room))
+        self._loader.submit(partial(self._load_lora, lora, room, loaded))
         return loaded
 
-    def _load_lora(self, lora: LoraRequest, make_room: MakeRoom, loaded: "Future[LoadedLora]") -> None:
-        """Room is made while the files are read."""
-        loras = self._worker.loras
+    def _size_lora(self, lora: LoraRequest, make_room: MakeRoom, room: "Future[None]") -> None:
         try:
             with telling_of(lora):
-                size = self._size_adapter(lora.path)
-            room: Future[None] = Future()
+                size = self._size_adapter(lora.path, self._lora_config)
+        except Exception as e:
+            room.set_exception(e)
+        else:
             make_room(size, room)
+
+    def _load_lora(self, lora: LoraRequest, room: "Future[None]", loaded: "Future[LoadedLora]") -> None:
+        loras = self._worker.loras
+        try:
             adapter = loras.read(lora)
             room.result()
             if (unloaded := self._unloaded) is not None:
-                wait([unloaded])  # or there is more than there should be
+                wait([unloaded])  # or there is more than there should be, and it could be this one that goes
             ready = loras.prepare(lora, adapter)
         except BaseException as e:  # the future's reader decides what it means
             loaded.set_exception(e)
             del loaded
             return
-        self._thread.submit(partial(loras.add, ready)).add_done_callback(partial(_pass_on, loaded))
+        self._thread.submit_next(partial(loras.add, ready)).add_done_callback(partial(_pass_on, loaded))
 
     def unload_lora(self, digest: bytes) -> None:
         """Queues it behind the steps before."""
@@ -188,6 +196,7 @@ class UniprocExecutor:
         if not self._shut_down:
             self._shut_down = True
             self._loader.stop()
+            self._sizes.stop()
             self._thread.call(self._worker.shutdown)
             self._thread.stop()
 

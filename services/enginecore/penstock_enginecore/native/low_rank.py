@@ -85,9 +85,7 @@ class PackedUpdates:
                 kept.view(together.shape).copy_(together)
         pieces = [self._piece(each, kinds[1]) for each in update.pieces]
         codes = [KINDS[kind] for kind in kinds]
-        return Update(
-            place.data_ptr(), stride, *codes, k, rank, update.interleaved, len(pieces), (Piece * 3)(*pieces)
-        )
+        return Update(place.data_ptr(), stride, *codes, k, rank, update.interleaved, len(pieces), (Piece * 3)(*pieces))
 
     def _piece(self, piece: tuple[torch.Tensor, int] | int, kind: torch.dtype) -> Piece:
         lanes, half = self._lanes, kind == torch.bfloat16

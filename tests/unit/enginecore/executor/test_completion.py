@@ -75,3 +75,27 @@ def test_a_copy_of_a_cpu_is_there_and_its_own() -> None:
     tensor.zero_()
     assert arrival.arrived()
     assert arrival.wait().tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_what_comes_next_runs_before_what_is_queued() -> None:
+    thread, started, go_on = DeviceThread(), threading.Event(), threading.Event()
+    ran: list[str] = []
+
+    def first() -> None:
+        started.set()
+        assert go_on.wait(PATIENCE)
+        ran.append("first")
+
+    thread.submit(first)
+    assert started.wait(PATIENCE)
+    queued = thread.submit(lambda: ran.append("queued"))
+    following = [thread.submit_next(partial(ran.append, name)) for name in ("next", "behind it")]
+    go_on.set()
+    queued.result(PATIENCE)
+    assert all(each.done() for each in following)
+    assert ran == ["first", "next", "behind it", "queued"]
+    thread.submit_next(lambda: ran.append("idle")).result(PATIENCE)
+    with pytest.raises(ZeroDivisionError):
+        thread.submit_next(lambda: 1 // 0).result(PATIENCE)
+    assert ran[-1] == "idle"
+    thread.stop()

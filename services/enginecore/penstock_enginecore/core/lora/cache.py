@@ -70,6 +70,11 @@ class LoraCache:
         self.num_reserved += num_bytes
         return evicted
 
+    def is_full_for(self, num_bytes: int) -> bool:
+        """Whether ``reserve`` would raise ResourceExhausted."""
+        may_go = sum(held.num_bytes for held in self._held.values() if not (held.users or held.pinned))
+        return self.capacity - self.num_bytes - self.num_reserved + may_go < num_bytes <= self.capacity
+
     def cancel(self, num_bytes: int) -> None:
         """Of what was reserved, so much is not needed."""
         if num_bytes > self.num_reserved:

@@ -20,6 +20,7 @@ from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.lora.cache import LoraCache
 from penstock_enginecore.core.lora.held import LoraHoldings
 from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, LoraUse
+from penstock_enginecore.core.lora.room import LoraRoom, Reservation, Want
 from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.base import Clock, Scheduler
@@ -47,22 +48,14 @@ class _Call(NamedTuple):
     pinned: bool
 
 
-class _Want(NamedTuple):
-    """A load that needs so many bytes of the cache, and waits for them."""
-
-    load: "_Load"
-    num_bytes: int
-    made: "Future[None]"
-
-
 @dataclass(slots=True)
 class _Load:
-    """An adapter on its way. ``number``: of what the workers were told; ``began``: seconds; ``reserved``: bytes in the cache."""
+    """An adapter on its way. ``number``: of what the workers were told; ``began``: seconds."""
 
     lora: LoraRequest
     number: int
     began: float
-    reserved: int = 0
+    reservation: Reservation = field(default_factory=Reservation)
     requests: list[Request] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
 
@@ -92,11 +85,12 @@ class LoraIntake:
         self._max_loras = config.max_loras
         self.cache = LoraCache(config.cpu_memory)
         self._holdings = LoraHoldings(config.max_loras, clock)
+        self._room = LoraRoom(self.cache, self._unload)
         self._loaded: dict[bytes, LoadedLora] = {}
         self._digests: dict[str, bytes] = {}
         """By path, of those that are held."""
         self._loads: dict[LoraRequest, _Load] = {}
-        self._done: queue.SimpleQueue[tuple[_Load, Future[LoadedLora]] | _Want] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[_Load, Future[LoadedLora]] | Want] = queue.SimpleQueue()
         self._unloaded: dict[bytes, int] = {}
         """What workers were told to let go of while loads were under way, with the number that that had."""
         self._number = 0
@@ -137,38 +131,27 @@ class LoraIntake:
         """Let requests go on whose adapter has come, and end those whose adapter cannot be had."""
         while not self._done.empty():
             news = self._done.get()
-            if isinstance(news, _Want):
-                self._make_room(news)
+            if isinstance(news, Want):
+                self._room.want(news)
                 continue
             load, future = news
+            reservation = load.reservation
             self._loads.pop(_what(load.lora))
             self._num_loading -= len(load.requests)
             self._holdings.changed()
             try:
                 loaded = future.result()
                 if self._unloaded.get(loaded.digest, 0) > load.number and loaded.digest not in self.cache:
+                    self._unload([loaded.digest])
                     self._load_again(load)  # it had been there, and was let go of meanwhile
                     continue
                 self._hold(loaded, load)
             except Exception as e:
                 self._fail(load, e)
             finally:
-                self.cache.cancel(load.reserved)
-                load.reserved = 0
+                self._room.end(reservation)
         if not self._loads:
             self._unloaded.clear()
-
-    def _make_room(self, want: _Want) -> None:
-        if self._loads.get(_what(want.load.lora)) is not want.load:
-            want.made.cancel()  # its workers have gone meanwhile
-            return
-        try:
-            self._unload(self.cache.reserve(want.num_bytes))
-        except RequestFailed as e:
-            want.made.set_exception(e)
-        else:
-            want.load.reserved += want.num_bytes
-            want.made.set_result(None)
 
     @property
     def has_news(self) -> bool:
@@ -263,8 +246,8 @@ class LoraIntake:
 
     def _begin(self, load: _Load) -> None:
         self._number += 1
-        load.number = self._number
-        future = self._executor.load_lora(load.lora, partial(self._want, load))
+        load.number, load.reservation = self._number, Reservation()
+        future = self._executor.load_lora(load.lora, partial(self._want, load.reservation))
         self._loads[_what(load.lora)] = load
         self._holdings.changed()
         future.add_done_callback(lambda done: self._put(load, done))
@@ -278,9 +261,9 @@ class LoraIntake:
             known.calls += load.calls
         self._num_loading += len(load.requests)
 
-    def _want(self, load: _Load, num_bytes: int, made: "Future[None]") -> None:
+    def _want(self, reservation: Reservation, num_bytes: int, made: "Future[None]") -> None:
         """Any thread."""
-        self._done.put(_Want(load, num_bytes, made))
+        self._done.put(Want(reservation, num_bytes, made))
         self._wake()
 
     def _put(self, load: _Load, future: "Future[LoadedLora]") -> None:
@@ -291,8 +274,8 @@ class LoraIntake:
         """Those who wait for a load get it. Raises what ``LoraCache.add`` does; workers let go of it then."""
         digest = loaded.digest
         try:
-            self._unload(self.cache.add(digest, loaded.num_bytes, load.reserved))
-            load.reserved = 0
+            self._unload(self.cache.add(digest, loaded.num_bytes, load.reservation.num_bytes))
+            load.reservation.num_bytes = 0
         except RequestFailed:
             self._unload([digest])
             raise

@@ -8,7 +8,6 @@ import msgspec
 
 from penstock_common.lora.registration import LoraAdapter
 
-
 MakeRoom: TypeAlias = "Callable[[int, Future[None]], None]"
 """Asks for so many bytes of ``lora.cpu_memory``, on any thread. The future ends on the thread that gives executors their calls,
 once workers have been told what to let go of for them; with ResourceExhausted or FailedPrecondition where they cannot be had.

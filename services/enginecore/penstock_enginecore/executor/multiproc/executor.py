@@ -70,7 +70,7 @@ class MultiprocExecutor:
         self._calls = Calls(num_workers)
         self._loads = LoadsAwaited(num_workers)
         self._sizes = DeviceThread("lora sizes")
-        self._size_adapter = partial(size_adapter, config=config.lora)
+        self._size_adapter, self._lora_config = size_adapter, config.lora
         self._progress: Progress = logger.info
         self._on_failure: Callable[[Exception], None] = lambda _: None
         self._stats = [WorkerStats(rank=rank) for rank in range(num_workers)]
@@ -182,7 +182,7 @@ class MultiprocExecutor:
     def _load_lora(self, number: int, lora: LoraRequest, make_room: MakeRoom) -> None:
         try:
             with telling_of(lora):
-                size = self._size_adapter(lora.path)
+                size = self._size_adapter(lora.path, self._lora_config)
         except Exception as e:
             self._loads.refused(number, e)
             return

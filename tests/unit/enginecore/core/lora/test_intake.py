@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock_common.errors import FailedPrecondition, Unavailable
+from penstock_common.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from penstock_common.lora.registration import LoraAdapter
 from penstock_common.types.kv_events import BlockStored
 from penstock_common.types.outputs import FinishReason
@@ -142,6 +142,54 @@ def test_a_removed_adapter_goes_with_its_last_request() -> None:
     assert_as_expected(engine, transcript, request)
     assert executor.held_loras == set()
     assert engine.loras.list_loras() == []
+
+
+def test_workers_have_let_go_of_others_before_they_take_an_adapter() -> None:
+    engine = engine_of(cpu_memory=2 * MIB)
+    executor = executor_of(engine)
+    for number in range(1, 9):
+        engine.loras.add_lora(f"a{number}", f"/a{number}")
+        engine.loras.take()
+        assert engine.loras.cache.num_reserved == 0
+    assert executor.most_held_loras == 2
+    assert executor.held_loras == {adapter(7).digest, adapter(8).digest}
+
+
+def test_an_adapter_for_which_there_is_no_room_is_not_taken() -> None:
+    engine = engine_of(at_once=False, cpu_memory=2 * MIB)
+    executor = executor_of(engine)
+    for number in (1, 2):
+        engine.loras.add_lora(f"a{number}", f"/a{number}", pinned=True)
+        executor.finish_load()
+        engine.loras.take()
+    answer = engine.loras.add_lora("a3", "/a3")
+    executor.finish_load()
+    engine.loras.take()
+    with pytest.raises(ResourceExhausted, match="pinned"):
+        answer.result(timeout=0)
+    assert executor.most_held_loras == 2
+    engine.loras.pin_lora(adapter(1).digest, pinned=False)
+    waits, next_one = engine.loras.add_lora("a3", "/a3"), engine.loras.add_lora("a4", "/a4")
+    executor.finish_load()
+    executor.finish_load()
+    engine.loras.take()
+    assert waits.result(timeout=0).digest == adapter(3).digest
+    assert isinstance(next_one.exception(timeout=0), ResourceExhausted)  # what is on its way stays
+
+
+def test_room_for_a_load_that_fails_is_given_back() -> None:
+    engine = engine_of(at_once=False)
+    executor = executor_of(engine)
+    answer = engine.loras.add_lora("a1", "/a1")
+    executor.finish_load()
+    executor.adapters["/a1"] = Unavailable("gone", reason="LORA_UNAVAILABLE")
+    other = engine.loras.add_lora("a1", "/a1", adapter(1).digest)
+    executor.finish_load()
+    engine.loras.take()
+    assert answer.done()
+    assert isinstance(other.exception(timeout=0), Unavailable)
+    assert engine.loras.cache.num_reserved == 0
+    assert engine.loras.cache.num_bytes == MIB
 
 
 def test_one_that_was_let_go_of_while_it_was_read_again_is_loaded_once_more() -> None:

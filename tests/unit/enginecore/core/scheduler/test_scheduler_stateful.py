@@ -316,7 +316,8 @@ class EngineMachine(RuleBasedStateMachine):
             return
         cache, executor = self.engine.loras.cache, self.engine.executor
         assert executor.most_loras <= self.max_loras
-        assert cache.num_bytes <= cache.capacity
+        assert cache.num_bytes + cache.num_reserved <= cache.capacity
+        assert executor.most_held_loras * 2**20 <= cache.capacity
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -336,6 +337,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.loras.take()
             executor.work()
         assert executor.held_loras == set(cache.digests)
+        assert cache.num_reserved == 0
         assert not any(cache.is_used(digest) for digest in cache.digests)
         lora = self.engine.scheduler.stats().lora
         assert (lora.active, lora.waiting, lora.num_waiting_reqs, lora.num_loading_reqs) == ([], [], 0, 0)
