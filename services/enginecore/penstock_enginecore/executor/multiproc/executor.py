@@ -224,6 +224,7 @@ class MultiprocExecutor:
         if self._shut_down:
             return
         self._shut_down = True
+        self._sizes.stop()
         told = False
         try:
             if not self._calls.parted:
