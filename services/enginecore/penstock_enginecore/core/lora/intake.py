@@ -19,7 +19,7 @@ from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.lora.cache import LoraCache
 from penstock_enginecore.core.lora.held import LoraHoldings
-from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, LoraUse
+from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, LoraUse, PartlyLoaded
 from penstock_enginecore.core.lora.room import LoraRoom, Reservation, Want
 from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.request import Request
@@ -50,14 +50,21 @@ class _Call(NamedTuple):
 
 @dataclass(slots=True)
 class _Load:
-    """An adapter on its way. ``number``: of what the workers were told; ``began``: seconds."""
+    """An adapter on its way. ``number``: of what the workers were told; ``began``: seconds. ``requests``: those that wait for it
+    and have not ended, by key.
+    """
 
     lora: LoraRequest
     number: int
     began: float
     reservation: Reservation = field(default_factory=Reservation)
-    requests: list[Request] = field(default_factory=list)
+    requests: dict[str, Request] = field(default_factory=dict)
     calls: list[_Call] = field(default_factory=list)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody still waits for it."""
+        return bool(self.requests or self.calls)
 
 
 class LoraIntake:
@@ -94,7 +101,8 @@ class LoraIntake:
         self._unloaded: dict[bytes, int] = {}
         """What workers were told to let go of while loads were under way, with the number that that had."""
         self._number = 0
-        self._num_loading = 0
+        self._waiting: dict[str, _Load] = {}
+        """By key of the request that waits for it."""
         self._num_loads = 0
         self._load_seconds = 0.0
         self._num_requests = 0
@@ -124,8 +132,8 @@ class LoraIntake:
             self._num_found += 1
             self._let_go_on(request, lora, digest)
             return
-        self._load(lora).requests.append(request)
-        self._num_loading += 1
+        self._wait(request, self._load(lora))
+        request.lora_use = LoraUse(partial(self._gave_up, request))
 
     def take(self) -> None:
         """Let requests go on whose adapter has come, and end those whose adapter cannot be had."""
@@ -137,15 +145,17 @@ class LoraIntake:
             load, future = news
             reservation = load.reservation
             self._loads.pop(_what(load.lora))
-            self._num_loading -= len(load.requests)
+            for key in load.requests:
+                del self._waiting[key]
             self._holdings.changed()
             try:
                 loaded = future.result()
-                if self._unloaded.get(loaded.digest, 0) > load.number and loaded.digest not in self.cache:
+                if loaded.digest not in self.cache and not self._is_worth_holding(loaded, load):
                     self._unload([loaded.digest])
+                elif self._unloaded.get(loaded.digest, 0) > load.number and loaded.digest not in self.cache:
                     self._load_again(load)  # it had been there, and was let go of meanwhile
-                    continue
-                self._hold(loaded, load)
+                else:
+                    self._hold(loaded, load)
             except Exception as e:
                 self._fail(load, e)
             finally:
@@ -168,7 +178,7 @@ class LoraIntake:
             active=slots.active,
             waiting=slots.waiting[:MAX_WAITING_NAMES],
             num_waiting_reqs=slots.num_waiting,
-            num_loading_reqs=self._num_loading,
+            num_loading_reqs=len(self._waiting),
             num_cached=len(cache),
             cached_bytes=cache.num_bytes,
             num_loads=self._num_loads,
@@ -255,11 +265,26 @@ class LoraIntake:
     def _load_again(self, load: _Load) -> None:
         known = self._loads.get(_what(load.lora))
         if known is None:
+            known = load
             self._begin(load)
         else:
-            known.requests += load.requests
             known.calls += load.calls
-        self._num_loading += len(load.requests)
+        for request in load.requests.values():
+            self._wait(request, known)
+
+    def _wait(self, request: Request, load: _Load) -> None:
+        load.requests[request.key] = request
+        self._waiting[request.key] = load
+
+    def _gave_up(self, request: Request) -> None:
+        """A request has ended before its adapter was there."""
+        if (load := self._waiting.pop(request.key, None)) is not None:
+            del load.requests[request.key]
+
+    def _is_worth_holding(self, loaded: LoadedLora, load: _Load) -> bool:
+        """Whether somebody waits for what was loaded, or it takes the place of no other."""
+        has_room = loaded.num_bytes <= self.cache.capacity - self.cache.num_bytes
+        return load.is_wanted or (has_room and loaded.digest not in self._unloaded)
 
     def _want(self, reservation: Reservation, num_bytes: int, made: "Future[None]") -> None:
         """Any thread."""
@@ -285,7 +310,7 @@ class LoraIntake:
         self._num_loads += 1
         self._load_seconds += seconds
         self._holdings.loaded(seconds)
-        for request in load.requests:
+        for request in list(load.requests.values()):
             lora = request.lora
             if lora is None or request.finished:
                 continue
@@ -325,9 +350,10 @@ class LoraIntake:
             self._executor.unload_lora(digest)
 
     def _fail(self, load: _Load, error: Exception) -> None:
-        if load.lora.digest and load.lora.digest not in self.cache:
-            self._executor.unload_lora(load.lora.digest)  # some workers may have it
-        for request in load.requests:
+        if isinstance(error, PartlyLoaded):
+            self._unload([digest for digest in error.digests if digest not in self.cache])
+            error = error.error
+        for request in list(load.requests.values()):
             self._fail_request(request, error)
         for call in load.calls:
             call.answer.set_exception(error)

@@ -40,6 +40,17 @@ class LoadedLora(msgspec.Struct, frozen=True, tag="loaded_lora"):
     num_bytes: int
 
 
+class PartlyLoaded(Exception):
+    """A load that failed, of which some workers hold what they have read. ``error``: what it failed with. ``digests``: of what
+    they hold, which is to be let go of unless it was held before.
+    """
+
+    def __init__(self, error: Exception, digests: frozenset[bytes]) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.digests = digests
+
+
 class LoraUse:
     """A request's use of an adapter that is held. ``close`` it once, however often that is called."""
 

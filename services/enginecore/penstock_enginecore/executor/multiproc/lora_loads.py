@@ -4,7 +4,7 @@ import threading
 from concurrent.futures import Future
 
 from penstock_common.errors import FailedPrecondition
-from penstock_enginecore.core.lora.request import LoadedLora
+from penstock_enginecore.core.lora.request import LoadedLora, PartlyLoaded
 
 
 class LoadsAwaited:
@@ -18,7 +18,9 @@ class LoadsAwaited:
         self._failed: Exception | None = None
 
     def begin(self) -> "tuple[int, Future[LoadedLora]]":
-        """The next number, and what becomes of the load: what all workers have taken, or the error of the first that has one."""
+        """The next number, and what becomes of the load: what all workers have taken, or the error of the first that has one,
+        as PartlyLoaded where others have taken it.
+        """
         with self._lock:
             self._last += 1
             future: Future[LoadedLora] = Future()
@@ -40,17 +42,18 @@ class LoadsAwaited:
             del self._waiting[number]
         by_rank = [outcomes[rank] for rank in sorted(outcomes)]
         error = next((outcome for outcome in by_rank if isinstance(outcome, Exception)), None)
-        if error is not None:
-            future.set_exception(error)
-            return
         loaded = [outcome for outcome in by_rank if isinstance(outcome, LoadedLora)]
-        if any(each != loaded[0] for each in loaded):
+        if error is None and any(each != loaded[0] for each in loaded):
             digests = ", ".join(each.digest.hex() for each in loaded)
-            future.set_exception(
-                FailedPrecondition(f"workers read different adapters: {digests}", field="lora", reason="LORA_CHANGED")
+            error = FailedPrecondition(
+                f"workers read different adapters: {digests}", field="lora", reason="LORA_CHANGED"
             )
-            return
-        future.set_result(loaded[0])
+        if error is None:
+            future.set_result(loaded[0])
+        elif loaded:
+            future.set_exception(PartlyLoaded(error, frozenset(each.digest for each in loaded)))
+        else:
+            future.set_exception(error)
 
     def refused(self, number: int, error: Exception) -> None:
         """A load was not begun. Numbers that are not waited for are ignored."""

@@ -10,7 +10,7 @@ from penstock_common.types.kv_events import BlockStored
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.config import LoraConfig
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.core.lora.request import LoadedLora
+from penstock_enginecore.core.lora.request import LoadedLora, PartlyLoaded
 from tests.fakes.engines.engine_harness import (
     CLIENT,
     FakeClock,
@@ -128,6 +128,133 @@ def test_a_request_aborted_while_its_adapter_is_loaded_leaves_nothing_in_use() -
     assert engine.loras.cache.digests == (adapter(1).digest,)
     assert not engine.loras.cache.is_used(adapter(1).digest)
     assert_nothing_left(engine)
+
+
+def test_a_request_that_gave_up_waits_for_no_load() -> None:
+    engine = engine_of(at_once=False)
+    gone, stays = make_request(5, lora=adapter(1)), make_request(5, lora=adapter(1))
+    add(engine, gone, stays)
+    engine.abort(CLIENT, [gone.request_id])
+    stats = engine.loras.stats()
+    assert stats is not None
+    assert stats.num_loading_reqs == 1
+    executor_of(engine).finish_load()
+    transcript = run_to_end(engine)
+    assert_as_expected(engine, transcript, stays)
+    stats = engine.loras.stats()
+    assert stats is not None
+    assert stats.num_loading_reqs == 0
+    assert_nothing_left(engine)
+
+
+def test_a_load_that_nobody_waits_for_any_more_takes_no_others_place() -> None:
+    engine = engine_of(at_once=False, cpu_memory=2 * MIB)
+    executor = executor_of(engine)
+    for number in (1, 2):
+        engine.loras.add_lora(f"a{number}", f"/a{number}")
+        executor.finish_load()
+    engine.loras.take()
+    request = make_request(5, lora=adapter(3))
+    add(engine, request)
+    engine.abort(CLIENT, [request.request_id])
+    executor.finish_load()
+    run_to_end(engine)
+    engine.loras.take()
+    assert engine.loras.cache.digests == (adapter(1).digest, adapter(2).digest)
+    assert executor.held_loras == {adapter(1).digest, adapter(2).digest}
+    again = make_request(5, lora=adapter(3))
+    add(engine, again)
+    executor.finish_load()
+    assert_as_expected(engine, run_to_end(engine), again)
+    assert executor.held_loras == {adapter(2).digest, adapter(3).digest}
+
+
+def test_a_load_that_nobody_waits_for_any_more_may_fail() -> None:
+    engine = engine_of(at_once=False)
+    executor_of(engine).adapters["/a1"] = Unavailable("no such directory", reason="LORA_UNAVAILABLE")
+    request = make_request(5, lora=adapter(1))
+    add(engine, request)
+    engine.abort(CLIENT, [request.request_id])
+    executor_of(engine).finish_load()
+    transcript = run_to_end(engine)
+    engine.loras.take()
+    assert transcript.reason(request.request_id) is FinishReason.ABORT
+    assert not engine.loras.has_news
+    assert_nothing_left(engine)
+
+
+def test_what_was_let_go_of_while_it_was_read_for_nobody_is_not_loaded_again() -> None:
+    engine = engine_of(at_once=False)
+    executor = executor_of(engine)
+    engine.loras.add_lora("a1", "/a1")
+    executor.finish_load()
+    engine.loras.take()
+    engine.loras.remove_lora(adapter(1).digest)
+    request = make_request(5, lora=adapter(1))
+    add(engine, request)
+    executor.finish_load()
+    engine.loras.add_lora("a1", "/a1")
+    executor.finish_load()
+    engine.loras.take()
+    engine.loras.remove_lora(adapter(1).digest)
+    engine.abort(CLIENT, [request.request_id])
+    run_to_end(engine)
+    engine.loras.take()
+    assert engine.loras.cache.digests == ()
+    assert executor.held_loras == set()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_some_workers_have_taken_of_a_failed_load_is_let_go_of(known: bool) -> None:
+    engine = engine_of()
+    executor = executor_of(engine)
+    there = executor.adapters["/a1"]
+    executor.adapters["/a1"] = PartlyLoaded(
+        Unavailable("one cannot", reason="LORA_UNAVAILABLE"), frozenset({adapter(1).digest})
+    )
+    request = make_request(5, lora=adapter(1, known=known))
+    call = engine.loras.add_lora("a2", "/a1")
+    error = run_to_end(engine, request).ends[request.request_id].error
+    assert error is not None
+    assert (error.code, error.reason) == ("UNAVAILABLE", "LORA_UNAVAILABLE")
+    with pytest.raises(Unavailable, match="one cannot"):
+        call.result()
+    assert executor.held_loras == set()
+    executor.adapters["/a1"] = there
+    again = make_request(5, lora=adapter(1))
+    assert_as_expected(engine, run_to_end(engine, again), again)
+
+
+def test_a_failed_load_of_what_is_held_already_leaves_it_there() -> None:
+    engine = engine_of()
+    executor, transcript = executor_of(engine), Transcript()
+    runs = make_request(5, lora=adapter(1), max_tokens=20)
+    add(engine, runs)
+    step(engine, transcript)
+    executor.adapters["/a1"] = PartlyLoaded(
+        Unavailable("one cannot"), frozenset({adapter(1).digest, adapter(2).digest})
+    )
+    call = engine.loras.add_lora("a1", "/a1")
+    run_to_end(engine, transcript=transcript)
+    assert isinstance(call.exception(), Unavailable)
+    assert_as_expected(engine, transcript, runs)
+    assert executor.held_loras == {adapter(1).digest} == set(engine.loras.cache.digests)
+
+
+def test_a_load_beside_one_of_the_same_content_that_failed_is_done_again() -> None:
+    engine = engine_of(at_once=False)
+    executor = executor_of(engine)
+    executor.adapters["/copy"] = PartlyLoaded(Unavailable("one cannot"), frozenset({adapter(1).digest}))
+    fails, call = engine.loras.add_lora("copy", "/copy"), engine.loras.add_lora("a1", "/a1")
+    executor.finish_load()
+    executor.finish_load()  # workers have taken it, and are told to let go of it
+    engine.loras.take()
+    assert isinstance(fails.exception(), Unavailable)
+    assert not call.done()
+    executor.finish_load()
+    engine.loras.take()
+    assert call.result().digest == adapter(1).digest
+    assert executor.held_loras == {adapter(1).digest} == set(engine.loras.cache.digests)
 
 
 def test_a_removed_adapter_goes_with_its_last_request() -> None:

@@ -15,7 +15,7 @@ import pytest
 from penstock_common.errors import FailedPrecondition, RequestFailed, ResourceExhausted, Unavailable
 from penstock_enginecore.config import EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
-from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest
+from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, PartlyLoaded
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.executor.multiproc.executor import MultiprocExecutor
 from penstock_enginecore.executor.multiproc.failures import WorkerError, WorkersGone
@@ -135,16 +135,21 @@ def test_adapters_are_read_once_there_is_room_for_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("does", "error", "reason"),
-    [("raise", Unavailable, "LORA_UNAVAILABLE"), ("differ", FailedPrecondition, "LORA_CHANGED")],
+    ("does", "error", "reason", "held"),
+    [
+        ("raise", Unavailable, "LORA_UNAVAILABLE", {bytes([1]) * 16}),
+        ("differ", FailedPrecondition, "LORA_CHANGED", {bytes([1]) * 16, bytes([2]) * 16}),
+    ],
 )
 def test_an_adapter_that_one_worker_cannot_read_or_reads_otherwise_is_not_loaded(
-    does: Any, error: type[RequestFailed], reason: str
+    does: Any, error: type[RequestFailed], reason: str, held: set[bytes]
 ) -> None:
     with executor_of(Misdeed(rank=1, when="load_lora", does=does)) as executor:
         failed = executor.load_lora(LoraRequest("a", "1"), room).exception(PATIENCE)
-        assert isinstance(failed, error)
-        assert failed.reason == reason
+        assert isinstance(failed, PartlyLoaded)
+        assert isinstance(failed.error, error)
+        assert failed.error.reason == reason
+        assert failed.digests == held
         executor.execute_model(step(1))
         assert executor.sample_tokens().result(PATIENCE).request_ids == ["a", "b"]
 
