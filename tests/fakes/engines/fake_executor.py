@@ -25,7 +25,7 @@ from penstock_enginecore.config.scheduler import STEP_TOKENS
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.block_pool import NULL_BLOCK_ID
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, MakeRoom, PartlyLoaded
+from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, MakeRoom, PartlyLoadedError
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.scheduler.output import (
@@ -270,7 +270,7 @@ class FakeExecutor:
             return False
         lora, make_room, future = self._loading.popleft()
         loaded = self.adapters[lora.path]
-        if isinstance(loaded, PartlyLoaded):
+        if isinstance(loaded, PartlyLoadedError):
             self.held_loras |= loaded.digests
         if isinstance(loaded, Exception):
             future.set_exception(loaded)

@@ -73,7 +73,7 @@ class Executor(Protocol):
         """Read an adapter in every worker while steps go on, and take it between two of them; one that is there already is read
         again, and stays. ``make_room`` is called first: workers have what they keep of it once others have gone. The future
         raises what comes of that, Unavailable where it cannot be read, FailedPrecondition where it is not what ``lora`` says,
-        or is not served; PartlyLoaded with one of these where other workers have taken it.
+        or is not served; PartlyLoadedError with one of these where other workers have taken it.
         """
 
     def unload_lora(self, digest: bytes) -> None:

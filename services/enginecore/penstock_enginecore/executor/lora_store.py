@@ -79,6 +79,11 @@ class LoraStore:
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def digests(self) -> list[bytes]:
+        """Of the adapters that are held."""
+        return list(self._held)
+
     def attach(self, forward: AdaptedForward | None, read: ReadAdapter | None, model: str) -> None:
         """Hold adapters in this forward pass from now on; those that there are are read again. ``model``: what it is called.
         Raises ModelLoadError where it takes none, and as ``read``.

@@ -209,6 +209,11 @@ class Worker:
         return str(path)
 
     @utility
+    def held_loras(self) -> list[bytes]:
+        """Digests of the adapters that it holds."""
+        return self.loras.digests
+
+    @utility
     def worker_info(self) -> dict[str, Any]:
         """Where the worker computes: device, dtype, threads, kernels, and bytes of weights and KV cache."""
         runner = self._runner

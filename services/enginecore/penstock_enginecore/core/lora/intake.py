@@ -19,7 +19,7 @@ from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.lora.cache import LoraCache
 from penstock_enginecore.core.lora.held import LoraHoldings
-from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, LoraUse, PartlyLoaded
+from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, LoraUse, PartlyLoadedError
 from penstock_enginecore.core.lora.room import LoraRoom, Reservation, Want
 from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.request import Request
@@ -350,7 +350,7 @@ class LoraIntake:
             self._executor.unload_lora(digest)
 
     def _fail(self, load: _Load, error: Exception) -> None:
-        if isinstance(error, PartlyLoaded):
+        if isinstance(error, PartlyLoadedError):
             self._unload([digest for digest in error.digests if digest not in self.cache])
             error = error.error
         for request in list(load.requests.values()):

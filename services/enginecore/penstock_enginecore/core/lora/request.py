@@ -40,7 +40,7 @@ class LoadedLora(msgspec.Struct, frozen=True, tag="loaded_lora"):
     num_bytes: int
 
 
-class PartlyLoaded(Exception):
+class PartlyLoadedError(Exception):
     """A load that failed, of which some workers hold what they have read. ``error``: what it failed with. ``digests``: of what
     they hold, which is to be let go of unless it was held before.
     """

@@ -4,7 +4,7 @@ import threading
 from concurrent.futures import Future
 
 from penstock_common.errors import FailedPrecondition
-from penstock_enginecore.core.lora.request import LoadedLora, PartlyLoaded
+from penstock_enginecore.core.lora.request import LoadedLora, PartlyLoadedError
 
 
 class LoadsAwaited:
@@ -19,7 +19,7 @@ class LoadsAwaited:
 
     def begin(self) -> "tuple[int, Future[LoadedLora]]":
         """The next number, and what becomes of the load: what all workers have taken, or the error of the first that has one,
-        as PartlyLoaded where others have taken it.
+        as PartlyLoadedError where others have taken it.
         """
         with self._lock:
             self._last += 1
@@ -51,7 +51,7 @@ class LoadsAwaited:
         if error is None:
             future.set_result(loaded[0])
         elif loaded:
-            future.set_exception(PartlyLoaded(error, frozenset(each.digest for each in loaded)))
+            future.set_exception(PartlyLoadedError(error, frozenset(each.digest for each in loaded)))
         else:
             future.set_exception(error)
 

@@ -10,7 +10,7 @@ from penstock_common.types.kv_events import BlockStored
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.config import LoraConfig
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.core.lora.request import LoadedLora, PartlyLoaded
+from penstock_enginecore.core.lora.request import LoadedLora, PartlyLoadedError
 from tests.fakes.engines.engine_harness import (
     CLIENT,
     FakeClock,
@@ -209,7 +209,7 @@ def test_what_some_workers_have_taken_of_a_failed_load_is_let_go_of(known: bool)
     engine = engine_of()
     executor = executor_of(engine)
     there = executor.adapters["/a1"]
-    executor.adapters["/a1"] = PartlyLoaded(
+    executor.adapters["/a1"] = PartlyLoadedError(
         Unavailable("one cannot", reason="LORA_UNAVAILABLE"), frozenset({adapter(1).digest})
     )
     request = make_request(5, lora=adapter(1, known=known))
@@ -231,7 +231,7 @@ def test_a_failed_load_of_what_is_held_already_leaves_it_there() -> None:
     runs = make_request(5, lora=adapter(1), max_tokens=20)
     add(engine, runs)
     step(engine, transcript)
-    executor.adapters["/a1"] = PartlyLoaded(
+    executor.adapters["/a1"] = PartlyLoadedError(
         Unavailable("one cannot"), frozenset({adapter(1).digest, adapter(2).digest})
     )
     call = engine.loras.add_lora("a1", "/a1")
@@ -244,7 +244,7 @@ def test_a_failed_load_of_what_is_held_already_leaves_it_there() -> None:
 def test_a_load_beside_one_of_the_same_content_that_failed_is_done_again() -> None:
     engine = engine_of(at_once=False)
     executor = executor_of(engine)
-    executor.adapters["/copy"] = PartlyLoaded(Unavailable("one cannot"), frozenset({adapter(1).digest}))
+    executor.adapters["/copy"] = PartlyLoadedError(Unavailable("one cannot"), frozenset({adapter(1).digest}))
     fails, call = engine.loras.add_lora("copy", "/copy"), engine.loras.add_lora("a1", "/a1")
     executor.finish_load()
     executor.finish_load()  # workers have taken it, and are told to let go of it

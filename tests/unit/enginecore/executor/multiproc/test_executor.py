@@ -15,7 +15,7 @@ import pytest
 from penstock_common.errors import FailedPrecondition, RequestFailed, ResourceExhausted, Unavailable
 from penstock_enginecore.config import EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
-from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, PartlyLoaded
+from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, PartlyLoadedError
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.executor.multiproc.executor import MultiprocExecutor
 from penstock_enginecore.executor.multiproc.failures import WorkerError, WorkersGone
@@ -146,7 +146,7 @@ def test_an_adapter_that_one_worker_cannot_read_or_reads_otherwise_is_not_loaded
 ) -> None:
     with executor_of(Misdeed(rank=1, when="load_lora", does=does)) as executor:
         failed = executor.load_lora(LoraRequest("a", "1"), room).exception(PATIENCE)
-        assert isinstance(failed, PartlyLoaded)
+        assert isinstance(failed, PartlyLoadedError)
         assert isinstance(failed.error, error)
         assert failed.error.reason == reason
         assert failed.digests == held

@@ -1,0 +1,136 @@
+"""What adapters may contain, and what each of them answers, by transformers."""
+
+import copy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.fakes.example_modules import example_modules
+
+MAKER = Path("examples/demo_model")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+STRENGTH = 1.0
+"""How large what an adapter adds is beside the weights: enough for answers that have nothing in common."""
+CLOSE = 1e-3
+"""Two logits that differ by less may change places in another order of a sum."""
+FEWEST = 8
+"""Tokens of an answer that are sure, or its prompt is not asked."""
+BASE = -1
+"""The number of no content: the model as it is."""
+
+
+class Content(NamedTuple):
+    """One that lies in ``folder``; ``rank`` of all its updates."""
+
+    number: int
+    folder: Path
+    rank: int
+
+
+def make_contents(model: Path, out: Path, count: int, ranks: tuple[int, ...], seed: int) -> list[Content]:
+    """Write so many adapters of random numbers for all linear layers and the head, their ranks in turn."""
+    with example_modules(MAKER, ["make_adapters"]) as modules:
+        options = modules.make_adapters.Options()
+        options.model, options.out, options.number, options.rank = model, out, count, ranks
+        options.modules, options.name, options.strength = PROJECTIONS, "content", STRENGTH
+        options.dtype, options.seed = "float32", seed
+        folders = modules.make_adapters.make_adapters(options)
+    return [Content(number, folder, ranks[number % len(ranks)]) for number, folder in enumerate(folders)]
+
+
+class Answers:
+    """Greedy answers by content and prompt, each as far as it does not hang on rounding.
+
+    They are computed by transformers from weights that the adapters were added to, so nothing of the server is in them.
+    """
+
+    def __init__(self, prompts: list[list[int]], tokens: int) -> None:
+        self.prompts = prompts
+        self._tokens = tokens
+        self._known: dict[tuple[int, int], list[int]] = {}
+
+    def add(self, number: int, model: Any) -> None:
+        """What ``model`` answers to all prompts, which are computed together where they are of one length."""
+        by_length: dict[int, list[int]] = {}
+        for place, prompt in enumerate(self.prompts):
+            by_length.setdefault(len(prompt), []).append(place)
+        for places in by_length.values():
+            found = greedy(model, torch.tensor([self.prompts[place] for place in places]), self._tokens)
+            self._known |= {(number, place): answer for place, answer in zip(places, found, strict=True)}
+
+    @property
+    def askable(self) -> list[int]:
+        """The places of prompts that all contents are sure of for long enough."""
+        short = {place for (_, place), answer in self._known.items() if len(answer) < FEWEST}
+        return [place for place in range(len(self.prompts)) if place not in short]
+
+    def of(self, number: int, prompt: int) -> list[int]:
+        """The answer of a content to the prompt of this place."""
+        return self._known[number, prompt]
+
+    def who(self, prompt: int, tokens: list[int]) -> list[int]:
+        """The contents whose answer to a prompt begins like ``tokens``, or the other way round."""
+        return [
+            number for number, place in self._known if place == prompt and begins_alike(self.of(number, prompt), tokens)
+        ]
+
+    @property
+    def needed(self) -> int:
+        """So many tokens tell contents apart, whatever the prompt is. ValueError where no number does."""
+        askable = set(self.askable)
+        for count in range(1, FEWEST + 1):
+            seen = [(place, *answer[:count]) for (_, place), answer in self._known.items() if place in askable]
+            if len(set(seen)) == len(seen):
+                return count
+        raise ValueError("two contents have the same answer to a prompt")
+
+
+def begins_alike(one: list[int], other: list[int]) -> bool:
+    """Whether two lists are the same as far as both go."""
+    length = min(len(one), len(other))
+    return one[:length] == other[:length]
+
+
+def make_answers(model: Path, contents: list[Content], prompts: list[list[int]], tokens: int) -> Answers:
+    """Of the base model and all contents."""
+    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    answers = Answers(prompts, tokens)
+    answers.add(BASE, base)
+    for content in contents:
+        answers.add(content.number, adapted(base, content.folder))
+    return answers
+
+
+@torch.no_grad()
+def adapted(base: Any, folder: Path) -> Any:
+    """A copy of the model with an adapter, whose scale is 1, added to its weights. A tied head is one of its own then."""
+    from safetensors.torch import load_file
+
+    model = copy.deepcopy(base)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name, a in tensors.items():
+        if ".lora_A." in name:
+            layer = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+            layer.weight += tensors[name.replace(".lora_A.", ".lora_B.")] @ a
+    return model
+
+
+@torch.no_grad()
+def greedy(model: Any, prompts: torch.Tensor, tokens: int) -> list[list[int]]:
+    """For each of ``[prompts, length]`` so many tokens, or those before the first whose logit is close to another's."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    sure = [True] * len(answers)
+    inputs, past = prompts, None
+    for _ in range(tokens):
+        output = model(input_ids=inputs, past_key_values=past, use_cache=True)
+        past = output.past_key_values
+        best, places = output.logits[:, -1].float().topk(2, dim=-1)
+        for row, answer in enumerate(answers):
+            sure[row] = sure[row] and float(best[row, 0] - best[row, 1]) > CLOSE
+            if sure[row]:
+                answer.append(int(places[row, 0]))
+        inputs = places[:, :1]
+    return answers

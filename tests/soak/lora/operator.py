@@ -1,0 +1,163 @@
+"""An operator who never rests: loads, reloads in place, unloads and pins."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from penstock.admin.v1 import messages_pb2 as pb
+from penstock_common.errors import RequestFailed
+from penstock_common.rpc.status import from_rpc_error
+from tests.soak.lora.contents import Content
+from tests.soak.lora.names import Names
+
+
+class Operator:
+    """Changes what ``own`` names mean, one after the other, until ``end``. ``counts``: of what was done, and of refusals.
+    ``problems``: what must not be, in words.
+
+    A name is loaded from a content's own directory, or from a link that is the name's and that is put on the content first.
+    """
+
+    def __init__(
+        self,
+        admin: Any,
+        names: Names,
+        own: Sequence[str],
+        contents: Sequence[Content],
+        links: Path,
+        *,
+        pause: float,
+        seed: int,
+    ) -> None:
+        """``pause``: mean seconds between two changes."""
+        self._admin = admin
+        self._names = names
+        self._own = own
+        self._contents = contents
+        self._links = links
+        self._pause = pause
+        self._rng = random.Random(seed)
+        self._over = False
+        self._pinned: set[str] = set()
+        self.counts: Counter[str] = Counter()
+        self.problems: list[str] = []
+
+    async def run(self) -> None:
+        """Give every name a meaning, then change them at random until ``end``."""
+        for name in self._own:
+            await self._load(name)
+        while not self._over:
+            await asyncio.sleep(self._rng.uniform(0.2, 1.8) * self._pause)
+            name = self._rng.choice(self._own)
+            if self._names.now(name) is None:
+                await self._load(name)
+            else:
+                changes = (self._load, self._take_name, self._unload, self._pin)
+                await self._rng.choices(changes, weights=(6, 1, 3, 2))[0](name)
+
+    def end(self) -> None:
+        """No more changes after the one under way."""
+        self._over = True
+
+    async def unload_all(self) -> None:
+        """Take all names away."""
+        for name in self._own:
+            if self._names.now(name) is not None:
+                await self._unload(name)
+
+    async def _load(self, name: str) -> None:
+        """Give a name a content, in place where it has one."""
+        content, meant = self._rng.choice(self._contents), self._names.now(name)
+        linked = self._rng.random() < 0.5
+        path = self._links / name if linked else content.folder
+        before = self._put(name) if linked else None
+        exchange = self._names.exchange(name, time.monotonic()) if before is not None else None
+        span = self._names.begin(name, content.number, time.monotonic())
+        if linked:
+            self._link(name, content.folder)
+        pinned = self._rng.random() < 0.1
+        request = pb.LoadLoraRequest(name=name, path=str(path), load_inplace=meant is not None, pinned=pinned)
+        error = await self._answered(self._admin.LoadLora(request))
+        if error is None:
+            self._names.done(name, span, time.monotonic())
+            (self._pinned.add if pinned else self._pinned.discard)(name)
+            self.counts["loads" if meant is None else "reloads"] += 1
+            self.counts["reloads with other content"] += meant not in (None, content.number)
+        else:
+            if before is not None:
+                self._link(name, before)
+            self._names.failed(span, time.monotonic())
+            self._expect(error, f"load of {name}", ("RESOURCE_EXHAUSTED", "LORA_CACHE_FULL"))
+        if exchange is not None:
+            exchange.ended = time.monotonic()
+
+    async def _take_name(self, name: str) -> None:
+        """Other content under a name, without a word that it may take its place."""
+        meant = self._names.now(name)
+        content = self._rng.choice([each for each in self._contents if each.number != meant])
+        error = await self._answered(self._admin.LoadLora(pb.LoadLoraRequest(name=name, path=str(content.folder))))
+        if error is None:
+            self.problems.append(f"{name} was loaded again with other content")
+            return
+        self._expect(
+            error,
+            f"second load of {name}",
+            ("ALREADY_EXISTS", "LORA_NAME_TAKEN"),
+            ("RESOURCE_EXHAUSTED", "LORA_CACHE_FULL"),
+        )
+
+    async def _unload(self, name: str) -> None:
+        span = self._names.begin(name, None, time.monotonic())
+        error = await self._answered(self._admin.UnloadLora(pb.UnloadLoraRequest(name=name)))
+        if error is not None:
+            self._names.failed(span, time.monotonic())
+            self._expect(error, f"unload of {name}")
+            return
+        self._names.done(name, span, time.monotonic())
+        self._pinned.discard(name)
+        self.counts["unloads"] += 1
+
+    async def _pin(self, name: str) -> None:
+        """Pin a name, or unpin all that are pinned: there is room for few."""
+        for pinned in sorted(self._pinned):
+            self._pinned.discard(pinned)
+            if (
+                error := await self._answered(self._admin.PinLora(pb.PinLoraRequest(name=pinned, unpin=True)))
+            ) is not None:
+                self._expect(error, f"unpinning of {pinned}")
+            self.counts["unpins"] += 1
+            return
+        if (error := await self._answered(self._admin.PinLora(pb.PinLoraRequest(name=name)))) is not None:
+            self._expect(error, f"pinning of {name}", ("RESOURCE_EXHAUSTED", "LORA_CACHE_FULL"))
+            return
+        self._pinned.add(name)
+        self.counts["pins"] += 1
+
+    def _put(self, name: str) -> Path | None:
+        """What a name's link is on."""
+        link = self._links / name
+        return link.readlink() if link.is_symlink() else None
+
+    def _link(self, name: str, folder: Path) -> None:
+        """Put a name's link on a folder, at once."""
+        fresh = self._links / f".{name}"
+        fresh.symlink_to(folder)
+        fresh.replace(self._links / name)
+
+    async def _answered(self, call: Awaitable[Any]) -> RequestFailed | None:
+        try:
+            await call
+        except grpc.aio.AioRpcError as e:
+            return from_rpc_error(e)
+        return None
+
+    def _expect(self, error: RequestFailed, what: str, *allowed: tuple[str, str]) -> None:
+        self.counts[f"{error.code} {error.reason}"] += 1
+        if (error.code, error.reason) not in allowed:
+            self.problems.append(f"{what}: {error.code} {error.reason}: {error.message}")
