@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -16,9 +17,16 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from tests.soak.lora.run import LoraSoak, Options
+from tests.soak.lora.run import LoraSoak, Options, Result
 
 console = Console()
+
+
+async def soak(options: Options, folder: Path) -> Result:
+    """Run it, whole. SIGTERM ends it like Ctrl-C, services first."""
+    if (task := asyncio.current_task()) is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await LoraSoak(options, folder, log=console.log).run()
 
 
 def main() -> int:
@@ -43,7 +51,7 @@ def main() -> int:
     options = Options(**given, growth=args.seconds >= 60)
     console.log(f"seed {options.seed}")
     with tempfile.TemporaryDirectory() as folder:
-        result = asyncio.run(LoraSoak(options, Path(folder).resolve(), log=console.log).run())
+        result = asyncio.run(soak(options, Path(folder).resolve()))
     written = msgspec.to_builtins({"options": {**given, "model": str(args.model)}, "result": result})
     console.print_json(json.dumps(written["result"]["counts"]))
     if args.json:
