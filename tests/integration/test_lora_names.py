@@ -334,6 +334,24 @@ async def test_pinning_has_every_engine_hold_an_adapter(rig: Rig, name: str) -> 
     assert (type(error), error.field) == (NotFound, "name")
 
 
+async def test_content_stays_pinned_while_one_of_its_names_is(rig: Rig) -> None:
+    digest = digest_of(rig.disk["/a/new"])
+
+    def pinned() -> list[bool]:
+        return [engine.held[digest] for engine in rig.engines]
+
+    for name in ("one", "two"):
+        await rig.load(name, pinned=True)
+    await rig.admin.PinLora(admin_pb.PinLoraRequest(name="one", unpin=True))
+    assert pinned() == [True, True]
+    await rig.admin.UnloadLora(admin_pb.UnloadLoraRequest(name="two"))
+    assert pinned() == [False, False]
+    await rig.load("two", pinned=True)
+    assert pinned() == [True, True]
+    await rig.load("two", load_inplace=True)
+    await eventually(lambda: pinned() == [False, False])
+
+
 async def test_an_engine_that_comes_holds_what_is_pinned(rig: Rig) -> None:
     await rig.load(pinned=True)
     await rig.admin.PinLora(admin_pb.PinLoraRequest(name="poet"))

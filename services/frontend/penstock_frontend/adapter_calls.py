@@ -151,7 +151,7 @@ class AdapterCalls:
                 if not named.adapter.digest:
                     digest = next(iter(held.values())).digest
                     named = NamedAdapter(self._learned(named.adapter, digest), named.source)
-            elif named.adapter.digest:
+            elif named.adapter.digest and not self._is_pinned(named.adapter.digest, but=name):
                 await self._unpin(named.adapter.digest)
             return _info(self.adapters.pin(named, pinned=pinned), held)
 
@@ -269,6 +269,11 @@ class AdapterCalls:
                 "an engine does not hold a pinned LoRA adapter", engine=engine, name=named.name, error=answer.message
             )
 
+    def _is_pinned(self, digest: bytes, *, but: str = "") -> bool:
+        """Whether a name that is pinned, another one than ``but``, means this content."""
+        pinned = (each for each in self.adapters.all() if each.pinned and each.name != but)
+        return any(each.adapter.digest == digest for each in pinned)
+
     async def _unpin(self, digest: bytes) -> None:
         """Have engines keep an adapter no longer; those that do not hold it need not. Raises the first other error."""
         for engine, answer in (await self._call("pin_lora", digest, False)).items():
@@ -276,11 +281,17 @@ class AdapterCalls:
                 raise of_engine(engine, answer)
 
     async def _remove(self, digest: bytes) -> None:
-        """Have engines let go of what no name means. An engine that fails to is logged: others can have the memory anyway."""
-        if not digest or self.adapters.others_with(digest):
+        """Have engines let go of what no name means, and keep no longer what none that is pinned does. An engine that fails to is
+        logged: others can have the memory anyway.
+        """
+        if not digest or self._is_pinned(digest):
             return
-        for engine, answer in (await self._call("remove_lora", digest)).items():
-            if isinstance(answer, RequestFailed):
+        if self.adapters.others_with(digest):
+            answers = await self._call("pin_lora", digest, False)
+        else:
+            answers = await self._call("remove_lora", digest)
+        for engine, answer in answers.items():
+            if isinstance(answer, RequestFailed) and not isinstance(answer, NotFound):
                 get_logger().warning("an engine does not let go of a LoRA adapter", engine=engine, error=answer.message)
 
     async def _call(self, method: str, *arguments: object) -> dict[str, Any]:

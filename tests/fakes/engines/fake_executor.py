@@ -209,6 +209,8 @@ class FakeExecutor:
         self.held_loras: set[bytes] = set()
         self.most_loras = 0
         self.most_held_loras = 0
+        self.began_with: dict[str, LoraRequest | None] = {}
+        """The adapter of every request that was ever in a step, by key."""
         self.loads: list[LoraRequest] = []
         self.loads_at_once = True
         self._loading: deque[tuple[LoraRequest, MakeRoom, Future[LoadedLora]]] = deque()
@@ -271,8 +273,8 @@ class FakeExecutor:
         lora, make_room, future = self._loading.popleft()
         loaded = self.adapters[lora.path]
         if isinstance(loaded, PartlyLoadedError):
-            self.held_loras |= loaded.digests
-        if isinstance(loaded, Exception):
+            self._between_steps(partial(self._fail_lora, loaded, future))
+        elif isinstance(loaded, Exception):
             future.set_exception(loaded)
         elif lora.digest and lora.digest != loaded.digest:
             future.set_exception(FailedPrecondition("other content", reason="LORA_CHANGED"))
@@ -292,6 +294,10 @@ class FakeExecutor:
         self.held_loras.add(loaded.digest)
         self.most_held_loras = max(self.most_held_loras, len(self.held_loras))
         future.set_result(loaded)
+
+    def _fail_lora(self, error: PartlyLoadedError, future: "Future[LoadedLora]") -> None:
+        self.held_loras |= error.digests
+        future.set_exception(error)
 
     def _between_steps(self, call: Callable[[], None]) -> None:
         self._queued.append(call)
@@ -413,6 +419,8 @@ class FakeExecutor:
             assert 0 <= new.num_computed_tokens < len(new.token_ids), "at least one token is left to compute"
             assert len(new.block_ids) == len(self._config.groups)
             assert new.lora is None or new.lora.digest in self.held_loras, f"{new.lora} is not loaded"
+            began_with = self.began_with.setdefault(new.request_id, new.lora)
+            assert began_with == new.lora, f"{new.request_id} began with {began_with} and goes on with {new.lora}"
             self._states[new.request_id] = _State(new)
         cached = step.cached_requests
         for key, num_computed, blocks in zip(

@@ -124,12 +124,12 @@ class Operator:
         self.counts["unloads"] += 1
 
     async def _pin(self, name: str) -> None:
-        """Pin a name, or unpin all that are pinned: there is room for few."""
-        for pinned in sorted(self._pinned):
+        """Pin a name, or unpin one that is: there is room for few."""
+        if self._pinned:
+            pinned = self._rng.choice(sorted(self._pinned))
             self._pinned.discard(pinned)
-            if (
-                error := await self._answered(self._admin.PinLora(pb.PinLoraRequest(name=pinned, unpin=True)))
-            ) is not None:
+            error = await self._answered(self._admin.PinLora(pb.PinLoraRequest(name=pinned, unpin=True)))
+            if error is not None:
                 self._expect(error, f"unpinning of {pinned}")
             self.counts["unpins"] += 1
             return

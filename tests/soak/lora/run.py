@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.admin.v1 import messages_pb2 as admin_pb
 from penstock.admin.v1 import service_pb2_grpc as admin_rpc
 from penstock_common.rpc.channel import make_channel
 from tests.fakes.clients.session_client import connected
@@ -156,6 +157,7 @@ class LoraSoak:
         for operator in operators:
             self._counts += operator.counts
             self._problems += operator.problems
+        await self._pins_settle(cluster, admin)
         await self._look(cluster, "with names")
         for operator in operators:
             await operator.unload_all()
@@ -198,7 +200,7 @@ class LoraSoak:
         watch.phase = IDLE
         await watch.sample()
 
-    async def _look(self, cluster: Cluster, when: str) -> list[set[bytes]]:
+    async def _look(self, cluster: Cluster, when: str) -> list[dict[bytes, bool]]:
         """Add what engines have counted, and compare what each says that it holds with what its workers do. What they hold."""
         found = []
         for number, stats in enumerate(await cluster.stats()):
@@ -212,10 +214,24 @@ class LoraSoak:
             if stats.lora.active or stats.lora.num_waiting_reqs or stats.lora.num_loading_reqs:
                 self._problems.append(f"engine {number} has adapters in use {when}: {stats.lora}")
             held, workers = await held_by(cluster, number)
-            if any(each != held for each in workers):
+            if any(each != held.keys() for each in workers):
                 self._problems.append(f"engine {number} holds {held} {when}, its workers {workers}")
             found.append(held)
         return found
+
+    async def _pins_settle(self, cluster: Cluster, admin: Any) -> None:
+        """Engines must have pinned what names that are pinned mean, and nothing else, within two seconds of the last change."""
+        loras = (await admin.ListLoras(admin_pb.ListLorasRequest())).loras
+        wanted = {each.digest for each in loras if each.pinned}
+        pinned: list[set[bytes]] = []
+        for _ in range(20):
+            found = [(await held_by(cluster, number))[0] for number in range(len(cluster.engines))]
+            pinned = [{digest for digest, is_pinned in held.items() if is_pinned} for held in found]
+            if all(each == wanted for each in pinned):
+                self._counts["pinned at the end"] += len(wanted)
+                return
+            await asyncio.sleep(0.2)
+        self._problems.append(f"engines have pinned {pinned}; names that are pinned mean {wanted}")
 
     async def _gone(self, cluster: Cluster) -> None:
         """Nothing must be held once no name means anything: old contents leave within two seconds."""
@@ -233,10 +249,10 @@ class LoraSoak:
         return sum(count for name, count in self._counts.items() if name.startswith(what))
 
 
-async def held_by(cluster: Cluster, number: int) -> tuple[set[bytes], list[set[bytes]]]:
-    """Digests of the adapters that an engine says that it holds, and those of each of its workers."""
+async def held_by(cluster: Cluster, number: int) -> tuple[dict[bytes, bool], list[set[bytes]]]:
+    """By digest the adapters that an engine says that it holds, and whether each is pinned; the digests that its workers hold."""
     async with connected(cluster.engines[number].address, "observer") as client:
-        held = {each["digest"] for each in await client.utility("list_loras")}
+        held = {each["digest"]: each["pinned"] for each in await client.utility("list_loras")}
         return held, [set(each) for each in await client.utility("collective_rpc", "held_loras")]
 
 

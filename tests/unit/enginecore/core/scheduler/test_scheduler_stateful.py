@@ -5,12 +5,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from penstock_common.errors import Unavailable
 from penstock_common.lora.registration import LoraAdapter
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
 from penstock_enginecore.config import LoraConfig, SpeculativeConfig
 from penstock_enginecore.core.control import EngineControl
-from penstock_enginecore.core.lora.request import LoadedLora
+from penstock_enginecore.core.lora.request import LoadedLora, PartlyLoadedError
 from penstock_enginecore.core.scheduler.pause import PauseState
 from tests.fakes.engines.engine_harness import (
     CLIENT,
@@ -30,9 +31,19 @@ from tests.fakes.engines.fake_grammars import FakeGrammars
 VOCAB = 50
 EOS = frozenset({7})
 ADAPTERS = {
-    f"/adapters/{i}": LoadedLora(digest=bytes([i]) * 16, max_rank=1 + i, modules=("m",), num_bytes=2**20)
-    for i in range(5)
-}
+    f"/adapters/{i}": [
+        LoadedLora(digest=bytes([i, version]) * 8, max_rank=1 + i, modules=("m",), num_bytes=2**20)
+        for version in range(2)
+    ]
+    for i in range(4)
+} | {"/adapters/copy": [LoadedLora(digest=bytes([0, 1]) * 8, max_rank=1, modules=("m",), num_bytes=2**20)] * 2}
+"""By path, what may be there, now the one and now the other. One is in two places."""
+REFUSALS = ("LORA_CACHE_FULL", "LORA_CHANGED", "LORA_UNAVAILABLE")
+
+
+def digest_of(path, version):
+    """Of what may be at a path; empty for None, whatever is there."""
+    return b"" if version is None else ADAPTERS[path][version].digest
 
 
 def drafter_of(kind):
@@ -125,7 +136,7 @@ class EngineMachine(RuleBasedStateMachine):
         speculative = SpeculativeConfig()
         if drafter is not None:
             speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=num_drafts, adaptive=False)
-        executor.adapters.update(ADAPTERS)
+        executor.adapters.update({path: versions[0] for path, versions in ADAPTERS.items()})
         executor.loads_at_once = loads_at_once
         self.max_loras = max_loras
         self.grammars = FakeGrammars(VOCAB, *EOS, manual=True)
@@ -170,7 +181,7 @@ class EngineMachine(RuleBasedStateMachine):
         repetition=st.sampled_from([None, None, RepetitionDetection(max_pattern_size=2)]),
         poison=st.sampled_from([0, 0, 0, 0, 0, 0, 1, 4, 15]),
         adapter=st.sampled_from([None, None, *ADAPTERS]),
-        knows_digest=st.booleans(),
+        version=st.sampled_from([0, 0, 1, None]),
     )
     def add_request(
         self,
@@ -185,7 +196,7 @@ class EngineMachine(RuleBasedStateMachine):
         ignore_eos,
         poison,
         adapter,
-        knows_digest,
+        version,
         **sampling,
     ):
         # Few families of prompts, so that prefixes are shared.
@@ -199,18 +210,15 @@ class EngineMachine(RuleBasedStateMachine):
             ignore_eos=ignore_eos,
             structured_output=constraint and StructuredOutput(regex=constraint),
             repetition_detection=repetition,
-            lora=None if adapter is None else LoraAdapter(adapter, adapter, ADAPTERS[adapter].digest),
+            lora=None if adapter is None else LoraAdapter(adapter, adapter, digest_of(adapter, version)),
             **sampling,
         )
         tokens, _ = self.expected(request)
-        if num_prior < len(tokens):
+        if num_prior < len(tokens) and (adapter is None or version is not None):
             request = msgspec.structs.replace(request, prior_output_token_ids=tokens[:num_prior])
         self.added[request.request_id] = request
         self.transcript.prior[request.request_id] = len(request.prior_output_token_ids)
-        sent = request
-        if request.lora is not None and not knows_digest:
-            sent = msgspec.structs.replace(request, lora=msgspec.structs.replace(request.lora, digest=b""))
-        add(self.engine, sent)
+        add(self.engine, request)
         return request.request_id
 
     @rule()
@@ -222,11 +230,28 @@ class EngineMachine(RuleBasedStateMachine):
         answer = self.engine.loras.add_lora(path, path, b"", pinned)
         self.answers.append((answer, path))
 
-    @rule(path=st.sampled_from(list(ADAPTERS)))
-    def remove_lora(self, path):
-        self.engine.loras.remove_lora(ADAPTERS[path].digest)
+    @rule(path=st.sampled_from(list(ADAPTERS)), version=st.sampled_from([0, 1]))
+    def remove_lora(self, path, version):
+        self.engine.loras.remove_lora(digest_of(path, version))
+
+    @rule(path=st.sampled_from(list(ADAPTERS)), version=st.sampled_from([0, 1]))
+    def other_content_is_there(self, path, version):
+        self.engine.executor.adapters[path] = ADAPTERS[path][version]
+
+    @rule(path=st.sampled_from(list(ADAPTERS)), version=st.sampled_from([0, 1]))
+    def some_workers_cannot_read(self, path, version):
+        gone = Unavailable("one cannot read it", reason="LORA_UNAVAILABLE")
+        self.engine.executor.adapters[path] = PartlyLoadedError(gone, frozenset({digest_of(path, version)}))
 
     def expected(self, request):
+        """One that said no digest goes on with what it began with."""
+        if request.lora is not None and not request.lora.digest:
+            began_with = {key.rpartition("#")[0]: lora for key, lora in self.engine.executor.began_with.items()}
+            lora = began_with.get(request.request_id) or request.lora
+            request = msgspec.structs.replace(
+                request,
+                lora=msgspec.structs.replace(request.lora, digest=lora.digest or digest_of(request.lora.path, 0)),
+            )
         return expected_output(request, max_model_len=self.engine.max_model_len, vocab_size=VOCAB, eos=EOS)
 
     @rule(request_id=consumes(requests))
@@ -343,9 +368,14 @@ class EngineMachine(RuleBasedStateMachine):
         assert (lora.active, lora.waiting, lora.num_waiting_reqs, lora.num_loading_reqs) == ([], [], 0, 0)
         for answer, path in self.answers:
             if (error := answer.exception(timeout=0)) is not None:
-                assert error.reason == "LORA_CACHE_FULL"
+                assert error.reason in ("LORA_CACHE_FULL", "LORA_UNAVAILABLE")
             else:
-                assert answer.result().digest == ADAPTERS[path].digest
+                assert answer.result().digest in {loaded.digest for loaded in ADAPTERS[path]}
+        for key, lora in executor.began_with.items():
+            asked = self.added[key.rpartition("#")[0]].lora
+            assert (asked is None) == (lora is None)
+            if asked is not None:
+                assert lora.digest in ({asked.digest} if asked.digest else {a.digest for a in ADAPTERS[asked.path]})
         assert set(self.transcript.ends) == set(self.added)
         for request_id, request in self.added.items():
             tokens, reason = self.expected(request)
@@ -353,8 +383,10 @@ class EngineMachine(RuleBasedStateMachine):
             end = self.transcript.ends[request_id]
             if end.finish_reason is FinishReason.ABORT and end.error is not None:
                 assert end.error.reason in ("DEADLINE_EXCEEDED", "PAUSED")
-            elif end.error is not None and request.lora is not None and end.error.reason == "LORA_CACHE_FULL":
-                assert end.error.retry_after == 1.0
+            elif end.error is not None and request.lora is not None and end.error.reason in REFUSALS:
+                assert self.transcript.tokens[request_id] == []
+                assert (end.error.retry_after == 1.0) == (end.error.reason == "LORA_CACHE_FULL")
+                assert request.lora.digest or end.error.reason != "LORA_CHANGED"
             elif end.error is not None and request_id.startswith("poison"):
                 assert (end.finish_reason, end.error.reason) == (FinishReason.ERROR, "STEP_FAILED")
             elif request_id in self.aborted:
