@@ -20,6 +20,7 @@ from penstock_enginecore.config import (
     ExecutorConfig,
     ExpertParallelConfig,
     KernelsConfig,
+    LoraConfig,
     ModelConfig,
     ProfilerConfig,
     SchedulerConfig,
@@ -48,6 +49,7 @@ def config_of(
     expert_parallel: Mapping[str, Any] | None = None,
     plugins: tuple[str, ...] | None = None,
     speculative: Mapping[str, Any] | None = None,
+    lora: Mapping[str, Any] | None = None,
 ) -> EngineCoreConfig:
     """Of an engine over the checkpoint at ``path``, one torch thread, with overrides by configuration section."""
     return EngineCoreConfig(
@@ -63,6 +65,7 @@ def config_of(
         expert_parallel=ExpertParallelConfig(**(expert_parallel or {})),
         plugins=plugins,
         speculative=SpeculativeConfig(**(speculative or {})),
+        lora=LoraConfig(**(lora or {})),
     )
 
 

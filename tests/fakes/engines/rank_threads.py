@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from penstock_common.types.data_parallel import (
     FirstRequest,
@@ -113,10 +114,10 @@ class MachineRoom:
 class RankThread:
     """One rank: an engine with its busy loop."""
 
-    def __init__(self, name: str, room: MachineRoom, groups: dict, lock: threading.Lock) -> None:
+    def __init__(self, name: str, room: MachineRoom, groups: dict, lock: threading.Lock, **config: Any) -> None:
         self.name = rank_name(name, "1")
         self.room = room
-        self.engine = make_engine()
+        self.engine = make_engine(**config)
         self.executor = self.engine.executor
         self.transcript = Transcript()
         self.changed = threading.Condition()
@@ -191,16 +192,17 @@ class RankThread:
 
 
 class Ranks:
-    """A running group. ``room`` is its coordinator."""
+    """A running group. ``room`` is its coordinator, ``config`` sections of its engines."""
 
-    def __init__(self, room: MachineRoom) -> None:
+    def __init__(self, room: MachineRoom, **config: Any) -> None:
         self.room = room
+        self._config = config
         self._groups: dict = {}
         self._lock = threading.Lock()
         self.all: list[RankThread] = []
 
     def start(self, name: str) -> RankThread:
-        rank = RankThread(name, self.room, self._groups, self._lock)
+        rank = RankThread(name, self.room, self._groups, self._lock, **self._config)
         with self.room.lock:
             self.room.ranks[rank.name] = rank
         self.all.append(rank)
@@ -234,9 +236,9 @@ def wait_until(condition) -> None:
 
 
 @contextlib.contextmanager
-def running_ranks(count: int, *, min_size: int = 1) -> Iterator[Ranks]:
-    """``count`` ranks that have formed their group."""
-    ranks = Ranks(MachineRoom(count, min_size))
+def running_ranks(count: int, *, min_size: int = 1, **config: Any) -> Iterator[Ranks]:
+    """``count`` ranks that have formed their group. ``config``: sections of their engines."""
+    ranks = Ranks(MachineRoom(count, min_size), **config)
     try:
         for i in range(count):
             ranks.start(f"rank-{i}")

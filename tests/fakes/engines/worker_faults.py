@@ -174,9 +174,9 @@ def _watch_worker(faults: Faults) -> None:
     wrap(Worker, "shutdown", before=lambda *_: faults.at("ending"))
     split = loading.split_model
 
-    def splits(*args: Any, **kwargs: Any) -> None:
+    def splits(*args: Any, **kwargs: Any) -> Any:
         faults.at("loading")
-        split(*args, **kwargs)
+        return split(*args, **kwargs)
 
     loading.split_model = splits
 

@@ -148,12 +148,6 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def __post_init__(self) -> None:
         check_fields("", self)
-        if self.lora.enabled and self.executor.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"executor.tensor_parallel_size is {self.executor.tensor_parallel_size} and lora.max_loras "
-                f"{self.lora.max_loras}; "
-                "models that are split take no adapters yet: use 1, or lora.max_loras 0"
-            )
         if self.data_parallel.grouped:
             self._check_rank()
         elif self.expert_parallel.enabled:
@@ -170,10 +164,6 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 raise ConfigError(
                     f"data_parallel.size is {size} and executor.{name} {getattr(executor, name)}; a rank of a group has 1"
                 )
-        if self.lora.enabled:
-            raise ConfigError(
-                f"data_parallel.size is {size} and lora.max_loras {self.lora.max_loras}; a rank of a group has 0"
-            )
         if self.scheduler.async_scheduling:
             raise ConfigError(
                 f"data_parallel.size is {size} and scheduler.async_scheduling true; a rank schedules when a step is over"

@@ -184,6 +184,7 @@ class BusyLoop:
             message = self._queues.get(block=False, timeout=None)
         self._drain_aborts()
         if self._group is not None:
+            self._engine.loras.take()  # what was loaded while the ranks compute no step
             self._group.look()
 
     @property

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 from penstock_enginecore.attention.kv_cache import FLOAT8
 from penstock_enginecore.config import EngineCoreConfig, KernelsConfig
 from penstock_enginecore.core.executor import Progress
+from penstock_enginecore.executor.adapter_reader import Onlooker
 from penstock_enginecore.executor.batch_invariance import check_batch_invariant
 from penstock_enginecore.executor.cache_dtype import check_cache_dtype
 from penstock_enginecore.executor.generation.runner import GenerationRunner
@@ -39,11 +39,7 @@ from penstock_enginecore.spec_decode.factory import create_drafter
 
 logger = logging.getLogger(__name__)
 
-Look = Callable[[PreTrainedModel], None]
-
-
-def _pass_over(module: PreTrainedModel) -> None:
-    """Nobody looks at the modules."""
+_NOBODY = Onlooker()
 
 
 def load_runner(
@@ -52,17 +48,17 @@ def load_runner(
     progress: Progress,
     collectives: TimedCollectives | None = None,
     links: StageLinks | None = None,
-    look: Look = _pass_over,
+    onlooker: Onlooker = _NOBODY,
 ) -> ModelRunner:
     """Read the checkpoint, move it to ``device`` and build what runs it, with as many threads as torch has. Raises
     ModelLoadError for a checkpoint that cannot be served, ConfigError for kernels that cannot be had. ``collectives``: of the
-    ranks that the model is split over. ``links``: of the stage that this worker computes. ``look``: is shown the modules
-    before they are packed. Kernels that are refuted when they have spent the weights cost another reading.
+    ranks that the model is split over. ``links``: of the stage that this worker computes. Kernels that are refuted when they have
+    spent the weights cost another reading.
     """
     kernels, rounded = config.kernels, config.model.dtype == "bfloat16"
     while True:
         try:
-            return _load_runner(config, device, progress, collectives, links, look, kernels, rounded=rounded)
+            return _load_runner(config, device, progress, collectives, links, onlooker, kernels, rounded=rounded)
         except SpentError as e:
             logger.warning("%s; the model is loaded again", e)
             if not rounded:
@@ -77,7 +73,7 @@ def _load_runner(
     progress: Progress,
     collectives: TimedCollectives | None,
     links: StageLinks | None,
-    look: Look,
+    onlooker: Onlooker,
     kernels: KernelsConfig,
     *,
     rounded: bool,
@@ -87,7 +83,7 @@ def _load_runner(
     shared = SharedModel(config) if config.expert_parallel.enabled else None
     if shared is not None:
         check_shared(config, device, task)
-    split = None if collectives is None else _Split(collectives)
+    split = None if collectives is None else _Split(collectives, onlooker)
     if links is not None and task != "generate":
         raise ModelLoadError(f"executor.pipeline_parallel_size: models that {task} are not served in stages yet; use 1")
     check_cache_dtype(config, device)
@@ -117,7 +113,8 @@ def _load_runner(
         model = load_model(checkpoint, device, progress, keep, split, on_host=on_host, make_share=shared, widen=widen)
         if int8:
             round_weights(model.module)
-        look(model.module)
+        if split is None:
+            onlooker.loaded(model.module)
         if links is None:
             built = build_forward(model, _with_part(forward, split))
             experts = None if shared is None else _experts(config, shared, model)
@@ -129,11 +126,14 @@ def _load_runner(
             max_tokens=config.scheduler.step_tokens,
             max_seqs=config.scheduler.max_num_seqs,
         )
-        return StageRunner(model, build_stage(model, _with_part(forward, split), stage), links)
+        staged = build_stage(model, _with_part(forward, split), stage)
+        onlooker.cut(model.module)
+        return StageRunner(model, staged, links)
     pooled = load_pooling_model(checkpoint, task, device, progress, split, widen=widen)
     if int8:
         round_weights(pooled.module)
-    look(pooled.module)
+    if split is None:
+        onlooker.loaded(pooled.module)
     return PoolingRunner(pooled, build_backbone(pooled, _with_part(forward, split)))
 
 
@@ -151,14 +151,18 @@ def read_again(config: EngineCoreConfig, runner: GenerationRunner, device: torch
 
 
 class _Split:
-    """Splits a model, and keeps what is known of the ``part`` that is left."""
+    """Splits a model, and keeps what is known of the ``part`` that is left. ``onlooker`` sees the whole one before."""
 
-    def __init__(self, collectives: TimedCollectives) -> None:
+    def __init__(self, collectives: TimedCollectives, onlooker: Onlooker) -> None:
         self._collectives = collectives
+        self._onlooker = onlooker
         self.part: Part | None = None
 
     def __call__(self, module: PreTrainedModel) -> None:
-        self.part = Part(self._collectives, split_model(module, self._collectives))
+        self._onlooker.loaded(module)
+        left = split_model(module, self._collectives)
+        self._onlooker.split(left.features)
+        self.part = Part(self._collectives, left.vocabulary)
 
 
 def _with_part(forward: ForwardConfig, split: _Split | None) -> ForwardConfig:

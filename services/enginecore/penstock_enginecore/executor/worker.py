@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from penstock_common.cores import usable_cores
 from penstock_common.errors import Internal, InvalidArgument
@@ -17,11 +16,12 @@ from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.utility import utility
 from penstock_enginecore.core.worker_stats import GraphStats, WorkerStats
+from penstock_enginecore.executor.adapter_reader import AdapterReader, Onlooker
 from penstock_enginecore.executor.device import resolve_device
 from penstock_enginecore.executor.graph_sizes import sizes_to_capture
 from penstock_enginecore.executor.kept_sleep import KeptSleep, kept_sleep
 from penstock_enginecore.executor.loading import load_runner
-from penstock_enginecore.executor.lora_store import LoraStore, MakeReader, ReadAdapter, peft_reader
+from penstock_enginecore.executor.lora_store import LoraStore, MakeReader, peft_reader
 from penstock_enginecore.executor.memory import check_kv_cache_memory, cpu_kv_cache_bytes, cuda_kv_cache_bytes
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.numa import settle
@@ -44,10 +44,10 @@ class Worker:
     def __init__(self, config: WorkerConfig, make_reader: MakeReader | None = peft_reader) -> None:
         """``make_reader``: of adapters; None: none are read."""
         self._config = config
-        self._make_reader = make_reader
-        self._read_adapter: ReadAdapter | None = None
         self.loras = LoraStore()
         self._engine = config.engine
+        lora = self._engine.lora
+        self._adapters = AdapterReader(make_reader, lora) if lora.enabled and make_reader is not None else None
         self._device = resolve_device(self._engine.model.device, config.place, self._engine.executor.devices)
         check_kv_cache_memory(self._engine.cache, self._device)
         cores = max(1, self._settle())
@@ -80,15 +80,10 @@ class Worker:
 
     def load_model(self, progress: Progress) -> ModelInfo:
         """Load the weights, and build what runs them. Raises ModelLoadError with a message for the operator."""
-        lora, make_reader = self._engine.lora, self._make_reader
-
-        def look(module: PreTrainedModel) -> None:
-            if lora.enabled and make_reader is not None:
-                self._read_adapter = make_reader(module, lora)
-
-        runner = load_runner(self._engine, self._device, progress, self._collectives, self._links, look)
-        if lora.enabled:
-            self.loras.attach(runner.adapted, self._read_adapter, f"the model, computed by {runner.computing},")
+        onlooker = Onlooker() if self._adapters is None else self._adapters
+        runner = load_runner(self._engine, self._device, progress, self._collectives, self._links, onlooker)
+        if self._engine.lora.enabled:
+            self.loras.attach(runner.adapted, self._adapters, f"the model, computed by {runner.computing},")
         self._runner = runner
         self._kept = kept_sleep(self._engine, runner, self._device)
         return runner.info

@@ -94,4 +94,5 @@ def _places(module: Any) -> Iterator[_Place]:
         else:
             yield _Place({})
             yield _Place({})
-    yield place(module.lm_head)
+    # Stages that are not the last have none.
+    yield place(module.lm_head) if isinstance(module.lm_head, torch.nn.Linear) else _Place({})

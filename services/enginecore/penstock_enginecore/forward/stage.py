@@ -10,7 +10,7 @@ from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
-from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass
+from penstock_enginecore.forward.base import AdaptedForward, ForwardBatch, ForwardOutput, ForwardPass
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.forward.proof import TOLERANCES, distance
@@ -111,7 +111,7 @@ def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
 
 class StageForward:
     """A ``ForwardPass`` whose hidden states come from the stage before and go to the one behind. Of all stages but the last the
-    logits have no columns.
+    logits have no columns. ``adapted``: takes what the stage has of adapters; None where nothing does.
     """
 
     def __init__(self, inner: ForwardPass, seams: Seams, links: StageLinks) -> None:
@@ -119,6 +119,7 @@ class StageForward:
         self.separate_head = inner.separate_head
         self.specs: dict[str, KVCacheSpec] = inner.specs
         self.memory = inner.memory
+        self.adapted = inner if isinstance(inner, AdaptedForward) else None
         self._inner = inner
         self._seams = seams
         self._links = links

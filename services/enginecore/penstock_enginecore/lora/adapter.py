@@ -28,7 +28,8 @@ class LowRankUpdate:
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
     """``digest``: BLAKE2b-128 of its canonical config and tensors, by which it is known; names are labels. ``updates`` by name of
-    the module in transformers' model, such as ``model.layers.0.self_attn.q_proj`` or ``lm_head``; never empty.
+    the module in transformers' model, such as ``model.layers.0.self_attn.q_proj`` or ``lm_head``; empty in a worker that has none
+    of its layers alone.
     """
 
     digest: bytes
@@ -36,8 +37,8 @@ class LoraAdapter:
 
     @property
     def max_rank(self) -> int:
-        """The largest of its layers'."""
-        return max(update.rank for update in self.updates.values())
+        """The largest of its layers'; 0 where there are none."""
+        return max((update.rank for update in self.updates.values()), default=0)
 
     @property
     def num_bytes(self) -> int:

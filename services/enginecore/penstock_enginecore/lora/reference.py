@@ -75,7 +75,8 @@ class AdaptedModules:
         def take() -> None:
             self._added[adapter.digest] = _additions(layers) if ready is None else ready
             for layer in layers.keys() - self._hooks.keys():
-                self._hooks[layer] = layer.register_forward_hook(self._add)
+                # Before the hook that adds up or puts together what ranks have.
+                self._hooks[layer] = layer.register_forward_hook(self._add, prepend=True)
 
         return take
 

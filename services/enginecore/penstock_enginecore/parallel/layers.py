@@ -1,11 +1,13 @@
 """A loaded model cut down to the part of one rank, with the sums and the gathering that make it whole again."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
 
+from penstock_enginecore.lora.part import OwnFeatures
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.parallel.collectives import Collectives
 from penstock_enginecore.parallel.plan import Heads, Split, splits_of
@@ -41,12 +43,21 @@ class SplitEmbedding(torch.nn.Module):
         return self._collectives.all_reduce(vectors.masked_fill(foreign[..., None], 0.0))
 
 
-def split_model(module: PreTrainedModel, collectives: Collectives) -> SplitVocabulary | None:
+@dataclass(frozen=True, slots=True)
+class SplitModel:
+    """What is left of a model. ``vocabulary``: of logits that it can leave in parts, None where it cannot. ``features``: of the
+    linear layers that are split, by name.
+    """
+
+    vocabulary: SplitVocabulary | None
+    features: Mapping[str, OwnFeatures]
+
+
+def split_model(module: PreTrainedModel, collectives: Collectives) -> SplitModel:
     """Keep of each layer what this rank computes, in place. Raises ModelLoadError for models that cannot be split so, and for
     those that compute something else then.
 
-    Logits and hidden states are whole on every rank, and the same to the last bit. Where the model can leave its logits in parts,
-    returns what they are parts of.
+    Logits and hidden states are whole on every rank, and the same to the last bit.
     """
     size = collectives.size
     config: Any = module.config
@@ -69,7 +80,7 @@ def split_model(module: PreTrainedModel, collectives: Collectives) -> SplitVocab
             f"executor.tensor_parallel_size is {size}; {name_of_model} computes something else in parts: its {what} differ by "
             f"{differs:.0%}; use 1"
         )
-    return _usable(module, splitter.vocabulary, whole)
+    return SplitModel(_usable(module, splitter.vocabulary, whole), splitter.features)
 
 
 def _usable(module: PreTrainedModel, vocabulary: SplitVocabulary | None, whole: torch.Tensor) -> SplitVocabulary | None:
@@ -84,7 +95,7 @@ def _usable(module: PreTrainedModel, vocabulary: SplitVocabulary | None, whole: 
 
 class _Splitter:
     """Splits the layers of one model. A weight that several layers share is split once. ``vocabulary``: of its head, where the
-    ranks' logits are put together.
+    ranks' logits are put together. ``features``: of linear layers, by name.
     """
 
     def __init__(self, module: PreTrainedModel, collectives: Collectives, heads: Heads) -> None:
@@ -93,6 +104,7 @@ class _Splitter:
         self._heads = heads
         self._own_rows: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}
         self.vocabulary: SplitVocabulary | None = None
+        self.features: dict[str, OwnFeatures] = {}
 
     def split(self, splits: Mapping[str, Split]) -> None:
         """Raises ModelLoadError for what is not split yet, or does not divide."""
@@ -118,11 +130,14 @@ class _Splitter:
     def _split_linear(self, name: str, layer: torch.nn.Linear, split: Split) -> None:
         match split:
             case "rowwise" | "rowwise_split_input":
-                _split_inputs(name, layer, self._collectives, whole=split == "rowwise_split_input")
+                own = _split_inputs(name, layer, self._collectives, whole=split == "rowwise_split_input")
+                self.features[name] = OwnFeatures(inputs=own)
             case "colwise_gather_output":
-                self._split_and_gather(layer)
+                self.features[name] = OwnFeatures(outputs=self._split_and_gather(layer))
             case "colwise":
-                _keep_outputs(layer, self._outputs(name, layer))
+                own = self._outputs(name, layer)
+                self.features[name] = OwnFeatures(outputs=own)
+                _keep_outputs(layer, own)
             case _:
                 raise self._refusal(name, f"is a linear layer, and {split} in the plan, which is not served yet")
 
@@ -179,7 +194,8 @@ class _Splitter:
             self._own_rows[id(whole)] = whole, _parameter(rows)
         return self._own_rows[id(whole)][1]
 
-    def _split_and_gather(self, layer: torch.nn.Linear) -> None:
+    def _split_and_gather(self, layer: torch.nn.Linear) -> range:
+        """The outputs of this rank."""
         total = layer.out_features
         layer.weight = self._own_words(layer.weight)
         if layer.bias is not None:
@@ -194,6 +210,7 @@ class _Splitter:
             return vocabulary.finish(output)
 
         layer.register_forward_hook(gather)
+        return range(vocabulary.first, vocabulary.first + vocabulary.width)
 
 
 def _keep_outputs(layer: torch.nn.Linear, own: range) -> None:
@@ -203,8 +220,8 @@ def _keep_outputs(layer: torch.nn.Linear, own: range) -> None:
     layer.out_features = len(own)
 
 
-def _split_inputs(name: str, layer: Any, collectives: Collectives, *, whole: bool) -> None:
-    """``whole``: every rank has all inputs, and takes its own of them."""
+def _split_inputs(name: str, layer: Any, collectives: Collectives, *, whole: bool) -> range:
+    """The inputs of this rank. ``whole``: every rank has all of them, and takes its own."""
     each = _even(name, "inputs", layer.in_features, collectives.size)
     first = collectives.rank * each
     layer.weight = _parameter(layer.weight[:, first : first + each])
@@ -222,6 +239,7 @@ def _split_inputs(name: str, layer: Any, collectives: Collectives, *, whole: boo
     if whole:
         layer.register_forward_pre_hook(take_own)
     layer.register_forward_hook(add_up)
+    return range(first, first + each)
 
 
 def _attends(name: str) -> bool:

@@ -12,6 +12,7 @@ from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.executor.completion import Arrival, Late
 from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.forward.build import BuiltForward
+from penstock_enginecore.forward.stage import StageForward
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.parallel.kv_groups import own_groups
 from penstock_enginecore.parallel.stage_links import StageLinks
@@ -28,7 +29,7 @@ class StageRunner:
         self.computing = built.computing
         self.graph_capture = None
         self.experts = None
-        self.adapted = self._runner.adapted
+        self.adapted = built.forward.adapted if isinstance(built.forward, StageForward) else None
 
     @property
     def info(self) -> ModelInfo:

@@ -19,7 +19,8 @@ class LoadsAwaited:
 
     def begin(self) -> "tuple[int, Future[LoadedLora]]":
         """The next number, and what becomes of the load: what all workers have taken, or the error of the first that has one,
-        as PartlyLoadedError where others have taken it.
+        as PartlyLoadedError where others have taken it. The modules are those of all workers, the bytes those of the worker
+        that has the most.
         """
         with self._lock:
             self._last += 1
@@ -43,13 +44,20 @@ class LoadsAwaited:
         by_rank = [outcomes[rank] for rank in sorted(outcomes)]
         error = next((outcome for outcome in by_rank if isinstance(outcome, Exception)), None)
         loaded = [outcome for outcome in by_rank if isinstance(outcome, LoadedLora)]
-        if error is None and any(each != loaded[0] for each in loaded):
+        if error is None and any(each.digest != loaded[0].digest for each in loaded):
             digests = ", ".join(each.digest.hex() for each in loaded)
             error = FailedPrecondition(
                 f"workers read different adapters: {digests}", field="lora", reason="LORA_CHANGED"
             )
         if error is None:
-            future.set_result(loaded[0])
+            future.set_result(
+                LoadedLora(
+                    digest=loaded[0].digest,
+                    max_rank=max(each.max_rank for each in loaded),
+                    modules=tuple(sorted({name for each in loaded for name in each.modules})),
+                    num_bytes=max(each.num_bytes for each in loaded),
+                )
+            )
         elif loaded:
             future.set_exception(PartlyLoadedError(error, frozenset(each.digest for each in loaded)))
         else:

@@ -3,7 +3,11 @@
 import msgspec
 import pytest
 
+from penstock_common.errors import FailedPrecondition
+from penstock_common.lora.registration import LoraAdapter
 from penstock_common.types.outputs import FinishReason
+from penstock_enginecore.config import LoraConfig
+from penstock_enginecore.core.lora.request import LoadedLora
 from tests.fakes.engines.engine_harness import assert_as_expected, make_request
 from tests.fakes.engines.rank_threads import running_ranks, wait_until
 
@@ -160,3 +164,73 @@ def test_a_group_changes_its_size_between_two_steps(size):
             wait_until(lambda: last.driver.state.rank is None)
         else:
             last.wait_for_ends(requests[1])
+
+
+LORA = LoraAdapter("a", "/a", b"a" * 16)
+LOADED = LoadedLora(LORA.digest, 8, ("m",), 2**20)
+
+
+def test_a_request_waits_for_its_adapter_while_the_ranks_compute_and_others_have_none():
+    with running_ranks(2, lora=LoraConfig(max_loras=2)) as ranks:
+        first, second = ranks.all
+        first.executor.adapters["/a"] = LOADED
+        first.executor.loads_at_once = False
+        waiting, base = make_request(lora=LORA, max_tokens=6), make_request(max_tokens=4)
+        first.add(waiting)
+        second.add(base)
+        second.wait_for_ends(base)
+        dummy = second.executor.num_dummy_steps
+        wait_until(lambda: second.executor.num_dummy_steps > dummy + 5)  # the wave goes on for the one that waits
+        assert waiting.request_id not in first.transcript.ends
+        assert first.executor.finish_load()
+        first.wait_for_ends(waiting)
+        assert_as_expected(first.engine, first.transcript, waiting)
+        assert_as_expected(second.engine, second.transcript, base)
+        ranks.wait_until_idle()
+        assert (first.executor.held_loras, second.executor.held_loras) == ({LORA.digest}, set())
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_adapters_come_and_fail_to_come_while_the_ranks_compute_no_step(paused):
+    with running_ranks(2, lora=LoraConfig(max_loras=2)) as ranks:
+        rank = ranks.all[0]
+        rank.executor.adapters |= {"/a": LOADED, "/broken": FailedPrecondition("it is broken", reason="LORA_REFUSED")}
+        rank.executor.loads_at_once = False
+        if paused:
+            rank.call(1, "pause", args("keep"))
+            rank.wait(lambda: 1 in rank.answers)
+        for number, name in ((2, "/a"), (3, "/broken")):
+            rank.call(number, "add_lora", args(name, name))
+            wait_until(rank.executor.finish_load)
+            rank.wait(lambda number=number: number in rank.answers)
+        assert rank.answers[2].error is None
+        assert rank.answers[3].error.reason == "LORA_REFUSED"
+        assert not rank.executor.num_steps + rank.executor.num_dummy_steps
+        if paused:
+            rank.call(4, "resume")
+            rank.wait(lambda: 4 in rank.answers)
+        rank.executor.loads_at_once = True
+        broken, good = make_request(lora=LoraAdapter("b", "/broken")), make_request(lora=LORA)
+        rank.add(broken)
+        rank.add(good)
+        rank.wait_for_ends(broken, good)
+        assert rank.transcript.reason(broken.request_id) is FinishReason.ERROR
+        assert_as_expected(rank.engine, rank.transcript, good)
+        ranks.wait_until_idle()
+
+
+def test_survivors_of_a_death_keep_their_adapters():
+    with running_ranks(3, lora=LoraConfig(max_loras=2)) as ranks:
+        first, second, third = ranks.all
+        for rank in ranks.all:
+            rank.executor.adapters["/a"] = LOADED
+        requests = [make_request(seed=i, max_tokens=40, lora=LORA) for i in range(2)]
+        first.add(requests[0])
+        third.add(requests[1])
+        third.wait(lambda: third.transcript.tokens[requests[1].request_id])
+        ranks.kill(second)
+        first.wait_for_ends(requests[0])
+        third.wait_for_ends(requests[1])
+        assert_as_expected(first.engine, first.transcript, requests[0])
+        assert_as_expected(third.engine, third.transcript, requests[1])
+        assert [len(rank.executor.loads) for rank in (first, third)] == [1, 1]

@@ -1,0 +1,148 @@
+"""Adapters on models in parts: the tokens and log-probabilities of PEFT and of one worker, in steps that mix adapters and none."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock_common.lora.registration import LoraAdapter
+from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.engine_core import EngineCore
+from tests.fakes.engines.in_process import answer, build_engine
+from tests.fakes.engines.worker_threads import use_threads
+from tests.fakes.models.adapters import save_adapter
+from tests.fakes.models.tiny_models import save_tiny_model
+from tests.fakes.models.transformers_greedy import greedy_tokens
+
+pytestmark = pytest.mark.slow
+
+KERNELS: dict[str, dict[str, Any]] = {"decoder": {}, "linear": {"decoder": False}, "modules": {"isa": "off"}}
+CASES = [
+    (2, 1, "decoder"),
+    (4, 1, "decoder"),
+    (1, 2, "decoder"),
+    (1, 3, "decoder"),
+    (2, 2, "decoder"),
+    (2, 1, "linear"),
+    (4, 1, "linear"),
+    (2, 2, "linear"),
+    (2, 1, "modules"),
+    (1, 2, "modules"),
+]
+"""Tensor and pipeline parallel sizes, and what computes."""
+SECTIONS: dict[str, Any] = {
+    # Prompts in pieces, requests that are preempted, cached prompts; blocks that the kernels take.
+    "scheduler": {"max_num_batched_tokens": 29},
+    "cache": {"num_blocks": 17, "block_size": 16},
+    "lora": {"max_loras": 8},
+}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "one": {"r": 1, "lora_alpha": 1},
+    "five": {"r": 5, "lora_alpha": 4, "target_modules": ["v_proj", "down_proj", "gate_proj", "lm_head"]},
+    "large": {"r": 24, "lora_alpha": 3, "use_rslora": True, "rank_pattern": {"o_proj": 7}},
+    # No layer of any stage but the last, and none of any but the first.
+    "head": {"r": 3, "lora_alpha": 2, "target_modules": ["lm_head"]},
+    "first": {"r": 8, "lora_alpha": 8, "layers_to_transform": [0]},
+}
+ORDER = ("", "one", "five", "", "large", "head", "first", "five", "large")
+PROMPT_LENGTHS = (1, 17, 34, 40, 3, 34, 5, 20, 33)
+NEW_TOKENS = 8
+EXACT = 1e-4
+VOCAB_SIZE = 323  # of which four workers cannot have as many each
+
+
+@dataclass
+class Saved:
+    """A checkpoint at ``path``, its adapters by name, and PEFT's models with them, the base model as ``""``."""
+
+    path: Path
+    adapters: dict[str, LoraAdapter]
+    models: dict[str, Any]
+
+    def requests(self) -> list[EngineCoreRequest]:
+        generator = torch.Generator().manual_seed(3)
+        found = [torch.randint(1, VOCAB_SIZE, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+        found[5][:32] = found[2][:32]  # the same text, of other adapters
+        found[8][:32] = found[2][:32]
+        params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+        return [
+            EngineCoreRequest(
+                request_id=f"r{i}", prompt_token_ids=prompt, sampling_params=params, lora=self.adapters.get(name)
+            )
+            for i, (name, prompt) in enumerate(zip(ORDER, found, strict=True))
+        ]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield save("qwen3", tmp_path_factory.mktemp("qwen3"), hidden_size=64, vocab_size=VOCAB_SIZE)
+    torch.set_num_threads(before)
+
+
+def save(family: str, folder: Path, **changes: Any) -> Saved:
+    model = save_tiny_model(family, folder / "model", num_hidden_layers=4, initializer_range=0.1, **changes)
+    adapters, models = {}, {"": model}
+    for seed, (name, settings) in enumerate(ADAPTERS.items()):
+        models[name] = save_adapter(model, folder / name, seed=seed, **settings)
+        adapters[name] = LoraAdapter(name, str(folder / name), b"")
+    return Saved(folder / "model", adapters, models)
+
+
+def run(engine: EngineCore, requests: list[EngineCoreRequest]) -> dict[str, tuple[list[int], Logprobs]]:
+    assert engine.scheduler.reset_prefix_cache()
+    done = answer(engine, requests)
+    return {request.request_id: (done.tokens[request.request_id], done.logprobs[request.request_id]) for request in requests}
+
+
+@pytest.fixture(scope="module")
+def of_one_worker(saved: Saved) -> dict[str, tuple[list[int], Logprobs]]:
+    engine = build_engine(saved.path, **SECTIONS)
+    found = run(engine, saved.requests())
+    engine.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "kernels"), CASES)
+def test_mixed_steps_give_what_peft_and_one_worker_give(
+    tensor: int,
+    pipeline: int,
+    kernels: str,
+    saved: Saved,
+    of_one_worker: dict[str, tuple[list[int], Logprobs]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_threads(monkeypatch)
+    executor = {"kind": "multiproc", "tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    engine = build_engine(saved.path, kernels=KERNELS[kernels], executor=executor, **SECTIONS)
+    for info in engine.executor.collective_rpc("worker_info"):
+        assert kernels == "modules" or kernels in info["computing"]
+    requests = saved.requests()
+    crowd = run(engine, requests)
+    for request, name in zip(requests, ORDER, strict=True):
+        tokens, logprobs = crowd[request.request_id]
+        assert tokens == greedy_tokens(saved.models[name], request.prompt_token_ids, NEW_TOKENS), name
+        check_scores(saved.models[name], request.prompt_token_ids, tokens, logprobs)
+        assert tokens == of_one_worker[request.request_id][0]
+    for request in requests[::-1]:
+        alone = run(engine, [request])[request.request_id]
+        assert alone[0] == crowd[request.request_id][0]
+        if kernels == "decoder":
+            assert alone[1].logprobs == crowd[request.request_id][1].logprobs, "to the last bit"
+    engine.shutdown()
+
+
+def check_scores(model: Any, prompt: list[int], tokens: list[int], found: Logprobs) -> None:
+    with torch.inference_mode():
+        exact = model(input_ids=torch.tensor([prompt + tokens])).logits[0].log_softmax(dim=-1)
+    assert len(found) == len(tokens)
+    for i in range(len(found)):
+        for entry in range(found.offsets[i], found.offsets[i + 1]):
+            expected = float(exact[len(prompt) - 1 + i, found.token_ids[entry]])
+            assert found.logprobs[entry] == pytest.approx(expected, abs=EXACT)
