@@ -5,6 +5,7 @@ All of it belongs to ``make worker-failures``: an engine with two workers takes 
 
 import asyncio
 import itertools
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
@@ -28,6 +29,7 @@ STEP_TIMEOUT = 5.0
 STREAMS = 64
 FAULTS = [Fault(rank, point, does) for point, rank, does in itertools.product(POINTS, (0, 1), ("kill", "stop"))]
 TOKENS = 100
+ADAPTERS = ("pirate", "json")
 
 
 class Workers:
@@ -42,7 +44,7 @@ class Workers:
 
     def begin(self) -> list[Any]:
         """All streams."""
-        return streams(self.cluster)
+        return streams(self.cluster, ADAPTERS)
 
     def pids(self) -> list[int]:
         """Of the workers, by rank."""
@@ -70,11 +72,13 @@ class Workers:
         await self.cluster.until_engines_are_seen(2)
 
 
-def streams(cluster: Cluster) -> list[Any]:
-    """Greedy and seeded ones, each with a prompt of its own."""
+def streams(cluster: Cluster, adapters: Sequence[str] = ()) -> list[Any]:
+    """Greedy and seeded ones, each with a prompt of its own, of the base model and of ``adapters`` in turn."""
+    names = ("", *adapters)
     return [
         cluster.generate(
             f"Once there were {number} foxes who",
+            lora=names[number % len(names)],
             max_tokens=TOKENS,
             ignore_eos=True,
             **({"temperature": 0.0} if number % 2 else {"temperature": 0.9, "seed": number}),
@@ -100,13 +104,15 @@ async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wor
         "executor__step_timeout": STEP_TIMEOUT,
         "scheduler__async_scheduling": "true",
         "plugins": f'["{NAME}"]',
+        "lora__max_loras": 4,
     }
-    cluster = Cluster(DEMO_MODEL, engines=2, **flags)
+    adapters = json.dumps({name: str(DEMO_MODEL.with_name(f"penstock-tiny-{name}")) for name in ADAPTERS})
+    cluster = Cluster(DEMO_MODEL, engines=2, frontend_flags={"lora__adapters": adapters}, **flags)
     for engine in cluster.engines:
         engine.environment = dict(installed(directory / str(engine.port)))
     cluster.engines[1].environment[VARIABLE] = str(directory / "fault")
     async with cluster:
-        yield Workers(cluster, directory / "fault", await read_all(streams(cluster)))
+        yield Workers(cluster, directory / "fault", await read_all(streams(cluster, ADAPTERS)))
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.point.replace(' ', '-')}-{f.rank}-{f.does}")

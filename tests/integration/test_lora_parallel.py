@@ -1,5 +1,6 @@
 """Adapters on models in parts: the tokens and log-probabilities of PEFT and of one worker, in steps that mix adapters and none."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "large": {"r": 24, "lora_alpha": 3, "use_rslora": True, "rank_pattern": {"o_proj": 7}},
     # No layer of any stage but the last, and none of any but the first.
     "head": {"r": 3, "lora_alpha": 2, "target_modules": ["lm_head"]},
-    "first": {"r": 8, "lora_alpha": 8, "layers_to_transform": [0]},
+    "first": {"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [0]},
 }
 ORDER = ("", "one", "five", "", "large", "head", "first", "five", "large")
 PROMPT_LENGTHS = (1, 17, 34, 40, 3, 34, 5, 20, 33)
@@ -92,7 +93,11 @@ def save(family: str, folder: Path, **changes: Any) -> Saved:
     for seed, (name, settings) in enumerate(ADAPTERS.items()):
         models[name] = save_adapter(model, folder / name, seed=seed, **settings)
         adapters[name] = LoraAdapter(name, str(folder / name), b"")
-    return Saved(folder / "model", adapters, models)
+    made = Saved(folder / "model", adapters, models)
+    for name, request in zip(ORDER, made.requests(), strict=True):
+        tokens = [greedy_tokens(models[each], request.prompt_token_ids, NEW_TOKENS) for each in ("", name)]
+        assert (tokens[0] == tokens[1]) == (not name), "an adapter says something else"
+    return made
 
 
 def run(engine: EngineCore, requests: list[EngineCoreRequest]) -> dict[str, tuple[list[int], Logprobs]]:
@@ -135,7 +140,26 @@ def test_mixed_steps_give_what_peft_and_one_worker_give(
         assert alone[0] == crowd[request.request_id][0]
         if kernels == "decoder":
             assert alone[1].logprobs == crowd[request.request_id][1].logprobs, "to the last bit"
+    check_held(engine, saved, tensor, pipeline)
     engine.shutdown()
+
+
+def check_held(engine: EngineCore, saved: Saved, tensor: int, pipeline: int) -> None:
+    """All layers of an adapter are told of, and as many bytes as a worker has."""
+    for name, given in saved.adapters.items():
+        asked = engine.loras.add_lora(name, given.path)
+        while not asked.done():
+            time.sleep(0.01)
+            engine.loras.take()
+        held = asked.result()
+        whole = saved.models[name].peft_config["default"]
+        layers = saved.models[name].base_model.model.named_modules()
+        adapted = {layer: module for layer, module in layers if hasattr(module, "lora_A")}
+        assert set(held.modules) == set(adapted)
+        assert held.rank == whole.r
+        total = sum(4 * sum(p.numel() for p in module.parameters() if p.requires_grad) for module in adapted.values())
+        assert (held.num_bytes == total) == (tensor * pipeline == 1 or (tensor == 1 and name in ("head", "first"))), name
+        assert held.num_bytes <= total
 
 
 def check_scores(model: Any, prompt: list[int], tokens: list[int], found: Logprobs) -> None:

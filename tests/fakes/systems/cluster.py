@@ -144,10 +144,11 @@ class Cluster:
                 await asyncio.sleep(0.05)
 
     def generate(
-        self, prompt: str, **sampling: Any
+        self, prompt: str, *, lora: str = "", **sampling: Any
     ) -> "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]":
-        """A stream that has begun."""
-        return self.stub.Generate(pb.GenerateRequest(text=prompt, sampling_params=SamplingParams(**sampling)))
+        """A stream that has begun. ``lora``: the name of an adapter, empty for none."""
+        params = SamplingParams(**sampling)
+        return self.stub.Generate(pb.GenerateRequest(text=prompt, lora=lora, sampling_params=params))
 
 
 async def read(call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]") -> Answer:

@@ -8,7 +8,7 @@ import msgspec
 
 from penstock_enginecore.config import EngineCoreConfig
 
-_SECTIONS = ("model", "cache", "scheduler", "executor", "kernels", "plugins")
+_SECTIONS = ("model", "cache", "scheduler", "executor", "kernels", "lora", "plugins")
 _OWN = ("index", "leader", "port", "address", "timeout", "tls")
 """Of ``executor.nodes``: each node's."""
 _ABSENT = "nothing"

@@ -13,7 +13,14 @@ import pytest_asyncio
 
 from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError, RequestFailed
-from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig, NodesConfig
+from penstock_enginecore.config import (
+    CacheConfig,
+    EngineCoreConfig,
+    ExecutorConfig,
+    LoraConfig,
+    ModelConfig,
+    NodesConfig,
+)
 from penstock_enginecore.rpc import node_client
 from penstock_enginecore.rpc.node_client import NodeClient
 from penstock_enginecore.rpc.node_config import difference, shared_config
@@ -232,6 +239,8 @@ def test_settings_of_each_node_are_its_own() -> None:
     assert not {key for key in ours if key.startswith(("executor.nodes.tls", "executor.nodes.leader", "server."))}
     theirs = shared_config(msgspec.structs.replace(config_of(index=2), cache=CacheConfig(block_size=32)))
     assert difference(ours, theirs) == ("cache.block_size", "16", "32")
+    theirs = shared_config(msgspec.structs.replace(config_of(index=2), lora=LoraConfig(max_loras=4)))
+    assert difference(ours, theirs) == ("lora.max_loras", "0", "4")
     assert difference(ours, ours) is None
 
 
