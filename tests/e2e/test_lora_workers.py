@@ -19,15 +19,15 @@ from tests.fakes.systems.cluster import Cluster, read
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
 ADAPTERS = ("pirate", "json")
-STREAMS = 12
+ANIMALS = ("cow", "fox", "bear", "hen")
 
 
 def streams(cluster: Cluster) -> list[Any]:
     """Each prompt for the base model and for both adapters."""
     wanted = {"max_tokens": 60, "ignore_eos": True, "temperature": 0.0}
     return [
-        cluster.generate(f"Once there were {number} foxes who", lora=lora, **wanted)
-        for number in range(STREAMS // 3)
+        cluster.generate(f"<|user|>What does a {animal} eat?<|end|><|assistant|>", lora=lora, **wanted)
+        for animal in ANIMALS
         for lora in ("", *ADAPTERS)
     ]
 
@@ -44,7 +44,8 @@ async def test_streams_with_adapters_go_on_when_a_worker_is_killed(parts: str) -
     flags: dict[str, Any] = {f"executor__{parts}_parallel_size": 2, "lora__max_loras": 4}
     async with Cluster(DEMO_MODEL, engines=2, frontend_flags={"lora__adapters": adapters}, **flags) as cluster:
         expected = await asyncio.gather(*map(read, streams(cluster)))
-        assert len({tuple(answer.token_ids) for answer in expected}) == STREAMS, "adapters say something else"
+        said = [tuple(answer.token_ids) for answer in expected]
+        assert all(len(set(said[i : i + 3])) == 3 for i in range(0, len(said), 3)), "adapters say something else"
         calls = streams(cluster)
         firsts = await asyncio.gather(*(call.read() for call in calls))
         engine = cluster.engines[1]

@@ -1,8 +1,9 @@
 """Adapters on models in parts: the tokens and log-probabilities of PEFT and of one worker, in steps that mix adapters and none."""
 
+import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
-from tests.fakes.engines.in_process import answer, build_engine
+from tests.fakes.engines.in_process import CLIENT, build_engine
 from tests.fakes.engines.worker_threads import use_threads
 from tests.fakes.models.adapters import save_adapter
 from tests.fakes.models.tiny_models import save_tiny_model
 from tests.fakes.models.transformers_greedy import greedy_tokens
+from tests.fakes.patience import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -100,14 +102,42 @@ def save(family: str, folder: Path, **changes: Any) -> Saved:
     return made
 
 
-def run(engine: EngineCore, requests: list[EngineCoreRequest]) -> dict[str, tuple[list[int], Logprobs]]:
+@dataclass
+class Found:
+    """Of one request: ``tokens``, and log-probabilities of them and of the prompt's."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: Logprobs = field(default_factory=Logprobs)
+    of_prompt: Logprobs = field(default_factory=Logprobs)
+
+    @property
+    def numbers(self) -> list[float]:
+        return [*self.of_prompt.logprobs, *self.logprobs.logprobs]
+
+
+def run(engine: EngineCore, requests: list[EngineCoreRequest]) -> dict[str, Found]:
     assert engine.scheduler.reset_prefix_cache()
-    done = answer(engine, requests)
-    return {request.request_id: (done.tokens[request.request_id], done.logprobs[request.request_id]) for request in requests}
+    woken = threading.Event()
+    engine.wake = woken.set
+    found = {request.request_id: Found() for request in requests}
+    for request in requests:
+        engine.add(engine.preprocess(CLIENT, request))
+    while engine.has_requests:
+        for frame in engine.step(lambda: None).values():
+            for output in frame.outputs:
+                assert output.error is None, output.error
+                own = found[output.request_id]
+                own.tokens += output.new_token_ids
+                own.logprobs.extend(output.new_logprobs or Logprobs())
+                own.of_prompt.extend(output.new_prompt_logprobs or Logprobs())
+        if engine.stalled and engine.has_requests:  # adapters are being read
+            assert woken.wait(PATIENCE)
+            woken.clear()
+    return found
 
 
 @pytest.fixture(scope="module")
-def of_one_worker(saved: Saved) -> dict[str, tuple[list[int], Logprobs]]:
+def of_one_worker(saved: Saved) -> dict[str, Found]:
     engine = build_engine(saved.path, **SECTIONS)
     found = run(engine, saved.requests())
     engine.shutdown()
@@ -120,7 +150,7 @@ def test_mixed_steps_give_what_peft_and_one_worker_give(
     pipeline: int,
     kernels: str,
     saved: Saved,
-    of_one_worker: dict[str, tuple[list[int], Logprobs]],
+    of_one_worker: dict[str, Found],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_threads(monkeypatch)
@@ -131,16 +161,35 @@ def test_mixed_steps_give_what_peft_and_one_worker_give(
     requests = saved.requests()
     crowd = run(engine, requests)
     for request, name in zip(requests, ORDER, strict=True):
-        tokens, logprobs = crowd[request.request_id]
-        assert tokens == greedy_tokens(saved.models[name], request.prompt_token_ids, NEW_TOKENS), name
-        check_scores(saved.models[name], request.prompt_token_ids, tokens, logprobs)
-        assert tokens == of_one_worker[request.request_id][0]
+        found = crowd[request.request_id]
+        assert found.tokens == greedy_tokens(saved.models[name], request.prompt_token_ids, NEW_TOKENS), name
+        check_scores(saved.models[name], request.prompt_token_ids, found)
+        assert found.tokens == of_one_worker[request.request_id].tokens
     for request in requests[::-1]:
         alone = run(engine, [request])[request.request_id]
-        assert alone[0] == crowd[request.request_id][0]
+        assert alone.tokens == crowd[request.request_id].tokens
         if kernels == "decoder":
-            assert alone[1].logprobs == crowd[request.request_id][1].logprobs, "to the last bit"
+            assert alone.numbers == crowd[request.request_id].numbers, "to the last bit"
     check_held(engine, saved, tensor, pipeline)
+    engine.shutdown()
+
+
+def test_sleeping_workers_read_their_parts_again(
+    saved: Saved, of_one_worker: dict[str, Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_threads(monkeypatch)
+    engine = build_engine(saved.path, executor={"kind": "multiproc", "tensor_parallel_size": 2}, **SECTIONS)
+    before = run(engine, saved.requests())
+    for level in (1, 2):
+        engine.executor.collective_rpc("sleep", [level])
+        engine.executor.collective_rpc("wake_up", [["weights", "kv_cache"]])
+        after = run(engine, saved.requests())
+        assert {name: found.numbers for name, found in after.items()} == {
+            name: found.numbers for name, found in before.items()
+        }
+    assert {name: found.tokens for name, found in after.items()} == {
+        name: found.tokens for name, found in of_one_worker.items()
+    }
     engine.shutdown()
 
 
@@ -162,11 +211,12 @@ def check_held(engine: EngineCore, saved: Saved, tensor: int, pipeline: int) -> 
         assert held.num_bytes <= total
 
 
-def check_scores(model: Any, prompt: list[int], tokens: list[int], found: Logprobs) -> None:
+def check_scores(model: Any, prompt: list[int], found: Found) -> None:
     with torch.inference_mode():
-        exact = model(input_ids=torch.tensor([prompt + tokens])).logits[0].log_softmax(dim=-1)
-    assert len(found) == len(tokens)
-    for i in range(len(found)):
-        for entry in range(found.offsets[i], found.offsets[i + 1]):
-            expected = float(exact[len(prompt) - 1 + i, found.token_ids[entry]])
-            assert found.logprobs[entry] == pytest.approx(expected, abs=EXACT)
+        exact = model(input_ids=torch.tensor([prompt + found.tokens])).logits[0].log_softmax(dim=-1)
+    scored = [(row, found.of_prompt, row) for row in range(len(prompt) - 1)]
+    scored += [(len(prompt) - 1 + i, found.logprobs, i) for i in range(len(found.tokens))]
+    for row, numbers, i in scored:
+        for entry in range(numbers.offsets[i], numbers.offsets[i + 1]):
+            assert numbers.logprobs[entry] == pytest.approx(float(exact[row, numbers.token_ids[entry]]), abs=EXACT)
+    assert (len(found.of_prompt), len(found.logprobs)) == (len(prompt) - 1, NEW_TOKENS)

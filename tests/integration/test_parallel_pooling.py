@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 import torch
 
+from penstock_common.lora.registration import LoraAdapter
 from penstock_common.types.pooling import PoolingParams, PoolingTask
+from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.models.errors import ModelLoadError
 from tests.fakes.engines.in_process import build_engine
 from tests.fakes.engines.worker_threads import use_threads
-from tests.fakes.models.pooling_models import DECODERS, VOCAB_SIZE, assert_close, pool, save_pooling_model
+from tests.fakes.models.adapters import save_adapter
+from tests.fakes.models.pooling_models import DECODERS, VOCAB_SIZE, assert_close, pool, save_pooling_model, tensor
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +58,37 @@ def test_a_classifier_gives_the_probabilities_of_its_own_head(tmp_path: Path) ->
         expected = [model(torch.tensor([prompt])).logits[0].softmax(dim=-1) for prompt in prompts()]
     assert_close(pool(engine, prompts(), PoolingParams(task=PoolingTask.CLASSIFY)), expected)
     engine.shutdown()
+
+
+@pytest.mark.parametrize("kernels", [{"isa": "baseline"}, {"isa": "off"}])
+@pytest.mark.parametrize("head", ["", "ForSequenceClassification"])
+def test_adapters_are_split_with_the_layers(head: str, kernels: dict[str, Any], tmp_path: Path) -> None:
+    given = {"head": head, "num_labels": 3} if head else {}
+    model = save_pooling_model("qwen3", tmp_path / "model", **given)
+    task = PoolingTask.CLASSIFY if head else PoolingTask.EMBED
+    names, models, requests = ("", "large", "small", "", "large"), {"": model}, []
+    for seed, (name, rank) in enumerate((("small", 2), ("large", 16))):
+        settings = {"target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"], "task_type": None}
+        models[name] = save_adapter(model, tmp_path / name, seed=seed, r=rank, lora_alpha=rank, **settings)
+    for i, (name, prompt) in enumerate(zip(names, prompts(), strict=True)):
+        lora = LoraAdapter(name, str(tmp_path / name), b"") if name else None
+        params = PoolingParams(task=task)
+        requests.append(
+            EngineCoreRequest(request_id=str(i), prompt_token_ids=prompt, pooling_params=params, lora=lora)
+        )
+    sections = {**SECTIONS, "kernels": kernels, "lora": {"max_loras": 4}}
+    engine = build_engine(tmp_path / "model", model={} if head else {"task": "embed"}, **sections)
+    for request in requests:
+        engine.add(engine.preprocess("test", request))
+    found: dict[str, torch.Tensor] = {}
+    while engine.has_requests:
+        for frame in engine.step(lambda: None).values():
+            found |= {output.request_id: tensor(output.pooling_output) for output in frame.outputs}
+    engine.shutdown()
+    with torch.inference_mode():
+        made = [models[name](torch.tensor([prompt])) for name, prompt in zip(names, prompts(), strict=True)]
+    wanted = [each.logits[0].softmax(-1) if head else each.last_hidden_state[0][-1] for each in made]
+    assert_close([found[str(i)] for i in range(len(names))], wanted)
 
 
 def test_an_encoder_without_a_plan_is_refused_by_name(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.engine_core import EngineCore
-from tests.fakes.engines.in_process import Run, build_engine, generate
+from tests.fakes.engines.in_process import Run, answer, build_engine, generate
 from tests.fakes.engines.thread_group import thread_group
 
 
@@ -51,12 +52,14 @@ class ExpertRanks:
         experts.join(1, link)
 
     def generate(self, requests: Sequence[Sequence[Any]]) -> list[Run]:
-        """Each rank's requests, as ``in_process.generate`` takes them. A rank that is done takes part in the others' steps."""
+        """Each rank's requests, as ``in_process.generate`` takes them, or as they come from a frontend. A rank that is done takes
+        part in the others' steps.
+        """
 
         @torch.inference_mode()
         def run(rank: int) -> Run:
             try:
-                done = generate(self.engines[rank], requests[rank]) if requests[rank] else Run()
+                done = _run(self.engines[rank], requests[rank]) if requests[rank] else Run()
                 while any(runner_of(self.engines[rank]).experts.spread.take_part()):
                     pass
             except BaseException:
@@ -70,6 +73,11 @@ class ExpertRanks:
     def rows(self) -> set[bytes]:
         """Logits of every row that any rank sampled from."""
         return {row.numpy().tobytes() for forward in self.forwards for row in forward.logits}
+
+
+def _run(engine: EngineCore, requests: Sequence[Any]) -> Run:
+    whole = isinstance(requests[0], EngineCoreRequest)
+    return answer(engine, requests) if whole else generate(engine, requests)
 
 
 def runner_of(engine: Any) -> Any:

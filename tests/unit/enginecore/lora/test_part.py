@@ -47,8 +47,14 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        *((family, 2) for family in FAMILIES),
+        ("llama", 4),  # more ranks than key-value heads
+        *(pytest.param(family, 4, marks=pytest.mark.slow) for family in FAMILIES if family != "llama"),
+    ],
+)
 def test_ranks_with_their_parts_give_the_logits_of_peft(family: str, size: int, tmp_path: Path) -> None:
     model: Any = save_tiny_model("llama" if family == "tied" else family, tmp_path, **FAMILIES[family]).eval()
     # PEFT takes a mixture's dense MLPs for experts.
