@@ -35,7 +35,9 @@ def streams(cluster: Cluster) -> list[Any]:
 def workers_of(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").iterdir()
     children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    return sorted(child for child in children if Path(f"/proc/{child}/cmdline").read_bytes().startswith(b"penstock-worker"))
+    return sorted(
+        child for child in children if Path(f"/proc/{child}/cmdline").read_bytes().startswith(b"penstock-worker")
+    )
 
 
 @pytest.mark.parametrize("parts", ["tensor", "pipeline"])

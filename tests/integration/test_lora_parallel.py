@@ -1,4 +1,4 @@
-"""Adapters on models in parts: the tokens and log-probabilities of PEFT and of one worker, in steps that mix adapters and none."""
+"""Adapters on models in parts: the tokens and log-probabilities of PEFT, and the tokens of one worker, in steps that mix them."""
 
 import threading
 import time
@@ -207,7 +207,9 @@ def check_held(engine: EngineCore, saved: Saved, tensor: int, pipeline: int) -> 
         assert set(held.modules) == set(adapted)
         assert held.rank == whole.r
         total = sum(4 * sum(p.numel() for p in module.parameters() if p.requires_grad) for module in adapted.values())
-        assert (held.num_bytes == total) == (tensor * pipeline == 1 or (tensor == 1 and name in ("head", "first"))), name
+        assert (held.num_bytes == total) == (tensor * pipeline == 1 or (tensor == 1 and name in ("head", "first"))), (
+            name
+        )
         assert held.num_bytes <= total
 
 

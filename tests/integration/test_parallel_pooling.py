@@ -73,9 +73,7 @@ def test_adapters_are_split_with_the_layers(head: str, kernels: dict[str, Any], 
     for i, (name, prompt) in enumerate(zip(names, prompts(), strict=True)):
         lora = LoraAdapter(name, str(tmp_path / name), b"") if name else None
         params = PoolingParams(task=task)
-        requests.append(
-            EngineCoreRequest(request_id=str(i), prompt_token_ids=prompt, pooling_params=params, lora=lora)
-        )
+        requests.append(EngineCoreRequest(request_id=str(i), prompt_token_ids=prompt, pooling_params=params, lora=lora))
     sections = {**SECTIONS, "kernels": kernels, "lora": {"max_loras": 4}}
     engine = build_engine(tmp_path / "model", model={} if head else {"task": "embed"}, **sections)
     for request in requests:

@@ -26,8 +26,8 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ByteSize,
         Meta(
             ge=1024 * 1024,
-            description="Bytes of host memory for adapters, of each worker. Those used least recently make room for others; those "
-            "that requests have, and pinned ones, stay.",
+            description="Bytes of host memory for adapters, of each worker. Those used least recently make room for others; "
+            "those that requests have, and pinned ones, stay.",
         ),
     ] = 1024 * 1024 * 1024
     max_wait: Annotated[

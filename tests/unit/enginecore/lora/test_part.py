@@ -117,7 +117,10 @@ def test_rows_of_b_go_with_outputs_columns_of_a_with_inputs_and_zeros_stand_behi
 
 def test_a_part_keeps_nothing_of_the_wholes_memory_and_the_digest_of_the_whole() -> None:
     memory = torch.zeros(4 * 16)
-    updates = {name: LowRankUpdate(memory[i : i + 16].view(2, 8), memory[i + 16 : i + 32].view(8, 2)) for i, name in ((0, "a"), (32, "b"))}
+    updates = {
+        name: LowRankUpdate(memory[i : i + 16].view(2, 8), memory[i + 16 : i + 32].view(8, 2))
+        for i, name in ((0, "a"), (32, "b"))
+    }
     whole = LoraAdapter(b"d" * 16, updates)
     assert AdapterPart().of(whole) is whole
     part = AdapterPart({"a": OwnFeatures(inputs=range(4))}).of(whole)
