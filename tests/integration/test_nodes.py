@@ -26,6 +26,7 @@ from tests.fakes.engines.worker_process import MODULE, Misdeed
 from tests.fakes.models.tiny_models import save_tiny_model
 from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
+from tests.integration import test_lora_parallel as lora
 from tests.integration.test_stages import GREEDY, NEW_TOKENS, SECTIONS, expected, prompts, run
 
 pytestmark = pytest.mark.slow
@@ -190,3 +191,21 @@ def test_tokens_are_those_of_transformers_and_seeded_ones_those_of_one_worker(te
         finally:
             engine.shutdown()
         assert node.ended() == 0, node.log()
+
+
+def test_adapters_are_read_on_each_node(tmp_path: Path) -> None:
+    saved = lora.save("qwen3", tmp_path, hidden_size=64, vocab_size=lora.VOCAB_SIZE)
+    one = build_engine(saved.path, **lora.SECTIONS)
+    expected = lora.run(one, saved.requests())
+    one.shutdown()
+    nodes = NodesConfig(size=2, port=free_port(), address=HERE, timeout=PATIENCE)
+    executor = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2, "nodes": nodes}
+    config = config_of(saved.path, executor=executor, **lora.SECTIONS)
+    with node_process(at_node(config), tmp_path) as node:
+        engine = build_engine(saved.path, executor=executor, **lora.SECTIONS)
+        try:
+            found = lora.run(engine, saved.requests())
+        finally:
+            engine.shutdown()
+        assert node.ended() == 0, node.log()
+    assert {name: each.numbers for name, each in found.items()} == {name: each.numbers for name, each in expected.items()}

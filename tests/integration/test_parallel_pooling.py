@@ -63,7 +63,7 @@ def test_a_classifier_gives_the_probabilities_of_its_own_head(tmp_path: Path) ->
 @pytest.mark.parametrize("kernels", [{"isa": "baseline"}, {"isa": "off"}])
 @pytest.mark.parametrize("head", ["", "ForSequenceClassification"])
 def test_adapters_are_split_with_the_layers(head: str, kernels: dict[str, Any], tmp_path: Path) -> None:
-    given = {"head": head, "num_labels": 3} if head else {}
+    given: dict[str, Any] = {"head": head, "num_labels": 3} if head else {}
     model = save_pooling_model("qwen3", tmp_path / "model", **given)
     task = PoolingTask.CLASSIFY if head else PoolingTask.EMBED
     names, models, requests = ("", "large", "small", "", "large"), {"": model}, []

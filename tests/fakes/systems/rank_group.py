@@ -2,7 +2,7 @@
 
 import asyncio
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,14 @@ class RankGroup(Cluster):
     """
 
     def __init__(
-        self, model: Path, *, size: int, spares: int = 0, lease_seconds: float = LEASE, **engine_flags: Any
+        self,
+        model: Path,
+        *,
+        size: int,
+        spares: int = 0,
+        lease_seconds: float = LEASE,
+        frontend_flags: Mapping[str, object] | None = None,
+        **engine_flags: Any,
     ) -> None:
         self.size = size
         self._admin_address = f"127.0.0.1:{(port := free_port())}"
@@ -58,7 +65,7 @@ class RankGroup(Cluster):
             engines=size + spares,
             spares=spares,
             lease_seconds=lease_seconds,
-            frontend_flags={"admin__port": port},
+            frontend_flags={"admin__port": port, **(frontend_flags or {})},
             data_parallel__size=size,
             **engine_flags,
         )

@@ -56,7 +56,7 @@ def logits_of(model: Any) -> torch.Tensor:
     ],
 )
 def test_ranks_with_their_parts_give_the_logits_of_peft(family: str, size: int, tmp_path: Path) -> None:
-    model: Any = save_tiny_model("llama" if family == "tied" else family, tmp_path, **FAMILIES[family]).eval()
+    model: Any = save_tiny_model("llama" if family == "tied" else family, tmp_path, **FAMILIES[family])
     # PEFT takes a mixture's dense MLPs for experts.
     layers = [name for name in AdapterTarget.of(model).linears if family != "deepseek_v2" or ".mlp." not in name]
     adapters = [random_adapter(model, rank, rank, layers=layers) for rank in RANKS]
