@@ -1,4 +1,4 @@
-"""Adapters on the ranks of a data-parallel group that share experts, as processes: PEFT's tokens, also behind a rank that is killed."""
+"""Adapters on ranks of a data-parallel group that share experts, as processes: PEFT's tokens, also when a rank is killed."""
 
 import asyncio
 import json

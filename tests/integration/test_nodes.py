@@ -208,4 +208,6 @@ def test_adapters_are_read_on_each_node(tmp_path: Path) -> None:
         finally:
             engine.shutdown()
         assert node.ended() == 0, node.log()
-    assert {name: each.numbers for name, each in found.items()} == {name: each.numbers for name, each in expected.items()}
+    assert {name: each.numbers for name, each in found.items()} == {
+        name: each.numbers for name, each in expected.items()
+    }
