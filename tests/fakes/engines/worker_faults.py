@@ -4,6 +4,7 @@
 ``VARIABLE`` names; the worker that it means takes the file away as it comes to the point, and leaves when that was.
 """
 
+import dataclasses
 import functools
 import os
 import signal
@@ -176,7 +177,8 @@ def _watch_worker(faults: Faults) -> None:
 
     def splits(*args: Any, **kwargs: Any) -> Any:
         faults.at("loading")
-        return split(*args, **kwargs)
+        # Every rank has all logits: one that is changed then is that rank's alone.
+        return dataclasses.replace(split(*args, **kwargs), vocabulary=None)
 
     loading.split_model = splits
 
