@@ -14,8 +14,8 @@ _ROOM = "penstock_enginecore.forward.cuda.kernels"
 NO_TRITON = "Triton is in torch's CUDA build; beside the CPU build: pip install triton"
 
 
-def interpreted(name: str) -> ModuleType:
-    """The module ``name`` of the kernels. RuntimeError where Triton was imported already, to compile: its own functions are
+def interpreted(name: str, room: str = _ROOM) -> ModuleType:
+    """The module ``name`` of the kernels in ``room``. RuntimeError where Triton was imported already, to compile: its own functions are
     interpreted or compiled as ours are.
     """
     if "triton.language" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
@@ -23,7 +23,7 @@ def interpreted(name: str) -> ModuleType:
     os.environ["TRITON_INTERPRET"] = "1"
     pytest.importorskip("triton", reason=NO_TRITON)
     _patch_functions_once()
-    return importlib.import_module(f"{_ROOM}.{name}")
+    return importlib.import_module(f"{room}.{name}")
 
 
 def sum_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,6 +35,28 @@ def sum_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
         left, right = (tensor.data.astype(d.data.dtype) for tensor in (a, b))
+        total = np.zeros_like(d.data)
+        for k in range(left.shape[1]):
+            total += left[:, k, None] * right[k]
+        return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+def multiply_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in the interpreter take numbers in bfloat16, which it keeps as their bits, for what they are; column by column, as
+    by ``sum_in_order``.
+    """
+    interpreted("attention")
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def widened(handle: Any) -> Any:
+        data = handle.data
+        return (data.astype(np.uint32) << 16).view(np.float32) if handle.dtype.scalar == tl.bfloat16 else data
+
+    def dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        left, right = (widened(handle).astype(d.data.dtype) for handle in (a, b))
         total = np.zeros_like(d.data)
         for k in range(left.shape[1]):
             total += left[:, k, None] * right[k]

@@ -1,0 +1,131 @@
+"""Shrink and expand: what adapters add to a product of many rows, each with its own adapter or none (Punica; Chen et al., 2023).
+
+Rows come in tiles of one adapter. The first kernel makes ``h = x A`` of each tile, the second adds ``h B`` to what the product
+has made of the tile's rows. Rows in no tile are neither read nor written. A sum over columns is one of chunks that the weight's
+shape says, a sum over ranks goes from the first to the last: a row has the same bits alone and among others. Both grids depend
+on how many tiles there may be, so that steps are captured and replayed; programs of tiles, ranks and projections that are not
+there end at once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock_enginecore.lora.row_tiles import TILE_ROWS, RowTiles
+from penstock_enginecore.lora.slot_matrices import PIECE, ROW_ALIGNED, SlotMatrices
+
+_RANKS = 16
+_COLUMNS = 128
+_WARPS = 4
+_STAGES = 4
+
+
+def add_low_rank(
+    x: torch.Tensor,
+    matrices: SlotMatrices,
+    tiles: RowTiles,
+    scratch: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Add to ``out`` ``[rows, out features]`` what ``matrices`` make of ``x`` ``[rows, in features]``, times ``scale``, for the rows
+    of ``tiles``. ``scratch``: float32, as much as ``SlotMatrices.scratch_numbers`` says. ``x`` and ``out`` are of the matrices'
+    dtype, their rows contiguous. Summed in float32; h is rounded to the matrices' dtype. ValueError for other shapes or strides.
+    """
+    shape, numbers = matrices.shape, matrices.numbers
+    if x.shape[1] != shape.in_features or out.shape != (len(x), sum(shape.features)):
+        raise ValueError(f"{list(x.shape)} into {list(out.shape)}: updates are of {shape}")
+    if x.stride(1) != 1 or out.stride(1) != 1:
+        raise ValueError("updates take tensors whose rows are contiguous")
+    if scratch.numel() < matrices.scratch_numbers(len(tiles), TILE_ROWS):
+        raise ValueError(f"{scratch.numel()} numbers between the kernels are too few for {len(tiles)} tiles")
+    if not len(tiles):
+        return
+    parts, most_ranks = len(shape.features), matrices.most_ranks
+    precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    common = {"PARTS": parts, "TILE": TILE_ROWS, "RANKS": _RANKS, "PRECISION": precision}
+    shrink_tiles[(len(tiles), triton.cdiv(most_ranks, _RANKS), shape.chunks)](
+        x, numbers, matrices.table, tiles.slots, tiles.rows, scratch,
+        shape.in_features, shape.chunk, x.stride(0), numbers.stride(0), matrices.table.stride(0), most_ranks,
+        **common, COLUMNS=_COLUMNS, num_warps=_WARPS, num_stages=_STAGES,
+    )  # fmt: skip
+    expand_tiles[(len(tiles), len(matrices.pieces))](
+        scratch, numbers, matrices.table, tiles.slots, tiles.rows, matrices.pieces, out,
+        out.stride(0), numbers.stride(0), matrices.table.stride(0), most_ranks, scale,
+        **common, CHUNKS=shape.chunks, FEATURES=PIECE, ROW_ALIGNED=ROW_ALIGNED, num_warps=_WARPS, num_stages=_STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def shrink_tiles(
+    x, numbers, table, slots, tile_rows, h,
+    in_features, chunk, x_stride, slot_stride, table_stride, most_ranks,
+    PARTS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program sums some ranks of a tile over a chunk of columns. ``h`` ``[chunks, tiles, TILE, most_ranks]``."""
+    tile = tl.program_id(0)
+    slot = tl.load(slots + tile).to(tl.int64)
+    if slot >= 0:
+        own = table + slot * table_stride
+        ranks = tl.load(own + 2 * PARTS + 1).to(tl.int32)
+        r = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
+        if tl.program_id(1) * RANKS < ranks:
+            at = tl.arange(0, TILE)
+            row = tl.load(tile_rows + tile * TILE + at)
+            k = tl.arange(0, COLUMNS)
+            first = tl.program_id(2) * chunk
+            end = tl.minimum(first + chunk, in_features)
+            a = numbers + slot * slot_stride + tl.multiple_of(tl.load(own), 16)
+            x_tile = x + tl.maximum(row, 0).to(tl.int64)[:, None] * x_stride + k[None, :]
+            a_tile = a + r[None, :].to(tl.int64) * in_features + k[:, None]
+            total = tl.zeros((TILE, RANKS), tl.float32)
+            for start in range(first, end, COLUMNS):
+                inside = start + k < end
+                left = tl.load(x_tile + start, mask=(row >= 0)[:, None] & inside[None, :], other=0.0)
+                right = tl.load(a_tile + start, mask=(r < ranks)[None, :] & inside[:, None], other=0.0)
+                total = tl.dot(left, right, total, input_precision=PRECISION)
+            place = (tl.program_id(2) * tl.num_programs(0) + tile) * TILE + at
+            tl.store(h + place[:, None].to(tl.int64) * most_ranks + r[None, :], total, mask=(r < ranks)[None, :])
+
+
+@triton.jit
+def expand_tiles(
+    h, numbers, table, slots, tile_rows, pieces, out,
+    out_stride, slot_stride, table_stride, most_ranks, scale,
+    PARTS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr, CHUNKS: tl.constexpr, FEATURES: tl.constexpr,
+    ROW_ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program adds to the rows of a tile, in a piece of the features of one projection."""
+    tile = tl.program_id(0)
+    slot = tl.load(slots + tile).to(tl.int64)
+    if slot >= 0:
+        piece = pieces + tl.program_id(1) * 4
+        part = tl.load(piece)
+        n = tl.load(piece + 1) + tl.arange(0, FEATURES)
+        begin, end = tl.load(piece + 2), tl.load(piece + 3)
+        own = table + slot * table_stride
+        first = tl.load(own + PARTS + 1 + part).to(tl.int32)
+        rank = tl.load(own + PARTS + 2 + part).to(tl.int32) - first
+        if rank > 0:
+            stride = tl.multiple_of(tl.cdiv(rank, ROW_ALIGNED) * ROW_ALIGNED, ROW_ALIGNED)
+            b = numbers + slot * slot_stride + tl.multiple_of(tl.load(own + 1 + part), 16)
+            at = tl.arange(0, TILE)
+            row = tl.load(tile_rows + tile * TILE + at)
+            r = tl.arange(0, RANKS)
+            total = tl.zeros((TILE, FEATURES), tl.float32)
+            for start in range(0, rank, RANKS):
+                held = start + r < rank
+                left = tl.zeros((TILE, RANKS), tl.float32)
+                for chunk in range(CHUNKS):
+                    place = (chunk * tl.num_programs(0) + tile) * TILE + at
+                    from_h = h + place[:, None].to(tl.int64) * most_ranks + (first + start + r)[None, :]
+                    left += tl.load(from_h, mask=held[None, :], other=0.0)
+                right = tl.load(
+                    b + (n - begin)[None, :].to(tl.int64) * stride + (start + r)[:, None],
+                    mask=held[:, None] & (n < end)[None, :], other=0.0,
+                )  # fmt: skip
+                total = tl.dot(left.to(numbers.dtype.element_ty), right, total, input_precision=PRECISION)
+            place = out + tl.maximum(row, 0).to(tl.int64)[:, None] * out_stride + n[None, :]
+            inside = (row >= 0)[:, None] & (n < end)[None, :]
+            sums = tl.load(place, mask=inside, other=0.0).to(tl.float32) + total * scale
+            tl.store(place, sums.to(out.dtype.element_ty), mask=inside)
