@@ -4,10 +4,10 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 
-from tests.compiled import attention, experts, invariant, latent, products
+from tests.compiled import adapters, attention, experts, invariant, latent, products
 from tests.compiled.kernel import Kernel, Usage, compile_kernel
 
-ROOMS = (attention, latent, products, experts, invariant)
+ROOMS = (attention, latent, products, experts, invariant, adapters)
 ALL: tuple[Callable[[], Iterator[Kernel]], ...] = tuple(room.kernels for room in ROOMS)
 GATE: tuple[Callable[[], Iterator[Kernel]], ...] = tuple(room.gate for room in ROOMS)
 """Kernels of a file of this folder; another file adds its own to both."""

@@ -12,6 +12,7 @@ import torch
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
+from tests.device.adapters import alone, mixed
 from tests.device.speculation import speculation, speeds
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.models.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model
@@ -20,6 +21,8 @@ from tests.fakes.models.transformers_greedy import greedy_tokens
 NEW_TOKENS = 12
 PROMPT_LENGTHS = (1, 3, 7, 16, 34, 90)
 CACHE = {"block_size": 16, "num_blocks": 256}
+LORA = ("llama", "gemma3", "deepseek_v3", "gpt_neox")
+"""Families whose adapters are checked: three of the fused decoder, one that runs by its modules."""
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
 WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.1}
 HEADS = {**WIDTHS, "head_dim": 64}
@@ -187,6 +190,9 @@ CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
     **{f"float32 {name}": partial(family, name, "float32") for name in FUSED},
     "draws": draws,
     "invariant": invariant,
+    **{f"lora float32 {name}": partial(mixed, name, "float32") for name in LORA},
+    **{f"lora bfloat16 {name}": partial(mixed, name, "bfloat16") for name in LORA[:1]},
+    "lora alone": alone,
     "sleeps": sleeps,
     "eight_bits": eight_bits,
     "recorded": recorded,

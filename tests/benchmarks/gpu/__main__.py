@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.gpu import ceilings, engine, invariant, kernels, machine, passes, peers, report, verify
+from tests.benchmarks.gpu import ceilings, engine, invariant, kernels, lora, machine, passes, peers, report, verify
 from tests.benchmarks.gpu.shapes import FULL, SMALL, SMOKE, Plan
 
 Measure = Callable[[Plan, torch.device], dict[str, Any]]
@@ -27,10 +27,11 @@ PHASES: dict[str, tuple[Measure, int]] = {
     "invariant": (invariant.measure, 110),
     "idle": (passes.idle, 50),
     "verify": (verify.measure, 60),
+    "lora": (lora.measure, 90),
     "engine": (engine.measure, 180),
     "peers": (peers.measure, 90),
 }
-"""What measures, and how many seconds it may take on a GPU: under twelve minutes in all."""
+"""What measures, and how many seconds it may take on a GPU: under fourteen minutes in all."""
 PATIENCE = 20
 """How much longer it may take on a CPU, where nobody pays for a machine and others may be busy."""
 PLANS = {"8B": FULL, "1B": SMALL, "tiny": SMOKE}

@@ -14,6 +14,7 @@ from penstock_enginecore.attention.base import AttentionMetadata
 from penstock_enginecore.config import KernelsConfig, ModelConfig
 from penstock_enginecore.forward.base import ForwardBatch, ForwardPass
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
+from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.models.loader import load_model
 from tests.benchmarks.gpu import machine
 from tests.benchmarks.gpu.shapes import BLOCK_SIZE, Plan, Prefill, Row
@@ -74,16 +75,16 @@ def share_idle(spans: list[tuple[float, float]]) -> float:
 
 @contextmanager
 def forward_pass(
-    plan: Plan, device: torch.device, kernels: KernelsConfig | None = None
+    plan: Plan, device: torch.device, kernels: KernelsConfig | None = None, lora: SlotLimits | None = None
 ) -> Iterator[tuple[ForwardPass, str]]:
     """What an engine would run the shape with, and what that computes with."""
     with tempfile.TemporaryDirectory() as folder:
         path = plan.shape.write(Path(folder))
-        config = ModelConfig(path=str(path), load_format="dummy", dtype=plan.shape.dtype)
-        model = load_model(config, device, lambda line: None)
-        built = build_forward(
-            model, ForwardConfig(device, "auto", kernels or KernelsConfig(), torch.get_num_threads(), BLOCK_SIZE)
-        )
+        checkpoint = ModelConfig(path=str(path), load_format="dummy", dtype=plan.shape.dtype)
+        model = load_model(checkpoint, device, lambda line: None)
+        threads = torch.get_num_threads()
+        config = ForwardConfig(device, "auto", kernels or KernelsConfig(), threads, BLOCK_SIZE, lora=lora)
+        built = build_forward(model, config)
         yield built.forward, built.computing
 
 

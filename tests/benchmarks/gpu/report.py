@@ -43,6 +43,10 @@ def lines(plan: Plan, results: dict[str, Any]) -> Iterator[str]:
     yield from (_attention(plan, results, limits, index) for index in range(len(plan.decode)))
     yield from ("", "| streams | context | tokens of each | ms | beside one token |", "|---|---|---|---|---|")
     yield from _verify(plan, results)
+    yield from ("", "| adapters | streams | rank | ms | beside none |", "|---|---|---|---|---|")
+    yield from _adapted(plan, results)
+    yield from ("", "| updates of one product | rows | adapters | rank | ms | error |", "|---|---|---|---|---|---|")
+    yield from _updates(results)
     yield ""
     yield f"Device idle while decoding: {_idle(results)}."
     yield from _peers(results)
@@ -151,6 +155,24 @@ def _verify(plan: Plan, results: dict[str, Any]) -> Iterator[str]:
             one = one or ms
             times = f"{ms / one:.2f}x" if ms and one else UNMEASURED
             yield _row((row.streams, row.context, tokens, _ms(ms), times))
+
+
+def _adapted(plan: Plan, results: dict[str, Any]) -> Iterator[str]:
+    """Decode steps with adapters, each beside that of its streams without."""
+    if not _ok(results, "lora"):
+        yield from (_row(("any", row.streams, *[UNMEASURED] * 3)) for row in plan.adapted)
+        return
+    for each in results["lora"]["steps"]:
+        if each is not None:
+            times = f"{each['ms'] / each['base_ms']:.2f}x"
+            yield _row((each["adapters"], each["streams"], each["rank"], _ms(each["ms"]), times))
+
+
+def _updates(results: dict[str, Any]) -> Iterator[str]:
+    """Shrink and expand alone."""
+    for each in results["lora"]["updates"] if _ok(results, "lora") else []:
+        cells = (each["product"], each["rows"], each["adapters"], each["rank"], _ms(each["ms"]))
+        yield _row((*cells, f"{each['error']:.1e}"))
 
 
 def _idle(results: dict[str, Any]) -> str:

@@ -101,6 +101,10 @@ class Plan:
     verify: tuple[Row, ...] = ()
     """Steps in which each stream has several tokens: each number of ``verified``."""
     verified: tuple[int, ...] = (1, 2, 5, 8, 12)
+    adapted: tuple[Row, ...] = ()
+    """Steps whose streams have adapters: as many as each number of ``adapters``, of each of ``ranks``."""
+    adapters: tuple[int, ...] = (1, 8)
+    ranks: tuple[int, ...] = (8, 64)
 
 
 LLAMA_8B = ModelShape("8B", 32, 4096, 32, 8, 128, 14_336, 128_256, "bfloat16")
@@ -123,6 +127,7 @@ FULL = Plan(
     output_len=128,
     input_len=1024,
     verify=(Row(1, 1024), Row(8, 1024), Row(1, 16_384)),
+    adapted=(Row(1, 1024), Row(8, 1024), Row(64, 1024)),
 )
 SMALL = Plan(
     LLAMA_1B,
@@ -132,6 +137,7 @@ SMALL = Plan(
     output_len=128,
     input_len=1024,
     verify=(Row(1, 1024),),
+    adapted=(Row(8, 1024),),
 )
 SMOKE = Plan(
     TINY,
@@ -142,6 +148,9 @@ SMOKE = Plan(
     input_len=32,
     verify=(Row(1, 64), Row(2, 64)),
     verified=(1, 5),
+    adapted=(Row(4, 64),),
+    adapters=(2,),
+    ranks=(4,),
 )
 
 

@@ -15,8 +15,8 @@ NO_TRITON = "Triton is in torch's CUDA build; beside the CPU build: pip install 
 
 
 def interpreted(name: str, room: str = _ROOM) -> ModuleType:
-    """The module ``name`` of the kernels in ``room``. RuntimeError where Triton was imported already, to compile: its own functions are
-    interpreted or compiled as ours are.
+    """The module ``name`` of the kernels in ``room``. RuntimeError where Triton was imported already, to compile: its own
+    functions are interpreted or compiled as ours are.
     """
     if "triton.language" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("triton was imported before TRITON_INTERPRET=1 was set")

@@ -29,6 +29,7 @@ WRITTEN = {
 }
 WRITTEN |= {"write": (3, 4), "product": (4,), "grouped_product": (4,), "weighted_sum": (4,), "sample": (2, 3, 4)}
 WRITTEN["quantized_grouped_product"] = (4,)
+WRITTEN["add_low_rank"] = (3, 5)
 WRITTEN |= {"latent_prologue": (6, 7), "turn_queries": (4,), "attend_latent": (4,)}
 """By launch, which of its arguments it writes to."""
 

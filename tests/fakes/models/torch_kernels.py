@@ -6,6 +6,8 @@ from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales, stored
 from penstock_enginecore.forward.cuda.launches import Activation, GroupInputs, Norm, RotaryTable
 from penstock_enginecore.forward.cuda.weights import Int4Weight, Mxfp4Weight, QuantizedWeight, StackedWeight
+from penstock_enginecore.lora.row_tiles import RowTiles
+from penstock_enginecore.lora.slot_matrices import SlotMatrices, row_stride
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 """What 4 bits of a float mean."""
@@ -188,6 +190,34 @@ class TorchKernels:
     ) -> None:
         factors = (weights / weights.sum(1, keepdim=True) if renormalize else weights).double() * scale
         out.copy_((x[places].double() * factors[:, :, None]).sum(1))
+
+    def add_low_rank(
+        self,
+        x: torch.Tensor,
+        matrices: SlotMatrices,
+        tiles: RowTiles,
+        scratch: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        for slot, rows in zip(tiles.slots.tolist(), tiles.rows.tolist(), strict=True):
+            for row in (row for row in rows if slot >= 0 and row >= 0):
+                out[row] = (out[row].double() + scale * _low_rank(x[row].double(), matrices, slot)).to(out.dtype)
+
+
+def _low_rank(x: torch.Tensor, matrices: SlotMatrices, slot: int) -> torch.Tensor:
+    """What the adapter in ``slot`` makes of ``x`` ``[in features]``, float64 ``[out features]``."""
+    shape, numbers, table = matrices.shape, matrices.numbers[slot], matrices.table[slot].tolist()
+    parts = len(shape.features)
+    starts = table[parts + 1 :]
+    a = numbers[table[0] : table[0] + starts[-1] * shape.in_features].view(starts[-1], shape.in_features).double()
+    added = []
+    for part, features in enumerate(shape.features):
+        rank = starts[part + 1] - starts[part]
+        stride = row_stride(rank)
+        b = numbers[table[1 + part] : table[1 + part] + features * stride].view(features, stride)[:, :rank].double()
+        added.append(b @ (a[starts[part] : starts[part + 1]] @ x))
+    return torch.cat(added)
 
 
 def _dense(weight: StackedWeight, numbers: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from penstock_enginecore.forward.build import ForwardConfig, build_backbone, bui
 from penstock_enginecore.forward.cuda.candidate import kept_weights
 from penstock_enginecore.forward.proof import SpentError
 from penstock_enginecore.forward.stage import StageConfig
+from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, keep_none, load_model, weight_files
 from penstock_enginecore.native.backend import multiplies_linears
@@ -116,7 +117,8 @@ def _load_runner(
         if split is None:
             onlooker.loaded(model.module)
         if links is None:
-            built = build_forward(model, _with_part(forward, split))
+            slots = SlotLimits(config.lora.max_loras, config.lora.max_lora_rank) if config.lora.enabled else None
+            built = build_forward(model, replace(_with_part(forward, split), lora=slots))
             experts = None if shared is None else _experts(config, shared, model)
             drafter = create_drafter(config, model, built.forward, forward, progress)
             return GenerationRunner(model, built, experts=experts, drafter=drafter)

@@ -5,12 +5,15 @@ import torch
 
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.forward.base import Choice, ForwardBatch
+from penstock_enginecore.lora.adapter import BLANK, LoraSegment
 from penstock_enginecore.sample.base import PlainDraws
 
 
-def blank_decodes(size: int, num_groups: int, block_size: int, newest: torch.Tensor) -> tuple[ForwardBatch, IntArray]:
+def blank_decodes(
+    size: int, num_groups: int, block_size: int, newest: torch.Tensor, *, adapted: bool = False
+) -> tuple[ForwardBatch, IntArray]:
     """A token for each of ``size`` requests, which see the null block, write nowhere, and whose next tokens go to the last of
-    ``newest``; and the rows that get logits.
+    ``newest``; and the rows that get logits. ``adapted``: the step launches what steps with adapters do, and has none.
     """
     none: IntArray = np.zeros(size, dtype=np.int64)
     one = np.ones(size)
@@ -19,4 +22,5 @@ def blank_decodes(size: int, num_groups: int, block_size: int, newest: torch.Ten
     starts: IntArray = np.arange(size + 1)
     table = np.zeros((size, 1), dtype=np.int32)
     metadata = AttentionMetadata(starts, none + 1, table, none - 1, block_size)
-    return ForwardBatch(none, none, [metadata] * num_groups, choice=choice), starts[:-1]
+    segments = [LoraSegment(BLANK, 0, size)] if adapted else []
+    return ForwardBatch(none, none, [metadata] * num_groups, choice=choice, segments=segments), starts[:-1]

@@ -14,6 +14,8 @@ from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.forward.backbone import Backbone, probe_specs, probe_states
 from penstock_enginecore.forward.base import ForwardPass
+from penstock_enginecore.forward.cuda.adapted_modules import SlotModules
+from penstock_enginecore.forward.cuda.adapter_kernels import slot_modules
 from penstock_enginecore.forward.cuda.attention import TritonAttention
 from penstock_enginecore.forward.cuda.attention_candidate import Attending, attention_candidates
 from penstock_enginecore.forward.cuda.candidate import device_launcher, fused_candidates
@@ -25,6 +27,7 @@ from penstock_enginecore.forward.native import NativeForward, decoder_candidate,
 from penstock_enginecore.forward.probe import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
 from penstock_enginecore.forward.proof import Proven, first_proven
 from penstock_enginecore.forward.stage import StageConfig, StageForward, cut
+from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, first_line
 from penstock_enginecore.models.narrow_weight import settle
@@ -47,6 +50,7 @@ class ForwardConfig:
     """What a model is to be run with. ``num_threads``: those of kernels. ``block_size``: tokens of a block of the KV cache.
     ``cache_dtype``: of the numbers in it, None for that of the model. ``part``: what a rank that shares the model has of it.
     ``int8``: linear layers' weights were rounded to integers. ``rounded``: CPUs may round inputs of products to bfloat16.
+    ``lora``: what steps may have of adapters, None for none.
     """
 
     device: torch.device
@@ -58,6 +62,7 @@ class ForwardConfig:
     part: Part | None = None
     int8: bool = False
     rounded: bool = False
+    lora: SlotLimits | None = None
 
     @property
     def vocabulary(self) -> SplitVocabulary | None:
@@ -74,7 +79,7 @@ class BuiltForward:
     """A forward pass and the sampler of its logits. ``computing``: what computes, for operators. ``launcher``: has the device
     choose tokens, where it can. ``graphs``: of the steps that are replayed, None where none are; any thread may ask.
     ``vocabulary``: of logits that the pass leaves in parts where it is asked to, and the sampler takes so. ``batch_invariant``:
-    logits are, tokens are to be.
+    logits are, tokens are to be. ``adapted_graphs``: steps with adapters are replayed, too.
     """
 
     forward: ForwardPass
@@ -84,6 +89,7 @@ class BuiltForward:
     graphs: Callable[[], GraphStats] | None = None
     vocabulary: SplitVocabulary | None = None
     batch_invariant: bool = False
+    adapted_graphs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +118,19 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     def run_parts(forward: ForwardPass) -> torch.Tensor:
         return probe_parts(forward, Probe.prompt(model.vocab_size), CUTS)
 
+    adapted = None if config.lora is None or config.part else slot_modules(probed, config.lora)
+
     def attended(attends: AttentionBackend) -> ForwardPass:
-        return ModulesForward(probed, attends)
+        return ModulesForward(probed, attends, adapted=adapted)
 
     def serve(packed_bytes: int = 0) -> ForwardPass:
-        return ModulesForward(probed, backend, packed_bytes)
+        return ModulesForward(probed, backend, packed_bytes, adapted)
 
     # What ranks exchange is not captured.
-    replay = None if config.part else partial(_replayed, probed)
+    replay = None if config.part else partial(_replayed, probed, adapted)
     attending = Attending(config.device, probed.specs, model.dtype, attended, run_parts, replay)
     # The fused decoder sums nothing up.
-    candidates = [] if config.part else fused_candidates(probed, config.kernels, config.attention_backend)
+    candidates = [] if config.part else fused_candidates(probed, config.kernels, config.attention_backend, config.lora)
     candidates += attention_candidates(attending, config.kernels, config.attention_backend)
     if native is not None and native.uses.decoder and attends:
         candidates.append(decoder_candidate(native.library, probed, run_prompt, config.part))
@@ -149,7 +157,16 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     forward = serve() if proven.serves is None else proven.serves
     graphs = forward.graph_stats if isinstance(forward, _REPLAYING) and forward.replays else None
     invariant = config.kernels.batch_invariant
-    return BuiltForward(forward, _sampler(sampling, vocabulary), computing, launcher, graphs, vocabulary, invariant)
+    return BuiltForward(
+        forward,
+        _sampler(sampling, vocabulary),
+        computing,
+        launcher,
+        graphs,
+        vocabulary,
+        invariant,
+        adapted_graphs=graphs is not None and isinstance(forward, _REPLAYING) and forward.replays_adapters,
+    )
 
 
 @torch.inference_mode()
@@ -230,10 +247,10 @@ def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
 
 
 def _replayed(
-    probed: ProbedModel, attends: TritonAttention, graphs: StepGraphs
+    probed: ProbedModel, adapted: SlotModules | None, attends: TritonAttention, graphs: StepGraphs
 ) -> tuple[ForwardPass, Callable[[], str]]:
     """The modules, steps of which are replayed, and what tells why they are not."""
-    forward = ReplayedModules(probed, attends, graphs)
+    forward = ReplayedModules(probed, attends, graphs, adapted)
     return forward, lambda: forward.failure
 
 

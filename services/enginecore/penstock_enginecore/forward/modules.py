@@ -1,7 +1,7 @@
 """The forward pass by transformers' own modules, with attention over the paged cache. Every family that is served runs so."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from penstock_enginecore.attention.base import AttentionBackend, IntArray
 from penstock_enginecore.attention.kv_cache import FLOAT8, NO_SCALES, KVScales, LayerCache, LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
+from penstock_enginecore.forward.cuda.adapted_modules import SlotModules
 from penstock_enginecore.forward.upload import to_device
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, TakeAdapter
 from penstock_enginecore.lora.reference import AdaptedModules, head_of
@@ -101,9 +102,17 @@ class KeptStates:
 
 
 class ModulesForward:
-    """A ``ForwardPass`` that calls the model. ``packed_bytes``: what modules hold besides their parameters."""
+    """A ``ForwardPass`` that calls the model. ``packed_bytes``: what modules hold besides their parameters. ``adapted``: what
+    adds for adapters, by torch for None.
+    """
 
-    def __init__(self, probed: ProbedModel, backend: AttentionBackend, packed_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        probed: ProbedModel,
+        backend: AttentionBackend,
+        packed_bytes: int = 0,
+        adapted: AdaptedModules | SlotModules | None = None,
+    ) -> None:
         self.device = probed.device
         self.separate_head = probed.separate_head
         self.specs = probed.specs
@@ -113,7 +122,7 @@ class ModulesForward:
         self._packed_bytes = packed_bytes
         self._caches: Mapping[torch.nn.Module, LayerCache] = {}
         self._kept_layers: Sequence[int] = ()
-        self._adapted = AdaptedModules(self._module, head_of(self._module))
+        self._adapted = adapted or AdaptedModules(self._module, head_of(self._module))
         self.memory = backend.memory(probed.specs, probed.cache_dtype, probed.device, probed.cache_scales)
 
     @property
@@ -123,6 +132,8 @@ class ModulesForward:
 
     def bind(self, caches: LayerCaches) -> None:
         """Attention modules find their part of ``caches`` by their names."""
+        if caches and isinstance(self._adapted, SlotModules):
+            self._adapted.allocate()
         self._caches = caches_by_module(self._module, caches)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
@@ -146,7 +157,8 @@ class ModulesForward:
         plans = [self._backend.plan(metadata, self.device) for metadata in batch.attention]
         capture = self._head.capture() if keep_states else nullcontext()
         context = StepContext(self._backend, self._caches, plans)
-        with use_context(context), self._adapted.step(batch.segments, rows), capture as states:
+        adapted = self._adding(batch.segments, rows, len(batch.token_ids))
+        with use_context(context), adapted, capture as states:
             positions, wanted = self._to_device(batch.positions), self._to_device(rows)
             logits, hidden = module_outputs(self._module, inputs, positions, wanted, self._kept_layers)
         kept = None if states is None else KeptStates(states, batch.segments)
@@ -155,7 +167,7 @@ class ModulesForward:
     def head(self, states: KeptStates, rows: torch.Tensor) -> torch.Tensor:
         """By the model's own ``forward`` behind its layers."""
         of = rows.cpu().numpy() if states.segments else NO_ROWS
-        with self._adapted.step(states.segments, of):
+        with self._adding(states.segments, of, 0):
             return self._head.logits(states.hidden, rows)
 
     def prepare_adapter(self, adapter: LoraAdapter) -> TakeAdapter:
@@ -172,6 +184,8 @@ class ModulesForward:
 
     def to(self, device: torch.device) -> None:
         """Moves all of the model's modules."""
+        if isinstance(self._adapted, SlotModules):
+            self._adapted.release()
         module: torch.nn.Module = self._module
         module.to(device)
 
@@ -183,6 +197,12 @@ class ModulesForward:
         """Quantized layers of ``model`` are dequantized first, as these were."""
         dequantize_kept(model.module, model.dtype)
         copy_weights(module_tensors(model.module), self.weights())
+
+    def _adding(self, segments: Sequence[LoraSegment], rows: IntArray, num_tokens: int) -> AbstractContextManager[None]:
+        """A ``with`` block in which modules get what adapters add; without tokens the head alone."""
+        if isinstance(self._adapted, SlotModules):
+            return self._adapted.step(segments, rows, num_tokens)
+        return self._adapted.step(segments, rows)
 
     def _to_device(self, array: IntArray) -> torch.Tensor:
         return to_device(array, self.device)

@@ -8,6 +8,8 @@ import torch
 
 TakeAdapter: TypeAlias = Callable[[], None]
 """Has a forward pass take segments of an adapter from then on, and does little. Called between steps, once at most."""
+BLANK = b""
+"""The digest of segments whose tokens have no adapter, for passes that replay steps: they launch what steps with adapters do."""
 
 
 @dataclass(frozen=True, slots=True)

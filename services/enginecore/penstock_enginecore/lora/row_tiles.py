@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock_enginecore.attention.base import IntArray
@@ -34,7 +35,10 @@ def most_tiles(rows: int, max_loras: int) -> int:
 
 
 def lay_out(
-    segments: Sequence[LoraSegment], slots: Mapping[bytes, int], of_tiles: IntArray, of_rows: IntArray
+    segments: Sequence[LoraSegment],
+    slots: Mapping[bytes, int],
+    of_tiles: npt.NDArray[np.int32],
+    of_rows: npt.NDArray[np.int32],
 ) -> None:
     """Write the tiles of ``segments`` to ``of_tiles`` ``[tiles]`` and ``of_rows`` ``[tiles, TILE_ROWS]``, see ``RowTiles``. An
     adapter's rows share tiles, wherever they are. ``slots``: by digest. ValueError for more than there are tiles.

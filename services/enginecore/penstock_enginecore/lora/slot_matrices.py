@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock_enginecore.attention.base import IntArray
@@ -27,8 +28,8 @@ _STEP = 128
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
-    """Projections of one input ``[rows, in_features]``, whose outputs, of ``features``, are side by side. Each has an A and a B in
-    an adapter, or none.
+    """Projections of one input ``[rows, in_features]``, whose outputs, of ``features``, are side by side. Each has an A and a B
+    in an adapter, or none.
     """
 
     in_features: int
@@ -57,7 +58,7 @@ class ProductShape:
         of_b = [_whole(features * row_stride(rank)) for features, rank in zip(self.features, ranks, strict=True)]
         return _whole(sum(ranks) * self.in_features) + sum(of_b)
 
-    def pieces(self) -> IntArray:
+    def pieces(self) -> npt.NDArray[np.int32]:
         """int32 ``[pieces, 4]``: the projection of each, its first feature, and where the projection's begin and end."""
         starts = [0, *accumulate(self.features)]
         found = [

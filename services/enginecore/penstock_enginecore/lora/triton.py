@@ -14,10 +14,10 @@ import triton.language as tl
 from penstock_enginecore.lora.row_tiles import TILE_ROWS, RowTiles
 from penstock_enginecore.lora.slot_matrices import PIECE, ROW_ALIGNED, SlotMatrices
 
-_RANKS = 16
-_COLUMNS = 128
-_WARPS = 4
-_STAGES = 4
+RANKS = 16
+COLUMNS = 128
+WARPS = 4
+STAGES = 4
 
 
 def add_low_rank(
@@ -28,13 +28,15 @@ def add_low_rank(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Add to ``out`` ``[rows, out features]`` what ``matrices`` make of ``x`` ``[rows, in features]``, times ``scale``, for the rows
-    of ``tiles``. ``scratch``: float32, as much as ``SlotMatrices.scratch_numbers`` says. ``x`` and ``out`` are of the matrices'
-    dtype, their rows contiguous. Summed in float32; h is rounded to the matrices' dtype. ValueError for other shapes or strides.
+    """Add to ``out`` ``[rows, out features]`` what ``matrices`` make of ``x`` ``[rows, in features]``, times ``scale``, for the
+    rows of ``tiles``. ``scratch``: float32, as much as ``SlotMatrices.scratch_numbers`` says. ``x`` and ``out`` are of the
+    matrices' dtype, their rows contiguous. Summed in float32; h is rounded to the matrices' dtype. ValueError for others.
     """
     shape, numbers = matrices.shape, matrices.numbers
     if x.shape[1] != shape.in_features or out.shape != (len(x), sum(shape.features)):
         raise ValueError(f"{list(x.shape)} into {list(out.shape)}: updates are of {shape}")
+    if not x.dtype == out.dtype == numbers.dtype:
+        raise ValueError(f"{x.dtype} into {out.dtype}: updates are in {numbers.dtype}")
     if x.stride(1) != 1 or out.stride(1) != 1:
         raise ValueError("updates take tensors whose rows are contiguous")
     if scratch.numel() < matrices.scratch_numbers(len(tiles), TILE_ROWS):
@@ -43,16 +45,16 @@ def add_low_rank(
         return
     parts, most_ranks = len(shape.features), matrices.most_ranks
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
-    common = {"PARTS": parts, "TILE": TILE_ROWS, "RANKS": _RANKS, "PRECISION": precision}
-    shrink_tiles[(len(tiles), triton.cdiv(most_ranks, _RANKS), shape.chunks)](
+    common = {"PARTS": parts, "TILE": TILE_ROWS, "RANKS": RANKS, "PRECISION": precision}
+    shrink_tiles[(len(tiles), triton.cdiv(most_ranks, RANKS), shape.chunks)](
         x, numbers, matrices.table, tiles.slots, tiles.rows, scratch,
         shape.in_features, shape.chunk, x.stride(0), numbers.stride(0), matrices.table.stride(0), most_ranks,
-        **common, COLUMNS=_COLUMNS, num_warps=_WARPS, num_stages=_STAGES,
+        **common, COLUMNS=COLUMNS, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     expand_tiles[(len(tiles), len(matrices.pieces))](
         scratch, numbers, matrices.table, tiles.slots, tiles.rows, matrices.pieces, out,
         out.stride(0), numbers.stride(0), matrices.table.stride(0), most_ranks, scale,
-        **common, CHUNKS=shape.chunks, FEATURES=PIECE, ROW_ALIGNED=ROW_ALIGNED, num_warps=_WARPS, num_stages=_STAGES,
+        **common, CHUNKS=shape.chunks, FEATURES=PIECE, ROW_ALIGNED=ROW_ALIGNED, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ class Adapted:
         self, x: torch.Tensor, out: torch.Tensor, segments: Sequence[LoraSegment], scale: float
     ) -> torch.Tensor:
         """In float64."""
-        result = out.double()
+        result: torch.Tensor = out.double()
         starts = np.cumsum([0, *self.shape.features])
         for segment in segments:
             rows = slice(segment.first, segment.end)
@@ -157,7 +158,7 @@ def test_any_shape(data: st.DataObject, dtype: torch.dtype) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, rows), max_size=8)))
     segments = [
         LoraSegment(digest, first, end)
-        for first, end in zip(cuts, cuts[1:], strict=False)
+        for first, end in pairwise(cuts)
         if (digest := data.draw(st.sampled_from([None, *SLOTS]))) is not None
     ]
     check(Adapted.of(shape, ranks, dtype), rows, segments, dtype, data.draw(st.sampled_from([1.0, 0.22])))
@@ -212,6 +213,7 @@ def test_they_agree_with_the_addition_in_plain_torch() -> None:
         ({"x": torch.zeros(5, 41)}, r"\[5, 41\] into \[5, 24\]"),
         ({"out": torch.zeros(4, 24)}, r"\[5, 40\] into \[4, 24\]"),
         ({"out": torch.zeros(24, 5).t()}, "rows are contiguous"),
+        ({"x": torch.zeros(5, 40).half()}, "torch.float16 into torch.float32: updates are in torch.float32"),
         ({"scratch": torch.zeros(7)}, "7 numbers between the kernels are too few for 5 tiles"),
     ],
 )

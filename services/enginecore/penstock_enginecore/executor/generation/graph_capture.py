@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.executor.generation.newest_tokens import NewestTokens
 from penstock_enginecore.forward.base import ForwardPass
 from penstock_enginecore.forward.blank import blank_decodes
+from penstock_enginecore.forward.build import BuiltForward
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +23,7 @@ _SILENCE = 2.0
 
 class GraphCapture:
     """Runs decode steps of no meaning, which ``forward`` captures, as the first of their sizes. ``newest``: what steps with
-    requests are captured with. ``stats``: of ``forward``.
+    requests are captured with. ``stats``: of ``forward``. ``adapted``: steps with adapters have graphs of their own.
     """
 
     def __init__(
@@ -30,11 +32,21 @@ class GraphCapture:
         newest: NewestTokens,
         stats: Callable[[], GraphStats],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        adapted: bool = False,
     ) -> None:
         self._forward = forward
         self._newest = newest
         self._stats = stats
         self._clock = clock
+        self._variants = (False, True) if adapted else (False,)
+
+    @classmethod
+    def of(cls, built: BuiltForward, newest: NewestTokens) -> Self | None:
+        """Of what ``built`` replays, None where it replays nothing."""
+        if built.graphs is None:
+            return None
+        return cls(built.forward, newest, built.graphs, adapted=built.adapted_graphs)
 
     @torch.inference_mode()
     def run(self, sizes: Sequence[int], num_groups: int, block_size: int, free: Callable[[], int]) -> None:
@@ -45,7 +57,8 @@ class GraphCapture:
         told = begun
         logger.info("capturing decode steps of %d sizes", len(sizes))
         for count, size in enumerate(sizes, 1):
-            self._forward.run(*blank_decodes(size, num_groups, block_size, self._room()))
+            for adapted in self._variants:
+                self._forward.run(*blank_decodes(size, num_groups, block_size, self._room(), adapted=adapted))
             if not self._stats().captured:
                 return
             if (now := self._clock()) - told >= _SILENCE:
@@ -65,7 +78,8 @@ class GraphCapture:
         try:
             for size in largest[:2]:
                 before = free()
-                self._forward.run(*blank_decodes(size, 1, block_size, self._room()))
+                for adapted in self._variants:
+                    self._forward.run(*blank_decodes(size, 1, block_size, self._room(), adapted=adapted))
                 taken.append(max(before - free(), 0))
         finally:
             self._forward.bind({})

@@ -79,7 +79,7 @@ class GenerationRunner:
         self._newest = NewestTokens(self._forward.device)
         self._coming: deque[tuple[ExpectedTokens, Arrival]] = deque()
         self.computing = built.computing
-        self.graph_capture = None if built.graphs is None else GraphCapture(self._forward, self._newest, built.graphs)
+        self.graph_capture = GraphCapture.of(built, self._newest)
         self._graphs = built.graphs or GraphStats
         self._caches: LayerCaches = {}
         self._num_groups = 0

@@ -7,6 +7,7 @@ import torch
 
 from penstock_enginecore.attention.kv_cache import LayerCache
 from penstock_enginecore.forward.cuda.activations import Activations
+from penstock_enginecore.forward.cuda.adapted_products import Adapt, unadapted
 from penstock_enginecore.forward.cuda.buffers import StepInputs
 from penstock_enginecore.forward.cuda.launches import Kernels, RotaryTable
 from penstock_enginecore.forward.cuda.linear import Held, Product, merged
@@ -51,9 +52,10 @@ class HeadsAttention:
     kernels: Kernels
 
     @classmethod
-    def of(cls, plan: AttentionPlan, kernels: Kernels) -> "HeadsAttention":
+    def of(cls, plan: AttentionPlan, kernels: Kernels, adapt: Adapt = unadapted) -> "HeadsAttention":
         """Merges the weights that ``plan`` names."""
-        return cls(plan, merged(plan.qkv, kernels), merged([plan.output], kernels), kernels)
+        first = adapt(plan.qkv, merged(plan.qkv, kernels))
+        return cls(plan, first, adapt([plan.output], merged([plan.output], kernels)), kernels)
 
     @property
     def held(self) -> tuple[Held, ...]:

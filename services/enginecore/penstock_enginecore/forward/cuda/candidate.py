@@ -7,6 +7,7 @@ import torch
 
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.forward.base import ForwardPass
+from penstock_enginecore.forward.cuda.adapter_kernels import why_not
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.graphs import cuda_graphs
 from penstock_enginecore.forward.cuda.launches import SamplingKernels
@@ -14,6 +15,7 @@ from penstock_enginecore.forward.cuda.quantized import keeps
 from penstock_enginecore.forward.cuda.sampler import DeviceLauncher, MakeSampling, difference
 from penstock_enginecore.forward.modules import ProbedModel
 from penstock_enginecore.forward.proof import Candidate, UnsuitableError
+from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.models.quantization.scheme import Scheme
 from penstock_enginecore.sample.base import Sampler
 
@@ -22,13 +24,15 @@ logger = logging.getLogger(__name__)
 _PROVED_ROWS = 128
 
 
-def fused_candidates(probed: ProbedModel, uses: KernelsConfig, attention_backend: str) -> list[Candidate[ForwardPass]]:
+def fused_candidates(
+    probed: ProbedModel, uses: KernelsConfig, attention_backend: str, lora: SlotLimits | None = None
+) -> list[Candidate[ForwardPass]]:
     """The whole model by kernels of our own, its steps replayed; none where the device is no GPU, where this use of kernels is
-    turned off, or where another ``attention_backend`` than the best was asked for.
+    turned off, or where another ``attention_backend`` than the best was asked for. ``lora``: steps may have adapters.
     """
     if not _is_offered(probed.device, uses, attention_backend):
         return []
-    return [Candidate("fused decoder", lambda: _build(probed, uses))]
+    return [Candidate("fused decoder", lambda: _build(probed, uses, lora))]
 
 
 def kept_weights(device: torch.device, uses: KernelsConfig, attention_backend: str) -> Callable[[Scheme], bool]:
@@ -74,11 +78,14 @@ def _sampling_kernels(max_rows: int, vocab: int, device: torch.device) -> Sampli
     return TokenSampler(max_rows, vocab, device)
 
 
-def _build(probed: ProbedModel, uses: KernelsConfig) -> FusedForward:
+def _build(probed: ProbedModel, uses: KernelsConfig, lora: SlotLimits | None) -> FusedForward:
     # Triton is imported where there is a device for its kernels.
     try:
         from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
     except ModuleNotFoundError as e:
         raise UnsuitableError(f"its kernels cannot be compiled: {e}") from e
     graphs = cuda_graphs() if uses.graphs else None
-    return FusedForward(probed, TritonKernels(batch_invariant=uses.batch_invariant), graphs)
+    kernels = TritonKernels(batch_invariant=uses.batch_invariant)
+    if lora is not None and (reason := why_not(kernels, probed.model.dtype, probed.device)):
+        raise UnsuitableError(reason)
+    return FusedForward(probed, kernels, graphs, lora)

@@ -5,7 +5,9 @@ of its shape, reads nothing on the host and allocates nothing. What is taken ove
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,9 @@ from penstock_enginecore.attention.kv_arena import KVArena
 from penstock_enginecore.attention.kv_cache import FLOAT8, LayerCache, LayerCaches
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
-from penstock_enginecore.forward.cuda.buffers import padded_shape
+from penstock_enginecore.forward.cuda.adapted_products import ProductAdapters, unadapted
+from penstock_enginecore.forward.cuda.adapters import DeviceAdapters
+from penstock_enginecore.forward.cuda.buffers import StepShape, padded_shape
 from penstock_enginecore.forward.cuda.families import plan_model
 from penstock_enginecore.forward.cuda.feedback import TokenFeedback
 from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs
@@ -26,9 +30,10 @@ from penstock_enginecore.forward.cuda.latent_layer import latent_specs
 from penstock_enginecore.forward.cuda.launches import Kernels, SamplingKernels
 from penstock_enginecore.forward.cuda.layer_trace import Trace, first_difference, traced
 from penstock_enginecore.forward.cuda.layers import AfterLayer, Layers
-from penstock_enginecore.forward.cuda.linear import Dense, empty, merged
+from penstock_enginecore.forward.cuda.linear import Dense, Product, empty, merged
 from penstock_enginecore.forward.cuda.steps import CacheShape, Step, StepMemory
 from penstock_enginecore.forward.modules import (
+    NO_ROWS,
     ModulesForward,
     ProbedModel,
     copy_weights,
@@ -38,17 +43,35 @@ from penstock_enginecore.forward.modules import (
 )
 from penstock_enginecore.forward.probe import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
 from penstock_enginecore.forward.proof import UnsuitableError
+from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment
+from penstock_enginecore.lora.device_slots import SlotLimits
+from penstock_enginecore.lora.segments import segments_of_rows
 from penstock_enginecore.models.loader import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class FusedStates:
+    """For ``FusedForward.head``: what the last norm puts out ``[tokens, hidden size]``, and which tokens have adapters."""
+
+    hidden: torch.Tensor
+    segments: Sequence[LoraSegment]
 
 
 class FusedForward:
     """A ``ForwardPass`` of embedding, layers and head, built beside the modules, whose weights it merges. Logits are in a buffer
-    that the next run overwrites. ``graphs``: replay steps of padded shapes; None launches each. Raises UnsuitableError.
+    that the next run overwrites. ``graphs``: replay steps of padded shapes; None launches each. ``lora``: it is an
+    ``AdaptedForward`` with slots for adapters. Raises UnsuitableError.
     """
 
     separate_head = True
 
-    def __init__(self, probed: ProbedModel, kernels: Kernels, graphs: StepGraphs | None = None) -> None:
+    def __init__(
+        self,
+        probed: ProbedModel,
+        kernels: Kernels,
+        graphs: StepGraphs | None = None,
+        lora: SlotLimits | None = None,
+    ) -> None:
         self.device = probed.device
         self._probed = probed
         self._module: Any = probed.model.module
@@ -59,8 +82,15 @@ class FusedForward:
         self.memory = KVArena(self.specs, probed.cache_dtype, self.device, probed.cache_scales)
         self._max_len = max(probed.model.max_len, NUM_TOKENS)
         self._kernels = kernels
-        self._layers = Layers(self._plan, self._max_len, kernels, self.device)
+        products = None if lora is None else ProductAdapters(self._module)
+        adapt = unadapted if products is None else products.adapt
+        self._layers = Layers(self._plan, self._max_len, kernels, self.device, adapt)
         self._head = merged([self._plan.head], kernels)
+        self._adapted_head: Product = self._head
+        self._adapters: DeviceAdapters | None = None
+        if products is not None and lora is not None:
+            self._adapted_head = products.adapt_head(self._plan.head, self._head)
+            self._adapters = products.open(lora, probed.model.dtype, self.device, kernels)
         self._graphs = graphs
         self._feedback = TokenFeedback(self.device)
         self._memory: StepMemory | None = None
@@ -81,6 +111,11 @@ class FusedForward:
         """Whether steps of padded shapes are captured at their first run."""
         return self._graphs is not None
 
+    @property
+    def replays_adapters(self) -> bool:
+        """Whether steps with adapters are, too."""
+        return self.replays and self._adapters is not None
+
     def graph_stats(self) -> GraphStats:
         """Steps that were replayed. Any thread may ask."""
         return GraphStats() if self._graphs is None else self._graphs.stats
@@ -92,6 +127,8 @@ class FusedForward:
         self._caches = [caches[name] for name in self.specs] if caches else []
         self._forget_graphs()
         if self._caches:
+            if self._adapters is not None:
+                self._adapters.allocate()
             block_size = self._caches[0].cache.keys.shape[2]
             shape = CacheShape(1 + max(cache.group for cache in self._caches), -(-self._max_len // block_size))
             if self._memory is None or self._memory.cache != shape:
@@ -117,7 +154,7 @@ class FusedForward:
         self._kept = KeptHidden(layers, width, dtype, self.device) if layers else None
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
-        """States are what the last norm puts out, ``[tokens, hidden size]``. RuntimeError without a KV cache."""
+        """States are ``FusedStates``. RuntimeError without a KV cache. LookupError for an adapter that was not added."""
         if self._memory is None or not self._caches:
             raise RuntimeError("bind must come before the first step")
         num_tokens, first = len(batch.token_ids), batch.attention[0]
@@ -126,22 +163,41 @@ class FusedForward:
             self._forget_graphs()
         step.buffers.load(batch, rows, step.shape, self._feedback.nobody)
         padded = Padded(step.shape.tokens, step.shape.tokens - num_tokens, step.shape.requests - len(rows))
-        hidden = self._compute(step, batch.embedded, padded)
-        states = hidden[:num_tokens].clone() if keep_states else None
+        with self._adapted(batch.segments, segments_of_rows(batch.segments, rows), step.shape):
+            hidden = self._compute(step, batch.embedded, padded, adapted=len(batch.segments) > 0)
+        states = FusedStates(hidden[:num_tokens].clone(), batch.segments) if keep_states else None
         logits = step.activations.logits[: len(rows)]
         kept = None if self._kept is None else self._kept.of(num_tokens)
         return ForwardOutput(logits, states, self._feedback.launched(batch, step.shape), kept)
 
-    def head(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def head(self, states: FusedStates, rows: torch.Tensor) -> torch.Tensor:
         """The head alone: a new tensor."""
-        logits = states.new_empty(len(rows), self._head.out_features)
-        self._logits(states.index_select(0, rows), logits)
+        logits = states.hidden.new_empty(len(rows), self._head.out_features)
+        of = rows.cpu().numpy() if states.segments else NO_ROWS
+        with self._adapted((), segments_of_rows(states.segments, of), StepShape(1, len(rows))):
+            self._logits(states.hidden.index_select(0, rows), logits)
         return logits
+
+    def prepare_adapter(self, adapter: LoraAdapter) -> Callable[[], None]:
+        """In host memory, as slots of the device hold it, on any thread. Returns what takes it, between steps. Raises
+        ValueError.
+        """
+        return self._own_adapters().prepare(adapter)
+
+    def add_adapter(self, adapter: LoraAdapter) -> None:
+        """Prepare and take it."""
+        self.prepare_adapter(adapter)()
+
+    def remove_adapter(self, digest: bytes) -> None:
+        """From host memory, and from its slot."""
+        self._own_adapters().remove(digest)
 
     def to(self, device: torch.device) -> None:
         """Moves the weights. What steps run on is freed, and allocated again when a KV cache is bound."""
         self._forget_graphs()
         self._memory = None
+        if self._adapters is not None:
+            self._adapters.release()
         self._module.to(device)
         self._layers.to(device)
         self._head.to(device)
@@ -182,12 +238,34 @@ class FusedForward:
         """The modules compute what they did: some of their weights are parts of larger ones, and stay so."""
         self._forget_graphs()
         self._memory = None
+        if self._adapters is not None:
+            self._adapters.release()
 
-    def _compute(self, step: Step, embedded: torch.Tensor | None, padded: Padded) -> torch.Tensor:
-        """What the last norm puts out, in a buffer, logits being in theirs. Replays what it can."""
+    def _own_adapters(self) -> DeviceAdapters:
+        if self._adapters is None:
+            raise ValueError("this decoder was built without slots for adapters")
+        return self._adapters
+
+    def _adapted(
+        self, segments: Sequence[LoraSegment], of_rows: Sequence[LoraSegment], shape: StepShape
+    ) -> AbstractContextManager[None]:
+        """A ``with`` block in which products add what the adapters of a step's tokens, and of its rows that get logits, add."""
+        if self._adapters is None or not (segments or of_rows):
+            if self._adapters is not None and shape.is_large:
+                self._adapters.reserve(shape)  # so that memory for the KV cache is what such a step leaves
+            return nullcontext()
+        return self._adapters.step(segments, of_rows, shape)
+
+    def _compute(
+        self, step: Step, embedded: torch.Tensor | None, padded: Padded, *, adapted: bool = False
+    ) -> torch.Tensor:
+        """What the last norm puts out, in a buffer, logits being in theirs. Replays what it can: steps with and without adapters
+        have graphs of their own.
+        """
         replayed = embedded is None and not step.shape.is_large and self._after_layer is None
         if self._graphs is not None and replayed:
-            return self._graphs.run(step.shape, functools.partial(self._launch_all, step), padded)
+            key = (step.shape, "adapters") if adapted else step.shape
+            return self._graphs.run(key, functools.partial(self._launch_all, step), padded)
         if self._graphs is not None:
             self._graphs.count_launched()
         if embedded is not None:
@@ -222,7 +300,7 @@ class FusedForward:
 
     def _logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """Of each row of ``hidden``, soft cap included."""
-        self._head.affine(hidden, out)
+        self._adapted_head.affine(hidden, out)
         if self._plan.logits_divisor != 1.0:
             out.div_(self._plan.logits_divisor)
         if (cap := self._plan.logits_softcap) is not None:

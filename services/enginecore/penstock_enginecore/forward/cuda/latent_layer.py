@@ -13,6 +13,7 @@ import torch
 from penstock_enginecore.attention.kv_cache import LayerCache
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.cuda.activations import Activations
+from penstock_enginecore.forward.cuda.adapted_products import Adapt, unadapted
 from penstock_enginecore.forward.cuda.buffers import StepInputs
 from penstock_enginecore.forward.cuda.launches import Kernels, RotaryTable
 from penstock_enginecore.forward.cuda.linear import Held, Linear, Product, merged
@@ -85,16 +86,18 @@ class LatentAttention:
     kernels: Kernels
 
     @classmethod
-    def of(cls, plan: LatentPlan, dtype: torch.dtype, kernels: Kernels) -> "LatentAttention":
-        """Merges the weights that ``plan`` names, and copies those that stand between the latent and heads in ``dtype``."""
+    def of(cls, plan: LatentPlan, dtype: torch.dtype, kernels: Kernels, adapt: Adapt = unadapted) -> "LatentAttention":
+        """Merges the weights that ``plan`` names, and copies those that stand between the latent and heads in ``dtype``: an
+        adapter adds nothing to these.
+        """
         absorb, expand = _by_head(plan, dtype)
         return cls(
             plan,
-            merged(plan.down, kernels),
-            None if plan.up is None else merged([plan.up], kernels),
+            adapt(plan.down, merged(plan.down, kernels)),
+            None if plan.up is None else adapt([plan.up], merged([plan.up], kernels)),
             HeadWeights(absorb, kernels, transposed=False),
             HeadWeights(expand, kernels, transposed=True),
-            merged([plan.output], kernels),
+            adapt([plan.output], merged([plan.output], kernels)),
             kernels,
         )
 

@@ -11,6 +11,8 @@ import torch
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
 from penstock_enginecore.forward.cuda.weights import QuantizedWeight, StackedWeight
+from penstock_enginecore.lora.row_tiles import RowTiles
+from penstock_enginecore.lora.slot_matrices import SlotMatrices
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 """``gelu`` is exact, ``gelu_tanh`` its usual approximation."""
@@ -169,7 +171,25 @@ class LatentKernels(Protocol):
         """
 
 
-class Kernels(LatentKernels, Protocol):
+class LowRankKernels(Protocol):
+    """What adapters add to a product."""
+
+    def add_low_rank(
+        self,
+        x: torch.Tensor,
+        matrices: SlotMatrices,
+        tiles: RowTiles,
+        scratch: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """Add to ``out`` ``[rows, out features]`` what ``matrices`` make of ``x`` ``[rows, in features]``, times ``scale``, for
+        the rows of ``tiles``; others are not touched. ``scratch``: float32, ``SlotMatrices.scratch_numbers``. A row's bits depend
+        on nothing beside it.
+        """
+
+
+class Kernels(LatentKernels, LowRankKernels, Protocol):
     """Each call launches work for every row it is given, in order, and waits for nothing: no read on the host, and no shape that
     depends on a number on the device. So a sequence of calls can be captured and replayed.
 

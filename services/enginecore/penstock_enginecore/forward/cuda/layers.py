@@ -11,6 +11,7 @@ import torch
 
 from penstock_enginecore.attention.kv_cache import LayerCache
 from penstock_enginecore.forward.cuda.activations import Activations, Widths
+from penstock_enginecore.forward.cuda.adapted_products import Adapt, unadapted
 from penstock_enginecore.forward.cuda.attention_layer import Attention, HeadsAttention
 from penstock_enginecore.forward.cuda.buffers import StepInputs
 from penstock_enginecore.forward.cuda.latent_layer import LatentAttention
@@ -32,33 +33,36 @@ class _Layer:
     mlp: MLP
 
     @classmethod
-    def of(cls, plan: LayerPlan, dtype: torch.dtype, kernels: Kernels) -> "_Layer":
-        return cls(plan, _attention_of(plan, dtype, kernels), mlp_of(plan.mlp, plan.residual_scale, kernels))
+    def of(cls, plan: LayerPlan, dtype: torch.dtype, kernels: Kernels, adapt: Adapt) -> "_Layer":
+        mlp = mlp_of(plan.mlp, plan.residual_scale, kernels, adapt)
+        return cls(plan, _attention_of(plan, dtype, kernels, adapt), mlp)
 
     @property
     def held(self) -> tuple[Held, ...]:
         return *self.attention.held, *self.mlp.held
 
 
-def _attention_of(plan: LayerPlan, dtype: torch.dtype, kernels: Kernels) -> Attention:
+def _attention_of(plan: LayerPlan, dtype: torch.dtype, kernels: Kernels, adapt: Adapt) -> Attention:
     if isinstance(plan.attention, LatentPlan):
-        return LatentAttention.of(plan.attention, dtype, kernels)
-    return HeadsAttention.of(plan.attention, kernels)
+        return LatentAttention.of(plan.attention, dtype, kernels, adapt)
+    return HeadsAttention.of(plan.attention, kernels, adapt)
 
 
 class Layers:
     """From token ids to what the last norm puts out. Merges the weights of the layers that ``plan`` names. Positions go up to
-    ``max_len``. ``widths``: of what flows through. Raises UnsuitableError.
+    ``max_len``. ``widths``: of what flows through. ``adapt``: products that adapters add to. Raises UnsuitableError.
     """
 
-    def __init__(self, plan: ModelPlan, max_len: int, kernels: Kernels, device: torch.device) -> None:
+    def __init__(
+        self, plan: ModelPlan, max_len: int, kernels: Kernels, device: torch.device, adapt: Adapt = unadapted
+    ) -> None:
         self._rotary = [
             rotary_table(plan.rotary, max_len, device, *variant, twice=plan.rotary_twice)
             for variant in plan.rotary_variants
         ]
         self._plan = plan
         self._kernels = kernels
-        self._layers = [_Layer.of(layer, plan.embedding.dtype, kernels) for layer in plan.layers]
+        self._layers = [_Layer.of(layer, plan.embedding.dtype, kernels, adapt) for layer in plan.layers]
         self.widths = self._widths()
         after = [layer.norms_before[0] for layer in plan.layers[1:]]
         self._next_norms = [*after, plan.norm]

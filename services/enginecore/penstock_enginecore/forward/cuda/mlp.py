@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from penstock_enginecore.forward.cuda.activations import Activations
+from penstock_enginecore.forward.cuda.adapted_products import Adapt, unadapted
 from penstock_enginecore.forward.cuda.buffers import StepInputs
 from penstock_enginecore.forward.cuda.grouped import GroupedProduct, grouped
 from penstock_enginecore.forward.cuda.grouped_routing import grouped_route
@@ -42,9 +43,10 @@ class GatedMLP:
     scale: float
 
     @classmethod
-    def of(cls, plan: MLPPlan, scale: float, kernels: Kernels) -> "GatedMLP":
+    def of(cls, plan: MLPPlan, scale: float, kernels: Kernels, adapt: Adapt = unadapted) -> "GatedMLP":
         """Merges the weights that ``plan`` names."""
-        return cls(plan, merged(plan.gate_up, kernels), merged([plan.down], kernels), scale)
+        gate_up = adapt(plan.gate_up, merged(plan.gate_up, kernels))
+        return cls(plan, gate_up, adapt([plan.down], merged([plan.down], kernels)), scale)
 
     @property
     def held(self) -> tuple[Held, ...]:
@@ -166,6 +168,8 @@ class Experts:
         return weights * self.scale, chosen
 
 
-def mlp_of(plan: MLPPlan | ExpertsPlan, scale: float, kernels: Kernels) -> MLP:
-    """What computes ``plan``. ``scale``: of what is added to the residual."""
-    return Experts.of(plan, scale, kernels) if isinstance(plan, ExpertsPlan) else GatedMLP.of(plan, scale, kernels)
+def mlp_of(plan: MLPPlan | ExpertsPlan, scale: float, kernels: Kernels, adapt: Adapt = unadapted) -> MLP:
+    """What computes ``plan``. ``scale``: of what is added to the residual. ``adapt``: products, but those beside experts."""
+    if isinstance(plan, ExpertsPlan):
+        return Experts.of(plan, scale, kernels)
+    return GatedMLP.of(plan, scale, kernels, adapt)

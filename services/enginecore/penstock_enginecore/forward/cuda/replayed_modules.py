@@ -10,6 +10,7 @@ from penstock_enginecore.attention.base import IntArray, StepPlan
 from penstock_enginecore.attention.kv_cache import LayerCache, LayerCaches
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
+from penstock_enginecore.forward.cuda.adapted_modules import SlotModules
 from penstock_enginecore.forward.cuda.attention import TritonAttention
 from penstock_enginecore.forward.cuda.buffers import (
     CAPTURED,
@@ -39,14 +40,18 @@ from penstock_enginecore.models.loader import LoadedModel, first_line
 
 class ReplayedModules:
     """A ``ForwardPass``. Steps of padded shapes read their inputs from, and write their results to, tensors that never move, and
-    are captured by ``graphs`` at their first run; what is larger, has vectors for tokens, adapters or states to keep is run as by
-    ``ModulesForward``. So are all once a step could not be captured: ``failure`` says in which module.
+    are captured by ``graphs`` at their first run; what is larger, has vectors for tokens or states to keep is run as by
+    ``ModulesForward``. So are all once a step could not be captured: ``failure`` says in which module. ``adapted``: adds for
+    adapters, in graphs of their own; None: steps with adapters are run as by ``ModulesForward``.
     """
 
     replays = True
 
-    def __init__(self, probed: ProbedModel, attention: TritonAttention, graphs: StepGraphs) -> None:
-        self._modules = ModulesForward(probed, attention)
+    def __init__(
+        self, probed: ProbedModel, attention: TritonAttention, graphs: StepGraphs, adapted: SlotModules | None = None
+    ) -> None:
+        self._modules = ModulesForward(probed, attention, adapted=adapted)
+        self._adapted = adapted
         self.device = probed.device
         self.separate_head = probed.separate_head
         self.specs = probed.specs
@@ -62,6 +67,11 @@ class ReplayedModules:
         self._buffers: InputBuffers | None = None
         self._logits: torch.Tensor | None = None
         self._kept: KeptHidden | None = None
+
+    @property
+    def replays_adapters(self) -> bool:
+        """Whether steps with adapters are replayed, too."""
+        return self._adapted is not None
 
     @property
     def failure(self) -> str:
@@ -113,7 +123,8 @@ class ReplayedModules:
             raise RuntimeError("bind must come before the first step")
         num_tokens = len(batch.token_ids)
         shape = padded_shape(num_tokens, max(batch.attention[0].num_requests, len(rows)))
-        apart = keep_states or batch.embedded is not None or len(batch.segments) > 0
+        adapted = len(batch.segments) > 0
+        apart = keep_states or batch.embedded is not None or (adapted and self._adapted is None)
         if apart or shape.is_large or self._graphs.failure:
             self._graphs.count_launched()
             return self._modules.run(batch, rows, keep_states=keep_states)
@@ -121,9 +132,13 @@ class ReplayedModules:
             self._graphs.clear()
         inputs = self._buffers.of(shape)
         self._buffers.load(batch, rows, shape, self._feedback.nobody)
-        launch = functools.partial(self._launch, inputs, shape)
         padded = Padded(shape.tokens, shape.tokens - num_tokens, shape.requests - len(rows))
-        logits = self._graphs.run(shape, launch, padded)
+        if adapted and self._adapted is not None:
+            launch = functools.partial(self._launch_adapted, self._adapted, inputs, shape)
+            with self._adapted.tiles(batch.segments, rows, shape):
+                logits = self._graphs.run((shape, "adapters"), launch, padded)
+        else:
+            logits = self._graphs.run(shape, functools.partial(self._launch, inputs, shape), padded)
         kept = None if self._kept is None else self._kept.of(num_tokens)
         return ForwardOutput(logits[: len(rows)], launched=self._feedback.launched(batch, shape), hidden=kept)
 
@@ -156,6 +171,11 @@ class ReplayedModules:
     def read(self, model: LoadedModel) -> None:
         """As ``ModulesForward``."""
         self._modules.read(model)
+
+    def _launch_adapted(self, adapted: SlotModules, inputs: StepInputs, shape: StepShape) -> torch.Tensor:
+        """As ``_launch``, with what adapters add."""
+        with adapted.hooked():
+            return self._launch(inputs, shape)
 
     def _launch(self, inputs: StepInputs, shape: StepShape) -> torch.Tensor:
         """All work of a step from its token ids on: logits ``[requests, vocab]``."""

@@ -22,6 +22,9 @@ from penstock_enginecore.forward.cuda.kernels.norm import add_rms_norm
 from penstock_enginecore.forward.cuda.kernels.prologue import prologue
 from penstock_enginecore.forward.cuda.launches import Activation, GroupInputs, Norm, RotaryTable
 from penstock_enginecore.forward.cuda.weights import Int4Weight, QuantizedWeight, StackedWeight
+from penstock_enginecore.lora.row_tiles import RowTiles
+from penstock_enginecore.lora.slot_matrices import SlotMatrices
+from penstock_enginecore.lora.triton import add_low_rank
 
 
 class TritonKernels:
@@ -166,6 +169,18 @@ class TritonKernels:
     ) -> None:
         """One kernel."""
         weighted_sum(x, places, weights, scale, out, renormalize=renormalize)
+
+    def add_low_rank(
+        self,
+        x: torch.Tensor,
+        matrices: SlotMatrices,
+        tiles: RowTiles,
+        scratch: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """Two kernels."""
+        add_low_rank(x, matrices, tiles, scratch, scale, out)
 
     def _scratch_for(self, requests: int, heads: int, kv_heads: int, out: torch.Tensor) -> Scratch:
         """Of captured steps all have the same, which never moves; larger ones share another, which grows."""

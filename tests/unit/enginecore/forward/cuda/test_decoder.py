@@ -293,7 +293,7 @@ def test_embedded_tokens_and_a_separate_head_give_the_logits_of_the_run(tmp_path
     )
     output = forward.run(embedded, rows[:1], keep_states=True)
     torch.testing.assert_close(output.logits, expected[:1])
-    assert output.states.shape == (20, 48)
+    assert output.states.hidden.shape == (20, 48)
     other = dataclasses.replace(batch(20, forward), token_ids=np.arange(20) + 100)
     forward.run(other, np.array([4]))  # states outlive the steps behind
     torch.testing.assert_close(forward.head(output.states, torch.from_numpy(rows)), expected)
