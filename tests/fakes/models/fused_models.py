@@ -17,6 +17,7 @@ from penstock_enginecore.forward.cuda.quantized import keeps
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, probe_model
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.forward.proof import Candidate, Proven, first_proven
+from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.models.loader import Keeps, keep_none, load_model
 from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels
 from tests.fakes.models.tiny_models import save_tiny_model
@@ -79,12 +80,13 @@ def fused(path: Path, kernels: Kernels | None = None) -> FusedForward:
     return proven.serves
 
 
-def offer_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines of this test try the fused decoder in place of the CPU's, and replay what can be."""
+def offer_fused(monkeypatch: pytest.MonkeyPatch, lora: SlotLimits | None = None) -> None:
+    """Engines of this test try the fused decoder in place of the CPU's, and replay what can be. ``lora``: with slots."""
 
     def build(probed: ProbedModel) -> FusedForward:
         kernels = RecordedKernels()
-        return FusedForward(probed, kernels, StepGraphs(lambda: RecordedGraph(kernels)))
+        graphs = StepGraphs(lambda: RecordedGraph(kernels, of_modules=lora is not None))
+        return FusedForward(probed, kernels, graphs, lora)
 
     monkeypatch.setattr("penstock_enginecore.executor.loading.kept_weights", lambda *_: keeps)
     monkeypatch.setattr(

@@ -44,7 +44,7 @@ def _prove(kernels: LowRankKernels, dtype: torch.dtype, device: torch.device) ->
     generator = torch.Generator().manual_seed(0)
 
     def random(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator) / size[-1] ** 0.5
+        return torch.randn(size, generator=generator).div_(size[-1] ** 0.5)
 
     updates = [
         {name: LowRankUpdate(random(rank, width), random(out, rank)) for name, (out, width) in _PROVED.layers.items()}
@@ -62,7 +62,7 @@ def _prove(kernels: LowRankKernels, dtype: torch.dtype, device: torch.device) ->
         adapters.add_to(0, x, 1.0, found)
     for segment, own in zip(segments, updates, strict=True):
         rows = slice(segment.first, segment.end)
-        for update, out in zip(own.values(), expected.split([160, 48], dim=1), strict=True):
+        for update, out in zip(own.values(), torch.split(expected, [160, 48], dim=1), strict=True):
             PlainAddition(update.a.to(device), update.b.to(device))(x[rows], out[rows])
     untouched = all(torch.equal(found[row], before[row]) for row in (0, 18, 20))
     return distance(found - before, expected - before), untouched

@@ -36,7 +36,8 @@ from tests.fakes.models.adapted_steps import (
     step_logits,
 )
 from tests.fakes.models.fused_models import load_probed, prove, save_varied_model
-from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels
+from tests.fakes.models.interpreted_kernels import interpreted
+from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels, Recorder
 from tests.fakes.models.torch_kernels import TorchKernels
 
 CPU = torch.device("cpu")
@@ -129,6 +130,92 @@ def test_graphs_with_and_without_adapters_replay_what_they_captured(tmp_path: Pa
             torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
         stats = forward.graph_stats()
         assert (stats.replays - began.replays, stats.launched - began.launched, stats.captured) == (3, 2, 2)
+
+
+class Noted(FusedForward):
+    """Notes what a step launches between its inputs' arrival and its logits."""
+
+    seen: list[tuple[Any, ...]]
+
+    def _launch_all(self, step: Any) -> torch.Tensor:
+        kernels = self._layers._kernels
+        kernels.recorder = recorder = Recorder(None)
+        try:
+            with recorder:
+                return super()._launch_all(step)
+        finally:
+            kernels.recorder = None
+            self.seen = recorder.seen
+
+
+@torch.inference_mode()
+def test_steps_launch_by_their_shape_alone_and_without_adapters_what_engines_without_them_do(tmp_path: Path) -> None:
+    """On the same memory, without a read on the host, and allocating nothing."""
+    save_varied_model("qwen2", tmp_path)
+    probed = load_probed(tmp_path)
+    bare = prove(probed, lambda: FusedForward(probed, RecordedKernels())).serves
+    assert bare is not None
+    forward = fused(tmp_path)
+    forward._graphs = None
+    adapters = [random_adapter(reference(tmp_path)._module, 3, seed) for seed in (1, 2)]
+    seen: dict[str, list[list[tuple[Any, ...]]]] = {"bare": [], "none": [], "some": []}
+    for each in (bare, forward):
+        each.__class__ = Noted
+        each.bind(each.memory.throwaway(BLOCK_SIZE, 1 + 4 * BLOCKS_OF_A_REQUEST))
+    for adapter in adapters:
+        forward.add_adapter(adapter)
+    some = [each.digest for each in adapters]
+    for kind, each, digests in (
+        ("bare", bare, [None]),
+        ("none", forward, [None]),
+        ("none", forward, [None]),
+        ("some", forward, [None, *some]),
+        ("some", forward, some[1:]),
+    ):
+        prompts = random_prompts(320, digests, (2, 2, 2))
+        each.run(adapted_step(prompts, [0] * 3, [1] * 3), np.arange(3))
+        seen[kind].append(each.seen)
+    assert seen["none"][0] == seen["none"][1]
+    assert seen["some"][0] == seen["some"][1]
+
+    def without_addresses(launches: list[tuple[Any, ...]]) -> list[Any]:
+        return [[part[1] if isinstance(part, tuple) else part for part in launch] for launch in launches]
+
+    assert without_addresses(seen["none"][0]) == without_addresses(seen["bare"][0])
+    others = [launch for launch in seen["some"][0] if launch[0] != "add_low_rank"]
+    assert [launch[0] for launch in others] == [launch[0] for launch in seen["none"][0]]
+    assert len(seen["some"][0]) - len(others) == 4 * len(forward._plan.layers) + 1
+
+
+class Interpreted(TorchKernels):
+    """What adapters add by the kernels of GPUs, the rest by torch."""
+
+    def add_low_rank(self, *args: Any) -> None:
+        interpreted("triton", "penstock_enginecore.lora").add_low_rank(*args)
+
+
+def test_the_decoder_and_modules_with_the_kernels_that_gpus_run(tmp_path: Path) -> None:
+    save_varied_model("llama", tmp_path)
+    assert why_not(Interpreted(), torch.float32, CPU) == ""
+    probed, limits = load_probed(tmp_path), SlotLimits(2, 16)
+    attends = TritonAttention(TorchKernels())
+    modules = ModulesForward(probed, attends, adapted=adapted_modules(probed, limits, Interpreted()))
+    expected = reference(tmp_path)
+    adapters = [random_adapter(expected._module, lambda name: 1 + len(name) % 16, seed) for seed in (1, 2)]
+    prompts = random_prompts(320, [None, *(each.digest for each in adapters)], (1, 5, 20))
+    results = []
+    for forward in (expected, modules):
+        for adapter in adapters:
+            forward.add_adapter(adapter)
+        results.append(step_logits(forward, prompts, (3,)))
+    forward = prove(again := load_probed(tmp_path), lambda: FusedForward(again, Interpreted(), None, limits)).serves
+    assert forward is not None
+    for adapter in adapters:
+        forward.add_adapter(adapter)
+    results.append(step_logits(forward, prompts, (3,)))
+    for other in results[1:]:
+        for got, wanted in zip(other, results[0], strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
 
 
 @torch.inference_mode()
