@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock_enginecore.attention.kv_cache import FLOAT8
-from penstock_enginecore.config import EngineCoreConfig, KernelsConfig
+from penstock_enginecore.config import EngineCoreConfig, KernelsConfig, LoraConfig
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.executor.adapter_reader import Onlooker
 from penstock_enginecore.executor.batch_invariance import check_batch_invariant
@@ -117,8 +117,7 @@ def _load_runner(
         if split is None:
             onlooker.loaded(model.module)
         if links is None:
-            slots = SlotLimits(config.lora.max_loras, config.lora.max_lora_rank) if config.lora.enabled else None
-            built = build_forward(model, replace(_with_part(forward, split), lora=slots))
+            built = build_forward(model, replace(_with_part(forward, split), lora=_slots(config.lora)))
             experts = None if shared is None else _experts(config, shared, model)
             drafter = create_drafter(config, model, built.forward, forward, progress)
             return GenerationRunner(model, built, experts=experts, drafter=drafter)
@@ -136,7 +135,13 @@ def _load_runner(
         round_weights(pooled.module)
     if split is None:
         onlooker.loaded(pooled.module)
-    return PoolingRunner(pooled, build_backbone(pooled, _with_part(forward, split)))
+    adapted = replace(_with_part(forward, split), lora=_slots(config.lora))
+    return PoolingRunner(pooled, build_backbone(pooled, adapted))
+
+
+def _slots(lora: LoraConfig) -> SlotLimits | None:
+    """What steps may have of adapters."""
+    return SlotLimits(lora.max_loras, lora.max_lora_rank) if lora.enabled else None
 
 
 def _experts(config: EngineCoreConfig, shared: SharedModel, model: LoadedModel) -> GroupExperts:

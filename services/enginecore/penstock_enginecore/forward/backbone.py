@@ -1,6 +1,7 @@
 """Models without a head: what the layers put out, which pooling takes."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, IntArray
 from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+from penstock_enginecore.forward.cuda.adapted_modules import SlotModules
 from penstock_enginecore.forward.modules import NO_ROWS, caches_by_module, module_bytes, unsupported
 from penstock_enginecore.forward.probe import Probe
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, TakeAdapter
@@ -39,8 +41,8 @@ class BackboneBatch:
 class Backbone:
     """The embedding and layers of a model on its device, by transformers' own modules. ``specs``: what each attention layer asks
     of the KV cache, by layer name; empty for an encoder, which keeps nothing. ``packed_bytes``: what modules hold besides
-    their parameters. ``cache_dtype``: of the numbers in the KV cache, None for that of the model. Steps run one at a time, with
-    gradients off; decoders need ``bind`` before.
+    their parameters. ``cache_dtype``: of the numbers in the KV cache, None for that of the model. ``adapted``: what adds for
+    adapters, by torch for None. Steps run one at a time, with gradients off; decoders need ``bind`` before.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Backbone:
         device: torch.device,
         packed_bytes: int = 0,
         cache_dtype: torch.dtype | None = None,
+        adapted: SlotModules | None = None,
     ) -> None:
         self.device = device
         self.specs = specs
@@ -58,6 +61,7 @@ class Backbone:
         self._model = model
         self._backend = backend
         self._packed_bytes = packed_bytes
+        self._slots = adapted
         self._adapted = AdaptedModules(model.module)
         self.bind({})
 
@@ -78,12 +82,24 @@ class Backbone:
         else:
             plans = [self._backend.plan(metadata, self.device) for metadata in batch.attention]
             context = StepContext(self._backend, self._caches, plans)
-        with self._adapted.step(batch.segments, NO_ROWS):
+        with self._adding(batch):
             return hidden_states(self._model, batch, context, self.device)
+
+    def _adding(self, batch: BackboneBatch) -> AbstractContextManager[None]:
+        """A ``with`` block in which modules get what adapters add."""
+        if self._slots is None:
+            return self._adapted.step(batch.segments, NO_ROWS)
+        self._slots.allocate()
+        return self._slots.step(batch.segments, NO_ROWS, len(batch.token_ids))
+
+    def release_adapters(self) -> None:
+        """Let go of their memory on the device, until the next step."""
+        if self._slots is not None:
+            self._slots.release()
 
     def prepare_adapter(self, adapter: LoraAdapter) -> TakeAdapter:
         """To the modules of its names, see ``AdaptedForward``."""
-        return self._adapted.prepare(adapter)
+        return (self._slots or self._adapted).prepare(adapter)
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
         """Between steps."""
@@ -91,7 +107,7 @@ class Backbone:
 
     def remove_adapter(self, digest: bytes) -> None:
         """From all of them."""
-        self._adapted.remove(digest)
+        (self._slots or self._adapted).remove(digest)
 
 
 def probe_specs(model: PoolingModel, device: torch.device, block_size: int) -> dict[str, KVCacheSpec]:

@@ -118,7 +118,7 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     def run_parts(forward: ForwardPass) -> torch.Tensor:
         return probe_parts(forward, Probe.prompt(model.vocab_size), CUTS)
 
-    adapted = None if config.lora is None or config.part else slot_modules(probed, config.lora)
+    adapted = None if config.part else slot_modules(model.module, model.dtype, config.device, config.lora)
 
     def attended(attends: AttentionBackend) -> ForwardPass:
         return ModulesForward(probed, attends, adapted=adapted)
@@ -217,8 +217,10 @@ def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
     native, attends, backend = open_backends(config)
     specs = in_cache_dtype(probe_specs(model, config.device, config.block_size), config.cache_dtype)
 
+    adapted = None if config.part else slot_modules(model.module, model.dtype, config.device, config.lora)
+
     def backbone(attends: AttentionBackend, packed_bytes: int = 0) -> Backbone:
-        return Backbone(model, specs, attends, config.device, packed_bytes, config.cache_dtype)
+        return Backbone(model, specs, attends, config.device, packed_bytes, config.cache_dtype, adapted)
 
     reference = backbone(create_backend("reference", config.device))
 

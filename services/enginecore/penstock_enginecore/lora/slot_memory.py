@@ -1,5 +1,6 @@
 """Slots of device memory for adapters, and how adapters get into them."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +14,8 @@ from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.lora.reference import expect_features
 from penstock_enginecore.lora.slot_matrices import ProductShape, SlotMatrices, pack
 from penstock_enginecore.models.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,7 @@ class SlotMemory:
                 f"lora.max_loras is {count} and lora.max_lora_rank {self._limits.max_rank}: adapters take "
                 f"{in_units(self.num_bytes)} of {device}, which has less left; use smaller ones"
             ) from e
+        logger.info("slots for %d adapters take %s", count, in_units(self.num_bytes))
         self._table = torch.zeros(count, sum(columns), dtype=torch.int64, device=device)
         tables = torch.split(self._table, columns, dim=1)
         self.matrices = [

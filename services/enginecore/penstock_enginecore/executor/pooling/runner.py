@@ -138,6 +138,7 @@ class PoolingRunner:
 
     def to(self, device: torch.device) -> None:
         """Move the layers, and what comes behind them."""
+        self._backbone.release_adapters()
         for module in self._model.modules():
             module.to(device)
 

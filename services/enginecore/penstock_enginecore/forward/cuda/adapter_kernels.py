@@ -3,12 +3,12 @@
 import logging
 
 import torch
+from transformers import PreTrainedModel
 
 from penstock_enginecore.forward.cuda.adapted_modules import SlotModules
 from penstock_enginecore.forward.cuda.adapters import DeviceAdapters
 from penstock_enginecore.forward.cuda.buffers import StepShape
 from penstock_enginecore.forward.cuda.launches import LowRankKernels
-from penstock_enginecore.forward.modules import ProbedModel
 from penstock_enginecore.forward.proof import TOLERANCES, distance
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate
 from penstock_enginecore.lora.device_slots import SlotLimits
@@ -68,26 +68,30 @@ def _prove(kernels: LowRankKernels, dtype: torch.dtype, device: torch.device) ->
     return distance(found - before, expected - before), untouched
 
 
-def slot_modules(probed: ProbedModel, limits: SlotLimits) -> SlotModules | None:
-    """Slots for adapters of the linear layers of a model that runs by its own modules. None where its device is no GPU, and where
-    kernels cannot be had or fail their proof: plain torch adds for adapters there, which is slow.
+def slot_modules(
+    module: PreTrainedModel, dtype: torch.dtype, device: torch.device, limits: SlotLimits | None
+) -> SlotModules | None:
+    """Slots for adapters of the linear layers of a model in ``dtype`` that runs by its own modules. None where there are no
+    ``limits`` or the device is no GPU, and where kernels cannot be had or fail their proof: plain torch adds for adapters
+    there, which is slow.
     """
-    if probed.device.type != "cuda":
+    if device.type != "cuda" or limits is None:
         return None
     try:
         kernels = _kernels()
     except ModuleNotFoundError as e:
         reason = f"kernels cannot be compiled: {e}"
     else:
-        if not (reason := why_not(kernels, probed.model.dtype, probed.device)):
-            return adapted_modules(probed, limits, kernels)
+        if not (reason := why_not(kernels, dtype, device)):
+            return adapted_modules(module, dtype, device, limits, kernels)
     logger.warning("adapters are added by plain torch, which is slower: %s", reason)
     return None
 
 
-def adapted_modules(probed: ProbedModel, limits: SlotLimits, kernels: LowRankKernels) -> SlotModules:
+def adapted_modules(
+    module: PreTrainedModel, dtype: torch.dtype, device: torch.device, limits: SlotLimits, kernels: LowRankKernels
+) -> SlotModules:
     """Slots for adapters of all layers that ``AdapterTarget`` names and that compute in the model's dtype."""
-    module, dtype = probed.model.module, probed.model.dtype
     named = dict(module.named_modules())
     head = next((name for name, part in named.items() if part is head_of(module)), "")
 
@@ -96,7 +100,7 @@ def adapted_modules(probed: ProbedModel, limits: SlotLimits, kernels: LowRankKer
         return weight is None or not weight.is_floating_point() or weight.dtype == dtype
 
     layers = {name: size for name, size in AdapterTarget.of(module).linears.items() if computes(name)}
-    return SlotModules(module, layers, head, limits, dtype, probed.device, kernels)
+    return SlotModules(module, layers, head, limits, dtype, device, kernels)
 
 
 def _kernels() -> LowRankKernels:

@@ -12,6 +12,7 @@ import torch
 
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import ModelConfig
+from penstock_enginecore.forward.backbone import Backbone, BackboneBatch, probe_specs
 from penstock_enginecore.forward.base import AdaptedForward
 from penstock_enginecore.forward.blank import blank_decodes
 from penstock_enginecore.forward.cuda.adapter_kernels import adapted_modules, why_not
@@ -27,6 +28,7 @@ from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.lora.slot_memory import Place
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import load_model
+from penstock_enginecore.pooling.embedder import load_pooling_model
 from tests.fakes.models.adapted_steps import (
     BLOCK_SIZE,
     BLOCKS_OF_A_REQUEST,
@@ -37,6 +39,7 @@ from tests.fakes.models.adapted_steps import (
 )
 from tests.fakes.models.fused_models import load_probed, prove, save_varied_model
 from tests.fakes.models.interpreted_kernels import interpreted
+from tests.fakes.models.pooling_models import VOCAB_SIZE, save_pooling_model
 from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels, Recorder
 from tests.fakes.models.torch_kernels import TorchKernels
 
@@ -70,7 +73,8 @@ def fused(path: Path, limits: SlotLimits = LIMITS, *, batch_invariant: bool = Fa
 def replayed(path: Path, limits: SlotLimits = LIMITS) -> ReplayedModules:
     probed, kernels = load_probed(path), RecordedKernels()
     graphs = StepGraphs(lambda: RecordedGraph(kernels, of_modules=True))
-    return ReplayedModules(probed, TritonAttention(kernels), graphs, adapted_modules(probed, limits, kernels))
+    adapted = adapted_modules(probed.model.module, probed.model.dtype, CPU, limits, kernels)
+    return ReplayedModules(probed, TritonAttention(kernels), graphs, adapted)
 
 
 def layers_of(forward: ModulesForward, architecture: str) -> list[str]:
@@ -80,12 +84,15 @@ def layers_of(forward: ModulesForward, architecture: str) -> list[str]:
     return [name for name in names if not any(part in name for part in hidden)]
 
 
-BUILT: list[tuple[str, Callable[[Path], Any]]] = [(each, fused) for each in FUSED] + [
-    (each, replayed) for each in MODULES
+QUICK = ("llama", "gpt_neox")
+BUILT = [
+    pytest.param(name, build, id=name, marks=[] if name in QUICK else pytest.mark.slow)
+    for names, build in ((FUSED, fused), (MODULES, replayed))
+    for name in names
 ]
 
 
-@pytest.mark.parametrize(("architecture", "build"), BUILT, ids=[name for name, _ in BUILT])
+@pytest.mark.parametrize(("architecture", "build"), BUILT)
 def test_logits_of_a_mixed_batch_are_those_of_the_modules(
     architecture: str, build: Callable[[Path], Any], tmp_path: Path
 ) -> None:
@@ -199,7 +206,8 @@ def test_the_decoder_and_modules_with_the_kernels_that_gpus_run(tmp_path: Path) 
     assert why_not(Interpreted(), torch.float32, CPU) == ""
     probed, limits = load_probed(tmp_path), SlotLimits(2, 16)
     attends = TritonAttention(TorchKernels())
-    modules = ModulesForward(probed, attends, adapted=adapted_modules(probed, limits, Interpreted()))
+    adapted = adapted_modules(probed.model.module, probed.model.dtype, CPU, limits, Interpreted())
+    modules = ModulesForward(probed, attends, adapted=adapted)
     expected = reference(tmp_path)
     adapters = [random_adapter(expected._module, lambda name: 1 + len(name) % 16, seed) for seed in (1, 2)]
     prompts = random_prompts(320, [None, *(each.digest for each in adapters)], (1, 5, 20))
@@ -285,6 +293,40 @@ def test_the_head_alone_gives_the_logits_of_the_run(tmp_path: Path) -> None:
         for some in (rows, rows[[3, 4, 14]], rows[[14, 0, 6]]):
             torch.testing.assert_close(forward.head(run.states, torch.from_numpy(some)), logits[some])
             torch.testing.assert_close(forward.run(batch, some).logits, logits[some])
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+@torch.inference_mode()
+def test_layers_of_pooled_models_have_what_plain_torch_adds(family: str, tmp_path: Path) -> None:
+    save_pooling_model(family, tmp_path)
+    checkpoint = ModelConfig(path=str(tmp_path), task="embed")
+    found = []
+    for slots in (False, True):
+        model = load_pooling_model(checkpoint, "embed", CPU, lambda line: None)
+        specs, reads = probe_specs(model, CPU, BLOCK_SIZE), create_backend("reference", CPU)
+        adapted = adapted_modules(model.module, model.dtype, CPU, LIMITS, TorchKernels()) if slots else None
+        backbone = Backbone(model, specs, reads, CPU, adapted=adapted)
+        adapters = [random_adapter(model.module, rank, rank) for rank in (2, 9)]
+        for adapter in adapters:
+            backbone.add_adapter(adapter)
+        prompts = random_prompts(VOCAB_SIZE, [None, *(each.digest for each in adapters)], (7, 3, 12, 5))
+        step = adapted_step(prompts, [0] * 4, [len(each.ids) for each in prompts])
+        starts = step.attention[0].query_start_loc
+        attention = [] if model.is_encoder else step.attention
+        batch = BackboneBatch(
+            step.token_ids, step.positions, np.zeros_like(step.token_ids), starts, attention, step.segments
+        )
+        backbone.bind(backbone.memory.throwaway(BLOCK_SIZE, 1 + 4 * BLOCKS_OF_A_REQUEST))
+        base = backbone.run(dataclasses.replace(batch, segments=()))
+        states = backbone.run(batch)
+        backbone.release_adapters()
+        assert torch.equal(backbone.run(batch), states)
+        first = step.segments[0].first
+        assert torch.equal(states[:first], base[:first])
+        assert not torch.allclose(states[first:], base[first:], atol=0.1)
+        backbone.remove_adapter(adapters[0].digest)
+        found.append(states)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 @torch.inference_mode()
