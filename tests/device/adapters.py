@@ -66,8 +66,8 @@ def alone(device: str) -> dict[str, Any]:
         engine = _engine(path, device, "bfloat16", kernels={"batch_invariant": True}, lora={"max_loras": 3})
         drawn = {"temperature": 1.0, "seed": 3}
         crowd = _tokens(engine, "crowd", adapters, **drawn)
-        each = [_tokens(engine, f"alone{i}", adapters, only=i, **drawn)[0] for i in range(len(PROMPT_LENGTHS))]
-    return {"ok": crowd == each, "says": f"{_same(crowd, each):.0%} the same alone"}
+        apart = [_tokens(engine, f"alone{i}", adapters, only=i, **drawn)[0] for i in range(len(PROMPT_LENGTHS))]
+    return {"ok": crowd == apart, "says": f"{_same(crowd, apart):.0%} the same alone"}
 
 
 def _prompts() -> list[list[int]]:

@@ -16,6 +16,7 @@ class DeviceSlots:
     """``count`` slots. An adapter that needs one takes a free slot, or that of the adapter whose steps are the longest ago."""
 
     def __init__(self, count: int) -> None:
+        self._count = count
         self._free = list(range(count))
         self._slots: dict[bytes, int] = {}  # of the adapters in them, those first whose steps are the longest ago
         self._last: frozenset[bytes] = frozenset()
@@ -34,18 +35,18 @@ class DeviceSlots:
 
     def begin_step(self, digests: Collection[bytes]) -> dict[bytes, int]:
         """A step has these adapters. Returns those whose slots are to be written before it, with their slots. ValueError for more
-        adapters than there are slots.
+        adapters than there are slots; nothing has changed then.
         """
         wanted = frozenset(digests)
+        if len(wanted) > self._count:
+            raise ValueError(f"a step has {len(wanted)} adapters, and there are slots for {self._count}")
         fresh = {}
         for digest in dict.fromkeys(digests):
             if digest in self._slots:
                 self._slots[digest] = self._slots.pop(digest)
                 continue
-            slot = self._take(digest, wanted)
-            if slot is None:
-                raise ValueError(f"a step has {len(wanted)} adapters, and there are slots for {len(self._slots)}")
-            fresh[digest] = slot
+            if (slot := self._take(digest, wanted)) is not None:  # there is one: others do not need all of them
+                fresh[digest] = slot
         self._last = wanted
         return fresh
 

@@ -47,8 +47,10 @@ def test_a_slot_is_free_when_its_adapter_is_gone() -> None:
 
 
 def test_more_adapters_than_slots_are_refused() -> None:
+    slots = DeviceSlots(2)
     with pytest.raises(ValueError, match="a step has 3 adapters, and there are slots for 2"):
-        DeviceSlots(2).begin_step([A, B, C])
+        slots.begin_step([A, B, C])
+    assert A not in slots
 
 
 @given(st.lists(st.one_of(st.sets(st.integers(0, 6), max_size=3), st.integers(0, 6), st.integers(10, 16))))

@@ -15,6 +15,7 @@ from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.lora.reference import PlainAddition, head_of
 from penstock_enginecore.lora.slot_memory import Place
 from penstock_enginecore.lora.target import AdapterTarget
+from penstock_enginecore.models.quantization.linear import QuantizedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -91,13 +92,15 @@ def slot_modules(
 def adapted_modules(
     module: PreTrainedModel, dtype: torch.dtype, device: torch.device, limits: SlotLimits, kernels: LowRankKernels
 ) -> SlotModules:
-    """Slots for adapters of all layers that ``AdapterTarget`` names and that compute in the model's dtype."""
+    """Slots for adapters of all layers that ``AdapterTarget`` names and that compute in the model's dtype, as quantized ones will
+    once they are dequantized.
+    """
     named = dict(module.named_modules())
     head = next((name for name, part in named.items() if part is head_of(module)), "")
 
     def computes(name: str) -> bool:
-        weight = named[name]._parameters.get("weight")  # quantized ones become what others are
-        return weight is None or not weight.is_floating_point() or weight.dtype == dtype
+        layer = named[name]
+        return isinstance(layer, QuantizedLinear) or layer.get_parameter("weight").dtype == dtype
 
     layers = {name: size for name, size in AdapterTarget.of(module).linears.items() if computes(name)}
     return SlotModules(module, layers, head, limits, dtype, device, kernels)

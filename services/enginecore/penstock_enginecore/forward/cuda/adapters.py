@@ -121,7 +121,7 @@ class DeviceAdapters:
     @contextmanager
     def step(self, segments: Sequence[LoraSegment], of_rows: Sequence[LoraSegment], shape: StepShape) -> Iterator[None]:
         """Within, ``add_to`` adds what the adapters of ``segments``, and of the rows that get logits, add in a step of ``shape``.
-        Raises LookupError for an adapter that is not there, RuntimeError for more than there are slots.
+        Raises LookupError for an adapter that is not there, ValueError for more than there are slots.
         """
         segments, of_rows = ([each for each in own if each.digest != BLANK] for own in (segments, of_rows))
         expect_known([*segments, *of_rows], self._images)

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from penstock_enginecore.attention.factory import create_backend
-from penstock_enginecore.config import ModelConfig
+from penstock_enginecore.config import KernelsConfig, ModelConfig
 from penstock_enginecore.forward.backbone import Backbone, BackboneBatch, probe_specs
 from penstock_enginecore.forward.base import AdaptedForward
 from penstock_enginecore.forward.blank import blank_decodes
-from penstock_enginecore.forward.cuda.adapter_kernels import adapted_modules, why_not
+from penstock_enginecore.forward.cuda import adapter_kernels, candidate
+from penstock_enginecore.forward.cuda.adapter_kernels import adapted_modules, slot_modules, why_not
 from penstock_enginecore.forward.cuda.adapters import DeviceAdapters
 from penstock_enginecore.forward.cuda.attention import TritonAttention
 from penstock_enginecore.forward.cuda.buffers import StepShape
@@ -23,6 +24,7 @@ from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
+from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate
 from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.lora.slot_memory import Place
@@ -461,3 +463,28 @@ class Faulty(TorchKernels):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_are_proved_before_they_serve(kernels: Any, said: str, dtype: torch.dtype) -> None:
     assert re.search(said, why_not(kernels, dtype, CPU))
+
+
+def test_without_proved_kernels_plain_torch_adds_and_the_log_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_varied_model("llama", tmp_path)
+    probed = load_probed(tmp_path)
+    model, gpu = (probed.model.module, probed.model.dtype), torch.device("cuda")
+    assert slot_modules(*model, CPU, LIMITS) is None
+    assert slot_modules(*model, gpu, None) is None
+    assert not caplog.messages
+    monkeypatch.setattr(adapter_kernels, "_kernels", lambda: Faulty("compiler"))
+    assert slot_modules(*model, gpu, LIMITS) is None
+    assert "adapters are added by plain torch, which is slower: its kernels for adapters fail" in caplog.text
+
+    def missing() -> Any:
+        raise ModuleNotFoundError("No module named 'triton'")
+
+    monkeypatch.setattr(adapter_kernels, "_kernels", missing)
+    assert slot_modules(*model, gpu, LIMITS) is None
+    assert "which is slower: kernels cannot be compiled: No module named 'triton'" in caplog.text
+    monkeypatch.setattr(candidate, "why_not", lambda *_: "its kernels for adapters fail")
+    with pytest.raises(UnsuitableError, match="its kernels for adapters fail"):
+        candidate._build(probed, KernelsConfig(graphs=False), LIMITS)
+    assert isinstance(candidate._build(probed, KernelsConfig(graphs=False), None), FusedForward)
