@@ -18,6 +18,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", help="of weights and activations")
     parser.add_argument("--sizes", type=int, nargs="*", default=[], help="decodes of how many requests; all")
     parser.add_argument("--fp8-cache", action="store_true", help="with an fp8 KV cache, too")
+    parser.add_argument("--lora", action="store_true", help="with LoRA adapters, too")
     parser.add_argument("--check", action="store_true", help="compile into another place, and count what is")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -48,7 +49,7 @@ def _one(args: argparse.Namespace) -> int:
         lookups = use_cache(args.directory)
         if not args.check:
             build_driver_module()
-        warm(SHAPES[name], capability, args.dtype, args.sizes, float8_cache=args.fp8_cache)
+        warm(SHAPES[name], capability, args.dtype, args.sizes, float8_cache=args.fp8_cache, lora=args.lora)
     took = time.monotonic() - begun
     print(
         f"{name}, sm_{capability}: {lookups.found} kernels found, {lookups.compiled} compiled, {took:.0f} s", flush=True

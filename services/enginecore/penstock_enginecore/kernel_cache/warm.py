@@ -3,6 +3,7 @@
 import logging
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 from penstock_enginecore.forward.modules import probe_model
 from penstock_enginecore.kernel_cache.compile_only import compile_only
 from penstock_enginecore.kernel_cache.shapes import Shape
+from penstock_enginecore.lora.adapter import BLANK, LoraSegment
+from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.models.loader import load_model
 
 logger = logging.getLogger(__name__)
@@ -29,16 +32,24 @@ logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _BLOCK_SIZE = 16
 _FLOAT8_FROM = 89
+_SLOTS = SlotLimits(max_loras=1, max_rank=16)
 _PROMPTS = ((24,), (512,), (1024,), (1023,), (300, 301), (700, 1, 1))
 """New tokens of requests of steps that are no decodes."""
 
 
 @torch.inference_mode()
 def warm(
-    shape: Shape, capability: int, dtype: Dtype = "bfloat16", sizes: Sequence[int] = (), *, float8_cache: bool = False
+    shape: Shape,
+    capability: int,
+    dtype: Dtype = "bfloat16",
+    sizes: Sequence[int] = (),
+    *,
+    float8_cache: bool = False,
+    lora: bool = False,
 ) -> None:
     """For decodes of ``sizes`` requests, of all that are captured if it is empty, for prompts and for sampling. ``float8_cache``:
-    with an fp8 cache, too, where GPUs of ``capability`` have one. Once per process.
+    with an fp8 cache, too, where GPUs of ``capability`` have one. ``lora``: with adapters, too, for a ``lora.max_lora_rank`` that
+    is a multiple of 16. Once per process.
     """
     caches = [None, FLOAT8] if float8_cache and capability >= _FLOAT8_FROM else [None]
     with tempfile.TemporaryDirectory() as folder:
@@ -47,11 +58,13 @@ def warm(
         forwards = [probe_model(model, _CPU, _BLOCK_SIZE, cache) for cache in caches]
         with compile_only(capability):
             for probed in forwards:
-                forward = FusedForward(probed, TritonKernels())
+                forward = FusedForward(probed, TritonKernels(), None, _SLOTS if lora else None)
                 blocks = 1 + sum(_PROMPTS[2]) // _BLOCK_SIZE
                 forward.bind(forward.memory.throwaway(_BLOCK_SIZE, blocks))
                 for batch, rows in _steps(sizes or decode_sizes(MAX_CAPTURED_TOKENS)):
                     forward.run(batch, rows)
+                    if lora:
+                        forward.run(replace(batch, segments=[LoraSegment(BLANK, 0, len(batch.token_ids))]), rows)
             _sample(shape.vocab, model.dtype)
 
 
