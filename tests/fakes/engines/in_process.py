@@ -76,10 +76,11 @@ def build_engine(path: Path, **sections: Any) -> EngineCore:
 
 
 class Run(msgspec.Struct):
-    """What came out: tokens, log-probabilities and end of each request, and the last statistics."""
+    """What came out: tokens, log-probabilities of these and of the prompt, and end of each request, and the last statistics."""
 
     tokens: dict[str, list[int]] = {}
     logprobs: dict[str, Logprobs] = {}
+    prompt_logprobs: dict[str, Logprobs] = {}
     finish_reasons: dict[str, FinishReason] = {}
     stats: SchedulerStats = SchedulerStats()
 
@@ -109,6 +110,7 @@ def answer(
         engine.add(engine.preprocess(CLIENT, request))
         run.tokens[request.request_id] = []
         run.logprobs[request.request_id] = Logprobs()
+        run.prompt_logprobs[request.request_id] = Logprobs()
     while engine.has_requests:
         for outputs in engine.step(lambda: None).values():
             run.stats = outputs.scheduler_stats or run.stats
@@ -117,6 +119,8 @@ def answer(
                 run.tokens[output.request_id] += output.new_token_ids
                 if output.new_logprobs is not None:
                     run.logprobs[output.request_id].extend(output.new_logprobs)
+                if output.new_prompt_logprobs is not None:
+                    run.prompt_logprobs[output.request_id].extend(output.new_prompt_logprobs)
                 if output.finish_reason is not None:
                     run.finish_reasons[output.request_id] = output.finish_reason
         after_step()

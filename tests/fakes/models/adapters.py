@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -27,6 +27,13 @@ def save_adapter(model: PreTrainedModel, folder: Path, *, seed: int = 0, **setti
         adapted = get_peft_model(copy.deepcopy(model), LoraConfig(**wanted))
         adapted.save_pretrained(folder)
     return adapted.eval()
+
+
+def load_adapter(model: PreTrainedModel, folder: Path) -> Any:
+    """PEFT's model with the adapter in ``folder``, as it was saved."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()
 
 
 def merged(adapted: Any) -> PreTrainedModel:

@@ -1,0 +1,113 @@
+"""Streams with adapters whose engine is killed go on elsewhere, and give what PEFT gives."""
+
+import asyncio
+import json
+import warnings
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import pytest
+import pytest_asyncio
+
+from penstock.common.v1.sampling_pb2 import SamplingParams
+from penstock.inference.v1 import messages_pb2 as pb
+from tests.e2e.conftest import DEMO_MODEL
+from tests.fakes.systems.cluster import Answer, Cluster, read
+from tests.fakes.systems.rank_group import metric
+
+STREAMS, TOKENS = 16, 160
+ADAPTERS = {name: str(DEMO_MODEL.with_name(f"penstock-tiny-{name}")) for name in ("pirate", "json")}
+NAMES = ("", *ADAPTERS)
+SUBJECTS = (
+    *("a cow", "the sea", "a fox", "the moon", "bread", "a bridge", "winter", "the number 7", "a teacher", "rain"),
+    *("a small boat", "music", "the color red", "a clock", "gold", "an island", "fire", "a letter", "snow", "a horse"),
+    *("the sun", "a garden", "a drum", "milk", "a mountain", "paper", "a king", "salt", "a river", "the wind"),
+)
+MARGIN = 1e-3
+"""Answers of which two tokens at one place are closer to each other, as log-probabilities, are not asked for."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+
+class Known(NamedTuple):
+    """A prompt, the name of the adapter that answers it, and PEFT's answer, which nothing ends."""
+
+    name: str
+    prompt: list[int]
+    tokens: list[int]
+
+
+@pytest.fixture(scope="module")
+def known() -> list[Known]:
+    import torch  # here: of one process that runs tests
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    found: dict[str, list[Known]] = {name: [] for name in NAMES}
+    for turn, name in enumerate(NAMES):
+        model: Any = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+        model.generation_config.eos_token_id = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT's of what transformers deprecates
+            model = PeftModel.from_pretrained(model, ADAPTERS[name]) if name else model
+        wanted = len(range(turn, STREAMS, len(NAMES)))
+        for subject in SUBJECTS[turn:] + SUBJECTS[:turn]:
+            prompt = tokenizer.encode(f"<|user|>Tell me about {subject}.<|end|><|assistant|>", add_special_tokens=False)
+            ids = torch.tensor([prompt])
+            with torch.inference_mode():
+                whole = model.generate(
+                    input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS
+                )
+                top = model(whole).logits[0, len(prompt) - 1 : -1].topk(2).values
+            if float((top[:, 0] - top[:, 1]).min()) >= MARGIN:
+                found[name].append(Known(name, prompt, whole[0, len(prompt) :].tolist()))
+            if len(found[name]) == wanted:
+                break
+        assert len(found[name]) == wanted, "more subjects are needed"
+    return [found[NAMES[i % len(NAMES)]][i // len(NAMES)] for i in range(STREAMS)]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def cluster() -> AsyncIterator[Cluster]:
+    flags: dict[str, Any] = {"lora__max_loras": len(ADAPTERS), "scheduler__max_num_batched_tokens": 48}
+    async with Cluster(
+        DEMO_MODEL, engines=2, frontend_flags={"lora__adapters": json.dumps(ADAPTERS)}, **flags
+    ) as running:
+        yield running
+
+
+def begin(cluster: Cluster, known: Known) -> Any:
+    return cluster.stub.Generate(
+        pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=known.prompt),
+            lora=known.name,
+            sampling_params=SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False),
+        )
+    )
+
+
+async def answers(cluster: Cluster, known: list[Known], killed: int | None) -> list[list[int]]:
+    """Tokens of all at once. ``killed``: the engine that goes once each of them has some."""
+    calls = [begin(cluster, each) for each in known]
+    firsts = await asyncio.gather(*(call.read() for call in calls))
+    if killed is not None:
+        await cluster.engines[killed].kill()
+    rest: list[Answer] = await asyncio.gather(*map(read, calls))
+    return [[*first.token_ids, *each.token_ids] for first, each in zip(firsts, rest, strict=True)]
+
+
+def different(known: list[Known], found: list[list[int]]) -> list[str]:
+    return [f"{number}: {k.name}" for number, (k, f) in enumerate(zip(known, found, strict=True)) if k.tokens != f]
+
+
+async def test_nobody_notices_that_an_engine_is_killed(cluster: Cluster, known: list[Known]) -> None:
+    assert different(known, await answers(cluster, known, None)) == []
+    for number, engine in enumerate(cluster.engines):
+        before = metric(cluster.frontend, "penstock:requests_moved_total")
+        assert different(known, await answers(cluster, known, number)) == []
+        moved = metric(cluster.frontend, "penstock:requests_moved_total") - before
+        print(f"engine {number} killed: {moved:.0f} of {STREAMS} streams went on elsewhere")
+        assert moved > 0
+        await engine.restart()
+        await cluster.until_engines_are_seen(2)

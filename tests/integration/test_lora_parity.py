@@ -1,0 +1,146 @@
+"""Tokens and log-probabilities with adapters equal PEFT's, whatever the batch, the chunks, the cache and the preemptions.
+
+Tokens are compared as they are: those that PEFT chooses are likelier than any other by more than the tolerance of
+log-probabilities (``adapted_models.MARGIN``).
+"""
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from penstock_common.types.outputs import FinishReason
+from penstock_enginecore.core.engine_core import EngineCore
+from tests.fakes.engines.in_process import Run, answer, build_engine
+from tests.fakes.models.adapted_models import ADAPTERS, BASE, NEW_TOKENS, AdaptedModel, assert_close, rows_of
+
+NATIVE = ("llama", "gemma", "gemma2", "gemma3", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
+"""Families that the kernels' decoder computes."""
+PACKED = ("cohere", "glm4", "gpt_neox", "granite", "olmo", "opt", "phi", "starcoder2")
+"""Others, whose linear layers the kernels compute."""
+QUICK = "llama"
+CACHE = {"block_size": 16, "num_blocks": 256}
+LORA = {"max_loras": len(ADAPTERS)}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*NATIVE, *PACKED)],
+)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AdaptedModel:
+    torch.set_num_threads(1)
+    return AdaptedModel(request.param, tmp_path_factory.mktemp(request.param), hidden_size=64, initializer_range=0.2)
+
+
+def engine_of(adapted: AdaptedModel, /, **sections: Any) -> EngineCore:
+    wanted: dict[str, dict[str, Any]] = {"model": {"max_logprobs": -1}, "cache": CACHE, "lora": LORA}
+    for name, section in sections.items():
+        wanted[name] = {**wanted.get(name, {}), **section}
+    return build_engine(adapted.path, **wanted)
+
+
+def check(model: AdaptedModel, run: Run, prefix: str = "r") -> float:
+    """Tokens and log-probabilities of all questions are PEFT's. Returns the largest difference of the latter."""
+    assert set(run.finish_reasons.values()) == {FinishReason.LENGTH}
+    largest = 0.0
+    for number, question in enumerate(model.questions):
+        name = f"{prefix}{number}"
+        assert run.tokens[name] == question.tokens, (name, question.adapter)
+        expected = model.logprobs(question.adapter, question.prompt, question.tokens)
+        largest = max(largest, assert_close(rows_of(run.logprobs[name]), expected))
+    print(f"\nlog-probabilities differ by {largest:.1e} at most")
+    return largest
+
+
+def test_the_reference_answers_differ_by_adapter(model: AdaptedModel) -> None:
+    answers = {(question.adapter, tuple(question.prompt)): question.tokens for question in model.questions}
+    assert len(answers) == len(model.questions) >= 16
+    assert len({tuple(tokens) for tokens in answers.values()}) == len(answers)
+    assert {adapter for adapter, _ in answers} == {BASE, *ADAPTERS}
+
+
+def test_one_batch_of_all_adapters_and_of_none(model: AdaptedModel) -> None:
+    engine = engine_of(model)
+    [info] = engine.executor.collective_rpc("worker_info")
+    assert ("decoder" in info["computing"]) == (model.architecture in NATIVE)
+    assert ("linear" in info["computing"]) == (model.architecture in PACKED)
+    check(model, answer(engine, model.requests()))
+    run = answer(engine, model.requests("again"))
+    check(model, run, "again")
+    assert run.stats.prefix_cache_hits > 0
+
+
+@pytest.mark.slow
+def test_prompts_in_chunks(model: AdaptedModel) -> None:
+    engine = engine_of(model, scheduler={"max_num_batched_tokens": 7})
+    check(model, answer(engine, model.requests()))
+
+
+@pytest.mark.slow
+def test_preempted_requests(model: AdaptedModel) -> None:
+    length = max(len(question.prompt) for question in model.questions) + NEW_TOKENS
+    sections: dict[str, Any] = {"model": {"max_model_len": length}, "scheduler": {"max_num_batched_tokens": 24}}
+    roomy = engine_of(model, **sections)
+    cache = {"num_blocks": 2 * roomy.scheduler.kv_cache.num_blocks_for(length) + 1}
+    for prefix_caching in (False, True):
+        engine = engine_of(model, **sections, cache={**cache, "enable_prefix_caching": prefix_caching})
+        run = answer(engine, model.requests())
+        check(model, run)
+        assert run.stats.num_preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "prediction", "draft_model"])
+def test_tokens_that_are_drafted_by_the_base_models_weights_and_other_means(model: AdaptedModel, drafter: str) -> None:
+    speculative: dict[str, Any] = {"method": drafter, "num_speculative_tokens": 4, "adaptive": False}
+    if drafter == "draft_model":
+        speculative |= {"model": str(model.path)}
+    engine = engine_of(model, speculative=speculative)
+    for prefix in ("r", "again"):  # outputs that have ended are drafted from, too
+        requests = model.requests(prefix)
+        if drafter == "prediction":  # right up to its last three tokens
+            predictions = [[*question.tokens[:9], 1, 2, 3] for question in model.questions]
+            requests = [
+                msgspec.structs.replace(request, prediction_token_ids=predicted)
+                for request, predicted in zip(requests, predictions, strict=True)
+            ]
+        run = answer(engine, requests)
+        check(model, run, prefix)
+    assert not engine.drafter_failure
+    counts = run.stats.spec_decoding_stats
+    print(f"{counts.num_accepted_tokens} of {counts.num_draft_tokens} drafted tokens accepted")
+    if drafter != "ngram":  # random models hardly repeat themselves
+        assert counts.num_accepted_tokens > len(model.questions)
+
+
+@pytest.mark.slow
+def test_prompts_are_scored_as_well(model: AdaptedModel) -> None:
+    run = answer(engine_of(model, scheduler={"max_num_batched_tokens": 24}), model.requests(prompt_logprobs=-1))
+    check(model, run)
+    for number, question in enumerate(model.questions):
+        if len(question.prompt) > 1:
+            expected = model.logprobs(question.adapter, question.prompt[:1], question.prompt[1:])
+            assert_close(rows_of(run.prompt_logprobs[f"r{number}"]), expected)
+
+
+def bits(run: Run, name: str) -> tuple[list[int], list[float]]:
+    """Tokens, and every log-probability as it is."""
+    return run.tokens[name], run.logprobs[name].logprobs
+
+
+@pytest.mark.slow
+def test_bits_are_those_of_an_engine_without_adapters_and_of_a_request_alone(model: AdaptedModel) -> None:
+    with_adapters, without = engine_of(model), engine_of(model, lora={"max_loras": 0})
+    run = answer(with_adapters, model.requests())
+    plain = [n for n, question in enumerate(model.questions) if question.adapter == BASE]
+    off = answer(without, [model.request(number) for number in plain])
+    for number in plain:
+        assert bits(run, f"r{number}") == bits(off, f"r{number}")
+    alone = engine_of(model, cache={"enable_prefix_caching": False})
+    for number in range(len(model.questions)):
+        assert bits(answer(alone, [model.request(number)]), f"r{number}") == bits(run, f"r{number}")
+    for sections in ({"scheduler": {"max_num_batched_tokens": 7}}, {"scheduler": {"max_num_seqs": 3}}):
+        other = answer(engine_of(model, **sections), model.requests()[::-1])
+        for number in range(len(model.questions)):
+            assert bits(other, f"r{number}") == bits(run, f"r{number}")
