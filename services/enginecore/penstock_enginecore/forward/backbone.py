@@ -14,13 +14,15 @@ from penstock_enginecore.forward.cuda.adapted_modules import SlotModules
 from penstock_enginecore.forward.modules import NO_ROWS, caches_by_module, module_bytes, unsupported
 from penstock_enginecore.forward.probe import Probe
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, TakeAdapter
-from penstock_enginecore.lora.reference import AdaptedModules
+from penstock_enginecore.lora.reference import AdaptedModules, pooling_layer
 from penstock_enginecore.models.attention_hook import AttentionContext, StepContext, use_context
 from penstock_enginecore.models.encoder import check_encoder_calls, encoder_inputs
 from penstock_enginecore.models.encoder_attention import EncoderContext
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.support import ProbeContext, layer_specs
 from penstock_enginecore.pooling.embedder import PoolingModel
+
+_FIRST: IntArray = np.zeros(1, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Backbone:
         self._backend = backend
         self._packed_bytes = packed_bytes
         self._slots = adapted
-        self._adapted = AdaptedModules(model.module)
+        self._adapted = AdaptedModules(model.module, pooling_layer(model.module))
         self.bind({})
 
     @property
@@ -91,6 +93,13 @@ class Backbone:
             return self._adapted.step(batch.segments, NO_ROWS)
         self._slots.allocate()
         return self._slots.step(batch.segments, NO_ROWS, len(batch.token_ids))
+
+    def classifying(self, digest: bytes) -> AbstractContextManager[None]:
+        """A block in which the model's head is called for a prompt that has this adapter; empty: none."""
+        segments = [LoraSegment(digest, 0, 1)] if digest else []
+        if self._slots is None:
+            return self._adapted.step(segments, _FIRST)
+        return self._slots.step(segments, _FIRST, 0)
 
     def release_adapters(self) -> None:
         """Let go of their memory on the device, until the next step."""

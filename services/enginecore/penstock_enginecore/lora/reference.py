@@ -134,6 +134,13 @@ def head_of(module: torch.nn.Module) -> torch.nn.Module | None:
     return cast("torch.nn.Module | None", cast("Any", module).get_output_embeddings())
 
 
+def pooling_layer(module: Any) -> torch.nn.Module | None:
+    """That of BERT's pooler and its like: it gets one token of a prompt, of which a classifier's head makes what it reads. Hidden
+    states do not depend on it.
+    """
+    return getattr(getattr(module, "pooler", None), "dense", None)
+
+
 def expect_features(name: str, update: LowRankUpdate, out_features: int, in_features: int) -> None:
     """Raise ValueError where ``update`` is none of a layer ``[out_features, in_features]``."""
     a, b = tuple(update.a.shape), tuple(update.b.shape)

@@ -153,7 +153,8 @@ class PoolingRunner:
             token_ids = torch.from_numpy(inputs.batch.token_ids[start:end]).to(self._backbone.device)
             request.gathered.add(token_ids, hidden[start:end])
             if chunk.is_last:
-                pooled[request.key] = self._pooler.finish(request.params, request.gathered)
+                with self._backbone.classifying(request.digest):
+                    pooled[request.key] = self._pooler.finish(request.params, request.gathered)
         return pooled
 
     def _probe(self, probe: Probe) -> None:

@@ -96,7 +96,8 @@ def adapted_modules(
     once they are dequantized.
     """
     named = dict(module.named_modules())
-    head = next((name for name, part in named.items() if part is head_of(module)), "")
+    last = head_of(module) or pooling_layer(module)
+    head = next((name for name, part in named.items() if part is last), "")
 
     def computes(name: str) -> bool:
         layer = named[name]
