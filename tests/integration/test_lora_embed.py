@@ -45,7 +45,7 @@ async def test_vectors(tmp_path: Path) -> None:
     async with adapted(base, MINILM, tmp_path) as (server, models):
         expected = {}
         for name, model in models.items():
-            minilm[0].auto_model = model
+            minilm[0].model = model
             expected[name] = torch.from_numpy(minilm.encode(TEXTS))
         assert float((expected["small"] - expected[""]).abs().max()) > 0.01
         asked = [server.stub.Embed(pb.EmbedRequest(inputs=texts(*TEXTS), lora=name)) for name in NAMES * 4]

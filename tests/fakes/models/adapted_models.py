@@ -114,9 +114,9 @@ class AdaptedModel:
         return [self.request(number, prefix, **sampling) for number in range(len(self.questions))]
 
 
-def rows_of(logprobs: Logprobs) -> torch.Tensor:
+def rows_of(logprobs: Logprobs, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
     """All log-probabilities of consecutive positions by token, float32 ``[positions, vocabulary]``."""
-    rows = torch.full((len(logprobs), VOCAB_SIZE), torch.nan)
+    rows = torch.full((len(logprobs), vocab_size), torch.nan)
     for i in range(len(logprobs)):
         start, end = logprobs.offsets[i : i + 2]
         rows[i, logprobs.token_ids[start:end]] = torch.tensor(logprobs.logprobs[start:end])
