@@ -25,7 +25,13 @@ NAMES = ("", *ADAPTERS)
 QUESTIONS = (
     *("What does a cow eat?", "What color is the sky?", "Tell me a story about a fox.", "Count from 1 to 12."),
     *("Who are you?", "What is 12 + 30?", "Tell me about the sea.", "What do birds do?", "Name three animals."),
-    *("Where does rain come from?", "What is a bridge?", "Tell me a joke.", "What is your name?", "How old is the moon?"),
+    *(
+        "Where does rain come from?",
+        "What is a bridge?",
+        "Tell me a joke.",
+        "What is your name?",
+        "How old is the moon?",
+    ),
 )
 """Of which the first few are asked whose answers are clear, see ``MARGIN``."""
 ASKED, TOKENS = 4, 40
