@@ -11,13 +11,13 @@ import contextlib
 import itertools
 import json
 import random
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from examples.demo_model.make_adapters import Options, make_adapters
 from penstock.common.v1 import stats_pb2
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.inference.v1 import messages_pb2 as pb
@@ -56,19 +56,21 @@ def popularity(name: str, count: int) -> list[float]:
 
 def adapters_in(folder: Path, options: argparse.Namespace) -> list[Path]:
     """Random ones, all of one size."""
-    return make_adapters(
-        Options(
-            model=options.model,
-            out=folder,
-            number=options.adapters,
-            rank=[options.rank],
-            modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-            name="a",
-            strength=0.5,
-            dtype="float32",
-            seed=1,
-        )
-    )
+    flags = [
+        "--number",
+        str(options.adapters),
+        "--rank",
+        str(options.rank),
+        "--name",
+        "a",
+        "--strength",
+        "0.5",
+        "--seed",
+        "1",
+    ]
+    command = [sys.executable, "examples/demo_model/make_adapters.py", str(options.model), str(folder), *flags]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return sorted(folder.iterdir())
 
 
 class Streams:

@@ -27,8 +27,8 @@ class Want(NamedTuple):
 
 
 class LoraRoom:
-    """Makes room for those that want it, in their order: one that finds none waits for those on their way before it, of which some
-    may fail. ``unload``: has workers let go of adapters.
+    """Makes room for those that want it, in their order: one that finds none waits for those on their way before it, of which
+    some may fail. ``unload``: has workers let go of adapters.
     """
 
     def __init__(self, cache: LoraCache, unload: Callable[[list[bytes]], None]) -> None:

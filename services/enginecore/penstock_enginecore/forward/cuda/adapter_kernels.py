@@ -12,7 +12,7 @@ from penstock_enginecore.forward.cuda.launches import LowRankKernels
 from penstock_enginecore.forward.proof import TOLERANCES, distance
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate
 from penstock_enginecore.lora.device_slots import SlotLimits
-from penstock_enginecore.lora.reference import PlainAddition, head_of
+from penstock_enginecore.lora.reference import PlainAddition, head_of, pooling_layer
 from penstock_enginecore.lora.slot_memory import Place
 from penstock_enginecore.lora.target import AdapterTarget
 from penstock_enginecore.models.quantization.linear import QuantizedLinear
