@@ -73,9 +73,11 @@ class Trained:
             prompt = tokenizer.encode(f"<|user|>{question}<|end|><|assistant|>", add_special_tokens=False)
             ways = [(name, constrained) for constrained in (False, True) for name in NAMES]
             answers = [self.answer(name, prompt, constrained=constrained) for name, constrained in ways]
-            if all(each is not None for each in answers) and len(self.prompts) < ASKED:
+            if all(each is not None for each in answers):
                 self.prompts.append(prompt)
                 self.answers += [each for each in answers if each is not None]
+            if len(self.prompts) == ASKED:
+                break
         assert len(self.prompts) == ASKED, "more questions are needed"
 
     @torch.inference_mode()
@@ -137,6 +139,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Those of the 20 likeliest tokens of each place within ``ATOL``. Others may be a 100 000th of their size farther off: logits
+    of this model are as large as 27, and PEFT's own log-probabilities in float32 are up to 1.0e-4 from those in float64, with
+    adapters and without.
+    """
+    likeliest = expected.topk(20).indices
+    assert_close(found.gather(1, likeliest), expected.gather(1, likeliest))
+    torch.testing.assert_close(found, expected, atol=ATOL, rtol=1e-5)
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_free_and_constrained_answers_of_all_in_one_batch(trained: Trained, setting: str) -> None:
     sections = {"model": {}, "cache": {}} | SETTINGS[setting]
@@ -151,7 +163,8 @@ def test_free_and_constrained_answers_of_all_in_one_batch(trained: Trained, sett
             assert run.finish_reasons[name] == FinishReason.LENGTH
             assert run.tokens[name] == expected.tokens, (name, expected.name, expected.constrained)
             rows = rows_of(run.logprobs[name], expected.logprobs.shape[1])
-            largest = max(largest, assert_close(rows, expected.logprobs))
+            assert_near(rows, expected.logprobs)
+            largest = max(largest, float((rows - expected.logprobs).abs().max()))
     print(f"\n{len(trained.answers)} requests: log-probabilities differ by {largest:.1e} at most")
     assert not engine.drafter_failure
     if counts := run.stats.spec_decoding_stats:
