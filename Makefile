@@ -210,6 +210,10 @@ soak-short: setup ## The same for a minute and at least five accidents, one righ
 	@mkdir -p $(dir $(SOAK_FAILED)) && touch $(SOAK_FAILED)
 	@$(BIN)/python -m tests.soak --minutes 1 --pause 0.5 --accidents 5 --out build/soak-short && rm $(SOAK_FAILED)
 
+.PHONY: soak-lora
+soak-lora: setup ## Adapters that are loaded, replaced, unloaded and pinned under load for five minutes
+	@$(BIN)/python -m tests.soak.lora --seconds 300 --json build/soak-lora.json
+
 .PHONY: bench
 bench: setup ## Measure the engine, the session, the public API and transformers beside them
 	@$(BIN)/python -m tests.benchmarks.run --model $(MODEL)

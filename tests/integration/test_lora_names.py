@@ -1,5 +1,6 @@
 """Names of LoRA adapters in front of engines without a model: which adapter engines are told of, and what operators change."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.engines.lora_engine import LoraEngine, digest_of
 from tests.fakes.frontends.frontend_server import FrontendServer, eventually, failure
 from tests.fakes.models.small_tokenizers import byte_level
+from tests.fakes.patience import PATIENCE
 
 VOCAB = byte_level().get_vocab_size()
 CONFIG = LoraConfig(adapters={"pirate": "/a/pirate", "poet": "/a/poet"}, roots=("/a",), max_registered=4)
@@ -350,6 +352,37 @@ async def test_content_stays_pinned_while_one_of_its_names_is(rig: Rig) -> None:
     assert pinned() == [True, True]
     await rig.load("two", load_inplace=True)
     await eventually(lambda: pinned() == [False, False])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_load_whose_caller_gave_up_is_done_whole_or_not_at_all(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    slow, kept = rig.engines[1], []
+    answer = slow._answer
+
+    def answer_later(call: Any, session: Any) -> None:
+        kept.append(lambda: answer(call, session)) if call.method == "add_lora" else answer(call, session)
+
+    monkeypatch.setattr(slow, "_answer", answer_later)
+    load = rig.admin.LoadLora(admin_pb.LoadLoraRequest(name="new", path="/a/new", pinned=True), timeout=0.2)
+    assert (await failure(load)).code == "DEADLINE_EXCEEDED"
+    assert kept
+    if fails:
+        slow.failing = finish_pb2.RequestError(code="UNAVAILABLE", message="it is gone", reason="LORA_UNAVAILABLE")
+    for each in kept:
+        each()
+    digest = digest_of("news")
+    if fails:
+        await eventually(lambda: not any(digest in engine.held for engine in rig.engines))
+        assert await rig.names() == ["pirate", "poet"]
+        return
+    await eventually(lambda: [engine.held.get(digest) for engine in rig.engines] == [True, True])
+    async with asyncio.timeout(PATIENCE):
+        while "new" not in await rig.names():
+            await asyncio.sleep(0.01)
+    await rig.admin.UnloadLora(admin_pb.UnloadLoraRequest(name="new"))
+    assert rig.held == [set(), set()]
 
 
 async def test_an_engine_that_comes_holds_what_is_pinned(rig: Rig) -> None:

@@ -2,8 +2,9 @@
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
@@ -27,6 +28,8 @@ from penstock_frontend.engine.engine_errors import of_engine
 from penstock_frontend.engine.pool import LORA
 from penstock_frontend.ports import EngineClient
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _HEARD_AFTER = 2.0
 """Seconds in which other frontends hear of a name's new content. Engines keep the old one, which is not where they read it."""
 CHANGED = "LORA_CHANGED"
@@ -55,6 +58,18 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Those engines."""
 
 
+def _to_its_end(
+    change: Callable[Concatenate["AdapterCalls", P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate["AdapterCalls", P], Coroutine[Any, Any, T]]:
+    """A change goes on when its caller has gone: engines would hold, or have pinned, what no name means."""
+
+    @wraps(change)
+    async def changed(self: "AdapterCalls", *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.shield(self._do_beside(change(self, *args, **kwargs)))
+
+    return changed
+
+
 class AdapterCalls:
     """Engines are told of adapters by these utility calls:
 
@@ -73,7 +88,7 @@ class AdapterCalls:
         self._engines = engines
         self._changing = asyncio.Lock()
         self._serving: frozenset[str] = frozenset()
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
         self._reading: dict[LoraAdapter, asyncio.Task[LoraAdapter]] = {}
 
     async def of_request(self, context: RequestContext) -> LoraAdapter | None:
@@ -95,6 +110,7 @@ class AdapterCalls:
         if adapter is not None and error.reason == CHANGED:
             self.adapters.forget(adapter)
 
+    @_to_its_end
     async def load(self, name: str, path: str, *, load_inplace: bool, pinned: bool) -> AdapterInfo:
         """Have every engine read an adapter, and give it a name. Raises RequestFailed; then nothing has changed."""
         self._check_enabled()
@@ -118,6 +134,7 @@ class AdapterCalls:
             get_logger().info("LoRA adapter loaded", name=name, path=path, digest=digest.hex(), engines=len(held))
             return _info(named, held)
 
+    @_to_its_end
     async def unload(self, name: str) -> AdapterInfo:
         """Take a name away; engines let go of what no name means any more. Raises RequestFailed."""
         self._check_enabled()
@@ -140,6 +157,7 @@ class AdapterCalls:
             for each in named
         ]
 
+    @_to_its_end
     async def pin(self, name: str, *, pinned: bool) -> AdapterInfo:
         """Have every engine keep an adapter in memory, or not any longer. Raises RequestFailed."""
         self._check_enabled()
@@ -254,10 +272,11 @@ class AdapterCalls:
     def _remove_soon(self, digest: bytes) -> None:
         self._do_beside(self._remove(digest))
 
-    def _do_beside(self, work: Coroutine[Any, Any, None]) -> None:
+    def _do_beside(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     async def _pin_on(self, engine: str, named: NamedAdapter) -> None:
         """Have an engine that has just come keep an adapter. What it fails with is logged: requests load what they need."""

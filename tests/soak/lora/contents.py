@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
+from penstock_enginecore.lora.peft_adapter import LoraLimits, read_adapter
+from penstock_enginecore.lora.target import AdapterTarget
 from tests.fakes.example_modules import example_modules
 
 MAKER = Path("examples/demo_model")
@@ -22,11 +24,11 @@ BASE = -1
 
 
 class Content(NamedTuple):
-    """One that lies in ``folder``; ``rank`` of all its updates."""
+    """One that lies in ``folder``. ``digest``: what engines know it by."""
 
     number: int
     folder: Path
-    rank: int
+    digest: bytes
 
 
 def make_contents(model: Path, out: Path, count: int, ranks: tuple[int, ...], seed: int) -> list[Content]:
@@ -37,7 +39,10 @@ def make_contents(model: Path, out: Path, count: int, ranks: tuple[int, ...], se
         options.modules, options.name, options.strength = PROJECTIONS, "content", STRENGTH
         options.dtype, options.seed = "float32", seed
         folders = modules.make_adapters.make_adapters(options)
-    return [Content(number, folder, ranks[number % len(ranks)]) for number, folder in enumerate(folders)]
+    target = AdapterTarget.of(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+    limits = LoraLimits(max(ranks))
+    digests = [read_adapter(folder, target, limits).digest for folder in folders]
+    return [Content(number, *each) for number, each in enumerate(zip(folders, digests, strict=True))]
 
 
 class Answers:
