@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
@@ -63,8 +62,7 @@ def _to_its_end(
 ) -> Callable[Concatenate["AdapterCalls", P], Coroutine[Any, Any, T]]:
     """A change goes on when its caller has gone: engines would hold, or have pinned, what no name means."""
 
-    @wraps(change)
-    async def changed(self: "AdapterCalls", *args: P.args, **kwargs: P.kwargs) -> T:
+    async def changed(self: "AdapterCalls", /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.shield(self._do_beside(change(self, *args, **kwargs)))
 
     return changed

@@ -132,27 +132,31 @@ class LoraSoak:
         ]
         watch = Watch({"frontend": cluster.frontend, "engine": cluster.engines[0]})
         changing = [asyncio.create_task(operator.run()) for operator in operators]
-        phases = {"warm-up": 0.3, "soak": 0.7} if options.growth else {"soak": 1.0}
-        for phase, share in phases.items():
-            traffic = Traffic(
-                cluster.stub,
-                names,
-                [*pool, NEVER],
-                answers,
-                streams=options.streams,
-                max_tokens=MAX_TOKENS,
-                seed=options.seed,
-            )
-            watch.phase = phase
-            async with traffic:
-                await self._wait(share * options.seconds, changing, watch, traffic, operators)
-            self._counts += traffic.counts
-            self._problems += traffic.problems
-            if phase == "warm-up":
-                await self._idle(cluster, watch)
-        for operator in operators:
-            operator.end()
-        await asyncio.gather(*changing)
+        try:
+            phases = {"warm-up": 0.3, "soak": 0.7} if options.growth else {"soak": 1.0}
+            for phase, share in phases.items():
+                traffic = Traffic(
+                    cluster.stub,
+                    names,
+                    [*pool, NEVER],
+                    answers,
+                    streams=options.streams,
+                    max_tokens=MAX_TOKENS,
+                    seed=options.seed,
+                )
+                watch.phase = phase
+                async with traffic:
+                    await self._wait(share * options.seconds, changing, watch, traffic, operators)
+                self._counts += traffic.counts
+                self._problems += traffic.problems
+                if phase == "warm-up":
+                    await self._idle(cluster, watch)
+            for operator in operators:
+                operator.end()
+            await asyncio.gather(*changing)
+        finally:
+            for task in changing:
+                task.cancel()
         await self._idle(cluster, watch)
         for operator in operators:
             self._counts += operator.counts
