@@ -194,8 +194,10 @@ def thousand(model: Path, adapters: Adapters, folder: Path, requests: int) -> di
     with served("lora-thousand", model, flags, folder) as url:
         client, memory = Client(url), EngineMemory()
         zipf = Zipf(adapters.names, seed=1)
+        began = time.perf_counter()
         with memory.peak() as plain:
             client.ask(_split(["m"] * requests, STREAMS, 32))
+        plain_seconds = time.perf_counter() - began
         before = client.loads()
         began = time.perf_counter()
         with memory.peak() as adapted:
@@ -209,6 +211,7 @@ def thousand(model: Path, adapters: Adapters, folder: Path, requests: int) -> di
         "failed": len(_failures(answers)),
         "failures": _failures(answers)[:5],
         "tokens_per_s": round(32 * requests / seconds, 1),
+        "base_tokens_per_s": round(32 * requests / plain_seconds, 1),
         "budget_mb": round(budget / 1e6, 1),
         "cached_mb": round(after.cached_bytes / 1e6, 1),
         "grown_mb": round(grown / 1e6, 1),
@@ -234,8 +237,8 @@ def neighbours(model: Path, adapters: Adapters, folder: Path, rounds: int) -> di
         client, zipf = Client(url), Zipf(adapters.names, seed=2)
 
         def one(draw: Any) -> tuple[float, float]:
-            others = _split([draw() for _ in range(96)], 24, 32)
-            answers = client.ask([*((iter(["m"] * 3), 48) for _ in range(8)), *others])
+            others = _split([draw() for _ in range(48)], 24, 32)
+            answers = client.ask([*((iter(["m"] * 2), 32) for _ in range(8)), *others])
             if failures := _failures(answers):
                 raise RuntimeError(f"{len(failures)} requests failed: {failures[0]}")
             gaps = sorted(gap for stream in answers[:8] for answer in stream for gap in answer.gaps)
@@ -247,6 +250,7 @@ def neighbours(model: Path, adapters: Adapters, folder: Path, rounds: int) -> di
             base, adapted = one(lambda: "m"), one(zipf.draw)
             found.append((base[0], adapted[0]))
             medians.append((base[1], adapted[1]))
+            print(json.dumps({"base_ms": base, "adapters_ms": adapted}), flush=True)
         after = client.loads()
     ratios = [adapted / base for base, adapted in found]
     return {

@@ -2,12 +2,13 @@
 
 An engine in this process computes requests without adapters, alone and while adapters that none of them names are loaded and
 removed, one after the other, from the page cache. Both are measured in turn. What counts is the longest of the steps, and how
-long a load takes under that.
+long a load takes, alone and beside steps: of an adapter that was never read, and of one that was and has not changed.
 """
 
 import argparse
 import gc
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -59,7 +60,28 @@ class Bench:
         """Release the engine."""
         self._engine.shutdown()
 
-    def run(self, steps: int, *, loading: bool) -> tuple[list[float], list[float]]:
+    def load(self, number: int, *, new: bool) -> Future[Any]:
+        """One of the adapters, that was never read where it is ``new``."""
+        path = self._adapters[number % len(self._adapters)]
+        if new:
+            os.utime(path / "adapter_config.json")
+        return self._engine.loras.add_lora(path.name, str(path))
+
+    def load_alone(self, loads: int, *, new: bool) -> list[float]:
+        """Milliseconds of each load, while the engine has nothing else to do."""
+        taken = []
+        for number in range(loads):
+            began = time.perf_counter()
+            under_way = self.load(number, new=new)
+            while not under_way.done():
+                assert self._woken.wait(60)
+                self._woken.clear()
+                self._engine.step(lambda: None)
+            taken.append(1000 * (time.perf_counter() - began))
+            self._engine.loras.remove_lora(under_way.result().digest)
+        return taken
+
+    def run(self, steps: int, *, loading: bool, new: bool = False) -> tuple[list[float], list[float]]:
         """Milliseconds of each step, and of each load that ended beside them."""
         for _ in range(STREAMS):
             self._add(WARM_UP + steps + 50)
@@ -74,8 +96,7 @@ class Bench:
                     loads.append(1000 * (time.perf_counter() - asked))
                     self._engine.loras.remove_lora(under_way.result().digest)
                 asked, self._number = time.perf_counter(), self._number + 1
-                path = self._adapters[self._number % len(self._adapters)]
-                under_way = self._engine.loras.add_lora(path.name, str(path))
+                under_way = self.load(self._number, new=new)
             self._engine.step(lambda: None)
             ended = time.perf_counter()
             taken.append(1000 * (ended - began))
@@ -115,28 +136,29 @@ def spread(values: list[float]) -> dict[str, float]:
 def measure(model: Path, adapters: list[Path], rounds: int, steps: int) -> dict[str, Any]:
     """Steps alone and beside loads, and the loads."""
     bench = Bench(model, adapters)
-    taken: dict[bool, list[float]] = defaultdict(list)
-    longest: dict[bool, list[float]] = defaultdict(list)
-    loads: list[float] = []
+    taken: dict[str, list[float]] = defaultdict(list)
+    longest: dict[str, list[float]] = defaultdict(list)
+    loads: dict[str, list[float]] = defaultdict(list)
     bench.run(steps, loading=True)
     gc.collect()
     gc.freeze()  # as an engine does before it serves
     for _ in range(rounds):
-        for loading in (False, True):
-            of_steps, of_loads = bench.run(steps, loading=loading)
-            taken[loading] += of_steps
-            longest[loading].append(max(of_steps))
-            loads += of_loads
+        for kind in ("alone", "beside loads", "beside loads of new ones"):
+            loading, new = kind != "alone", kind.endswith("new ones")
+            of_steps, of_loads = bench.run(steps, loading=loading, new=new)
+            taken[kind] += of_steps
+            longest[kind].append(max(of_steps))
+            if loading:
+                which = "new" if new else "read before"
+                loads[f"{which}, beside steps"] += of_loads
+                loads[f"{which}, alone"] += bench.load_alone(2 * len(adapters), new=new)
     bench.close()
     return {
-        "steps_alone": spread(taken[False]),
-        "steps_beside_loads": spread(taken[True]),
-        "longest_of_rounds": {
-            "alone": statistics.median(longest[False]),
-            "beside_loads": statistics.median(longest[True]),
+        "steps": {
+            kind: spread(each) | {"longest_of_a_round": round(statistics.median(longest[kind]), 2)}
+            for kind, each in taken.items()
         },
-        "load": spread(loads),
-        "loads": len(loads),
+        "loads": {kind: spread(each) | {"count": len(each)} for kind, each in loads.items()},
     }
 
 
