@@ -235,6 +235,7 @@ parallel-matrix: setup ## Every family over 2 to 4 workers, by tensor and pipeli
 bench-routing: setup ## Cached prompts, evenness and time of the router's choices, by policy, over simulated and real engines
 	@$(BIN)/python -m tests.benchmarks.routing $(ARGS)
 	@$(BIN)/python -m tests.benchmarks.routing_engines
+	@$(BIN)/python -m tests.benchmarks.lora_routing
 
 .PHONY: check-gpu
 check-gpu: setup ## What engines compute on a GPU beside what they should, family by family; ARGS="--device cpu" to see that it runs

@@ -11,8 +11,8 @@ from penstock_common.lora.held import LoraHeld, short
 LOADING = 4.0
 """What loading an adapter counts as in an engine's score, at least: as much as a waiting request."""
 MOST_LOADING = 64.0
-EVICTING = 4.0
-"""What it counts as on top where it takes the place of others, which somebody will want again."""
+EVICTING = 8.0
+"""What it counts as on top where it takes the place of others: somebody will want those again, and then others still."""
 CACHED = 0.5
 """What an adapter counts as that is in memory and has no slot: less than a running request."""
 SLOTS_FULL = 16.0
