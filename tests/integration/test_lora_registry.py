@@ -55,6 +55,12 @@ def named(frontend: FrontendServer) -> dict[str, str]:
     return {each.name: each.adapter.path for each in adapters.all()}
 
 
+def num_names(frontend: FrontendServer, source: str) -> float | None:
+    """Names from a source, as the metrics have it."""
+    labels = {"model_name": "model", "source": source}
+    return frontend.frontend._metrics.registry.get_sample_value("penstock:lora_names", labels)
+
+
 @pytest.fixture
 async def engine() -> AsyncIterator[LoraEngine]:
     disk = {"/a/x": "content of x", "/a/y": "content of y"}
@@ -74,6 +80,8 @@ async def test_what_one_frontend_loads_the_other_serves(engine: LoraEngine, mode
             await second.until_engines(1)
             await load(first, "x", "/a/x", pinned=True)
             await eventually(lambda: named(second) == {"x": "/a/x"})
+            counts = {source: num_names(second, source) for source in ("config", "directory", "run_time")}
+            assert counts == {"config": 0, "directory": 0, "run_time": 1}
             await second.outputs(model="x", max_tokens=1)
             assert engine.requests[-1].lora.digest == digest_of("content of x")
             assert second.frontend._llm.adapters.adapters.named("x").pinned

@@ -75,6 +75,8 @@ class Frontend:
         self._assembly = assembly
         self._llm, self._engines, self._metrics = assembly.llm, assembly.engines, assembly.metrics
         self._metrics.registry.register(self._certificates)
+        if config.lora.serves:
+            self._metrics.add_adapters(self._llm.adapters.adapters.count)
         if config.http.engine_metrics:
             self._metrics.add_engine_loads(self._engines.view.for_metrics)
         self._coordinator = self._coordinator_client(incarnation) if config.coordinator.address else None

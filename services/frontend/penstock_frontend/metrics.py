@@ -1,9 +1,10 @@
 """The frontend's Prometheus metrics, under the names that vLLM's dashboards and the Gateway API extension read."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import Counter, Gauge
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from penstock_common.observability.engine_metrics import LABELS, EngineLoad, Family, engine_families
@@ -191,6 +192,10 @@ class FrontendMetrics:
         """Serve the engines' load as well."""
         self.registry.register(_EngineLoads(loads))
 
+    def add_adapters(self, count: Callable[[], Mapping[str, int]]) -> None:
+        """Serve how many LoRA adapters have names, too; ``count``: by where these come from."""
+        self.registry.register(_AdapterNames(self.model, count))
+
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, [*LABELS, *labels], registry=self.registry)
 
@@ -205,3 +210,16 @@ class _EngineLoads(Collector):
     def collect(self) -> Iterator[Family]:
         """One family per metric; asked for at each scrape."""
         yield from engine_families(self._loads())
+
+
+class _AdapterNames(Collector):
+    def __init__(self, model: str, count: Callable[[], Mapping[str, int]]) -> None:
+        self._model = model
+        self._count = count
+
+    def collect(self) -> Iterator[Family]:
+        """One family; asked for at each scrape."""
+        family = GaugeMetricFamily("penstock:lora_names", "LoRA adapters by name", labels=["model_name", "source"])
+        for source, count in self._count().items():
+            family.add_metric([self._model, source], count)
+        yield family

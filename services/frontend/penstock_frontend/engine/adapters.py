@@ -1,6 +1,7 @@
 """The LoRA adapters that requests can name here, wherever their names come from. Does no I/O."""
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -69,6 +70,11 @@ class Adapters:
     def serves(self) -> bool:
         """Whether requests may name adapters."""
         return self._config.serves
+
+    def count(self) -> dict[str, int]:
+        """How many names there are, by the words for where they come from."""
+        counts = Counter(named.source for named in self.all())
+        return {source.name.lower(): counts[source] for source in LoraSource}
 
     @property
     def names(self) -> list[str]:
