@@ -27,6 +27,7 @@ SLOTS = {ONE: 2, TWO: 0, THREE: 1}
 LAYOUTS = {
     "none": [],
     "one row": [(ONE, 4, 5)],
+    "the first row": [(ONE, 0, 1), (TWO, 3, 5)],
     "all of one": [(ONE, 0, 37)],
     "three": [(ONE, 0, 20), (TWO, 20, 36), (THREE, 36, 37)],
     "among base rows": [(ONE, 1, 3), (TWO, 7, 25), (THREE, 30, 36)],

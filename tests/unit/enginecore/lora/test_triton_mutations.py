@@ -37,7 +37,6 @@ FAULTS = [
     ("(first + start + r)[None, :]", "(start + r)[None, :]"),
     ("+ (start + r)[:, None]", "+ r[:, None]"),
     ("inside = (row >= 0)[:, None] & (n < end)[None, :]", "inside = (row >= -1)[:, None] & (n < end)[None, :]"),
-    ("inside = (row >= 0)[:, None] & (n < end)[None, :]", "inside = (row >= 0)[:, None] & (n >= 0)[None, :]"),
     (".to(tl.float32) + total * scale", ".to(tl.float32) + total"),
     ("sums = tl.load(place, mask=inside, other=0.0).to(tl.float32) + ", "sums = "),
 ]
@@ -60,6 +59,7 @@ def results(module: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for shape, ranks, name in (
         (ProductShape(40, (130, 24, 20)), [(8, 3, 0), (1, 16, 33), (5, 17, 2)], "in several places"),
         (ProductShape(1100, (24,)), [(4,), (9,), (20,)], "among base rows"),
+        (ProductShape(24, (24,)), [(4,), (9,), (20,)], "the first row"),
     ):
         adapted = Adapted.of(shape, ranks, torch.float32)
         x, out = inputs(37, shape, torch.float32)
