@@ -70,6 +70,10 @@ class LoraCache:
         self.num_reserved += num_bytes
         return evicted
 
+    def has_room_for(self, num_bytes: int) -> bool:
+        """Whether ``reserve`` would let no other go."""
+        return num_bytes <= self.capacity - self.num_bytes - self.num_reserved
+
     def is_full_for(self, num_bytes: int) -> bool:
         """Whether ``reserve`` would raise ResourceExhausted."""
         may_go = sum(held.num_bytes for held in self._held.values() if not (held.users or held.pinned))

@@ -4,9 +4,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
@@ -19,8 +17,9 @@ from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.lora.cache import LoraCache
 from penstock_enginecore.core.lora.held import LoraHoldings
+from penstock_enginecore.core.lora.loads import Call, HeldLora, Load, Loads
 from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, LoraUse, PartlyLoadedError
-from penstock_enginecore.core.lora.room import LoraRoom, Reservation, Want
+from penstock_enginecore.core.lora.room import LoraRoom, NotWantedError, Want
 from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.base import Clock, Scheduler
@@ -29,42 +28,6 @@ from penstock_enginecore.core.utility import utility
 DIGEST_BYTES = 16
 _MAX_NAME = 256
 _MAX_PATH = 4096
-
-
-class HeldLora(msgspec.Struct, frozen=True, kw_only=True):
-    """What operators are told of an adapter that the engine holds. ``rank``: the largest of its layers'."""
-
-    digest: bytes
-    rank: int
-    modules: tuple[str, ...]
-    num_bytes: int
-    pinned: bool
-
-
-class _Call(NamedTuple):
-    """Somebody who has asked for an adapter, and waits for what it is."""
-
-    answer: "Future[HeldLora]"
-    pinned: bool
-
-
-@dataclass(slots=True)
-class _Load:
-    """An adapter on its way. ``number``: of what the workers were told; ``began``: seconds. ``requests``: those that wait for it
-    and have not ended, by key.
-    """
-
-    lora: LoraRequest
-    number: int
-    began: float
-    reservation: Reservation = field(default_factory=Reservation)
-    requests: dict[str, Request] = field(default_factory=dict)
-    calls: list[_Call] = field(default_factory=list)
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether anybody still waits for it."""
-        return bool(self.requests or self.calls)
 
 
 class LoraIntake:
@@ -84,7 +47,6 @@ class LoraIntake:
         wake: Callable[[], None],
         clock: Clock = time.monotonic,
     ) -> None:
-        self._executor = executor
         self._scheduler = scheduler
         self._slots = slots
         self._wake = wake
@@ -96,13 +58,8 @@ class LoraIntake:
         self._loaded: dict[bytes, LoadedLora] = {}
         self._digests: dict[str, bytes] = {}
         """By path, of those that are held."""
-        self._loads: dict[LoraRequest, _Load] = {}
-        self._done: queue.SimpleQueue[tuple[_Load, Future[LoadedLora]] | Want] = queue.SimpleQueue()
-        self._unloaded: dict[bytes, int] = {}
-        """What workers were told to let go of while loads were under way, with the number that that had."""
-        self._number = 0
-        self._waiting: dict[str, _Load] = {}
-        """By key of the request that waits for it."""
+        self._loads = Loads(executor, self._put, clock)
+        self._news: queue.SimpleQueue[tuple[Load, Future[LoadedLora]] | Want] = queue.SimpleQueue()
         self._num_loads = 0
         self._load_seconds = 0.0
         self._num_requests = 0
@@ -132,41 +89,23 @@ class LoraIntake:
             self._num_found += 1
             self._let_go_on(request, lora, digest)
             return
-        self._wait(request, self._load(lora))
-        request.lora_use = LoraUse(partial(self._gave_up, request))
+        self._loads.wait(request, self._load(lora))
+        request.lora_use = LoraUse(partial(self._loads.give_up, request))
 
     def take(self) -> None:
         """Let requests go on whose adapter has come, and end those whose adapter cannot be had."""
-        while not self._done.empty():
-            news = self._done.get()
+        while not self._news.empty():
+            news = self._news.get()
             if isinstance(news, Want):
                 self._room.want(news)
-                continue
-            load, future = news
-            reservation = load.reservation
-            self._loads.pop(_what(load.lora))
-            for key in load.requests:
-                del self._waiting[key]
-            self._holdings.changed()
-            try:
-                loaded = future.result()
-                if loaded.digest not in self.cache and not self._is_worth_holding(loaded, load):
-                    self._unload([loaded.digest])
-                elif self._unloaded.get(loaded.digest, 0) > load.number and loaded.digest not in self.cache:
-                    self._load_again(load)  # it had been there, and was let go of meanwhile
-                else:
-                    self._hold(loaded, load)
-            except Exception as e:
-                self._fail(load, e)
-            finally:
-                self._room.end(reservation)
-        if not self._loads:
-            self._unloaded.clear()
+            else:
+                self._end(*news)
+        self._loads.settle()
 
     @property
     def has_news(self) -> bool:
         """Whether ``take`` has something to do."""
-        return not self._done.empty()
+        return not self._news.empty()
 
     def stats(self) -> LoraStats | None:
         """Which adapters there are, and what became of loads; None where requests may have none. Any thread."""
@@ -178,7 +117,7 @@ class LoraIntake:
             active=slots.active,
             waiting=slots.waiting[:MAX_WAITING_NAMES],
             num_waiting_reqs=slots.num_waiting,
-            num_loading_reqs=len(self._waiting),
+            num_loading_reqs=self._loads.num_waiting,
             num_cached=len(cache),
             cached_bytes=cache.num_bytes,
             num_loads=self._num_loads,
@@ -191,7 +130,7 @@ class LoraIntake:
 
     def _held_digests(self) -> Iterator[bytes]:
         """Those on their way and those in memory, the most recently used first. Any thread."""
-        yield from [lora.digest for lora in list(self._loads) if lora.digest]
+        yield from self._loads.digests()
         yield from reversed(self.cache.digests)
 
     # What operators may call, through EngineControl.
@@ -207,9 +146,9 @@ class LoraIntake:
         answer: Future[HeldLora] = Future()
         if digest and digest in self.cache:
             self.cache.add(digest, self._loaded[digest].num_bytes)  # it stays if it was to leave
-            self._answer(_Call(answer, pinned), digest)
+            self._answer(Call(answer, pinned), digest)
         else:
-            self._load(LoraRequest(name, path, digest)).calls.append(_Call(answer, pinned))
+            self._load(LoraRequest(name, path, digest)).calls.append(Call(answer, pinned))
         return answer
 
     @utility
@@ -246,56 +185,38 @@ class LoraIntake:
 
     # Loads.
 
-    def _load(self, lora: LoraRequest) -> _Load:
-        """The load that reads ``lora``: one that is under way, or a new one."""
-        load = self._loads.get(_what(lora))
-        if load is None:
-            load = _Load(lora, 0, self._clock())
-            self._begin(load)
-        return load
-
-    def _begin(self, load: _Load) -> None:
-        self._number += 1
-        load.number, load.reservation = self._number, Reservation()
-        future = self._executor.load_lora(load.lora, partial(self._want, load.reservation))
-        self._loads[_what(load.lora)] = load
+    def _load(self, lora: LoraRequest) -> Load:
         self._holdings.changed()
-        future.add_done_callback(lambda done: self._put(load, done))
+        return self._loads.of(lora)
 
-    def _load_again(self, load: _Load) -> None:
-        known = self._loads.get(_what(load.lora))
-        if known is None:
-            known = load
-            self._begin(load)
-        else:
-            known.calls += load.calls
-        for request in load.requests.values():
-            self._wait(request, known)
-
-    def _wait(self, request: Request, load: _Load) -> None:
-        load.requests[request.key] = request
-        self._waiting[request.key] = load
-
-    def _gave_up(self, request: Request) -> None:
-        """A request has ended before its adapter was there."""
-        if (load := self._waiting.pop(request.key, None)) is not None:
-            del load.requests[request.key]
-
-    def _is_worth_holding(self, loaded: LoadedLora, load: _Load) -> bool:
-        """Whether somebody waits for what was loaded, or it takes the place of no other."""
-        has_room = loaded.num_bytes <= self.cache.capacity - self.cache.num_bytes
-        return load.is_wanted or (has_room and loaded.digest not in self._unloaded)
-
-    def _want(self, reservation: Reservation, num_bytes: int, made: "Future[None]") -> None:
+    def _put(self, news: "tuple[Load, Future[LoadedLora]] | Want") -> None:
         """Any thread."""
-        self._done.put(Want(reservation, num_bytes, made))
+        self._news.put(news)
         self._wake()
 
-    def _put(self, load: _Load, future: "Future[LoadedLora]") -> None:
-        self._done.put((load, future))
-        self._wake()
+    def _end(self, load: Load, future: "Future[LoadedLora]") -> None:
+        """A load is over."""
+        reservation = load.reservation
+        self._loads.end(load)
+        self._holdings.changed()
+        try:
+            loaded = future.result()
+            held = loaded.digest in self.cache
+            if not held and not load.is_wanted and self._loads.was_let_go(loaded.digest):
+                self._unload([loaded.digest])
+            elif not held and self._loads.was_let_go(loaded.digest, load.number):
+                self._loads.again(load)  # it had been there, and was let go of meanwhile
+            else:
+                self._hold(loaded, load)
+        except NotWantedError:
+            if load.is_wanted:  # by somebody who has come since
+                self._loads.again(load)
+        except Exception as e:
+            self._fail(load, e)
+        finally:
+            self._room.end(reservation)
 
-    def _hold(self, loaded: LoadedLora, load: _Load) -> None:
+    def _hold(self, loaded: LoadedLora, load: Load) -> None:
         """Those who wait for a load get it. Raises what ``LoraCache.add`` does; workers let go of it then."""
         digest = loaded.digest
         try:
@@ -330,7 +251,7 @@ class LoraIntake:
             self._scheduler.hash_prompt(request)
         self._scheduler.release(request, Hold.LORA_LOAD)
 
-    def _answer(self, call: _Call, digest: bytes) -> None:
+    def _answer(self, call: Call, digest: bytes) -> None:
         if call.pinned:
             self.cache.pin(digest)
         call.answer.set_result(self._facts(digest))
@@ -342,14 +263,11 @@ class LoraIntake:
     def _unload(self, digests: list[bytes]) -> None:
         for digest in digests:
             self._holdings.changed()
-            self._number += 1
-            if self._loads:
-                self._unloaded[digest] = self._number
             self._loaded.pop(digest, None)
             self._digests = {path: other for path, other in self._digests.items() if other != digest}
-            self._executor.unload_lora(digest)
+            self._loads.unload(digest)
 
-    def _fail(self, load: _Load, error: Exception) -> None:
+    def _fail(self, load: Load, error: Exception) -> None:
         if isinstance(error, PartlyLoadedError):
             self._unload([digest for digest in error.digests if digest not in self.cache])
             error = error.error
@@ -368,8 +286,3 @@ class LoraIntake:
             else incident(error, request=request.request_id, doing="loading the adapter")
         )
         self._scheduler.fail(request, RequestError.from_exception(failure))
-
-
-def _what(lora: LoraRequest) -> LoraRequest:
-    """What a load reads: names are labels."""
-    return LoraRequest("", lora.path, lora.digest)

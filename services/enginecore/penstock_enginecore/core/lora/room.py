@@ -18,12 +18,19 @@ class Reservation:
     ended: bool = False
 
 
+class NotWantedError(Exception):
+    """Nobody waits any more for an adapter, whose place would be that of another."""
+
+
 class Want(NamedTuple):
-    """A load that needs so many bytes. ``made``: ends when it has them, or cannot have them."""
+    """A load that needs so many bytes. ``made``: ends when it has them, or cannot have them. ``is_wanted``: whether anybody waits
+    for it.
+    """
 
     reservation: Reservation
     num_bytes: int
     made: "Future[None]"
+    is_wanted: Callable[[], bool]
 
 
 class LoraRoom:
@@ -50,9 +57,11 @@ class LoraRoom:
 
     def _serve(self) -> None:
         while self._wants:
-            reservation, num_bytes, made = self._wants[0]
+            reservation, num_bytes, made, is_wanted = self._wants[0]
             if reservation.ended:
                 made.cancel()  # its workers have gone meanwhile
+            elif not is_wanted() and not self._cache.has_room_for(num_bytes):
+                made.set_exception(NotWantedError("nobody waits for the adapter any more"))
             elif self._cache.num_reserved and self._cache.is_full_for(num_bytes):
                 return
             else:

@@ -169,6 +169,23 @@ def test_a_load_that_nobody_waits_for_any_more_takes_no_others_place() -> None:
     assert executor.held_loras == {adapter(2).digest, adapter(3).digest}
 
 
+def test_a_load_that_somebody_wants_again_before_it_was_given_up_is_made_once_more() -> None:
+    engine = engine_of(at_once=False, cpu_memory=MIB)
+    executor = executor_of(engine)
+    engine.loras.add_lora("a1", "/a1")
+    executor.finish_load()
+    engine.loras.take()
+    gone, comes = make_request(5, lora=adapter(3)), make_request(5, lora=adapter(3))
+    add(engine, gone)
+    engine.abort(CLIENT, [gone.request_id])
+    executor.finish_load()
+    engine.loras.take()  # it is refused room, and has not said so yet
+    add(engine, comes)
+    executor.finish_load()
+    assert_as_expected(engine, run_to_end(engine), comes)
+    assert executor.held_loras == {adapter(3).digest}
+
+
 def test_a_load_that_nobody_waits_for_any_more_may_fail() -> None:
     engine = engine_of(at_once=False)
     executor_of(engine).adapters["/a1"] = Unavailable("no such directory", reason="LORA_UNAVAILABLE")

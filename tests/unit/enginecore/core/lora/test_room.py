@@ -6,7 +6,7 @@ import pytest
 
 from penstock_common.errors import FailedPrecondition, ResourceExhausted
 from penstock_enginecore.core.lora.cache import LoraCache
-from penstock_enginecore.core.lora.room import LoraRoom, Reservation, Want
+from penstock_enginecore.core.lora.room import LoraRoom, NotWantedError, Reservation, Want
 
 HELD = b"held"
 
@@ -19,10 +19,11 @@ class Rooms:
         self.cache.add(HELD, 10)
         self.cache.acquire(HELD)
         self.gone: list[bytes] = []
+        self.wanted = True
         self.room = LoraRoom(self.cache, self.gone.extend)
 
     def want(self, num_bytes: int) -> tuple[Reservation, Future[None]]:
-        want = Want(Reservation(), num_bytes, Future())
+        want = Want(Reservation(), num_bytes, Future(), lambda: self.wanted)
         self.room.want(want)
         return want.reservation, want.made
 
@@ -88,3 +89,15 @@ def test_one_that_has_ended_meanwhile_gets_none() -> None:
     with pytest.raises(CancelledError):
         waits.result(0)
     assert rooms.cache.num_reserved == 0
+
+
+def test_what_nobody_waits_for_takes_no_others_place() -> None:
+    rooms = Rooms()
+    rooms.cache.release(HELD)
+    rooms.wanted = False
+    _, made = rooms.want(25)
+    with pytest.raises(NotWantedError):
+        made.result(0)
+    assert not rooms.gone
+    _, made = rooms.want(20)
+    assert made.result(0) is None

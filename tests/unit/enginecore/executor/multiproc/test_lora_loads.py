@@ -3,7 +3,7 @@
 import pytest
 
 from penstock_common.errors import FailedPrecondition, Unavailable
-from penstock_enginecore.core.lora.request import LoadedLora
+from penstock_enginecore.core.lora.request import LoadedLora, PartlyLoadedError
 from penstock_enginecore.executor.multiproc.lora_loads import LoadsAwaited
 
 DIGEST = b"d" * 16
@@ -27,7 +27,12 @@ def test_workers_that_read_different_content_are_refused_and_so_is_what_one_of_t
     loads.answered(0, other, LoadedLora(DIGEST, 8, ("q",), 1))
     loads.answered(1, number, LoadedLora(b"e" * 16, 8, ("q",), 1))
     loads.answered(1, other, Unavailable("it is not there", reason="LORA_UNAVAILABLE"))
+    differ, missing = future.exception(), failing.exception()
+    assert isinstance(differ, PartlyLoadedError)
+    assert isinstance(missing, PartlyLoadedError)
+    assert differ.digests == {DIGEST, b"e" * 16}
+    assert missing.digests == {DIGEST}
     with pytest.raises(FailedPrecondition, match="different adapters"):
-        future.result()
+        raise differ.error
     with pytest.raises(Unavailable, match="not there"):
-        failing.result()
+        raise missing.error
