@@ -204,7 +204,8 @@ class LoraIntake:
             held = loaded.digest in self.cache
             if not held and not load.is_wanted and self._loads.was_let_go(loaded.digest):
                 self._unload([loaded.digest])
-            elif not held and self._loads.was_let_go(loaded.digest, load.number):
+            elif not held and self._loads.was_let_go(loaded.digest, max(load.number, reservation.number)):
+                self._unload([loaded.digest])
                 self._loads.again(load)  # it had been there, and was let go of meanwhile
             else:
                 self._hold(loaded, load)
@@ -260,12 +261,14 @@ class LoraIntake:
         self._holdings.ended()
         self._unload(self.cache.release(digest))
 
-    def _unload(self, digests: list[bytes]) -> None:
+    def _unload(self, digests: list[bytes]) -> int:
+        """Returns the number of what workers were told last."""
         for digest in digests:
             self._holdings.changed()
             self._loaded.pop(digest, None)
             self._digests = {path: other for path, other in self._digests.items() if other != digest}
             self._loads.unload(digest)
+        return self._loads.number
 
     def _fail(self, load: Load, error: Exception) -> None:
         if isinstance(error, PartlyLoadedError):

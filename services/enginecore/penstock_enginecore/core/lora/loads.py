@@ -71,7 +71,8 @@ class Loads:
         """By key of the request that waits for it."""
         self._let_go: dict[bytes, int] = {}
         """What workers were told to let go of while loads were under way, with the number that that had."""
-        self._number = 0
+        self.number = 0
+        """Of what the workers were told last."""
 
     @property
     def num_waiting(self) -> int:
@@ -124,9 +125,9 @@ class Loads:
 
     def unload(self, digest: bytes) -> None:
         """Have the workers let go of an adapter."""
-        self._number += 1
+        self.number += 1
         if self._loads:
-            self._let_go[digest] = self._number
+            self._let_go[digest] = self.number
         self._executor.unload_lora(digest)
 
     def was_let_go(self, digest: bytes, since: int = 0) -> bool:
@@ -134,8 +135,8 @@ class Loads:
         return self._let_go.get(digest, 0) > since
 
     def _begin(self, load: Load) -> None:
-        self._number += 1
-        load.number, load.reservation = self._number, Reservation()
+        self.number += 1
+        load.number, load.reservation = self.number, Reservation()
         future = self._executor.load_lora(load.lora, partial(self._want, load, load.reservation))
         self._loads[_what(load.lora)] = load
         future.add_done_callback(lambda done: self._tell((load, done)))

@@ -12,9 +12,12 @@ from penstock_enginecore.core.lora.cache import LoraCache
 
 @dataclass(slots=True)
 class Reservation:
-    """What a load has in the cache. ``ended``: it needs nothing any more."""
+    """What a load has in the cache. ``number``: of what workers were told last before they take it. ``ended``: it needs nothing
+    any more.
+    """
 
     num_bytes: int = 0
+    number: int = 0
     ended: bool = False
 
 
@@ -35,10 +38,10 @@ class Want(NamedTuple):
 
 class LoraRoom:
     """Makes room for those that want it, in their order: one that finds none waits for those on their way before it, of which
-    some may fail. ``unload``: has workers let go of adapters.
+    some may fail. ``unload``: has workers let go of adapters, and gives the number of what they were told last.
     """
 
-    def __init__(self, cache: LoraCache, unload: Callable[[list[bytes]], None]) -> None:
+    def __init__(self, cache: LoraCache, unload: Callable[[list[bytes]], int]) -> None:
         self._cache = cache
         self._unload = unload
         self._wants: deque[Want] = deque()
@@ -66,7 +69,7 @@ class LoraRoom:
                 return
             else:
                 try:
-                    self._unload(self._cache.reserve(num_bytes))
+                    reservation.number = self._unload(self._cache.reserve(num_bytes))
                 except RequestFailed as e:
                     made.set_exception(e)
                 else:

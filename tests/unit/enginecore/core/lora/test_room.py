@@ -20,7 +20,11 @@ class Rooms:
         self.cache.acquire(HELD)
         self.gone: list[bytes] = []
         self.wanted = True
-        self.room = LoraRoom(self.cache, self.gone.extend)
+        self.room = LoraRoom(self.cache, self.unload)
+
+    def unload(self, digests: list[bytes]) -> int:
+        self.gone += digests
+        return len(self.gone)
 
     def want(self, num_bytes: int) -> tuple[Reservation, Future[None]]:
         want = Want(Reservation(), num_bytes, Future(), lambda: self.wanted)
@@ -40,8 +44,9 @@ def test_what_fits_is_reserved_at_once() -> None:
 def test_others_go_for_it() -> None:
     rooms = Rooms()
     rooms.cache.release(HELD)
-    rooms.want(25)
+    reservation, _ = rooms.want(25)
     assert rooms.gone == [HELD]
+    assert reservation.number == 1
 
 
 def test_what_finds_no_room_fails_where_nothing_is_on_its_way() -> None:
