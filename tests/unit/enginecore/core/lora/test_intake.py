@@ -264,7 +264,13 @@ def test_a_load_beside_one_of_the_same_content_that_failed_is_done_again() -> No
     executor.adapters["/copy"] = PartlyLoadedError(Unavailable("one cannot"), frozenset({adapter(1).digest}))
     fails, call = engine.loras.add_lora("copy", "/copy"), engine.loras.add_lora("a1", "/a1")
     executor.finish_load()
-    executor.finish_load()  # workers have taken it, and are told to let go of it
+    executor.finish_load()
+    news = engine.loras._news
+    failed, want = news.get(), news.get()
+    engine.loras._room.want(want)
+    taken = news.get()
+    news.put(failed)  # workers have taken it, and are told to let go of it
+    news.put(taken)
     engine.loras.take()
     assert isinstance(fails.exception(), Unavailable)
     assert not call.done()
@@ -346,7 +352,7 @@ def test_one_that_was_let_go_of_while_it_was_read_again_is_loaded_once_more() ->
     assert known.done()
     by_path = engine.loras.add_lora("a1", "/a1")  # reads it again
     executor.finish_load()
-    engine.loras._room.want(engine.loras._done.get())  # there is room: it is taken
+    engine.loras._room.want(engine.loras._news.get())  # there is room: it is taken
     engine.loras.remove_lora(adapter(1).digest)  # before anybody has looked at what was read
     engine.loras.take()
     assert not by_path.done()
