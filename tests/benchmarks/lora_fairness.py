@@ -181,16 +181,16 @@ def _split(models: list[str], streams: int, tokens: int) -> list[tuple[Iterator[
     return [(shared, tokens) for _ in range(streams)]
 
 
+def _roomy(adapters: Adapters) -> tuple[int, list[str]]:
+    """Bytes for ROOM adapters, and the flags of an engine that has them and a slot for each stream."""
+    budget = ROOM * adapters.num_bytes
+    settings = [f"engine.lora.cpu_memory={budget}", f"engine.lora.max_loras={STREAMS}"]
+    return budget, [*_flags(adapters), *(word for setting in settings for word in ("--set", setting))]
+
+
 def thousand(model: Path, adapters: Adapters, folder: Path, requests: int) -> dict[str, Any]:
     """Requests of the base model, and then as many of adapters."""
-    budget = ROOM * adapters.num_bytes
-    flags = [
-        *_flags(adapters),
-        "--set",
-        f"engine.lora.cpu_memory={budget}",
-        "--set",
-        f"engine.lora.max_loras={STREAMS}",
-    ]
+    budget, flags = _roomy(adapters)
     with served("lora-thousand", model, flags, folder) as url:
         client, memory = Client(url), EngineMemory()
         zipf = Zipf(adapters.names, seed=1)
@@ -223,14 +223,7 @@ def thousand(model: Path, adapters: Adapters, folder: Path, requests: int) -> di
 
 def neighbours(model: Path, adapters: Adapters, folder: Path, rounds: int) -> dict[str, Any]:
     """Gaps between tokens of eight streams of the base model beside 24 others, of adapters or the base model."""
-    budget = ROOM * adapters.num_bytes
-    flags = [
-        *_flags(adapters),
-        "--set",
-        f"engine.lora.cpu_memory={budget}",
-        "--set",
-        f"engine.lora.max_loras={STREAMS}",
-    ]
+    _, flags = _roomy(adapters)
     found: list[tuple[float, float]] = []
     medians: list[tuple[float, float]] = []
     with served("lora-neighbours", model, flags, folder) as url:
