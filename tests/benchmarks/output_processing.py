@@ -41,7 +41,7 @@ def measure(
         frame = _in_columns(step, tokens) if in_columns else _as_messages(step, tokens)
         began = time.perf_counter()
         accepted = journal.accept("engine", frame.outputs, frame.tokens)
-        processor.process(accepted.outputs, "engine-0", step * 0.02, accepted.tokens)
+        processor.process(accepted.outputs, "engine-0", step * 0.02, accepted.tokens, accepted.drafts)
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:]) * 1e6 / running
 

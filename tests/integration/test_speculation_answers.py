@@ -217,3 +217,25 @@ async def test_every_method_has_drafted(stacks: Stacks) -> None:
         answer = await stacks.servers[method].http.post("/v1/completions", json=body)
         details = answer.json()["usage"]["completion_tokens_details"]
         assert stacks.accepted(method) - before == details["accepted_prediction_tokens"] > 0, method
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_an_answer_that_ends_at_a_stop_string_says_what_came_of_its_drafts(
+    stacks: Stacks, logprobs: int | None
+) -> None:
+    fields = {"max_tokens": 100, "temperature": 0, "ignore_eos": True, "logprobs": logprobs}
+    body = body_of("completions", fields, PROMPTS[2])
+    answer = (await stacks.servers[""].http.post("/v1/completions", json=body)).json()
+    text = answer["choices"][0]["text"]
+    stop = text[-12:]
+    for method in ("draft_model", "ngram"):  # which draft the same each time
+        server = stacks.servers[method]
+        stopped = (await server.http.post("/v1/completions", json=body | {"stop": [stop]})).json()
+        assert stopped["choices"][0]["stop_reason"] == stop, method
+        counts = stopped["usage"]["completion_tokens_details"]
+        # The engine itself ends the same answer by its length, before which it drafts 4, 3, 2, 1 and no tokens in place of 5.
+        length = {"max_tokens": stopped["usage"]["completion_tokens"]}
+        ended = (await server.http.post("/v1/completions", json=body | length)).json()
+        for name, count in ended["usage"]["completion_tokens_details"].items():
+            assert abs(counts[name] - count) <= 1 + 2 + 3 + 4 + 5, (method, name, counts)
+        assert counts["accepted_prediction_tokens"] > 5, method

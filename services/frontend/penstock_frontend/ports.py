@@ -12,7 +12,7 @@ import msgspec
 from penstock_common.errors import RequestFailed
 from penstock_common.types.cluster import EngineStatus
 from penstock_common.types.data_parallel import PoolGroup
-from penstock_common.types.outputs import EngineCoreOutput
+from penstock_common.types.outputs import Drafts, EngineCoreOutput
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.token_columns import NewTokens
 
@@ -60,12 +60,17 @@ class OutputHandler(Protocol):
     """Who gets what engines produce."""
 
     def process(
-        self, outputs: Sequence[EngineCoreOutput], engine: str, timestamp: float, tokens: Sequence[NewTokens] = ()
+        self,
+        outputs: Sequence[EngineCoreOutput],
+        engine: str,
+        timestamp: float,
+        tokens: Sequence[NewTokens] = (),
+        drafts: Sequence[Drafts] = (),
     ) -> Sequence[str]:
         """Take a step's outputs; returns the ids of requests that the engine need not go on with.
 
         ``engine``: the engine's id; ``timestamp``: when the step ended, on the engine's clock; ``tokens``: outputs that are new
-        tokens and nothing else, which come before the others.
+        tokens and nothing else, which come before the others; ``drafts``: what is known of the drafts of some of these.
         """
 
     def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:

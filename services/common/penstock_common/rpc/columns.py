@@ -16,6 +16,7 @@ def fill_columns(message: pb.TokenColumns, columns: TokenColumns) -> None:
     message.offsets = _to_bytes(columns.offsets)
     message.counts = _to_bytes(columns.counts)
     message.token_ids = _to_bytes(columns.token_ids)
+    message.drafts = _to_bytes(columns.drafts)
 
 
 def columns_from_proto(message: pb.TokenColumns) -> TokenColumns:
@@ -25,11 +26,14 @@ def columns_from_proto(message: pb.TokenColumns) -> TokenColumns:
         offsets=_from_bytes(message.offsets, "offsets"),
         counts=_from_bytes(message.counts, "counts"),
         token_ids=_from_bytes(message.token_ids, "token_ids"),
+        drafts=_from_bytes(message.drafts, "drafts"),
     )
     rows = len(columns)
     _check("offsets", columns.offsets, rows)
     if columns.counts:
         _check("counts", columns.counts, rows)
+    if columns.drafts:
+        _check("drafts", columns.drafts, rows)
     _check("token_ids", columns.token_ids, sum(columns.counts) if columns.counts else rows)
     return columns
 

@@ -1,6 +1,7 @@
 """What an engine step produces, and the statistics beside it."""
 
 import enum
+from typing import TypeAlias
 
 import msgspec
 
@@ -98,6 +99,14 @@ class SpecDecodingStats(msgspec.Struct, kw_only=True):
         for place in range(num_accepted):
             per_pos[place] += 1
 
+    def copy(self) -> "SpecDecodingStats":
+        """The counts as they are now."""
+        return msgspec.structs.replace(self, num_accepted_tokens_per_pos=[*self.num_accepted_tokens_per_pos])
+
+
+Drafts: TypeAlias = tuple[str, SpecDecodingStats]
+"""The id of a request, and what is known of its drafts."""
+
 
 class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """New tokens of one request. ``offset`` is the index of the first new token in the whole output.
@@ -120,7 +129,7 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     prefill_stats: PrefillStats | None = None
     num_nans_in_logits: int = 0
     spec_decoding_stats: SpecDecodingStats | None = None
-    """Of the attempt, on its last output; None where nothing was drafted."""
+    """Of the attempt so far, on its last output and those of steps that verified drafts; None where nothing was drafted."""
 
 
 class LoraStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -147,11 +147,11 @@ def _cut_columns(columns: TokenColumns, room: int) -> list[TokenColumns]:
     if _columns_bytes(columns) <= room:
         return [columns]
     longest = max(columns.counts) if columns.counts else 1
-    return columns.cut(max(1, (room - _OUTPUT_BYTES) // (_COLUMN_BYTES * (3 + longest))))
+    return columns.cut(max(1, (room - _OUTPUT_BYTES) // (_COLUMN_BYTES * (4 + longest))))
 
 
 def _columns_bytes(columns: TokenColumns) -> int:
-    return _OUTPUT_BYTES + _COLUMN_BYTES * (3 * len(columns) + len(columns.token_ids))
+    return _OUTPUT_BYTES + _COLUMN_BYTES * (3 * len(columns) + len(columns.drafts) + len(columns.token_ids))
 
 
 def _event_pieces(event: KvCacheEvent, room: int) -> list[KvCacheEvent]:

@@ -109,7 +109,9 @@ class Dispatch:
         """A step's outputs. Raises EngineFaultError when the engine cannot be trusted any more."""
         accepted = self._journal.accept(engine, frame.outputs, frame.tokens)
         if accepted.outputs or accepted.tokens:
-            not_needed = self._outputs.process(accepted.outputs, engine_id, frame.timestamp, accepted.tokens)
+            not_needed = self._outputs.process(
+                accepted.outputs, engine_id, frame.timestamp, accepted.tokens, accepted.drafts
+            )
             if not_needed:
                 self.abort(not_needed, "a stop string ended the output")
         refusals = accepted.refusals

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from penstock_common.errors import Internal, RequestFailed, Unavailable
 from penstock_common.observability.incidents import REASON as INCIDENT
 from penstock_common.observability.incidents import incident
-from penstock_common.types.outputs import EngineCoreOutput, FinishReason, RequestError
+from penstock_common.types.outputs import Drafts, EngineCoreOutput, FinishReason, RequestError
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.token_columns import NewTokens, TokenColumns
 from penstock_frontend.engine.journal_entry import EngineFaultError, JournalEntry
@@ -32,14 +32,15 @@ class Refusal(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """Of a frame: outputs without what came before, in order, and before them new tokens; refusals; and the fault that makes the
-    engine a lost one.
+    """Of a frame: outputs without what came before, in order, and before them new tokens; refusals; the fault that makes the
+    engine a lost one; and what is known of the drafts of requests that the new tokens are of.
     """
 
     outputs: list[EngineCoreOutput]
     refusals: list[Refusal]
     fault: EngineFaultError | None = None
     tokens: Sequence[NewTokens] = ()
+    drafts: Sequence[Drafts] = ()
 
 
 class Journal:
@@ -87,15 +88,18 @@ class Journal:
         """What is new of an engine's outputs. They are cut in place. What stands before a fault counts: it is written down."""
         accepted: list[EngineCoreOutput] = []
         new_tokens: list[NewTokens] = []
+        drafts: list[Drafts] = []
         refusals: list[Refusal] = []
         fault = None
         try:
             if tokens is not None:
+                if tokens.drafts:
+                    drafts = self._accept_drafts(engine, tokens)
                 self._accept_tokens(engine, tokens, new_tokens, accepted)
             self._accept_outputs(engine, outputs, accepted, refusals)
         except EngineFaultError as e:
             fault = e
-        return Accepted(accepted, refusals, fault, new_tokens)
+        return Accepted(accepted, refusals, fault, new_tokens, drafts)
 
     def _accept_outputs(
         self,
@@ -115,7 +119,7 @@ class Journal:
                 if output.finish_reason is not None:
                     self._end(entry)
                 continue
-            if output.finish_reason is not None:
+            if output.finish_reason is not None or output.spec_decoding_stats is not None:
                 entry.take_speculation(output)
             if output.finish_reason is not None and (error := _refused(output)) is not None:
                 admitted = output.finish_reason is FinishReason.ABORT or error.code == "INTERNAL"
@@ -134,6 +138,14 @@ class Journal:
                 accepted.append(output)
             if output.finish_reason is not None:
                 self._end(entry)
+
+    def _accept_drafts(self, engine: str, tokens: TokenColumns) -> list[Drafts]:
+        """What is known now of the drafts of requests that had some in this step."""
+        return [
+            (entry.request_id, entry.take_drafts(num_drafts, num_accepted))
+            for number, num_drafts, num_accepted in tokens.drafted()
+            if (entry := self._by_number.get(number)) is not None and entry.engine == engine
+        ]
 
     def _accept_tokens(
         self, engine: str, tokens: TokenColumns, new: list[NewTokens], failed: list[EngineCoreOutput]

@@ -37,6 +37,7 @@ class JournalEntry:
         "progressed",
         "request",
         "speculation",
+        "speculation_before",
         "token_ids",
         "variant",
     )
@@ -55,7 +56,9 @@ class JournalEntry:
         self.token_ids = list(request.prior_output_token_ids)
         """All output so far."""
         self.speculation: SpecDecodingStats | None = None
-        """What engines have said of its drafts, of all attempts together. Those that were lost say nothing."""
+        """What the engine has said of its drafts, of the current attempt."""
+        self.speculation_before: SpecDecodingStats | None = None
+        """The same, of all attempts before; of one that was lost, what it had said until then."""
         self.num_prompt_logprobs = 0
         """Positions of the prompt whose log-probabilities are there, of all attempts together."""
         self.num_prompt_scored = 0
@@ -140,10 +143,17 @@ class JournalEntry:
         return True
 
     def take_speculation(self, output: EngineCoreOutput) -> None:
-        """Write down what the attempt's last output says of its drafts, and have it say that of all attempts."""
+        """Write down what an output says of the attempt's drafts, and have it say that of all attempts."""
         if output.spec_decoding_stats is not None:
-            self.speculation = _sum(self.speculation, output.spec_decoding_stats)
-        output.spec_decoding_stats = self.speculation
+            self.speculation = output.spec_decoding_stats
+        output.spec_decoding_stats = _sum(self.speculation_before, self.speculation)
+
+    def take_drafts(self, num_drafts: int, num_accepted: int) -> SpecDecodingStats:
+        """A step of the current attempt verified drafts. Returns what is known of all attempts."""
+        if self.speculation is None:
+            self.speculation = SpecDecodingStats()
+        self.speculation.count(num_drafts, num_accepted)
+        return _sum(self.speculation_before, self.speculation) or self.speculation
 
     def take_tokens(self, offset: int, token_ids: list[int]) -> list[int]:
         """Write down an output of the current attempt that is tokens and nothing else. Returns those that are new.
@@ -201,6 +211,7 @@ class JournalEntry:
     def leave(self) -> None:
         """It has no engine any more; the next one is another attempt."""
         self.engine = ""
+        self.speculation_before, self.speculation = _sum(self.speculation_before, self.speculation), None
         self.attempt += 1
         self.num_moves += 1
         self.num_prompt_scored = 0
@@ -208,9 +219,9 @@ class JournalEntry:
         self.began_at = None
 
 
-def _sum(first: SpecDecodingStats | None, second: SpecDecodingStats) -> SpecDecodingStats:
-    if first is None:
-        return second
+def _sum(first: SpecDecodingStats | None, second: SpecDecodingStats | None) -> SpecDecodingStats | None:
+    if first is None or second is None:
+        return first or second
     per_pos = zip_longest(first.num_accepted_tokens_per_pos, second.num_accepted_tokens_per_pos, fillvalue=0)
     return SpecDecodingStats(
         num_drafts=first.num_drafts + second.num_drafts,

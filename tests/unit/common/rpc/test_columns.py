@@ -52,6 +52,32 @@ def test_columns_are_cut_into_pieces_of_rows(rows: list[tuple[int, int, list[int
     assert [row for piece in pieces for row in piece.rows()] == rows
 
 
+@pytest.mark.parametrize("rows", [SINGLE, SEVERAL])
+def test_drafts_come_over_the_wire_beside_their_rows(rows: list[tuple[int, int, list[int]]]) -> None:
+    made = TokenColumns()
+    for number_of_drafts, row in zip([0, 5, 0, 3], rows, strict=False):
+        made.add(*row, number_of_drafts)
+    read = over_the_wire(made)
+    assert list(read.rows()) == rows
+    accepted = len(rows[1][2]) - 1
+    assert next(iter(read.drafted())) == (rows[1][0], 5, accepted)
+    assert [row[0] for row in read.drafted()] == [row[0] for row in rows[1::2]]
+    assert [row for piece in read.cut(1) for row in piece.drafted()] == list(read.drafted())
+
+
+def test_rows_without_drafts_have_no_column_of_them() -> None:
+    assert not columns(SEVERAL).drafts
+    assert list(columns(SEVERAL).drafted()) == []
+
+
+def test_a_token_that_is_none_leaves_drafts_alone() -> None:
+    made = columns(SINGLE)
+    with pytest.raises(OverflowError):
+        made.add(9, 0, [-1, 3], 4)
+    made.add(10, 1, [6, 7], 4)
+    assert list(over_the_wire(made).drafted()) == [(10, 4, 1)]
+
+
 @pytest.mark.parametrize(
     ("column", "change"),
     [
@@ -61,6 +87,7 @@ def test_columns_are_cut_into_pieces_of_rows(rows: list[tuple[int, int, list[int
         ("counts", bytes(4)),
         ("token_ids", bytes(8)),
         ("token_ids", b"1"),
+        ("drafts", bytes(4)),
     ],
 )
 @pytest.mark.parametrize("rows", [SINGLE, SEVERAL])

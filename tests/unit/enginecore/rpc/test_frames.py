@@ -148,8 +148,9 @@ def test_what_fits_stays_in_one_frame(count: int) -> None:
 def test_columns_that_are_larger_than_a_frame_go_in_order_over_several(count: int) -> None:
     columns = TokenColumns()
     for number in range(1, 10_001):
-        columns.add(number, number, [2**31] * (count if number % 2 else 1))
+        columns.add(number, number, [2**31] * (count if number % 2 else 1), 50 if number == 9000 else 0)
     made = frames(EngineCoreOutputs(tokens=columns, outputs=[EngineCoreOutput(request_id="r")]))
     assert len(made) > 1
     assert [row for frame in made if frame.tokens for row in frame.tokens.rows()] == list(columns.rows())
+    assert [row for frame in made if frame.tokens for row in frame.tokens.drafted()] == [(9000, 50, 0)]
     assert [bool(frame.outputs) for frame in made] == [False] * (len(made) - 1) + [True]

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from penstock_common.errors import Internal, InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
 from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason, PrefillStats, RequestError
+from penstock_common.types.outputs import (
+    Drafts,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    PrefillStats,
+    RequestError,
+)
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
@@ -103,6 +110,7 @@ class Simulated:
         engine: str,
         timestamp: float,
         tokens: Sequence[NewTokens] = (),
+        drafts: Sequence[Drafts] = (),
     ) -> list[str]:
         for request_id, token_ids in tokens:
             assert request_id not in self.ended

@@ -50,20 +50,23 @@ class ClientOutputs:
         logprobs: Logprobs | None = None,
         prompt_logprobs: Logprobs | None = None,
         num_nans: int = 0,
+        num_drafts: int = 0,
     ) -> None:
         """Tell the request's client about new tokens, already in the request. Hot: once per request and step.
 
-        Raises OverflowError for a token id that has no 32 bits.
+        ``num_drafts``: drafted tokens that the step verified for it. Raises OverflowError for a token id that has no 32 bits.
         """
         client = self._clients[request.client_id]
         plain = request.prefill_reported and not request.events and not num_nans
         plain = plain and logprobs is None and prompt_logprobs is None
         if not plain or not request.number or request.request_id in client.whole:
-            self._add_whole(request, new_token_ids, logprobs, prompt_logprobs, num_nans)
+            output = self._add_whole(request, new_token_ids, logprobs, prompt_logprobs, num_nans)
+            if num_drafts and request.spec_stats is not None:
+                output.spec_decoding_stats = request.spec_stats.copy()  # it grows while this is on its way
             return
         if client.tokens is None:
             client.tokens = TokenColumns()
-        client.tokens.add(request.number, _offset(request, new_token_ids), new_token_ids)
+        client.tokens.add(request.number, _offset(request, new_token_ids), new_token_ids, num_drafts)
 
     def add_end(
         self,

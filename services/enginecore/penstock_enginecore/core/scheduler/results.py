@@ -85,7 +85,7 @@ class StepResults:
         if self._drafting is not None:
             self._drafting.verified(request, len(drafts), num_accepted)
         before = request.num_processed_tokens
-        ended = self._advance(request, token_ids, results)
+        ended = self._advance(request, token_ids, results, len(drafts))
         # Only now: blocks that become findable hold tokens that are final.
         after = min(before + num_tokens - len(drafts) + num_accepted, request.num_tokens)
         request.num_processed_tokens = after
@@ -96,8 +96,8 @@ class StepResults:
             self._kv_cache.free_out_of_window(request, after)
         return ended
 
-    def _advance(self, request: Request, token_ids: list[int], results: ModelRunnerOutput) -> bool:
-        """Returns whether the request has ended."""
+    def _advance(self, request: Request, token_ids: list[int], results: ModelRunnerOutput, num_drafts: int = 0) -> bool:
+        """``num_drafts``: drafted tokens that were verified. Returns whether the request has ended."""
         key = request.key
         if results.pooled and (vectors := results.pooled.get(key)) is not None:
             request.status = RequestStatus.FINISHED_STOPPED
@@ -123,9 +123,20 @@ class StepResults:
             self._outputs.add_end(request, token_ids, error=error, logprobs=logprobs)
             return True
         num_nans = results.num_nans_in_logits.get(key, 0) if results.num_nans_in_logits else 0
-        add = self._outputs.add_end if ended or request.finished else self._outputs.add_tokens
-        add(request, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, num_nans=num_nans)
-        return request.finished
+        if ended or request.finished:
+            self._outputs.add_end(
+                request, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, num_nans=num_nans
+            )
+            return request.finished
+        self._outputs.add_tokens(
+            request,
+            token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            num_nans=num_nans,
+            num_drafts=num_drafts,
+        )
+        return False
 
     def _follow_grammar(self, request: Request, token_ids: list[int]) -> RequestError | None:
         """As ``_follow_grammar``; what goes wrong in it ends the request alone."""

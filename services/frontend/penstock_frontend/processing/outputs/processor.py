@@ -7,6 +7,7 @@ from penstock_common.errors import RequestFailed
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
 from penstock_common.types.outputs import (
+    Drafts,
     EngineCoreEvent,
     EngineCoreOutput,
     EventType,
@@ -173,12 +174,16 @@ class OutputProcessor(RequestStates[RequestState]):
         engine: str = "",
         timestamp: float = 0.0,
         tokens: Sequence[NewTokens] = (),
+        drafts: Sequence[Drafts] = (),
     ) -> list[str]:
         """Take one step's outputs; returns the ids of requests that the engine need not go on with.
 
         ``engine``: the engine's id; ``timestamp``: when the step ended, on the engine's clock; ``tokens``: outputs that are new
-        tokens and nothing else, which come before the others.
+        tokens and nothing else, which come before the others; ``drafts``: what is known of the drafts of some of these.
         """
+        for request_id, speculation in drafts:
+            if (drafted := self._states.get(request_id)) is not None:
+                drafted.speculation = speculation
         to_abort: list[str] = []
         metrics, step = self._metrics.engine(engine), EngineSteps(timestamp)
         for request_id, token_ids in tokens:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from penstock_common.errors import Internal, RequestFailed
 from penstock_common.observability.incidents import incident
-from penstock_common.types.outputs import EngineCoreOutput, FinishReason
+from penstock_common.types.outputs import Drafts, EngineCoreOutput, FinishReason
 from penstock_common.types.pooling import Vectors
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.token_columns import NewTokens
@@ -61,9 +61,10 @@ class PooledOutputs(RequestStates[PooledState]):
         engine: str = "",
         timestamp: float = 0.0,
         tokens: Sequence[NewTokens] = (),
+        drafts: Sequence[Drafts] = (),
     ) -> list[str]:
         """Take one step's outputs; those of other requests are not looked at. Returns what the engine need not go on with."""
-        del timestamp, tokens
+        del timestamp, tokens, drafts
         to_abort: list[str] = []
         for output in outputs:
             state = self._states.get(output.request_id)
@@ -100,9 +101,12 @@ class SplitOutputs:
         engine: str = "",
         timestamp: float = 0.0,
         tokens: Sequence[NewTokens] = (),
+        drafts: Sequence[Drafts] = (),
     ) -> list[str]:
         """Have each handler take its part of a step's outputs; returns the ids that the engine need not go on with."""
-        return [id_ for handler in self._handlers for id_ in handler.process(outputs, engine, timestamp, tokens)]
+        return [
+            id_ for handler in self._handlers for id_ in handler.process(outputs, engine, timestamp, tokens, drafts)
+        ]
 
     def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
         """End these requests, whichever handler knows them."""

@@ -4,7 +4,7 @@ import pytest
 
 from penstock_common.lora.held import LoraHeld
 from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.outputs import EngineCoreOutputs, EventType, LoraStats, SchedulerStats
+from penstock_common.types.outputs import EngineCoreOutputs, EventType, LoraStats, SchedulerStats, SpecDecodingStats
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.request import Request, RequestStatus
@@ -84,6 +84,31 @@ def test_the_first_and_the_last_output_of_a_request_are_outputs() -> None:
     last = taken(clients)
     assert [len(frame.outputs) for frame in (first, second, last)] == [1, 0, 1]
     assert last.finished_requests == ["a"]
+
+
+def test_a_row_says_how_many_drafts_were_verified_for_it() -> None:
+    clients, drafted, other = ClientOutputs(), running("a", 3), running("b", 4)
+    say(clients, other, 20)
+    say(clients, drafted, 10, 11, num_drafts=5)
+    outputs = taken(clients)
+    assert outputs.outputs == []
+    assert outputs.tokens is not None
+    assert list(outputs.tokens.drafted()) == [(3, 5, 1)]
+
+
+def test_an_output_of_a_step_that_verified_drafts_says_what_came_of_them_until_then() -> None:
+    clients, request = ClientOutputs(), running("a", 3)
+    request.spec_stats = SpecDecodingStats()
+    request.spec_stats.count(5, 1)
+    say(clients, request, 10, 11, logprobs=Logprobs(), num_drafts=5)
+    say(clients, request, 12, logprobs=Logprobs())
+    request.spec_stats.count(2, 0)
+    with_drafts, without = taken(clients).outputs
+    expected = SpecDecodingStats(
+        num_drafts=1, num_draft_tokens=5, num_accepted_tokens=1, num_accepted_tokens_per_pos=[1, 0, 0, 0, 0]
+    )
+    assert with_drafts.spec_decoding_stats == expected
+    assert without.spec_decoding_stats is None
 
 
 def test_no_row_stands_before_an_earlier_output_of_its_request() -> None:

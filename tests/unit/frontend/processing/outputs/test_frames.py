@@ -89,7 +89,7 @@ def serve(ids: list[int], frames: list[Frame], params: SamplingParams, reason: F
             columns.add(entry.number, start, new)
         accepted = journal.accept(entry.engine, outputs, columns)
         assert accepted.fault is None
-        processor.process(accepted.outputs, entry.engine, 1.0, accepted.tokens)
+        processor.process(accepted.outputs, entry.engine, 1.0, accepted.tokens, accepted.drafts)
         while state.collector.ready:
             messages.append(_taken(state.collector))
         if frame.moves and not last and state.finish is None:
@@ -241,6 +241,82 @@ async def test_drafts_behind_a_stop_string_are_no_accepted_tokens() -> None:
     assert output.finish is not None
     usage = output.finish.usage
     assert (usage.completion_tokens, usage.accepted_draft_tokens, usage.rejected_draft_tokens) == (2, 2, 1)
+
+
+def _drafts(num_drafts: int, num_accepted: int) -> SpecDecodingStats:
+    stats = SpecDecodingStats()
+    stats.count(num_drafts, num_accepted)
+    return stats
+
+
+class Drafted:
+    """A sequence whose frames are all told by ``say``, each of one step with drafts."""
+
+    def __init__(self, **params: Any) -> None:
+        self.processor, self.journal = OutputProcessor(TOKENIZER, FrontendMetrics("demo")), _journal()
+        request = EngineCoreRequest(
+            request_id="r", prompt_token_ids=PROMPT, sampling_params=SamplingParams(max_tokens=50, **params)
+        )
+        [self.state], [self.entry] = self.processor.add(request), self.journal.begin([request])
+        self.journal.assign(self.entry, "first")
+
+    def say(self, text: str, num_drafts: int, so_far: SpecDecodingStats | None = None) -> list[str]:
+        """In columns, or as an output that says ``so_far`` of its attempt's drafts. Returns what is to be aborted."""
+        tokens, outputs, start = TokenColumns(), [], len(self.entry.token_ids)
+        if so_far is None:
+            tokens.add(self.entry.number, start, ids_of(text), num_drafts)
+        else:
+            outputs = [_output(ids_of(text), offset=start, attempt=self.entry.attempt, spec_decoding_stats=so_far)]
+        accepted = self.journal.accept(self.entry.engine, outputs, tokens)
+        return self.processor.process(accepted.outputs, "first", 1.0, accepted.tokens, accepted.drafts)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Accepted and rejected drafts of the sequence, which has ended."""
+        assert self.state.finish is not None
+        usage = self.state.finish.usage
+        return usage.accepted_draft_tokens, usage.rejected_draft_tokens
+
+
+def test_a_sequence_that_ends_at_a_stop_string_has_the_counts_of_its_drafts() -> None:
+    drafted = Drafted(stop=("e",))
+    assert drafted.say("ab", 5) == []
+    assert drafted.say("c", 3) == []
+    assert drafted.say("de", 4) == ["r"]
+    assert drafted.counts == (2, 10)
+
+
+def test_a_sequence_that_a_client_ends_has_the_counts_of_its_drafts_so_far() -> None:
+    drafted = Drafted()
+    drafted.say("ab", 5)
+    assert drafted.processor.abort(drafted.state)
+    assert drafted.counts == (1, 4)
+
+
+def test_a_sequence_without_drafts_has_no_counts_at_its_stop_string() -> None:
+    drafted = Drafted(stop=("b",))
+    assert drafted.say("ab", 0) == ["r"]
+    assert drafted.counts == (0, 0)
+
+
+def test_outputs_say_what_came_of_drafts_until_then() -> None:
+    drafted = Drafted(stop=("e",))
+    drafted.say("ab", 5, _drafts(5, 1))
+    so_far = _drafts(5, 1)
+    so_far.count(4, 1)
+    drafted.say("ce", 4, so_far)
+    assert drafted.counts == (2, 7)
+
+
+def test_drafts_of_an_engine_that_was_lost_count_as_far_as_it_told_of_them() -> None:
+    drafted = Drafted(stop=("e",))
+    drafted.say("ab", 5)
+    assert drafted.journal.lose("first") == [drafted.entry]
+    drafted.journal.leave(drafted.entry)
+    drafted.journal.assign(drafted.entry, "second")
+    drafted.say("c", 2)
+    drafted.say("de", 1, _drafts(2, 0))
+    assert drafted.counts == (1, 6)
 
 
 def _journal() -> Journal:
