@@ -35,8 +35,18 @@ def _rate(counter: str, labels: str = _RELEASE, by: str = "") -> str:
     return f"sum {f'by ({by}) ' if by else ''}(rate({counter}{{{labels}}}{_OVER}))"
 
 
+def _share(part: str, whole: str, labels: str, by: str) -> str:
+    return f"{_rate(part, labels, by)} / {_rate(whole, labels, by)}"
+
+
 def _of_pools(gauge: str, how: str = "avg") -> str:
     return f"{how} by (pool) ({gauge}{{{_ENGINES}}})"
+
+
+def _engines_with(names: str) -> str:
+    """Engines whose list ``names`` of adapters is not empty; 0 where engines serve adapters and none has one there."""
+    info = "vllm:lora_requests_info"
+    return f'count by (pool) ({info}{{{_ENGINES},{names}!=""}}) or 0 * count by (pool) ({info}{{{_ENGINES}}})'
 
 
 TRAFFIC = Row(
@@ -168,8 +178,9 @@ ENGINES = Row(
             "short",
             "Tokens computed by a step, on average.",
             {
-                "{{pool}}": f"{_rate('vllm:iteration_tokens_total_sum', _ENGINES, by='pool')}"
-                f" / {_rate('vllm:iteration_tokens_total_count', _ENGINES, by='pool')}"
+                "{{pool}}": _share(
+                    "vllm:iteration_tokens_total_sum", "vllm:iteration_tokens_total_count", _ENGINES, "pool"
+                )
             },
         ),
         Panel(
@@ -186,6 +197,70 @@ ENGINES = Row(
             "short",
             "Requests per second that lost their KV blocks to another: work that is done again.",
             {"{{pool}}": _rate("vllm:num_preemptions_total", _ENGINES, by="pool")},
+        ),
+    ),
+)
+
+ADAPTERS = Row(
+    "LoRA adapters",
+    (
+        Panel(
+            "Requests with adapters",
+            "reqps",
+            "Requests that engines took with a LoRA adapter.",
+            {"{{pool}}": _rate("penstock:lora_requests_total", _ENGINES, by="pool")},
+            stacked=True,
+        ),
+        Panel(
+            "Found in memory",
+            "percentunit",
+            "Of these, requests whose adapter the engine had: the others waited for it to be read. Low, with evictions:"
+            " lora.cpu_memory is too small for the adapters in use.",
+            {
+                "{{pool}}": _share(
+                    "penstock:lora_requests_found_total", "penstock:lora_requests_total", _ENGINES, "pool"
+                )
+            },
+        ),
+        Panel(
+            "Time of a load",
+            "s",
+            "Seconds that an engine took to read an adapter, on average.",
+            {"{{pool}}": _share("penstock:lora_load_seconds_total", "penstock:lora_loads_total", _ENGINES, "pool")},
+        ),
+        Panel(
+            "Loads and evictions",
+            "short",
+            "Adapters per second that engines read, and that made room for others.",
+            {
+                "loaded in {{pool}}": _rate("penstock:lora_loads_total", _ENGINES, by="pool"),
+                "evicted in {{pool}}": _rate("penstock:lora_evictions_total", _ENGINES, by="pool"),
+            },
+        ),
+        Panel(
+            "Memory of adapters",
+            "bytes",
+            "Host memory that adapters take. Full is lora.cpu_memory of each worker.",
+            {
+                "{{pool}}": _of_pools("penstock:lora_cached_bytes"),
+                "fullest of {{pool}}": _of_pools("penstock:lora_cached_bytes", "max"),
+            },
+        ),
+        Panel(
+            "Engines with adapters",
+            "short",
+            "Engines where adapters run, and where some wait for others to end: lora.max_loras of the step are taken.",
+            {
+                "run in {{pool}}": _engines_with("running_lora_adapters"),
+                "wait in {{pool}}": _engines_with("waiting_lora_adapters"),
+            },
+        ),
+        Panel(
+            "Names",
+            "short",
+            "Adapters that requests can name, by where the names come from.",
+            {"{{source}}": f"max by (source) (penstock:lora_names{{{_RELEASE}}})"},
+            stacked=True,
         ),
     ),
 )
@@ -277,4 +352,4 @@ PROCESSES = Row(
     ),
 )
 
-ROWS = (TRAFFIC, LATENCY, ERRORS, ENGINES, COORDINATOR, AUTOSCALING, PROCESSES)
+ROWS = (TRAFFIC, LATENCY, ERRORS, ENGINES, ADAPTERS, COORDINATOR, AUTOSCALING, PROCESSES)

@@ -15,7 +15,7 @@ from penstock_coordinator.kubernetes.failures import Failures
 from penstock_coordinator.kubernetes.rights import Right
 from tests.fakes.frontends.frontend_server import collect, failure
 from tests.fakes.network.certificates import Authority
-from tests.fakes.systems.small_system import System, started
+from tests.fakes.systems.small_system import ADAPTERS, System, started
 
 queries = pytest.importorskip(
     "tests.monitoring.queries", reason="promql-parser is not installed: make setup installs it", exc_type=ImportError
@@ -49,8 +49,9 @@ def problems(named: dict[str, str], there: dict[str, set[str]]) -> list[str]:
 
 
 async def used(system: System) -> None:
-    """Everything that is counted only once it happens: a request that ends, one that fails, one that is not accepted."""
+    """Everything that is counted only once it happens: requests that end, one that fails, one that is not accepted."""
     await collect(system.generate())
+    await collect(system.generate(lora=next(iter(ADAPTERS))))
     await failure(system.generate(model="other"))
     system.frontend.frontend._llm.end_all()
     await failure(system.generate())
@@ -70,7 +71,7 @@ def in_kubernetes(folder: Path) -> CollectorRegistry:
 @pytest.mark.parametrize("source", ["rules", "dashboard", "pages"])
 async def test_what_queries_name_is_served(model: Path, source: str, tmp_path: Path) -> None:
     named = {"rules": queries.of_rules, "dashboard": queries.of_dashboard, "pages": queries.of_pages}[source]()
-    async with started(model) as system:
+    async with started(model, adapters=True) as system:
         await used(system)
         registries = [registry for _, registry in system._registries]
         there = served([*registries, in_kubernetes(tmp_path / "tls")])

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from tests.fakes.engines.faulty_engine import Faults
+from tests.fakes.engines.faulty_engine import ADAPTER, Faults
 from tests.fakes.network.certificates import Authority, Files
 from tests.fakes.network.kubernetes_api import Server
 from tests.fakes.patience import PATIENCE
@@ -21,6 +21,8 @@ from tests.monitoring.prometheus import Prometheus, hurried
 ENGINES = 2
 DRAFTS = 1
 """The number of the engine that speculates."""
+LORA = "pirate"
+"""The adapter that requests can name."""
 SLOTS = 4
 """Requests that an engine runs at once."""
 WAIT = 3
@@ -47,6 +49,7 @@ class Engine(Service):
             metrics__host="127.0.0.1",
             scheduler__max_num_seqs=SLOTS,
             wedged_after=2,
+            lora__max_loras=1,
             speculative__method="ngram" if number == DRAFTS else "",
         )
         self.add_flag("coordinator.advertise", self.address)
@@ -91,6 +94,7 @@ class System:
             http__engine_metrics="false",
             engine_wait_timeout=WAIT,
             limits__max_requests=LIMIT,
+            lora__adapters=json.dumps({LORA: ADAPTER}),
         )
         rules = hurried(queries.rules(**THRESHOLDS))
         self.prometheus = Prometheus(dict(self._targets()), rules)
@@ -144,9 +148,9 @@ class System:
             while not await self.prometheus.query(whole):
                 await asyncio.sleep(0.2)
 
-    async def ask(self, max_tokens: int = 8, prompt: str = "hello") -> int:
-        """One request; the HTTP status of its answer."""
-        body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+    async def ask(self, max_tokens: int = 8, prompt: str = "hello", model: str = "demo") -> int:
+        """One request; the HTTP status of its answer. ``model``: or an adapter of it."""
+        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
         answer = await self._client.post("/v1/completions", content=json.dumps(body))
         return answer.status_code
 

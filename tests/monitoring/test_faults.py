@@ -10,7 +10,7 @@ from tests.fakes.models.small_tokenizers import save_model
 from tests.monitoring import queries
 from tests.monitoring.faults import CASES
 from tests.monitoring.prometheus import program
-from tests.monitoring.system import System
+from tests.monitoring.system import LORA, System
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PLAIN_SECONDS = 20
@@ -29,7 +29,7 @@ async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Syst
 
 async def test_nothing_fires_under_plain_load_and_every_query_has_series(system: System) -> None:
     fired: set[str] = set()
-    async with system.asked(clients=4):
+    async with system.asked(clients=4), system.asked(clients=1, model=LORA):
         for _ in range(PLAIN_SECONDS):
             fired |= await system.prometheus.firing()
             await asyncio.sleep(1)

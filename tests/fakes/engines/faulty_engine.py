@@ -18,6 +18,7 @@ from penstock_common.config_file import ConfigFile
 from penstock_common.observability import metrics
 from penstock_enginecore.app import run
 from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.lora.request import LoadedLora
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from tests.fakes.engines.fake_executor import FakeExecutor
 from tests.fakes.models.small_tokenizers import byte_level
@@ -25,6 +26,9 @@ from tests.fakes.models.small_tokenizers import byte_level
 MAX_LEN = 1024
 KV_CACHE_MEMORY = 2**15
 """Bytes: 64 blocks of 16 tokens, fewer than four of the longest sequences need."""
+
+ADAPTER = "/adapters/pirate"
+"""Where a LoRA adapter is."""
 
 
 class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,6 +54,7 @@ class FaultyExecutor(FakeExecutor):
             check_kv=False,
         )
         self._file = file
+        self.adapters[ADAPTER] = LoadedLora(bytes(range(16)), 8, ("q_proj",), 2**20)
 
     @property
     def faults(self) -> Faults:

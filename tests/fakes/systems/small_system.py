@@ -11,9 +11,11 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from penstock.inference.v1 import messages_pb2 as pb
-from penstock_enginecore.config import CoordinatorClientConfig, SpeculativeConfig
+from penstock_enginecore.config import CoordinatorClientConfig, LoraConfig, SpeculativeConfig
+from penstock_enginecore.core.lora.request import LoadedLora
 from penstock_enginecore.metrics import EngineCollector
 from penstock_frontend.config import CoordinatorClientConfig as FrontendCoordinatorConfig
+from penstock_frontend.config import LoraConfig as FrontendLoraConfig
 from penstock_frontend.config import ModelConfig
 from tests.fakes.engines.engine_harness import make_config
 from tests.fakes.engines.engine_server import EngineServer
@@ -25,6 +27,8 @@ from tests.fakes.systems.cluster_members import address_of, running
 VOCAB = byte_level().get_vocab_size()
 OF_THE_PROCESS = ("process_", "python_", "penstock:threads", "penstock:asyncio_tasks")
 """All services of a test share a process, with the test."""
+ADAPTERS = {"pirate": "/adapters/pirate"}
+"""The LoRA adapters that there may be."""
 PROMPT = pb.TokenIds(ids=range(5))
 POISON = 7
 """No step with a prompt of so many tokens succeeds."""
@@ -47,14 +51,15 @@ def gauges(registries: Iterable[tuple[str, CollectorRegistry]]) -> Gauges:
 
 
 class Engine(EngineServer):
-    """Computes only while ``open`` is set. A step with a prompt of ``POISON`` tokens fails."""
+    """Computes only while ``open`` is set. A step with a prompt of ``POISON`` tokens fails. ``adapters``: it applies ADAPTERS."""
 
-    def __init__(self, engine_id: str, coordinator: str) -> None:
+    def __init__(self, engine_id: str, coordinator: str, *, adapters: bool = False) -> None:
         self.open = threading.Event()
         self.open.set()
         executor = FakeExecutor(
             vocab_size=VOCAB, fails=lambda step: any(new.num_prompt_tokens == POISON for new in step.new_requests)
         )
+        executor.adapters = {path: LoadedLora(path.encode()[-16:], 8, ("q_proj",), 1024) for path in ADAPTERS.values()}
         executor.on_execute = self.open.wait  # type: ignore[assignment]  # whatever it returns
         config = msgspec.structs.replace(
             make_config(
@@ -62,6 +67,7 @@ class Engine(EngineServer):
                 max_num_seqs=MAX_RUNNING,
                 max_waiting_requests=MAX_WAITING,
                 speculative=SpeculativeConfig(method="ngram"),
+                lora=LoraConfig(max_loras=len(ADAPTERS) if adapters else 0),
             ),
             engine_id=engine_id,
             coordinator=CoordinatorClientConfig(address=coordinator, stats_interval=0.02, reconnect_max=0.05),
@@ -146,9 +152,10 @@ class System:
 
 
 @contextlib.asynccontextmanager
-async def started(model: Path) -> AsyncIterator[System]:
+async def started(model: Path, *, adapters: bool = False) -> AsyncIterator[System]:
+    """``adapters``: requests may name those of ADAPTERS."""
     async with running() as coordinator, contextlib.AsyncExitStack() as stack:
-        engines = [Engine(f"engine-{number}", address_of(coordinator)) for number in range(2)]
+        engines = [Engine(f"engine-{number}", address_of(coordinator), adapters=adapters) for number in range(2)]
         for engine in engines:
             await asyncio.to_thread(lambda engine=engine: engine.start().load())  # type: ignore[misc]
             stack.push_async_callback(asyncio.to_thread, engine.stop)
@@ -158,6 +165,7 @@ async def started(model: Path) -> AsyncIterator[System]:
                 model,
                 model=ModelConfig(path=str(model), served_model_name="fake"),
                 coordinator=FrontendCoordinatorConfig(address=address_of(coordinator), reconnect_max=0.05),
+                lora=FrontendLoraConfig(adapters=ADAPTERS if adapters else {}),
             )
         )
         await eventually(lambda: frontend.frontend._engines.view.num_engines == len(engines))
