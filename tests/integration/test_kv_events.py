@@ -1,5 +1,6 @@
 """SubscribeKvEvents: engines' cache changes on their way to gateways."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,18 @@ from smg_grpc_proto.generated import common_pb2
 
 from penstock.common.v1 import events_pb2
 from penstock.enginecore.v1 import messages_pb2 as engine_pb
+from penstock.inference.v1 import messages_pb2 as inference_pb
 from penstock_common.errors import OutOfRange, Unavailable, Unimplemented
+from penstock_enginecore.config import LoraConfig as EngineLoraConfig
+from penstock_enginecore.core.lora.request import LoadedLora
+from penstock_frontend.config import LoraConfig, ModelConfig
 from penstock_frontend.engine.kv_events import FIRST_SEQUENCE
+from tests.fakes.clients.session_client import connected
 from tests.fakes.clients.vllm_client import VllmClient
+from tests.fakes.engines.engine_harness import make_config
+from tests.fakes.engines.engine_server import EngineServer
 from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.engines.fake_executor import FakeExecutor
 from tests.fakes.frontends.frontend_server import FrontendServer, eventually, failure
 from tests.fakes.models.small_tokenizers import byte_level
 from tests.fakes.patience import PATIENCE
@@ -108,6 +117,50 @@ async def test_a_late_subscriber_begins_with_what_is_cached_now(watched: Fronten
     assert not change.events[0].stored.HasField("lora_name")
     assert [list(block.token_ids) for block in run.blocks] == [[1, 1], [2, 2]]
     assert (state.sequence_number, change.sequence_number) == (FIRST_SEQUENCE + 2, FIRST_SEQUENCE + 3)
+
+
+@pytest.fixture
+async def adapting() -> AsyncIterator[EngineServer]:
+    """An engine that is real but for its executor, has an adapter at /a, and tells what it caches, in blocks of four tokens."""
+    executor = FakeExecutor(vocab_size=VOCAB)
+    executor.adapters["/a"] = LoadedLora(bytes(range(1, 17)), 8, ("q_proj",), 2**20)
+    server = EngineServer(make_config(enable_kv_events=True, lora=EngineLoraConfig(max_loras=2)), executor)
+    await asyncio.to_thread(lambda: server.start().load())
+    yield server
+    await asyncio.to_thread(server.stop)
+
+
+async def test_blocks_of_an_adapter_have_its_name_from_the_engine_to_the_gateway(
+    adapting: EngineServer, model: Path
+) -> None:
+    prompt = list(range(10))
+    options = {
+        "model": ModelConfig(path=str(model), served_model_name="fake"),
+        "lora": LoraConfig(adapters={"pirate": "/a", "corsair": "/a"}),
+    }
+    async with (
+        connected(adapting.address) as session,
+        FrontendServer(model, engines=[adapting.address], **options) as frontend,
+    ):
+        await frontend.until_engines(1)
+        call = await subscribe(frontend)
+        # The last of them finds the blocks of the first: the adapter is the same.
+        for adapter in ({"lora": "pirate"}, {}, {"lora": "corsair"}):
+            await frontend.outputs(token_ids=inference_pb.TokenIds(ids=prompt), max_tokens=1, **adapter)
+        assert await session.utility("reset_prefix_cache") is True
+        await session.until(lambda: any(event.HasField("all_blocks_cleared") for event in session.kv_events))
+        *told, _ = session.kv_events
+        events: list[Any] = []
+        while not events or events[-1].WhichOneof("data") != "cleared":
+            events += (await anext(aiter(call))).events
+    engines = [event.block_stored for event in told]
+    assert [(list(run.token_ids), run.lora_name) for run in engines] == [(prompt[:8], "pirate"), (prompt[:8], "")]
+    assert len({block_hash for run in engines for block_hash in run.block_hashes}) == 4
+    *gateways, _ = [event.stored for event in events]
+    read = [([token for block in run.blocks for token in block.token_ids], run.lora_name) for run in gateways]
+    assert read == [(prompt[:8], "pirate"), (prompt[:8], "")]
+    assert [run.HasField("lora_name") for run in gateways] == [True, False]
+    assert len({block.block_hash for run in gateways for block in run.blocks}) == 4
 
 
 async def test_every_engine_is_a_rank_with_numbers_of_its_own(model: Path) -> None:
