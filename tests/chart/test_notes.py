@@ -134,6 +134,62 @@ def test_risky_values_are_pointed_out(tmp_path: Path, name: str, settings: tuple
     assert warning in notes(tmp_path, name, *settings)
 
 
+LORA = ("enginecore.lora.enabled=true", "enginecore.lora.adapters.pirate=/adapters/pirate")
+LIMIT = "enginecore.resources.limits.memory"
+ADAPTERS = "a container that fills up with adapters"
+
+
+@pytest.mark.parametrize(
+    ("size", "limit"),
+    [
+        ("40GiB", "32Gi"),
+        ("32GiB", "32Gi"),
+        ("4g", "4G"),
+        ("4.5GB", "4.4e9"),
+        ("1TB", "500Gi"),
+        ("34359738368", "32Gi"),
+        ("2GiB", "2147483648"),
+        ("1.5GiB", "1.5Gi"),
+        ("2GiB", "2000000000000m"),
+    ],
+)
+def test_adapters_that_take_all_memory_are_pointed_out(tmp_path: Path, size: str, limit: str):
+    text = notes(tmp_path, HUB, *LORA, f"enginecore.lora.cpuMemory={size}", f"{LIMIT}={limit}")
+    assert "WARNING: enginecore.lora.cpuMemory is " in text
+    assert ADAPTERS in text
+
+
+@pytest.mark.parametrize(
+    ("size", "limit"),
+    [("31GiB", "32Gi"), ("4GB", "4.1e9"), ("4GB", "4Gi"), ("1GiB", "1Ti"), ("1000000000", "32Gi"), ("40GiB", "null")],
+)
+def test_adapters_that_leave_memory_are_not(tmp_path: Path, size: str, limit: str):
+    text = notes(tmp_path, HUB, *LORA, f"enginecore.lora.cpuMemory={size}", f"{LIMIT}={limit}")
+    assert ADAPTERS not in text
+
+
+def test_adapters_of_each_worker_of_a_container_count(tmp_path: Path):
+    two = ("enginecore.tensorParallelSize=2", "enginecore.gpu.count=2")
+    text = notes(tmp_path, HUB, *LORA, *two, "enginecore.lora.cpuMemory=16GiB")
+    assert (
+        "WARNING: enginecore.lora.cpuMemory is 16GiB of each of 2 workers, and enginecore.resources.limits.memory is 32Gi:"
+        in text
+    )
+
+
+def test_adapters_of_a_pool_are_held_against_its_own_memory(tmp_path: Path):
+    pools = ("enginecore.pools.a.resources.limits.memory=4Gi", "enginecore.pools.b.lora.cpuMemory=3GiB")
+    text = notes(tmp_path, HUB, *LORA, *pools, "enginecore.lora.cpuMemory=5GiB")
+    assert (
+        "WARNING: enginecore.pools.a.lora.cpuMemory is 5GiB, and enginecore.pools.a.resources.limits.memory is" in text
+    )
+    assert text.count(ADAPTERS) == 1
+
+
+def test_memory_for_adapters_that_nobody_serves_is_none(tmp_path: Path):
+    assert ADAPTERS not in notes(tmp_path, HUB, "enginecore.lora.cpuMemory=40GiB")
+
+
 EDGE_TLS, EDGE_KEYS = "frontend.edge.tlsSecretName=edge-cert", "frontend.edge.apiKeysSecretName=keys"
 
 

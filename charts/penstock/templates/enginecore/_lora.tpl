@@ -72,6 +72,48 @@ cpu_memory: {{ .cpuMemory | quote }}
 {{- end -}}
 {{- end -}}
 
+{{/* Bytes of a size as engines read it (4GiB, 4G the same, 4GB) or, with quantity, of one of Kubernetes (4Gi, 4G, 4e9); empty where it is
+     none. Takes text and quantity. */}}
+{{- define "penstock.bytes" -}}
+{{- $units := dict "" 1.0 (ternary "m" "B" .quantity) (ternary 0.001 1.0 .quantity) -}}
+{{- $binary := 1.0 -}}
+{{- $decimal := 1.0 -}}
+{{- range list "K" "M" "G" "T" "P" "E" -}}
+{{- $binary = mulf $binary 1024 -}}
+{{- $decimal = mulf $decimal 1000 -}}
+{{- if $.quantity -}}
+{{- $_ := set $units (ternary "k" . (eq . "K")) $decimal -}}
+{{- $_ := set $units (printf "%si" .) $binary -}}
+{{- else -}}
+{{- $_ := set $units . $binary -}}
+{{- $_ := set $units (printf "%sIB" .) $binary -}}
+{{- $_ := set $units (printf "%sB" .) $decimal -}}
+{{- end -}}
+{{- end -}}
+{{- $text := toString .text | trim -}}
+{{- $number := regexFind "^[0-9]*[.]?[0-9]+([eE][+-]?[0-9]+)?" $text -}}
+{{- $unit := trimPrefix $number $text | trim -}}
+{{- if not .quantity }}{{ $unit = upper $unit }}{{ end -}}
+{{- if and $number (hasKey $units $unit) -}}
+{{- mulf (float64 $number) (get $units $unit) | int64 -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What is wrong with the memory of a pool's engines, whose adapters alone take all that a container may have; empty: nothing. Takes
+     $self. */}}
+{{- define "penstock.lora.tooLarge" -}}
+{{- $limit := dig "limits" "memory" "" (default dict .values.resources) -}}
+{{- $most := include "penstock.bytes" (dict "text" $limit "quantity" true) -}}
+{{- $workers := include "penstock.enginecore.workers" . | int -}}
+{{- $each := include "penstock.bytes" (dict "text" .values.lora.cpuMemory "quantity" false) -}}
+{{- if and .values.lora.enabled $most (ge (mul (int64 $each) $workers) (int64 $most)) -}}
+{{- $key := include "penstock.key" . -}}
+{{- printf "%s.lora.cpuMemory is %v" $key .values.lora.cpuMemory -}}
+{{- if gt $workers 1 }}{{ printf " of each of %d workers" $workers }}{{ end -}}
+{{- printf ", and %s.resources.limits.memory is %v" $key $limit -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "penstock.lora.volumeMounts" -}}
 {{- if include "penstock.lora.mounted" . -}}
 - name: adapters
