@@ -83,11 +83,22 @@ def test_prompts_are_continued_with_an_adapter_too(llm: LLM) -> None:
 def test_what_is_no_adapter_is_refused_by_name(llm: LLM) -> None:
     with pytest.raises(NotFound, match="'pirat'.*'pirate'"):
         llm.generate("x", lora="pirat")
+    no_name: Any = 5
+    with pytest.raises(InvalidArgument, match="lora is 5; it must be an adapter's name"):
+        llm.chat(conversation("x"), lora=no_name)
 
 
 @pytest.mark.parametrize(
     ("lora", "options", "reason"),
-    [({"": DEMO}, {}, "name"), ({"x": DEMO.with_name("penstock-tiny-pirate")}, {"max_loras": 0}, "max_loras")],
+    [
+        ({"": DEMO}, {}, "lora: the name '' is empty"),
+        ({"x": ADAPTERS["pirate"]}, {"max_loras": 0}, "max_loras"),
+        ({"x": "/none"}, {}, "lora: 'x': there is no directory /none"),
+        ({"x": DEMO}, {}, "it holds a model, which is served by itself"),
+        ({DEMO.name: ADAPTERS["pirate"]}, {}, "lora: 'penstock-tiny' is the model's own name"),
+        ("pirate", {}, "lora is 'pirate'; it must be directories by name"),
+        ({"x": 5}, {}, "lora has 'x': 5; it must be a name and a directory"),
+    ],
 )
 def test_an_option_that_cannot_be_is_refused_at_the_start(lora: Any, options: Any, reason: str) -> None:
     with pytest.raises((ConfigError, InvalidArgument), match=reason), LLM(str(DEMO), lora=lora, **OPTIONS, **options):

@@ -266,9 +266,12 @@ async def test_content_stays_while_another_name_means_it(rig: Rig) -> None:
 
 
 async def test_a_load_fails_as_a_whole(rig: Rig) -> None:
-    rig.engines[1].failing = finish_pb2.RequestError(code="INVALID_ARGUMENT", message="no adapter", reason="LORA_X")
+    rig.engines[1].failing = finish_pb2.RequestError(
+        code="INVALID_ARGUMENT", message="no adapter", field="lora", reason="LORA_X"
+    )
     error = await failure(rig.load())
     assert (type(error), error.message, error.reason) == (InvalidArgument, "engine b: no adapter", "LORA_X")
+    assert error.field == "", "the engine's is a field of requests"
     assert rig.held == [set(), set()]
     assert await rig.names() == ["pirate", "poet"]
 

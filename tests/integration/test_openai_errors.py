@@ -163,6 +163,8 @@ async def test_another_model_is_not_found(api: OpenAIServer) -> None:
 async def test_another_path_and_another_method_are_refused(api: OpenAIServer) -> None:
     status, error = await error_of(api, {}, "/v1/images/generations")
     assert (status, error["message"]) == (404, "there is no /v1/images/generations")
+    status, error = await error_of(api, {}, "/v1/load_lora_adapter")
+    assert (status, error["message"]) == (404, "there is no /v1/load_lora_adapter: lora.http_loading is false")
     response = await api.http.get("/v1/completions")
     assert (response.status_code, response.json()["error"]["code"]) == (405, "method_not_allowed")
 

@@ -244,7 +244,9 @@ class AdapterCalls:
         failed = next(
             (of_engine(e, answer) for e, answer in answers.items() if isinstance(answer, RequestFailed)), None
         )
-        if failed is None and len(digests) > 1:
+        if failed is not None:
+            failed.field = ""  # theirs is one of requests
+        elif len(digests) > 1:
             failed = FailedPrecondition(
                 f"path is {adapter.path!r}, where engines find different adapters: "
                 + ", ".join(f"{engine} {digest.hex()}" for digest, engine in digests.items()),

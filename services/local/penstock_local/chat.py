@@ -40,6 +40,8 @@ class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     model: str = ""
     """Empty: the one that is served."""
+    lora: str = ""
+    """An adapter of it; empty: none."""
     system: str = ""
     """The system message; empty: none."""
     verbose: bool = False
@@ -91,7 +93,7 @@ class Chat:
         self._runner = runner
         self._reader = reader
         self._conversation = Conversation(options.system)
-        self._model = options.model
+        self._model = options.lora or options.model
         self._commands: dict[str, Callable[[str], bool]] = {
             "/help": self._help,
             "/system": self._system,
@@ -217,8 +219,9 @@ class Chat:
         """Show the answer as it comes and keep it in ``answer``, also where it ends with an error."""
         started = time.monotonic()
         stdout = AnswerWriter()
+        options = self._options
         pieces = self._client.chat(
-            self._conversation.messages, model=self._options.model, sampling=self._options.sampling
+            self._conversation.messages, model=options.model, lora=options.lora, sampling=options.sampling
         )
         try:
             async for piece in pieces:

@@ -278,6 +278,7 @@ def _run_generate(arguments: argparse.Namespace) -> int:
         prompt=_read_stdin() if arguments.prompt == "-" else arguments.prompt,
         address=arguments.address,
         model=arguments.model,
+        lora=arguments.lora or "",
         timeout=arguments.timeout,
         sampling=flags.sampling(arguments),
     )
@@ -291,6 +292,7 @@ def _run_chat(arguments: argparse.Namespace) -> int:
         ChatOptions(
             address=arguments.address,
             model=arguments.model,
+            lora=arguments.lora or "",
             system=arguments.system,
             verbose=arguments.verbose,
             sampling=flags.sampling(arguments),

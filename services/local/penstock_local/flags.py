@@ -50,9 +50,15 @@ def _setting(options: type[msgspec.Struct], name: str) -> Setting:
 def add_server(parser: argparse.ArgumentParser) -> None:
     """Which server and model to talk to."""
     parser.add_argument("--address", default=DEFAULT_ADDRESS, help="of the server (default: %(default)s)")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", metavar="NAME", default="", help="which model (default: the one that is served)")
-    which.add_argument("--lora", dest="model", metavar="NAME", default="", help="which LoRA adapter of the model")
+    parser.add_argument("--model", metavar="NAME", default="", help="which model (default: the one that is served)")
+    parser.add_argument("--lora", metavar="NAME", type=_name, help="which LoRA adapter of the model")
+
+
+def _name(text: str) -> str:
+    """As it is. An empty one would mean no adapter, and is what an unset variable of a shell leaves."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty")
+    return text
 
 
 def add_ending(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:

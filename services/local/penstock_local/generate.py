@@ -27,6 +27,8 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     model: str = ""
     """Empty: the one that is served."""
+    lora: str = ""
+    """An adapter of it; empty: none."""
     timeout: float | None = None
     """Seconds for the whole request; None: no limit."""
     sampling: Mapping[str, Any] = {}
@@ -67,7 +69,11 @@ async def generate(options: GenerateOptions) -> int:
     try:
         async with InferenceClient(options.address) as client:
             async for piece in client.generate(
-                options.prompt, model=options.model, deadline=options.timeout, **options.sampling
+                options.prompt,
+                model=options.model,
+                lora=options.lora,
+                deadline=options.timeout,
+                **options.sampling,
             ):
                 sequences[piece.index].add(piece)
                 if len(sequences) == 1:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock_common.errors import ConfigError, PenstockError
+from penstock_common.errors import ConfigError, PenstockError, RequestFailed
 from penstock_local.console import fail
 from penstock_local.failures import of_operators_api
 from penstock_local.models import size_text
@@ -37,8 +37,10 @@ class LoraOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
     """Directories by name, of texts like ``NAME=PATH``. Raises ConfigError for a text of another form, a name that was given
-    before, and a path that has no adapter.
+    before or cannot be one, and a path that has no adapter.
     """
+    from penstock_frontend.config.lora import name_refusal  # the other commands do without
+
     adapters: dict[str, str] = {}
     for text in texts:
         name, separator, path = text.partition("=")
@@ -46,11 +48,22 @@ def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"{FLAG} {text}: write NAME=PATH, e.g. pirate=./adapters/pirate")
         if name in adapters:
             raise ConfigError(f"{FLAG} {text}: {name!r} was given before, for {adapters[name]}")
-        folder = Path(path).expanduser()
-        if not (folder / "adapter_config.json").is_file():
-            raise ConfigError(f"{FLAG} {text}: {path} has no adapter_config.json: it is no directory of a LoRA adapter")
-        adapters[name] = str(folder.resolve())
+        if refusal := name_refusal(name):
+            raise ConfigError(f"{FLAG} {text}: the name {name!r} {refusal}")
+        adapters[name] = adapter_folder(path, of=f"{FLAG} {text}")
     return adapters
+
+
+def adapter_folder(path: str, *, of: str) -> str:
+    """The absolute path of an adapter's directory on this machine. ``of``: what named it. Raises ConfigError where it is none."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"{of}: there is no directory {path}")
+    if not (folder / "adapter_config.json").is_file():
+        model = (folder / "config.json").is_file()
+        what = "it holds a model, which is served by itself" if model else "it is no directory of a LoRA adapter"
+        raise ConfigError(f"{of}: {path} has no adapter_config.json: {what}")
+    return str(folder.resolve())
 
 
 def parse_directory(text: str) -> str:
@@ -60,6 +73,10 @@ def parse_directory(text: str) -> str:
     folder = Path(text).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"--lora-directory {text}: there is no such directory")
+    if (folder / "adapter_config.json").is_file() and not any(folder.glob("*/adapter_config.json")):
+        raise ConfigError(
+            f"--lora-directory {text}: it is an adapter itself; give the directory that it lies in, or {FLAG} NAME={text}"
+        )
     return str(folder.resolve())
 
 
@@ -75,7 +92,8 @@ async def lora(options: LoraOptions) -> int:
         try:
             text = await _done(calls, options)
         except PenstockError as e:
-            fail(of_operators_api(e))
+            taken = isinstance(e, RequestFailed) and e.reason == "LORA_NAME_TAKEN"
+            fail(f"{of_operators_api(e)}{'; --inplace sets it' if taken else ''}")
             return EXIT_FAILED
     sys.stdout.write(text)
     return 0

@@ -23,6 +23,8 @@ from penstock_local.supervisor import StopRequest, Supervisor, first_of, run
 
 SERVICE = "penstock.inference.v1.InferenceService"
 _POLL_SECONDS = 0.02
+_MOST_NAMES = 8
+"""Adapters that the first words name."""
 
 Work = Callable[[InferenceClient, ModelInfo, JoinedLog], Coroutine[Any, Any, None]]
 
@@ -96,7 +98,7 @@ def ready_block(options: ServeOptions, model: ModelInfo, *, seconds: float) -> s
     HTTP    http://{with_port(host, options.http_port)}   a page to try it, OpenAI API at /v1, /health, /metrics
 {_operators_lines(options)}
     model   {model.name}, {engines}, up to {model.max_model_len} tokens
-
+{_adapters_line(options)}
   Try it in another terminal:
 
     {first_call}
@@ -116,6 +118,14 @@ def _operators_lines(options: ServeOptions) -> str:
         for i, (admin, metrics) in enumerate(ports)
     ]
     return "\n".join([f"    admin   {service}, of each of the frontends that share the ports above:", *lines])
+
+
+def _adapters_line(options: ServeOptions) -> str:
+    """The names that requests can have in the place of the model's; empty where there are none."""
+    names = [*sorted(options.lora)[:_MOST_NAMES], *(["..."] if len(options.lora) > _MOST_NAMES else [])]
+    if options.lora_directory:
+        names.append(f"those in {options.lora_directory}")
+    return f"    LoRA    {', '.join(names)}\n" if names else ""
 
 
 def _first_calls(options: ServeOptions, model: ModelInfo, host: str, elsewhere: str) -> list[str]:

@@ -130,6 +130,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         require("MODEL", self.model)
         check_flags(self)
         self.speculation()
+        if self.model_name in self.lora:
+            raise ConfigError(f"--lora {self.model_name}=...: {self.model_name!r} is the model's own name")
         if self.data_parallel_size > 1:
             self._check_group()
         if self.frontends > 1:

@@ -141,9 +141,9 @@ BROKEN = {
     "no type": Broken(without("peft_type"), R.PEFT_TYPE, (CONFIG, "None")),
     "another task": config(R.TASK_TYPE, "'SEQ_2_SEQ_LM'", "CAUSAL_LM", task_type="SEQ_2_SEQ_LM"),
     # Ranks and scales
-    "rank above the limit": config(R.RANK, "32 (at most 16)", "q_proj.lora_A.weight", r=32),
+    "rank above the limit": config(R.RANK, "32 (at most 16: lora.max_lora_rank)", "q_proj.lora_A.weight", r=32),
     "rank above the limit in a layer": config(
-        R.RANK, "17 (at most 16)", "layers.1.mlp.down_proj", rank_pattern={"1.mlp.down_proj": 17}
+        R.RANK, "17 (at most 16: lora.max_lora_rank)", "layers.1.mlp.down_proj", rank_pattern={"1.mlp.down_proj": 17}
     ),
     "rank 0": config(R.RANK, "r is not served: 0 (from 1 to 16)", r=0),
     "rank -1 in a pattern": config(R.RANK, "rank_pattern['q_proj']", "-1", rank_pattern={"q_proj": -1}),

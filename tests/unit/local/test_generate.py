@@ -50,11 +50,11 @@ async def test_text_goes_to_standard_output_and_the_rest_to_standard_error(
 
 async def test_only_the_given_settings_are_sent(server: Server) -> None:
     options = GenerateOptions(
-        prompt="x", address=server.address, model="m", sampling={"temperature": 1.0, "stop": ["."]}
+        prompt="x", address=server.address, model="m", lora="l", sampling={"temperature": 1.0, "stop": ["."]}
     )
     await generate(options)
     (request,) = server.inference.requests
-    assert request.model == "m"
+    assert (request.model, request.lora) == ("m", "l")
     assert {field.name for field, _ in request.sampling_params.ListFields()} == {"temperature", "stop"}
 
 

@@ -11,7 +11,7 @@ import pytest
 from penstock.admin.v1 import messages_pb2 as pb
 from penstock.admin.v1 import service_pb2_grpc
 from penstock_common.config.sections import ServerConfig
-from penstock_common.errors import ConfigError, NotFound, PenstockError
+from penstock_common.errors import AlreadyExists, ConfigError, NotFound, PenstockError
 from penstock_common.rpc.server import RpcServer
 from penstock_frontend.config import FrontendConfig
 from penstock_local.cli import build_parser, main
@@ -135,6 +135,14 @@ async def test_a_refusal_is_told(admin: FakeAdmin, capsys: pytest.CaptureFixture
     assert "NOT_FOUND: name is 'poets', which is no LoRA adapter" in capsys.readouterr().err
 
 
+async def test_what_helps_where_a_name_is_taken_is_told_as_the_flag(
+    admin: FakeAdmin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    admin.error = AlreadyExists("name is taken; set load_inplace", field="name", reason="LORA_NAME_TAKEN")
+    assert await admin.run("load", "pirate", "/a/other") == 1
+    assert "set load_inplace; --inplace sets it" in capsys.readouterr().err
+
+
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
     folder = tmp_path / "adapters" / "pirate"
@@ -156,13 +164,38 @@ def test_flags_name_directories_of_adapters(adapter: Path, monkeypatch: pytest.M
         (["pirate"], "write NAME=PATH"),
         (["=x"], "write NAME=PATH"),
         (["x="], "write NAME=PATH"),
-        (["x=/none"], "/none has no adapter_config.json"),
+        (["x=/none"], "--lora x=/none: there is no directory /none"),
+        (["x={}/.."], "/.. has no adapter_config.json: it is no directory of a LoRA adapter"),
+        (["a\tb={}"], r"the name 'a\\tb' must be printable"),
         (["x={}", "x={}"], "'x' was given before, for "),
     ],
 )
 def test_flags_that_name_none_are_refused(adapter: Path, texts: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_adapters([text.format(adapter) for text in texts])
+
+
+def test_a_model_is_no_adapter(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        ConfigError, match=f"{tmp_path} has no adapter_config.json: it holds a model, which is served by itself"
+    ):
+        parse_adapters([f"x={tmp_path}"])
+
+
+def test_an_adapter_is_no_directory_of_adapters(adapter: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="it is an adapter itself; give the directory that it lies in, or --lora NAME="
+    ):
+        parse_directory(str(adapter))
+    (adapter / "checkpoint-500").mkdir()
+    (adapter / "checkpoint-500" / "adapter_config.json").write_text("{}")
+    assert parse_directory(str(adapter)) == str(adapter)
+
+
+def test_the_models_own_name_is_no_adapters(adapter: Path) -> None:
+    with pytest.raises(ConfigError, match="--lora pirate=...: 'pirate' is the model's own name"):
+        ServeOptions(model=str(adapter), lora={"pirate": str(adapter)})
 
 
 def test_a_directory_must_be_there() -> None:
@@ -186,12 +219,12 @@ def test_services_are_told_of_adapters(adapter: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [["generate", "hi"], ["chat"], ["bench"]])
-def test_commands_name_an_adapter_in_the_place_of_the_model(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert build_parser().parse_args([*command, "--lora", "pirate"]).model == "pirate"
-    assert build_parser().parse_args([*command, "--model", "m"]).model == "m"
-    assert build_parser().parse_args(command).model == ""
-    with pytest.raises(SystemExit):
-        build_parser().parse_args([*command, "--lora", "pirate", "--model", "m"])
-    assert "not allowed with argument" in capsys.readouterr().err
+def test_commands_name_an_adapter_beside_the_model(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    both = build_parser().parse_args([*command, "--lora", "pirate", "--model", "m"])
+    assert (both.model, both.lora) == ("m", "pirate")
+    neither = build_parser().parse_args(command)
+    assert (neither.model, neither.lora) == ("", None)
+    with pytest.raises(SystemExit) as ended:
+        build_parser().parse_args([*command, "--lora", ""])
+    assert ended.value.code == 2
+    assert "argument --lora: the name is empty" in capsys.readouterr().err

@@ -25,6 +25,15 @@ def test_each_of_several_frontends_is_listed_with_its_own_ports() -> None:
     assert "frontend-1: admin localhost:50054, metrics http://localhost:8002/metrics" in said
 
 
+def test_adapters_are_named_in_the_first_words() -> None:
+    model = ModelInfo(name="m", max_model_len=512, num_engines=1, capabilities=())
+    few = ServeOptions(model="org/m", lora={"poet": "/a/poet", "json": "/a/json"}, lora_directory="/live")
+    assert "\n    LoRA    json, poet, those in /live\n" in ready_block(few, model, seconds=1.0)
+    many = ServeOptions(model="org/m", lora={f"a{i}": "/a" for i in range(9)})
+    assert "\n    LoRA    a0, a1, a2, a3, a4, a5, a6, a7, ...\n" in ready_block(many, model, seconds=1.0)
+    assert "LoRA" not in block()
+
+
 @pytest.mark.parametrize("capabilities", [(), ("generate", "prefix_caching")])
 def test_a_model_that_generates_is_tried_by_generating(capabilities: tuple[str, ...]) -> None:
     assert 'penstock generate "Once upon a time"' in block(*capabilities)

@@ -22,6 +22,12 @@ from penstock_enginecore.lora.tensor_file import DTYPES, StoredTensor, TensorFil
 logger = logging.getLogger(__name__)
 
 _LARGEST = torch.finfo(torch.float32).max
+_LONGEST_NAME = 100
+"""Characters of a model's name that an error has."""
+_OF_ANOTHER_MODEL = frozenset(
+    {LoraReason.NO_TARGETS, LoraReason.MISSING_TENSOR, LoraReason.SURPLUS_TENSOR, LoraReason.SHAPE}
+)
+"""What adapters of another model are refused for, as a rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +53,14 @@ def read_adapter(
             files = (config_state, FileState.of(opened))
             file = TensorFile(opened, TENSORS_FILE, size)
             tensors = sort_tensors(file.headers, target, TENSORS_FILE)
-            layers = _layers(config, tensors, target)
-            _check_headers(file.headers, layers, tensors, target, limits)
+            try:
+                layers = _layers(config, tensors, target)
+                _check_headers(file.headers, layers, tensors, target, limits)
+            except LoraError as e:
+                raise _of_another_model(e, config, target) from None
             stored = file.read()
     _check_copies(tensors, stored, target)
-    if config.base_model and target.model and Path(config.base_model).name != Path(target.model).name:
+    if _differs(config, target):
         logger.info("lora: %s was trained on %s; this model is %s", path, config.base_model, target.model)
     updates = [
         StoredUpdate(tensors.naming.in_model(layer), chosen.scale, *(stored[names[side]] for side in "AB"))
@@ -70,6 +79,20 @@ def read_adapter(
     if known is None:
         before.remember(files, digest)
     return LoraAdapter(digest, ready)
+
+
+def _differs(config: PeftConfig, target: AdapterTarget) -> bool:
+    """Whether the adapter says that it is of a model of another name; that may be the same model all the same."""
+    return bool(config.base_model and target.model) and Path(config.base_model).name != Path(target.model).name
+
+
+def _of_another_model(error: LoraError, config: PeftConfig, target: AdapterTarget) -> LoraError:
+    """The same, with what it was trained on where layers or shapes are not this model's and that may be why."""
+    if error.remedy or error.reason not in _OF_ANOTHER_MODEL or not _differs(config, target):
+        return error
+    base, model = config.base_model[:_LONGEST_NAME], Path(target.model).name
+    remedy = f"it was trained on {base!r}, and this model is {model!r}"
+    return LoraError(error.reason, error.what, error.file, error.tensor, error.value, error.limit, remedy)
 
 
 def adapter_bytes(path: Path | str, limits: LoraLimits) -> int:
@@ -115,7 +138,7 @@ def _check_headers(
             raise _surplus(layer, next(iter(names.values())), tensors, target)
     for layer, chosen in layers.items():
         if chosen.rank > limits.max_rank:
-            name, limit = tensor_name(layer, "A"), f"at most {limits.max_rank}"
+            name, limit = tensor_name(layer, "A"), f"at most {limits.max_rank}: lora.max_lora_rank"
             raise LoraError(LoraReason.RANK, "its rank is too large", CONFIG_FILE, name, str(chosen.rank), limit)
         features_out, features_in = target.linears[tensors.naming.in_model(layer)]
         for side, shape in (("A", (chosen.rank, features_in)), ("B", (features_out, chosen.rank))):

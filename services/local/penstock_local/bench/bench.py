@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from penstock_common.errors import ConfigError, RequestFailed
+from penstock_common.errors import ConfigError, RequestFailed, nearest
 from penstock_local.bench import plot
 from penstock_local.bench.datasets.base import Dataset
 from penstock_local.bench.datasets.factory import make_dataset
@@ -82,9 +82,10 @@ async def _model(options: BenchOptions, client: InferenceClient) -> ModelInfo:
     models = {model.name: model for model in await client.models()}
     if not models:
         raise ConfigError(f"{options.address} serves no model")
-    name = options.model or next(iter(models))
-    if name not in models:
-        raise ConfigError(f"--model {name}: {options.address} serves {', '.join(models)}")
+    for flag, named in (("--model", options.model), ("--lora", options.lora)):
+        if named and named not in models:
+            raise ConfigError(f"{flag} {named}: {options.address} serves {', '.join(models)}{nearest(named, models)}")
+    name = options.lora or options.model or next(iter(models))
     if models[name].pools:
         serves = ", ".join(models[name].capabilities)
         raise ConfigError(

@@ -146,6 +146,7 @@ class Load:
         pieces = self._client.generate(
             prompt.text,
             model=self._options.model,
+            lora=self._options.lora,
             deadline=self._options.timeout,
             sampling={**sampling, "max_tokens": prompt.max_tokens},
         )

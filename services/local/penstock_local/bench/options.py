@@ -41,6 +41,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     model: str = ""
     """Empty: the one that is served."""
+    lora: str = ""
+    """An adapter of it; empty: none."""
     concurrency: (
         Annotated[
             int,

@@ -7,14 +7,13 @@ from typing import Any, Self
 
 from penstock_common.errors import InvalidArgument, Unavailable
 from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.call_types import ChatRequest
 from penstock_local.inprocess.batch import Batch, Errors, Job
 from penstock_local.inprocess.beam_search import BeamSearch, BeamSearchParams
 from penstock_local.inprocess.calls import Calls
 from penstock_local.inprocess.inputs import Message, Prompt, Sampling, tools_of
-from penstock_local.inprocess.options import engine_config
+from penstock_local.inprocess.options import adapter_paths, engine_config
 from penstock_local.inprocess.outputs import (
     BeamSearchOutput,
     ClassificationOutput,
@@ -24,7 +23,7 @@ from penstock_local.inprocess.outputs import (
     ScoringOutput,
 )
 from penstock_local.inprocess.progress import Shown
-from penstock_local.inprocess.requests import Requests
+from penstock_local.inprocess.requests import Requests, context_of
 from penstock_local.inprocess.runtime import Runtime
 
 
@@ -59,7 +58,7 @@ class LLM:
         lora: Mapping[str, str | Path] | None = None,
         **options: Any,
     ) -> None:
-        adapters = {name: str(Path(path).expanduser().resolve()) for name, path in (lora or {}).items()}
+        adapters = adapter_paths(lora)
         config = engine_config(str(model), options, num_adapters=len(adapters))
         self._runtime = Runtime(config, tokenizer=tokenizer, adapters=adapters)
         self._close = weakref.finalize(self, self._runtime.close)
@@ -232,7 +231,7 @@ class LLM:
             documents,
             use_activation=use_activation,
             truncate_prompt_tokens=truncate_prompt_tokens,
-            context=RequestContext(lora=lora),
+            context=context_of(lora=lora),
         )
         return self._batch(job, errors, progress, use_tqdm).all(requests)
 
@@ -304,5 +303,5 @@ def _conversation(
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         template_kwargs=dict(template_kwargs or {}),
-        context=RequestContext(priority=priority, lora=lora),
+        context=context_of(priority=priority, lora=lora),
     )

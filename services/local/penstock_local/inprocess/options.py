@@ -1,6 +1,7 @@
 """Options of an ``LLM``: the fields of an engine's configuration, without their sections."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +16,9 @@ from penstock_enginecore.config import (
     SchedulerConfig,
     StructuredOutputConfig,
 )
+from penstock_frontend.config.lora import name_refusal
 from penstock_local import speculation
+from penstock_local.lora import adapter_folder
 
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "model": ModelConfig,
@@ -62,6 +65,20 @@ def engine_config(model: str, options: Mapping[str, Any], *, num_adapters: int =
     if num_adapters and not config.lora.enabled:
         raise ConfigError(f"max_loras is 0, and lora names {num_adapters} adapters: use 1 or more")
     return config
+
+
+def adapter_paths(given: object) -> dict[str, str]:
+    """Absolute directories of LoRA adapters by name, of what was given as ``lora``; empty for None. Raises ConfigError."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"lora is {given!r}; it must be directories by name, as {{'pirate': './adapters/pirate'}}")
+    for name, path in given.items():
+        if not isinstance(name, str) or not isinstance(path, str | Path):
+            raise ConfigError(f"lora has {name!r}: {path!r}; it must be a name and a directory")
+        if refusal := name_refusal(name):
+            raise ConfigError(f"lora: the name {name!r} {refusal}")
+    return {name: adapter_folder(str(path), of=f"lora: {name!r}") for name, path in given.items()}
 
 
 def _speculation(given: object) -> dict[str, Any]:

@@ -26,6 +26,13 @@ from penstock_local.inprocess.inputs import (
 T = TypeVar("T")
 
 
+def context_of(*, priority: int = 0, lora: str) -> RequestContext:
+    """What holds for a whole call. Raises InvalidArgument for a ``lora`` that is no name."""
+    if not isinstance(lora, str):
+        raise InvalidArgument(f"lora is {lora!r}; it must be an adapter's name, or empty", field="lora")
+    return RequestContext(priority=priority, lora=lora)
+
+
 class Requests:
     """Makes requests. ``seed``: those without a seed get one that follows from it and from how many came before."""
 
@@ -42,7 +49,7 @@ class Requests:
     ) -> Inputs[GenerateRequest]:
         """Prompts to continue. Raises InvalidArgument for what is wrong with all of them."""
         inputs = predicted_of(prompts, name="prompts")
-        context = RequestContext(priority=priority, lora=lora)
+        context = context_of(priority=priority, lora=lora)
         each = paired(inputs, sampling)
         made = (
             pair
@@ -99,7 +106,7 @@ class Requests:
         lora: str = "",
     ) -> Inputs[PoolingRequest]:
         """Inputs of a pooling task. Raises InvalidArgument for what is wrong with all of them."""
-        inputs, context = prompts_of(texts, name="texts"), RequestContext(lora=lora)
+        inputs, context = prompts_of(texts, name="texts"), context_of(lora=lora)
         made = (
             text
             if isinstance(text, RequestFailed)

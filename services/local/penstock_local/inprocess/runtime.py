@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+from penstock_common.errors import ConfigError
 from penstock_common.memory import host_memory
 from penstock_common.observability.logging import configure_library
 from penstock_enginecore.app import build_engine, describe
@@ -60,6 +61,8 @@ class Runtime:
 
         model = _model(config)
         lora = LoraConfig(adapters=dict(adapters or {}))
+        if model.name in lora.adapters:
+            raise ConfigError(f"lora: {model.name!r} is the model's own name")
         assembly = assemble(model, engine, tokenizer_threads=_TOKENIZER_THREADS, tokenizer_path=tokenizer, lora=lora)
         self.model, self.assembly = model, assembly
         self.tokenizer, self.labels = assembly.tokenizer, assembly.labels

@@ -107,16 +107,17 @@ class InferenceClient:
         await self._channel.close()
 
     async def generate(
-        self, prompt: str, *, model: str = "", deadline: float | None = None, **sampling: Any
+        self, prompt: str, *, model: str = "", lora: str = "", deadline: float | None = None, **sampling: Any
     ) -> AsyncIterator[Piece]:
         """Continue ``prompt``, piece by piece; with ``n`` > 1 the sequences come interleaved.
 
+        ``lora``: an adapter of ``model``; empty: none.
         ``sampling``: fields of SamplingParams; what is absent the server decides. ``deadline``: seconds from now.
 
         Closing the iterator or cancelling its task ends the work in the engine.
         """
         request = messages_pb2.GenerateRequest(
-            model=model, text=prompt, sampling_params=sampling_pb2.SamplingParams(**sampling)
+            model=model, lora=lora, text=prompt, sampling_params=sampling_pb2.SamplingParams(**sampling)
         )
         call = self._stub.Generate(request, timeout=deadline)
         try:
@@ -128,14 +129,16 @@ class InferenceClient:
             call.cancel()
 
     async def chat(
-        self, messages: Iterable[ChatMessage], *, model: str = "", sampling: Mapping[str, Any]
+        self, messages: Iterable[ChatMessage], *, model: str = "", lora: str = "", sampling: Mapping[str, Any]
     ) -> AsyncIterator[Piece]:
-        """The answer to a conversation, piece by piece. ``sampling``: fields of SamplingParams; the server chooses the others.
+        """The answer to a conversation, piece by piece. ``lora``: as for ``generate``.
+        ``sampling``: fields of SamplingParams; the server chooses the others.
 
         Closing the iterator or cancelling its task ends the work in the engine.
         """
         request = messages_pb2.ChatRequest(
             model=model,
+            lora=lora,
             messages=[messages_pb2.ChatMessage(role=m.role, content=m.content) for m in messages],
             sampling_params=sampling_pb2.SamplingParams(**sampling),
         )

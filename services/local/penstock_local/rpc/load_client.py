@@ -42,10 +42,17 @@ class LoadClient:
             await channel.close()
 
     async def generate(
-        self, prompt: str | Sequence[int], *, model: str, deadline: float | None, sampling: Mapping[str, Any]
+        self,
+        prompt: str | Sequence[int],
+        *,
+        model: str,
+        lora: str = "",
+        deadline: float | None,
+        sampling: Mapping[str, Any],
     ) -> AsyncIterator[Received]:
         """What each message brings. ``deadline``: seconds from now. Raises RequestFailed, ServerUnreachableError."""
-        request = messages_pb2.GenerateRequest(model=model, sampling_params=sampling_pb2.SamplingParams(**sampling))
+        params = sampling_pb2.SamplingParams(**sampling)
+        request = messages_pb2.GenerateRequest(model=model, lora=lora, sampling_params=params)
         if isinstance(prompt, str):
             request.text = prompt
         else:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock_enginecore.lora.adapter import LoraAdapter
+from penstock_enginecore.lora.errors import LoraError
 from penstock_enginecore.lora.peft_adapter import LoraLimits, read_adapter
 from penstock_enginecore.lora.target import AdapterTarget
 from tests.fakes.models.adapters import CONFIG, TENSORS, edit_config, edit_tensors, merged, save_adapter
@@ -307,3 +308,13 @@ def test_a_model_of_another_name_is_told_and_served(tmp_path: Path, caplog: pyte
     with caplog.at_level("INFO"):
         read_adapter(tmp_path, AdapterTarget("/models/base-v1", target.linears, heads=target.heads), LIMITS)
     assert "was trained on /home/alice/models/base-v2; this model is /models/base-v1" in caplog.text
+
+
+@pytest.mark.parametrize(("base", "told"), [("/home/alice/base-v2", True), ("/home/alice/base-v1", False)])
+def test_a_refusal_names_the_model_that_it_was_trained_on(tmp_path: Path, base: str, told: bool) -> None:
+    save_adapter(tiny("llama", intermediate_size=96), tmp_path, target_modules=["up_proj"])
+    edit_config(tmp_path, base_model_name_or_path=base)
+    target = AdapterTarget.of(tiny("llama"))
+    with pytest.raises(LoraError, match="its shape is wrong") as refused:
+        read_adapter(tmp_path, AdapterTarget("/models/base-v1", target.linears, heads=target.heads), LIMITS)
+    assert (f"; it was trained on '{base}', and this model is 'base-v1'" in str(refused.value)) is told

@@ -213,7 +213,11 @@ def test_without_a_server_the_message_says_how_to_start_one(capsys: pytest.Captu
 
 async def test_a_model_that_is_not_served_is_named(server: FakeInference, capsys: pytest.CaptureFixture[str]) -> None:
     assert await bench(server, "--model", "other") == 2
-    assert "serves fake" in capsys.readouterr().err
+    assert "--model other: " in capsys.readouterr().err
+    assert await bench(server, "--lora", "fakes") == 2
+    said = capsys.readouterr().err
+    assert "--lora fakes: " in said
+    assert "serves fake; did you mean 'fake'?" in said
 
 
 def test_lengths_that_the_model_cannot_take_are_refused() -> None:

@@ -87,7 +87,8 @@ def routes(
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """A path or a method that nothing serves."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    message = {404: f"there is no {request.url.path}", 405: f"{request.url.path} does not serve {request.method}"}
+    off = ": lora.http_loading is false" if request.url.path in lora_adapters.PATHS else ""
+    message = {404: f"there is no {request.url.path}{off}", 405: f"{request.url.path} does not serve {request.method}"}
     code = {404: "path_not_found", 405: "method_not_allowed"}
     failure = errors.HttpError(status, message.get(status, f"HTTP {status}"), code.get(status, "http_error"))
     shape = anthropic.answer if anthropic.is_anthropic(request.url.path) else errors.answer
