@@ -143,6 +143,19 @@ async def test_what_helps_where_a_name_is_taken_is_told_as_the_flag(
     assert "set load_inplace; --inplace sets it" in capsys.readouterr().err
 
 
+async def test_a_port_of_another_api_is_told(admin: FakeAdmin, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await asyncio.to_thread(main, ["generate", "hi", "--address", admin.address]) == 1
+    assert f"{admin.address} does not know this call: the public API listens on --grpc-port" in capsys.readouterr().err
+
+
+async def test_a_port_of_the_public_api_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    rpc = RpcServer(ServerConfig(host="127.0.0.1", port=0), service_names=())
+    address = f"127.0.0.1:{await rpc.start()}"
+    assert await asyncio.to_thread(main, ["lora", "list", "--admin-address", address]) == 1
+    await rpc.stop(0)
+    assert f"{address} does not know this call: the operators' API listens on --admin-port" in capsys.readouterr().err
+
+
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
     folder = tmp_path / "adapters" / "pirate"

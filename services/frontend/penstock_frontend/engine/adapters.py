@@ -105,7 +105,7 @@ class Adapters:
         if (named := self.get(name)) is None:
             names = self.names
             raise NotFound(
-                f"{field} is {name!r}, which is no LoRA adapter; there are {len(names)}{nearest(name, names)}",
+                f"{field} is {name!r}, which is no LoRA adapter; {_there_are(len(names))}{nearest(name, names)}",
                 field=field,
                 reason="LORA_NOT_FOUND",
             )
@@ -121,7 +121,7 @@ class Adapters:
             raise Unimplemented("lora is not served: this frontend has no LoRA adapters (lora.enabled)", field="lora")
         if model and self.get(model) is None:
             names = self.names
-            adapters = f" and {len(names)} LoRA adapters" if names else ""
+            adapters = f" and {len(names)} LoRA adapter{'s' * (len(names) > 1)}" if names else ""
             hint = nearest(model, [self._model, *names])
             raise NotFound(f"{field} is {model!r}; known: {self._model}{adapters}{hint}", field=field)
         if lora:
@@ -218,3 +218,7 @@ class Adapters:
 
 
 _WORDS = {LoraSource.CONFIG: "configuration", LoraSource.DIRECTORY: "watched directory"}
+
+
+def _there_are(count: int) -> str:
+    return "there is 1" if count == 1 else f"there are {count}"

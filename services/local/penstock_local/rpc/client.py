@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.common.v1 import finish_pb2, logprobs_pb2, sampling_pb2
 from penstock.inference.v1 import messages_pb2, service_pb2_grpc
-from penstock_common.errors import PenstockError
+from penstock_common.errors import PenstockError, Unimplemented
 from penstock_common.rpc.outputs import logprobs_from_proto
 from penstock_common.rpc.status import DETAILS_KEY, from_rpc_error
 from penstock_common.types.logprobs import Logprobs
@@ -181,12 +181,17 @@ class InferenceClient:
 
 
 async def call_failure(error: grpc.aio.AioRpcError, address: str, *, prefix: str = PUBLIC) -> PenstockError:
-    """Errors of a Penstock server carry details; an UNAVAILABLE without them is the connection's."""
+    """Errors of a Penstock server carry details; an UNAVAILABLE without them is the connection's, an UNIMPLEMENTED that of a
+    server that has no such call.
+    """
     has_details = any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ())
     if error.code() is grpc.StatusCode.UNAVAILABLE and not has_details:
         if why := await mismatch(address, prefix=prefix):
             return TlsMismatchError(why)
         return ServerUnreachableError(f"no connection to {address}: {error.details()}")
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED and not has_details:
+        here = "public API listens on --grpc-port" if prefix == PUBLIC else "operators' API listens on --admin-port"
+        return Unimplemented(f"{address} does not know this call: the {here} of penstock serve, or the server is older")
     return from_rpc_error(error)
 
 

@@ -58,6 +58,14 @@ def test_where_none_are_served_lora_is_refused_and_other_models_are_unknown():
     assert adapters.asked_for("base", "base") == adapters.asked_for("", "") == ""
 
 
+def test_one_adapter_is_counted_as_one() -> None:
+    adapters = Adapters(LoraConfig(adapters={"pirate": "/a"}), model="base", frontend_id="f")
+    with pytest.raises(NotFound, match=r"^name is 'x', which is no LoRA adapter; there is 1$"):
+        adapters.named("x")
+    with pytest.raises(NotFound, match=r"^model is 'x'; known: base and 1 LoRA adapter$"):
+        adapters.asked_for("x", "")
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from("fg"), st.sampled_from("abcd"), st.sampled_from(["load", "unload", "pin", "tell"])),
