@@ -79,7 +79,7 @@ test: setup ## Lint, types and tests; at the end, what was skipped and how to ge
 		$(BIN)/python -m tests.skipped $(SKIPPED); exit $$status
 
 .PHONY: test-all
-test-all: test-checks test-unit test-contract test-integration test-e2e soak-short
+test-all: test-checks test-unit test-contract test-integration test-e2e
 
 .PHONY: test-checks
 test-checks: setup

@@ -90,6 +90,7 @@ def test_a_few_steps_of_training_learn_and_end_in_an_adapter_that_is_read(
     assert_same(adapter, model, merged(tmp_path / "adapter"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["pirate", "json"])
 def test_the_adapters_beside_the_demo_model_answer_in_their_styles(
     demo: SimpleNamespace, model: LlamaForCausalLM, style: str
