@@ -55,8 +55,10 @@ class AdaptedModules:
     """
 
     def __init__(self, module: torch.nn.Module, head: torch.nn.Module | None = None) -> None:
-        self._module = module
+        self._name = type(module).__name__
         self._head = head
+        # Looked up once: adapters are prepared on other threads, while steps that compute the head alone take the layers out.
+        self._named = dict(module.named_modules(remove_duplicate=False))
         self._added: dict[bytes, dict[torch.nn.Module, Addition]] = {}
         self._hooks: dict[torch.nn.Module, RemovableHandle] = {}
         self._tokens: Sequence[LoraSegment] = ()
@@ -115,10 +117,9 @@ class AdaptedModules:
                 addition(x[segment.first : segment.end], out[segment.first : segment.end])
 
     def _layer(self, name: str, update: LowRankUpdate) -> torch.nn.Module:
-        try:
-            layer = self._module.get_submodule(name)
-        except AttributeError as e:
-            raise ValueError(f"{name} is no module of {type(self._module).__name__}") from e
+        layer = self._named.get(name)
+        if layer is None:
+            raise ValueError(f"{name} is no module of {self._name}")
         if not isinstance(layer, torch.nn.Linear):
             raise ValueError(f"{name} is {type(layer).__name__}, no linear layer")
         expect_features(name, update, layer.out_features, layer.in_features)

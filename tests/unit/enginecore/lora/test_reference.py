@@ -125,6 +125,23 @@ def test_the_head_alone_gives_the_logits_of_the_run_with_adapters(path: Path) ->
     assert not torch.allclose(run.logits[:4], forward.run(batch_without(batch), rows).logits[:4], atol=0.1)
 
 
+@torch.inference_mode()
+def test_an_adapter_is_prepared_while_the_head_alone_is_computed(path: Path) -> None:
+    """On another thread, in a server: the layers are out of the model then."""
+    forward = modules_forward(path)
+    bound(forward, 1)
+    adapter = random_adapter(forward._module, 4, 1)
+    prompts = random_prompts(VOCAB_SIZE, [None], [6])
+    batch, rows = adapted_step(prompts, [0], [6]), np.arange(6)
+    kept = forward.run(batch, rows, keep_states=True)
+    takes: list[Any] = []
+    head = forward._module.lm_head
+    head.register_forward_hook(lambda *_: takes.append(forward.prepare_adapter(adapter)))
+    forward.head(kept.states, torch.from_numpy(rows))
+    takes[-1]()
+    forward.remove_adapter(adapter.digest)
+
+
 def batch_without(batch: Any) -> Any:
     return type(batch)(batch.token_ids, batch.positions, batch.attention)
 
