@@ -61,7 +61,7 @@ class Executor(Protocol):
         """
 
     def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
-        """How long steps of so many tokens of one request take, of as many as a second or two is enough for. Waits."""
+        """How long steps of so many tokens of one request take, of as many as half a second is enough for. Waits."""
 
     def execute_dummy_batch(self) -> None:
         """Waits for a forward pass of a token that nobody asked for, behind the steps that were started: other ranks of a

@@ -8,7 +8,7 @@ import torch
 from penstock_enginecore.forward.base import ForwardPass
 from penstock_enginecore.forward.probe import Probe, probe_logits
 
-_CAREFUL_SECONDS, _MAX_SECONDS = 0.3, 1.5
+_CAREFUL_SECONDS, _MAX_SECONDS = 0.2, 0.4
 """So long each number of tokens is timed in three passes, then in two; after so long no more numbers are. The first pass grows
 buffers, and says little: of 32 rows twice what the next one does.
 """

@@ -36,7 +36,7 @@ def timed(forward: Any, max_len: int = 100) -> dict[int, float]:
 
 
 def test_what_the_first_pass_takes_does_not_count():
-    seconds = {rows: 0.01 + 0.002 * rows for rows in ROWS}
+    seconds = {rows: 0.001 + 0.0002 * rows for rows in ROWS}
     assert timed(SlowForward(seconds)) == pytest.approx(seconds)
 
 
@@ -44,13 +44,14 @@ def test_steps_of_many_rows_are_timed_in_fewer_passes_where_that_takes_long():
     """100 million parameters on two cores."""
     forward = SlowForward(dict(zip(ROWS, (0.012, 0.012, 0.013, 0.014, 0.021, 0.036, 0.067), strict=True)))
     assert list(timed(forward)) == list(ROWS)
-    assert forward.passes == {1: 3, 2: 3, 4: 3, 8: 3, 16: 3, 32: 3, 64: 2}
+    assert forward.now < 0.6
+    assert forward.passes == {1: 3, 2: 3, 4: 3, 8: 3, 16: 2, 32: 2, 64: 2}
 
 
-def test_a_slow_engine_times_a_few_and_starts():
+def test_a_slow_engine_times_a_token_and_starts():
     forward = SlowForward(dict.fromkeys(ROWS, 0.3))
-    assert list(timed(forward)) == [1, 2]
-    assert forward.now < 2.5
+    assert list(timed(forward)) == [1]
+    assert forward.now < 1.5
 
 
 def test_no_step_is_longer_than_the_model_allows():
