@@ -60,24 +60,29 @@ class LoraCache:
         held = self._held.get(digest)
         return held is not None and held.users > 0
 
+    @property
+    def _room(self) -> int:
+        """Bytes that are neither held nor reserved."""
+        return self.capacity - self.num_bytes - self.num_reserved
+
     def reserve(self, num_bytes: int) -> list[bytes]:
         """Keep room for an adapter, until it is added or ``cancel`` is called. Returns those that had to go for it.
 
         Raises FailedPrecondition for one that is larger than all there is, ResourceExhausted while those in use, pinned and on
         their way leave too little; nothing has changed then.
         """
-        evicted = self._make_room(num_bytes, self.capacity - self.num_bytes - self.num_reserved)
+        evicted = self._make_room(num_bytes, self._room)
         self.num_reserved += num_bytes
         return evicted
 
     def has_room_for(self, num_bytes: int) -> bool:
         """Whether ``reserve`` would let no other go."""
-        return num_bytes <= self.capacity - self.num_bytes - self.num_reserved
+        return num_bytes <= self._room
 
     def is_full_for(self, num_bytes: int) -> bool:
         """Whether ``reserve`` would raise ResourceExhausted."""
         may_go = sum(held.num_bytes for held in self._held.values() if not (held.users or held.pinned))
-        return self.capacity - self.num_bytes - self.num_reserved + may_go < num_bytes <= self.capacity
+        return self._room + may_go < num_bytes <= self.capacity
 
     def cancel(self, num_bytes: int) -> None:
         """Of what was reserved, so much is not needed."""
@@ -95,7 +100,7 @@ class LoraCache:
             self._touch(digest)
             self.cancel(reserved)
             return []
-        evicted = self._make_room(num_bytes, self.capacity - self.num_bytes - self.num_reserved + reserved)
+        evicted = self._make_room(num_bytes, self._room + reserved)
         self.cancel(reserved)
         self._held[digest] = _Held(num_bytes)
         self.num_bytes += num_bytes
