@@ -3,6 +3,7 @@
 import msgspec
 
 from penstock_common.lora.registration import LoraAdapter
+from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request_context import RequestContext
@@ -51,6 +52,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Where the second text of a pair begins in the prompt, in tokens; None: the prompt is one text."""
     prompt_embeds: PromptEmbeds | None = None
     """Vectors that stand at some positions of the prompt, or at all."""
+    mm_features: list[MultiModalFeature] = []
+    """Items of media in the order of their places, which do not overlap. The ids at their embeddings' positions mean nothing."""
     request_number: int = 0
     """Stands for request and attempt in ``TokenColumns``; 0: it has none."""
     reasoning_ended: bool | None = None

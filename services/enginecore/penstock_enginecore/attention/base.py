@@ -21,7 +21,8 @@ class AttentionMetadata:
 
     ``query_start_loc`` ``[requests + 1]``: first token of each request. ``seq_lens`` ``[requests]``: tokens of each
     request after this step. ``block_table`` int32 ``[requests, blocks]``. ``slot_mapping`` ``[tokens]``: where each new
-    token is stored.
+    token is stored. ``key_ends`` ``[tokens]``: a query sees no key at or behind this position of its request; None: none behind itself.
+    It is above the query's own position, and at most the request's tokens.
     """
 
     query_start_loc: IntArray
@@ -29,6 +30,7 @@ class AttentionMetadata:
     block_table: npt.NDArray[np.int32]
     slot_mapping: IntArray
     block_size: int
+    key_ends: IntArray | None = None
 
     @property
     def num_requests(self) -> int:

@@ -7,8 +7,8 @@ class Hold(enum.Flag):
     """A waiting request with any of these waits for something of its own, not for its turn, and is in nobody's way.
 
     A new reason is a name here, given to the request with ``Scheduler.add_request`` or ``hold_back``, and a call of ``release``
-    by whoever knows that the wait is over; the scheduler itself asks for no reason by name but ``PAUSE``, ``TRIAL`` and
-    ``LORA_SLOT``, which it gives and takes.
+    by whoever knows that the wait is over; the scheduler itself asks for no reason by name but ``PAUSE``, ``TRIAL``,
+    ``LORA_SLOT`` and ``MEDIA``, which it gives and takes.
     """
 
     NONE = 0
@@ -22,3 +22,5 @@ class Hold(enum.Flag):
     """Its adapter is being loaded."""
     LORA_SLOT = enum.auto()
     """As many other adapters run as may."""
+    MEDIA = enum.auto()
+    """Embeddings of its next media are not there yet, or there is no room for them."""

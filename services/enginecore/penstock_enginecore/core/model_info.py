@@ -2,8 +2,23 @@
 
 import msgspec
 
+from penstock_common.types.media import Modality
 from penstock_enginecore.config.scheduler import STEP_TOKENS
 from penstock_enginecore.core.pooling_validation import PoolingLimits
+
+
+class MediaInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model takes of one modality."""
+
+    modality: Modality
+    num_blocks: int
+    """Of its tower: computing an item costs its embeddings times these."""
+    max_embeds: int
+    """Embeddings of the largest item."""
+    max_tokens: int
+    """Positions of the largest item, tokens between its embeddings included."""
+    attends_both_ways: bool = False
+    """Whether the embeddings of an item see each other, wherever they stand in it. Then they are never computed apart."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,3 +44,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Of prompts that begin in a step together, where ``scheduler.max_prompt_batch_tokens`` does not say; 0: any number."""
     supports_chunked_prefill: bool = True
     """Whether a prompt may be computed in several steps; not so for encoders, whose tokens see those after them."""
+    media: tuple[MediaInfo, ...] = ()
+    """Modalities that the model takes; empty: it reads text alone."""
+    embed_bytes: int = 0
+    """Bytes of a row of the encoder cache, which may be wider than the model."""

@@ -52,6 +52,10 @@ class ForwardBatch:
     ``ForwardPass.embed``, then changed. It may be overwritten. ``fed``: tokens whose ids are not those of ``token_ids``; there
     are none beside ``embedded``. ``choice``: for a pass that can choose tokens itself; others leave that to whoever calls.
     ``segments``: the tokens that have adapters, for an ``AdaptedForward``.
+
+    ``rope_positions`` int64 ``[3, tokens]``: where the tokens stand in time, height and width for rotary embeddings with sections
+    (M-RoPE); None: at ``positions`` in all of them. ``deepstack`` ``[layers, tokens, hidden size]`` on the device: what is added to
+    the hidden states behind each of the first layers; only beside ``embedded``.
     """
 
     token_ids: IntArray
@@ -61,6 +65,8 @@ class ForwardBatch:
     fed: FedTokens | None = None
     choice: Choice | None = None
     segments: Sequence[LoraSegment] = ()
+    rope_positions: IntArray | None = None
+    deepstack: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

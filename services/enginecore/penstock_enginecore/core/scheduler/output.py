@@ -5,6 +5,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.media import Modality, MultiModalFeature, TensorData
 from penstock_common.types.pooling import PoolingParams, Vectors
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request_context import RequestContext
@@ -13,12 +14,15 @@ from penstock_enginecore.core.lora.request import LoraRequest
 from penstock_enginecore.core.request import Request
 
 _NO_DRAFTS: list[int] = []
+MAX_SMALL_BYTES = 1024
+"""Of a tensor of media that every worker gets with its request."""
 
 
 class NewRequestData(msgspec.Struct, kw_only=True):
     """A request the workers have not seen, or have forgotten since it was preempted: all of its data.
 
-    ``token_ids``: prompt and every output token known so far. ``block_ids``: one list per KV cache group.
+    ``token_ids``: prompt and every output token known so far. ``block_ids``: one list per KV cache group. ``mm_features``: of their
+    data only what is small (``MAX_SMALL_BYTES`` a tensor): sizes and grids, but no pixels.
     """
 
     request_id: str
@@ -33,6 +37,18 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     lora: LoraRequest | None = None
     context: RequestContext = RequestContext()
     prediction_token_ids: list[int] = []
+    mm_features: list[MultiModalFeature] = []
+
+
+class EncoderStart(msgspec.Struct, kw_only=True):
+    """An item of media whose embeddings are to be computed, or taken as they are where its data is called "embeds".
+    ``data``: all of it. ``num_embeds``: rows that must come of it.
+    """
+
+    identifier: str
+    modality: Modality
+    num_embeds: int
+    data: dict[str, TensorData]
 
 
 class CachedRequestData(msgspec.Struct, kw_only=True):
@@ -56,6 +72,10 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     ``num_common_prefix_blocks``: per KV cache group, blocks every running request shares at its start.
     ``scheduled_spec_decode_tokens``: by request id, the drafts among its tokens, behind those that are final.
     ``num_drafts_wanted``: by request id, how many tokens are to be drafted behind the step, at most. Their blocks are there.
+    ``encoder_starts``: items of media that join the queue of those to be encoded, which is in their order. ``encoder_budget``: how much of
+    that queue is computed before this step's forward pass, in embeddings times tower blocks; an item whose last block is
+    computed then is there for the forward pass. ``freed_identifiers``: workers forget the rows of these items, or that they are to
+    be encoded, before anything else.
     """
 
     step: int = 0
@@ -68,6 +88,9 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     preempted_request_ids: list[str] = []
     scheduled_spec_decode_tokens: dict[str, list[int]] = {}
     num_drafts_wanted: dict[str, int] = {}
+    encoder_starts: list[EncoderStart] = []
+    encoder_budget: int = 0
+    freed_identifiers: list[str] = []
 
     def add_new(self, request: Request, num_tokens: int, block_ids: tuple[list[int], ...]) -> None:
         """Schedule ``num_tokens`` tokens of a request that starts, or starts again."""
@@ -184,7 +207,8 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     The list of a request whose prompt is not yet fully computed is empty. By request id, for those that asked: ``logprobs`` of
     the sampled tokens; ``prompt_logprobs`` of the prompt tokens that this step computed, less the first of the prompt, which
     has none (position i of the prompt is scored by the step that computes i - 1); ``pooled``: results of pooling requests whose
-    last token was computed.
+    last token was computed. ``encoder_failures``: by identifier, why an item of media could not be encoded;
+    the step computed its positions all the same, and what came of them means nothing.
     """
 
     request_ids: list[str] = []
@@ -193,4 +217,5 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: dict[str, Logprobs] = {}
     pooled: dict[str, Vectors] = {}
     num_nans_in_logits: dict[str, int] = {}
+    encoder_failures: dict[str, str] = {}
     seconds: float = 0.0

@@ -1,0 +1,1 @@
+"""What each family of models makes of media, and where it puts them in a prompt."""

@@ -1,0 +1,57 @@
+"""A medium as a client gives it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock_common.types.media import Modality, TensorData
+
+
+class EncodedFile(NamedTuple):
+    """An encoded file's bytes."""
+
+    data: bytes
+
+
+class Url(NamedTuple):
+    """Where the file is: ``data:``, ``https:`` or ``http:``."""
+
+    url: str
+
+
+class Frame(NamedTuple):
+    """A picture of a video: an encoded file, and when it is seen in seconds."""
+
+    data: bytes
+    timestamp: float
+
+
+class Frames(NamedTuple):
+    """A video as pictures."""
+
+    frames: Sequence[Frame]
+
+
+class Features(NamedTuple):
+    """Processed already: the model's own inputs, by the names of its processor in transformers; ``embeds`` alone is what the tower
+    would give.
+    """
+
+    tensors: Mapping[str, TensorData]
+
+
+Source = EncodedFile | Url | Frames | Features
+
+
+class MediaPart(msgspec.Struct, frozen=True, kw_only=True):
+    """An image, a sound or a video of a request.
+
+    ``field``: its path in the request, for errors (``messages[0].content[1].image_url``). ``processor_kwargs``: more arguments of the
+    model's processor.
+    """
+
+    modality: Modality
+    source: Source
+    field: str
+    processor_kwargs: dict[str, Any] = {}
