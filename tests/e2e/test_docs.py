@@ -54,7 +54,7 @@ COMMANDS_NOT_RUN = {
     "penstock serve examples/demo_model/penstock-tiny --speculative": "has the ports that the page's other commands ask",
     "penstock serve examples/demo_model/penstock-tiny --lora": "tests/e2e/test_lora.py does so",
     "penstock serve examples/demo_model/penstock-tiny --set frontend.lora": "has the ports that the page's other commands ask",
-    "penstock chat --lora": "needs a server with adapters; tests/integration/test_chat_command.py has one",
+    "penstock chat --lora": "needs a server with adapters, as tests/e2e/test_lora.py has one",
     "penstock lora": "tests/e2e/test_lora.py does so, beside a server with adapters",
     "penstock scale": "needs a cluster, which tests/integration/test_scale.py has",
     "penstock bench --rate 10 --duration 60": "takes a minute",
