@@ -164,7 +164,9 @@ class DraftPlanner:
             request = requests.get(key)
             if request is not None and step.step >= request.valid_from_step:
                 request.spec_token_ids = token_ids
-        if drafts.seconds and step.num_drafts_wanted:
+        decoded = len(step.num_scheduled_tokens) + sum(map(len, step.scheduled_spec_decode_tokens.values()))
+        # Behind a step with parts of prompts the drafter read these as well.
+        if drafts.seconds and step.num_drafts_wanted and step.total_num_scheduled_tokens == decoded:
             num_tokens = max(map(len, drafts.draft_token_ids), default=0)
             self._policy.drafting_took(len(step.num_drafts_wanted), num_tokens, drafts.seconds)
 

@@ -6,6 +6,10 @@ from penstock_enginecore.core.spec_decode.history import TRIAL, DraftHistory, Pr
 from penstock_enginecore.core.spec_decode.step_cost import StepCost
 
 _RATE = 0.1
+_FALLING_RATE = 0.5
+"""Faster than it grows: a drafter that had prompts to read, or others beside it, took longer than drafts take."""
+_FADING_RATE = 0.005
+"""What is not measured any more because it seemed too dear becomes cheaper by this, until it is tried again."""
 _MARGIN = 1.01
 """What drafts must bring at least: estimates are not exact."""
 
@@ -72,7 +76,8 @@ class DraftPolicy:
         """Drafts of ``num_tokens`` tokens for each of some requests took so long."""
         each = seconds / max(num_tokens, 1)
         known = self._seconds_per_draft
-        self._seconds_per_draft = each if not known else known + _RATE * (min(each, 4 * known) - known)
+        rate = _RATE if each > known else _FALLING_RATE
+        self._seconds_per_draft = each if not known else known + rate * (min(each, 4 * known) - known)
 
     def _rest(
         self,
@@ -87,6 +92,8 @@ class DraftPolicy:
         """Those that get nothing rest, if certain drafts would pay; those whose rest is over try."""
         certain = (num_rows + 1) / (self.cost.seconds(num_rows + 1) + per_draft)
         pays = certain > _MARGIN * num_rows / self.cost.seconds(num_rows)
+        if drafting and not pays:
+            self._seconds_per_draft *= 1 - _FADING_RATE
         for index, (history, limit) in enumerate(zip(histories, limits, strict=True)):
             if chosen[index] or not limit or history.rest_left:
                 continue

@@ -124,6 +124,26 @@ def test_drafts_that_take_long_to_make_are_not_made() -> None:
     assert made.choose([with_held(made, [0.6, 0.5, 0.4, 0.3, 0.2])], [5], 1, drafting=True) == [0]
 
 
+def test_drafts_that_took_long_once_are_made_again() -> None:
+    made = policy()
+    made.drafting_took(1, 5, 5 * 8.0)
+    for _ in range(6):
+        made.drafting_took(1, 5, 5 * 0.5)
+    assert made.choose([with_held(made, [0.9] * 5)], [5], 1, drafting=True) == [5]
+
+
+def test_a_time_that_keeps_drafts_from_being_made_fades() -> None:
+    made = policy({1: 10.0, 2: 10.1, 4: 10.2, 8: 10.4})
+    history = with_held(made, [0.95] * 5)
+    made.drafting_took(1, 5, 5 * 30.0)
+    steps = 0
+    while not any(made.choose([history], [5], 1, drafting=True)):
+        history.passed(1)
+        steps += 1
+        assert steps < 1000
+    assert steps > 100
+
+
 def test_without_adaption_there_are_as_many_as_there_may_be() -> None:
     made = policy(adaptive=False)
     assert made.choose([made.begin(), made.begin()], [5, 2], 2, drafting=True) == [5, 2]
