@@ -1,5 +1,5 @@
-"""Tiny checkpoints with towers, of every family that is served: random weights, a real tokenizer with the family's tokens, and the
-files of its processors, as checkpoints on the hub have them.
+"""Tiny checkpoints with towers, of every family that is served: random weights, a real tokenizer with the family's tokens, and
+the files of its processors, as checkpoints on the hub have them.
 """
 
 import json
@@ -109,9 +109,8 @@ _QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_
 
 @dataclass(frozen=True)
 class _Maker:
-    """``config``: of the model, where a string that is a token of the tokenizer, in a key with ``token``, becomes its id.
-    ``files``: of processors. ``named``: attributes of the tokenizer, by the tokens they name. ``marks``: what a chat template puts for
-    a part.
+    """``config``: of the model, where a string in a key with ``token`` becomes the id of that token. ``files``: of processors.
+    ``named``: tokens by the tokenizer's attributes that name them. ``marks``: what a chat template puts for a part.
     """
 
     config: Mapping[str, Any]
@@ -559,7 +558,8 @@ def save_multimodal_model(
     settings |= changes
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).eval()
+    make: Any = AutoModelForMultimodalLM.from_config
+    model: PreTrainedModel = make(config, dtype=torch.float32).eval()
     _randomize(model)
     if model.generation_config is not None:
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = end, ids["pad_token_id"]
@@ -582,7 +582,8 @@ def _save_tokenizer(maker: _Maker, directory: Path) -> PreTrainedTokenizerFast:
     base = byte_level()
     base.add_special_tokens([tokenizers.AddedToken(token, special=True) for token in (_PAD, _START, _END)])
     base.add_special_tokens([tokenizers.AddedToken(token, special=True) for token in maker.tokens])
-    tokenizer = PreTrainedTokenizerFast(
+    make: Any = PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerFast = make(
         tokenizer_object=base,
         eos_token=_END,
         pad_token=_PAD,

@@ -9,6 +9,8 @@ from penstock_common.errors import nearest
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 QUANTIZATIONS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
 """Ways of quantizing weights that are served, by ``quant_method``; not all that checkpoints can say of each."""
+WITH_TOWERS = ("llava", "mistral3")
+"""Values of ``model_type`` of models that read images or sound, and are served."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "*.spm", "*.vocab")
 _LFS_POINTER = b"version https://git-lfs"
 _EXPERTS = (
@@ -99,8 +101,12 @@ def _architecture(path: str, config: dict[str, Any]) -> str:
             )
     if config.get("is_encoder_decoder"):
         return f"{path!r}: {named} is not supported: it is an encoder-decoder model; give a decoder-only one"
-    if parts := [part for part in _PARTS if isinstance(config.get(part), dict)]:
-        return f"{path!r}: {named} is not supported: it is a multimodal or composite model ({', '.join(parts)})"
+    parts = [part for part in _PARTS if isinstance(config.get(part), dict)]
+    if parts and config.get("model_type") not in WITH_TOWERS:
+        return (
+            f"{path!r}: {named} is not supported: it is a multimodal or composite model ({', '.join(parts)}); of those, "
+            f"{', '.join(WITH_TOWERS)} are served"
+        )
     return ""
 
 

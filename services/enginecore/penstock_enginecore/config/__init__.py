@@ -7,6 +7,7 @@ from penstock_enginecore.config.executor import ExecutorConfig, KernelsConfig
 from penstock_enginecore.config.expert_parallel import ExpertParallelConfig
 from penstock_enginecore.config.lora import LoraConfig
 from penstock_enginecore.config.model import Device, Dtype, ModelConfig, Task
+from penstock_enginecore.config.multimodal import MultimodalConfig
 from penstock_enginecore.config.nodes import NodesConfig
 from penstock_enginecore.config.scheduler import SchedulerConfig
 from penstock_enginecore.config.speculative import SpeculativeConfig
@@ -25,6 +26,7 @@ __all__ = [
     "KernelsConfig",
     "LoraConfig",
     "ModelConfig",
+    "MultimodalConfig",
     "NodesConfig",
     "ProfilerConfig",
     "SchedulerConfig",

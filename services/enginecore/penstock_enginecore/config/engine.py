@@ -33,6 +33,7 @@ from penstock_enginecore.config.executor import ExecutorConfig, KernelsConfig
 from penstock_enginecore.config.expert_parallel import ExpertParallelConfig
 from penstock_enginecore.config.lora import LoraConfig
 from penstock_enginecore.config.model import ModelConfig
+from penstock_enginecore.config.multimodal import MultimodalConfig
 from penstock_enginecore.config.scheduler import SchedulerConfig
 from penstock_enginecore.config.speculative import SpeculativeConfig
 from penstock_enginecore.config.structured_output import StructuredOutputConfig
@@ -109,6 +110,7 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     structured_output: StructuredOutputConfig = StructuredOutputConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
     lora: LoraConfig = LoraConfig()
+    multimodal: MultimodalConfig = MultimodalConfig()
     data_parallel: DataParallelConfig = DataParallelConfig()
     expert_parallel: ExpertParallelConfig = ExpertParallelConfig()
     coordinator: CoordinatorClientConfig = CoordinatorClientConfig()

@@ -111,7 +111,17 @@ def _load_runner(
             keep = keep_none  # the fused decoder alone computes by them, and whole models
         # What a stage leaves to others need not fit its device.
         on_host = links is not None
-        model = load_model(checkpoint, device, progress, keep, split, on_host=on_host, make_share=shared, widen=widen)
+        model = load_model(
+            checkpoint,
+            device,
+            progress,
+            keep,
+            split,
+            on_host=on_host,
+            make_share=shared,
+            widen=widen,
+            with_towers=config.multimodal.enabled,
+        )
         if int8:
             round_weights(model.module)
         if split is None:
@@ -154,7 +164,8 @@ def _experts(config: EngineCoreConfig, shared: SharedModel, model: LoadedModel) 
 def read_again(config: EngineCoreConfig, runner: GenerationRunner, device: torch.device, progress: Progress) -> None:
     """The checkpoint, by way of the host, to where the weights of ``runner`` on ``device`` were. Raises ModelLoadError."""
     keep = kept_weights(device, config.kernels, config.model.attention_backend)
-    runner.read(load_model(config.model, torch.device("cpu"), progress, keep, on_host=True))
+    towers = config.multimodal.enabled
+    runner.read(load_model(config.model, torch.device("cpu"), progress, keep, on_host=True, with_towers=towers))
 
 
 class _Split:

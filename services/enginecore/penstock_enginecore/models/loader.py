@@ -23,7 +23,11 @@ from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models import attention_hook
 from penstock_enginecore.models.dtypes import Dtypes, resolve_dtypes
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.narrow_weight import as_stored, narrow
+from penstock_enginecore.models.multimodal.base import MediaEncoder
+from penstock_enginecore.models.multimodal.composite import Composite
+from penstock_enginecore.models.multimodal.encoder import TowerEncoder
+from penstock_enginecore.models.multimodal.families.base import Checkpoint
+from penstock_enginecore.models.narrow_weight import as_stored, narrow, widen_all
 from penstock_enginecore.models.placement import check_weights_fit, place, read_to
 from penstock_enginecore.models.quantization.kv_scales import read_kv_scales
 from penstock_enginecore.models.quantization.loading import QuantizedCheckpoint, load_quantized
@@ -60,6 +64,8 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     kv_scales: Mapping[str, KVScales] = field(default_factory=dict)
     """Of an fp8 cache, by the names of attention layers, where the checkpoint has some."""
+    encoder: MediaEncoder | None = None
+    """The checkpoint's towers; None for a model that reads text alone."""
 
     @property
     def hidden_size(self) -> int:
@@ -78,19 +84,26 @@ def load_model(
     on_host: bool = False,
     make_share: MakeShare | None = None,
     widen: bool = False,
+    with_towers: bool = False,
 ) -> LoadedModel:
     """Read configuration and weights of ``config.path``, straight to ``device``; where ``split`` leaves a part of the model, by
     way of the host. ``keep``: whether linear layers keep weights that are quantized so. ``on_host``: leave the model there, in
     the dtype that it has on ``device``. ``make_share``: of what this rank reads. ``widen``: on a CPU, compute in float32 with
-    weights that stay as narrow as they are stored, see ``narrow_weight``. Raises ModelLoadError.
+    weights that stay as narrow as they are stored, see ``narrow_weight``. ``with_towers``: what turns images and sound into
+    embeddings is loaded too, where the checkpoint has it. Raises ModelLoadError.
     """
     hf_config = read_config(config)
-    model_class = _model_class(hf_config, config)
-    check_supported(hf_config, model_class)
+    composite = Composite.of(hf_config, with_towers=with_towers)
+    text_config = hf_config if composite is None else composite.text_config
+    model_class = _model_class(hf_config, config) if composite is None else composite.text_class
+    check_supported(text_config, model_class)
     scheme = quantization_of(hf_config)
+    if composite is not None and (scheme is not None or make_share is not None):
+        what = "its experts are shared by ranks" if scheme is None else f"its weights are quantized ({scheme.name})"
+        raise ModelLoadError(f"{hf_config.model_type} is not supported: {what}, and it has towers")
     widen = widen and (scheme is None or not keep(scheme))  # what is kept quantized is multiplied as it is
     dtypes = resolve_dtypes(config.dtype, hf_config, device, widen=widen)
-    max_len = config_max_len(hf_config, config)
+    max_len = config_max_len(text_config, config)
     progress(f"loading {model_class.__name__} from {config.path} as {dtypes.name}")
     attention_hook.register()
     host = torch.device("cpu")
@@ -98,12 +111,24 @@ def load_model(
         device = host
     first = device if split is None else host
     share = None if make_share is None else make_share(model_class, hf_config)
-    module: Any = load_weights(config, dtypes, first, progress, keep=keep, share=share)
+    module: Any
+    towers: Any = None
+    if composite is None:
+        module = load_weights(config, dtypes, first, progress, keep=keep, share=share)
+    else:
+        whole = load_weights(config, dtypes, first, progress, composite)
+        module, towers = composite.separate(whole)
     vocab_size = module.get_output_embeddings().weight.shape[0]
     if split is not None:
         split(module)
     place(module, config.path, device)
     prepare_decoder(module, config.max_model_len or max_len, device)
+    encoder: MediaEncoder | None = None
+    if composite is not None and with_towers:
+        widen_all(towers)
+        place(towers, config.path, device)
+        checkpoint = Checkpoint(hf_config, weight_files(config), config.max_model_len or max_len, device)
+        encoder = TowerEncoder(composite.family(towers, checkpoint), device, dtypes.computed)
     return LoadedModel(
         module=module,
         dtype=dtypes.computed,
@@ -112,6 +137,7 @@ def load_model(
         vocab_size=vocab_size,
         eos_token_ids=_eos_token_ids(module),
         kv_scales=_kv_scales(config, hf_config),
+        encoder=encoder,
     )
 
 

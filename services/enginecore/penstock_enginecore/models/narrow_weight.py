@@ -153,6 +153,16 @@ def settle(module: torch.nn.Module) -> int:
     return wide
 
 
+@torch.no_grad()
+def widen_all(module: torch.nn.Module) -> None:
+    """Have ``module`` keep all that is narrow in float32, for what no kernels take over."""
+    for part in module.modules():
+        parameters: dict[str, Any] = part._parameters
+        for name, parameter in parameters.items():
+            if isinstance(parameter, NarrowWeight):
+                parameters[name] = torch.nn.Parameter(widened(parameter), requires_grad=False)
+
+
 def _becomes_float32(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype != torch.float32
 

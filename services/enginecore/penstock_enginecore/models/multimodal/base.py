@@ -52,6 +52,8 @@ class MediaEncoder(Protocol):
     """Layers that get rows of their own, which stand behind the embedding in each row; 0 for most models."""
     has_sections: bool
     """Whether ``rope_positions`` are to be asked for."""
+    modules: Sequence[torch.nn.Module]
+    """All that has weights, in an order of the model's: what moves when the engine sleeps."""
 
     def start(self, item: EncoderItem) -> None:
         """Put an item behind those that are to be encoded."""

@@ -1,0 +1,107 @@
+"""Checkpoints with towers: their weights are read once, and their text model is served as any other."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
+
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.multimodal.families.base import Family
+from penstock_enginecore.models.multimodal.families.factory import family_of
+from penstock_enginecore.models.multimodal.text_models import text_class
+
+_TOWERS_ATTEND = "sdpa"
+_TEXT_SECTION = "text_config"
+
+
+class Separated(NamedTuple):
+    """``text``: a causal language model of its own, with the checkpoint's weights. ``towers``: what is left of the whole."""
+
+    text: PreTrainedModel
+    towers: torch.nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class Composite:
+    """A checkpoint whose ``config`` has that of a text model in it. It makes the model as transformers' auto classes do, for the
+    loader: without the towers, unless ``with_towers``.
+    """
+
+    config: PretrainedConfig
+    family: type[Family]
+    text_class: type[PreTrainedModel]
+    with_towers: bool
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, *, with_towers: bool) -> "Composite | None":
+        """None for a text model. Raises ModelLoadError for what is not served."""
+        text = config.get_text_config()
+        if text is config:
+            return None
+        if getattr(config, _TEXT_SECTION, None) is not text:
+            raise ModelLoadError(f"{config.model_type} is not supported: its text model is not in {_TEXT_SECTION}")
+        return cls(config, family_of(config), text_class(text), with_towers)
+
+    @property
+    def text_config(self) -> PretrainedConfig:
+        """Of its text model."""
+        return self.config.get_text_config()
+
+    @property
+    def _model_mapping(self) -> Mapping[type[PretrainedConfig], type[PreTrainedModel]]:
+        return {type(self.config): self._class()}
+
+    def from_pretrained(self, *, attn_implementation: str, **options: Any) -> Any:
+        """As of transformers' auto classes; ``attn_implementation`` is that of the text model."""
+        make: Any = self._class().from_pretrained
+        return make(attn_implementation=self._sections(attn_implementation), **options)
+
+    def from_config(
+        self,
+        config: Any,
+        *,
+        attn_implementation: str,
+        trust_remote_code: bool,  # noqa: ARG002 - the classes are transformers' own
+        **options: Any,
+    ) -> Any:
+        """Likewise."""
+        make: Any = self._class()._from_config
+        return make(config, attn_implementation=self._sections(attn_implementation), **options)
+
+    def separate(self, whole: Any) -> Separated:
+        """Take the text model out of ``whole``."""
+        towers = whole.model
+        text = towers._modules.pop(self.family.text_name)
+        make: Any = self.text_class._from_config
+        with torch.device("meta"):
+            module = make(text.config)
+        module.config = text.config
+        setattr(module, module.base_model_prefix, text)
+        module.set_output_embeddings(whole.get_output_embeddings())
+        module.generation_config = whole.generation_config
+        return Separated(module, towers)
+
+    def _class(self) -> type[PreTrainedModel]:
+        mapping: Any = AutoModelForMultimodalLM._model_mapping
+        entry = mapping[type(self.config)]
+        found = entry[0] if isinstance(entry, tuple) else entry
+        return found if self.with_towers else _without_towers(found, self.family.text_name)
+
+    def _sections(self, attention: str) -> dict[str, str]:
+        return {"": _TOWERS_ATTEND, **dict.fromkeys(self.config.sub_configs, _TOWERS_ATTEND), _TEXT_SECTION: attention}
+
+
+def _without_towers(model_class: type[PreTrainedModel], text_name: str) -> type[PreTrainedModel]:
+    """The class, but that its models have their text model alone, and read no more of the files."""
+
+    def init(self: Any, config: PretrainedConfig) -> None:
+        model_class.__init__(self, config)
+        for name in [*self.model._modules, *self.model._parameters]:
+            if name != text_name:
+                delattr(self.model, name)
+
+    others = rf"^model\.(?!{text_name}\.)"
+    members = {"__init__": init, "__module__": model_class.__module__, "_keys_to_ignore_on_load_unexpected": {others}}
+    return type(model_class.__name__, (model_class,), members)

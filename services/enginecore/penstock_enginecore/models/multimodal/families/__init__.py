@@ -1,0 +1,1 @@
+"""What families of checkpoints with towers have of their own."""

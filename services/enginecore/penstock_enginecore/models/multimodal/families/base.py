@@ -1,0 +1,155 @@
+"""What a family of checkpoints with towers tells of itself."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from penstock_common.types.media import Modality, MultiModalFeature, TensorData
+from penstock_enginecore.core.model_info import MediaInfo
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.multimodal.base import RopePositions
+from penstock_enginecore.models.multimodal.pixels import Normalization
+from penstock_enginecore.models.multimodal.processors import ProcessorSettings
+from penstock_enginecore.models.multimodal.tensors import Spec, to_data
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """``config``: of the whole. ``directory``: of its files. ``max_tokens``: of a prompt, and so of an item."""
+
+    config: Any
+    directory: Path
+    max_tokens: int
+    device: torch.device
+
+    @cached_property
+    def settings(self) -> ProcessorSettings:
+        """Of its processors."""
+        return ProcessorSettings.read(self.directory)
+
+
+class Intake(ABC):
+    """Turns items of one ``modality`` into embeddings, by ``towers``: transformers' model without its text model. Tensors have
+    the names and shapes that the family's processor in transformers gives them.
+    """
+
+    modality: Modality = "image"
+    attends_both_ways = False
+
+    def __init__(self, towers: Any, checkpoint: Checkpoint) -> None:
+        self.towers = towers
+        self.config = checkpoint.config
+        self.checkpoint = checkpoint
+        self.normalization = self._normalization()
+
+    @property
+    @abstractmethod
+    def specs(self) -> Mapping[str, Spec]:
+        """The tensors that an item has."""
+
+    @property
+    @abstractmethod
+    def max_embeds(self) -> int:
+        """Embeddings of the largest item."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Positions of the largest item."""
+        return self.max_embeds
+
+    @abstractmethod
+    def count(self, tensors: Tensors) -> int:
+        """Embeddings that an item's tensors make. Raises ItemError for some that make none."""
+
+    @abstractmethod
+    def encode(self, tensors: Tensors) -> torch.Tensor:
+        """The rows ``[embeddings, width]`` of an item whose tensors are on the device."""
+
+    @abstractmethod
+    def largest_tensors(self) -> Tensors:
+        """Those of an item as large as the model and its prompts take."""
+
+    @property
+    def processor_settings(self) -> Mapping[str, Any]:
+        """Of what makes the tensors."""
+        return self.checkpoint.settings.image
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the towers."""
+        dtypes: list[torch.dtype] = [each.dtype for each in self.towers.parameters() if each.is_floating_point()]
+        return dtypes[0]
+
+    def largest(self) -> dict[str, TensorData]:
+        """``largest_tensors`` as they come in requests."""
+        return {name: to_data(tensor) for name, tensor in self.largest_tensors().items()}
+
+    def info(self, num_blocks: int) -> MediaInfo:
+        """What the engine's core knows of the modality, of a tower of ``num_blocks``."""
+        return MediaInfo(
+            modality=self.modality,
+            num_blocks=num_blocks,
+            max_embeds=self.max_embeds,
+            max_tokens=self.max_tokens,
+            attends_both_ways=self.attends_both_ways,
+        )
+
+    def pixels(self, tensor: torch.Tensor, channels: int) -> torch.Tensor:
+        """What the tower takes of pixels whose dimension ``channels`` is that of their colours."""
+        if self.normalization is None:
+            raise TypeError(f"{type(self).__name__} takes no pixels")
+        return self.normalization.apply(tensor, channels).to(self.dtype)
+
+    def _normalization(self) -> Normalization | None:
+        """Of the pixels; None where there are none."""
+        checkpoint = self.checkpoint
+        return checkpoint.settings.normalization(self.processor_settings).to(checkpoint.device)
+
+
+class Family:
+    """A checkpoint's towers, and what its text model needs to know of them."""
+
+    text_name: ClassVar[str] = "language_model"
+    """What transformers' model calls its text model."""
+    intakes: ClassVar[tuple[type[Intake], ...]]
+    num_deepstack: int = 0
+    has_sections: bool = False
+
+    def __init__(self, towers: Any, checkpoint: Checkpoint) -> None:
+        self.towers = towers
+        self.config = checkpoint.config
+        self.by_modality: dict[Modality, Intake] = {}
+        for intake in self.intakes:
+            made = intake(towers, checkpoint)
+            self.by_modality[made.modality] = made
+
+    @classmethod
+    def unsupported(cls, config: PretrainedConfig) -> str | None:  # noqa: ARG003 - for those who have something to say
+        """Why a checkpoint of this family is not served, None where it is."""
+        return None
+
+    @property
+    def width(self) -> int:
+        """The text model's hidden size."""
+        return int(self.config.get_text_config().hidden_size)
+
+    @cached_property
+    def blocks(self) -> Sequence[torch.nn.Module]:
+        """Those of the tower, in the order in which they are computed."""
+        found = [module for module in self.towers.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not found:
+            raise ModelLoadError(f"{type(self.towers).__name__} is not supported: its tower has no blocks")
+        return found
+
+    def rope_positions(self, token_ids: Sequence[int], features: Sequence[MultiModalFeature]) -> RopePositions:
+        """Where ``has_sections``."""
+        raise NotImplementedError(f"{type(self).__name__} has positions of one dimension")

@@ -1,0 +1,58 @@
+"""LLaVA with CLIP's or SigLIP's tower: images of one size."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from transformers import PretrainedConfig
+
+from penstock_enginecore.models.multimodal.families.base import Family, Intake, Tensors
+from penstock_enginecore.models.multimodal.families.squares import check_square_tower, positions_of_square
+from penstock_enginecore.models.multimodal.tensors import PIXELS, Spec
+
+_PIXELS = "pixel_values"
+
+
+class _Images(Intake):
+    """All patches of an image are embeddings."""
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        """See ``Intake``."""
+        side = self.config.vision_config.image_size
+        return {_PIXELS: Spec(PIXELS, (1, 3, side, side))}
+
+    @property
+    def max_embeds(self) -> int:
+        """See ``Intake``."""
+        return positions_of_square(self.config)
+
+    def count(self, _tensors: Tensors) -> int:
+        """See ``Intake``."""
+        return self.max_embeds
+
+    def encode(self, tensors: Tensors) -> torch.Tensor:
+        """See ``Intake``."""
+        found = self.towers.get_image_features(
+            pixel_values=self.pixels(tensors[_PIXELS], 1),
+            vision_feature_layer=self.config.vision_feature_layer,
+            vision_feature_select_strategy=self.config.vision_feature_select_strategy,
+        )
+        rows: torch.Tensor = found.pooler_output[0]
+        return rows
+
+    def largest_tensors(self) -> Tensors:
+        """See ``Intake``."""
+        side = self.config.vision_config.image_size
+        return {_PIXELS: torch.zeros(1, 3, side, side, dtype=torch.uint8)}
+
+
+class Llava(Family):
+    """LLaVA 1.5 and what is made like it."""
+
+    intakes: ClassVar[tuple[type[Intake], ...]] = (_Images,)
+
+    @classmethod
+    def unsupported(cls, config: PretrainedConfig) -> str | None:
+        """See ``Family``."""
+        return check_square_tower(config)

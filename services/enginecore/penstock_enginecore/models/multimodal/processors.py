@@ -1,0 +1,72 @@
+"""What a checkpoint's files say of its processors."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoImageProcessor
+
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.multimodal.pixels import Normalization
+
+_CONFIG, _PROCESSOR_CONFIG = "preprocessor_config.json", "processor_config.json"
+_VIDEO_CONFIG = "video_preprocessor_config.json"
+_KEYS = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorSettings:
+    """``processor``: of the whole; the others of its parts, ``{}`` where there is none."""
+
+    directory: Path
+    processor: Mapping[str, Any]
+    image: Mapping[str, Any]
+    video: Mapping[str, Any]
+    audio: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, directory: Path) -> "ProcessorSettings":
+        """Of the files in ``directory``; what is in ``processor_config.json`` goes first, as transformers has it."""
+        processor = _read(directory / _PROCESSOR_CONFIG)
+        main = _read(directory / _CONFIG)
+        return cls(
+            directory=directory,
+            processor=processor,
+            image=processor.get("image_processor") or main,
+            video=processor.get("video_processor") or _read(directory / _VIDEO_CONFIG) or main,
+            audio=processor.get("feature_extractor") or main,
+        )
+
+    def normalization(self, settings: Mapping[str, Any]) -> Normalization:
+        """Of pixels by ``settings``, which are those of images or video. Raises ModelLoadError."""
+        known: dict[str, Any] = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+        known |= {key: settings[key] for key in _KEYS if settings.get(key) is not None}
+        for key in ("image_mean", "image_std"):
+            if key not in known:
+                known[key] = self._default(key)
+        return Normalization.of(known)
+
+    def _default(self, key: str) -> Any:
+        """What the class of the checkpoint's image processor has, where its files do not say. It needs Pillow."""
+        make: Any = AutoImageProcessor
+        try:
+            return getattr(make.from_pretrained(self.directory, backend="pil"), key)
+        except (OSError, ValueError, ImportError, AttributeError) as e:
+            raise ModelLoadError(
+                f"{self.directory / _CONFIG} does not name {key}, and its default is not known: {e}"
+            ) from e
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    """The settings in ``file``; none if it is not there. Raises ModelLoadError."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ModelLoadError(f"{file} cannot be read: {e}") from e
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{file} holds no settings")
+    return found
