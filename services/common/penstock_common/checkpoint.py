@@ -9,7 +9,22 @@ from penstock_common.errors import nearest
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 QUANTIZATIONS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
 """Ways of quantizing weights that are served, by ``quant_method``; not all that checkpoints can say of each."""
-WITH_TOWERS = ("llava", "mistral3")
+WITH_TOWERS = (
+    "aya_vision",
+    "gemma3",
+    "idefics3",
+    "internvl",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen2_audio",
+    "qwen2_vl",
+    "qwen3_vl",
+    "smolvlm",
+    "voxtral",
+)
 """Values of ``model_type`` of models that read images or sound, and are served."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "*.spm", "*.vocab")
 _LFS_POINTER = b"version https://git-lfs"

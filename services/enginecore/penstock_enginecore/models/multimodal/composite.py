@@ -72,14 +72,14 @@ class Composite:
 
     def separate(self, whole: Any) -> Separated:
         """Take the text model out of ``whole``."""
-        towers = whole.model
+        towers, head = whole.model, whole.get_output_embeddings()
         text = towers._modules.pop(self.family.text_name)
         make: Any = self.text_class._from_config
         with torch.device("meta"):
             module = make(text.config)
         module.config = text.config
         setattr(module, module.base_model_prefix, text)
-        module.set_output_embeddings(whole.get_output_embeddings())
+        module.set_output_embeddings(head)
         module.generation_config = whole.generation_config
         return Separated(module, towers)
 
@@ -98,10 +98,10 @@ def _without_towers(model_class: type[PreTrainedModel], text_name: str) -> type[
 
     def init(self: Any, config: PretrainedConfig) -> None:
         model_class.__init__(self, config)
-        for name in [*self.model._modules, *self.model._parameters]:
+        for name in list(self.model._modules):
             if name != text_name:
                 delattr(self.model, name)
 
-    others = rf"^model\.(?!{text_name}\.)"
+    others = rf"^model\.(?!{text_name}\.)[^.]+\."
     members = {"__init__": init, "__module__": model_class.__module__, "_keys_to_ignore_on_load_unexpected": {others}}
     return type(model_class.__name__, (model_class,), members)

@@ -11,7 +11,7 @@ from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.models.multimodal.base import EncodedItem, EncoderItem, RopePositions
 from penstock_enginecore.models.multimodal.families.base import Family
 from penstock_enginecore.models.multimodal.slices import SlicedRun, hook_blocks
-from penstock_enginecore.models.multimodal.tensors import FLOATS, ItemError, Spec, read_tensors
+from penstock_enginecore.models.multimodal.tensors import FLOATS, ItemError, Spec, read_tensors, to_data
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,9 @@ class TowerEncoder:
     def largest(self, modality: Modality) -> EncoderItem:
         """An item as large as the model takes."""
         intake = self._family.by_modality[modality]
-        return EncoderItem(f"largest {modality}", modality, intake.max_embeds, intake.largest())
+        tensors = intake.largest_tensors()
+        data = {name: to_data(tensor) for name, tensor in tensors.items()}
+        return EncoderItem(f"largest {modality}", modality, intake.count(tensors), data)
 
     def _begin(self, item: EncoderItem) -> _Begun:
         if self._begun is None:

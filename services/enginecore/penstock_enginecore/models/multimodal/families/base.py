@@ -11,13 +11,13 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from penstock_common.types.media import Modality, MultiModalFeature, TensorData
+from penstock_common.types.media import Modality, MultiModalFeature
 from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.multimodal.base import RopePositions
 from penstock_enginecore.models.multimodal.pixels import Normalization
 from penstock_enginecore.models.multimodal.processors import ProcessorSettings
-from penstock_enginecore.models.multimodal.tensors import Spec, to_data
+from penstock_enginecore.models.multimodal.tensors import Spec
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -88,10 +88,6 @@ class Intake(ABC):
         """Of the towers."""
         dtypes: list[torch.dtype] = [each.dtype for each in self.towers.parameters() if each.is_floating_point()]
         return dtypes[0]
-
-    def largest(self) -> dict[str, TensorData]:
-        """``largest_tensors`` as they come in requests."""
-        return {name: to_data(tensor) for name, tensor in self.largest_tensors().items()}
 
     def info(self, num_blocks: int) -> MediaInfo:
         """What the engine's core knows of the modality, of a tower of ``num_blocks``."""

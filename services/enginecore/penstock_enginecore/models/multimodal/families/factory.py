@@ -10,8 +10,20 @@ from penstock_enginecore.models.multimodal.families.base import Family
 _HERE = "penstock_enginecore.models.multimodal.families"
 _PIXTRAL = "pixtral"
 _FAMILIES = {
+    "aya_vision": ("tiles", "AyaVision"),
+    "gemma3": ("tiles", "Gemma3"),
+    "idefics3": ("tiles", "Idefics3"),
+    "internvl": ("tiles", "InternVL"),
     "llava": ("llava", "Llava"),
+    "llava_next": ("anyres", "LlavaNext"),
+    "llava_onevision": ("anyres", "LlavaOneVision"),
     "mistral3": ("pixtral", "Mistral3"),
+    "qwen2_5_vl": ("qwen_vl", "Qwen25VL"),
+    "qwen2_audio": ("audio", "Qwen2Audio"),
+    "qwen2_vl": ("qwen_vl", "Qwen2VL"),
+    "qwen3_vl": ("qwen_vl", "Qwen3VL"),
+    "smolvlm": ("tiles", "SmolVLM"),
+    "voxtral": ("audio", "Voxtral"),
 }
 """Module and class."""
 _REFUSED = {

@@ -1,0 +1,216 @@
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL: images of any size and video, in patches of a grid, at positions in time, height and width."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+
+from penstock_common.types.media import EmbedRun, Modality, MultiModalFeature
+from penstock_enginecore.attention.base import IntArray
+from penstock_enginecore.models.multimodal.base import RopePositions
+from penstock_enginecore.models.multimodal.families.base import Family, Intake, Tensors
+from penstock_enginecore.models.multimodal.tensors import FLOATS, INTEGERS, PIXELS, ItemError, Spec, to_torch
+
+_SECONDS = "second_per_grid_ts"
+_MAX_PIXELS = 28 * 28 * 1280
+_MAX_FRAMES = 768
+"""Where the checkpoint's processors do not say."""
+_MAX_VIDEO_EMBEDS = 16_384
+_SECOND_DTYPES = (*FLOATS, "float64")
+
+
+class _Images(Intake):
+    """Squares of patches become one embedding."""
+
+    pixels_name, grid_name = "pixel_values", "image_grid_thw"
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        """See ``Intake``."""
+        tower = self.config.vision_config
+        numbers = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+        return {self.pixels_name: Spec(PIXELS, (None, numbers)), self.grid_name: Spec(INTEGERS, (1, 3))}
+
+    @property
+    def max_embeds(self) -> int:
+        """See ``Intake``."""
+        return max(min(self._max_pixels // self._cell**2, self.checkpoint.max_tokens), 1)
+
+    def count(self, tensors: Tensors) -> int:
+        """See ``Intake``."""
+        time, height, width = tensors[self.grid_name][0].tolist()
+        merge, patches = self._merge, len(tensors[self.pixels_name])
+        if min(time, height, width) < 1 or height % merge or width % merge or time * height * width != patches:
+            raise ItemError(
+                f"{self.grid_name} is {[time, height, width]}; it must make the {patches} patches of {self.pixels_name}, in "
+                f"multiples of {merge}"
+            )
+        return int(patches // merge**2)
+
+    def encode(self, tensors: Tensors) -> torch.Tensor:
+        """See ``Intake``."""
+        patches = tensors[self.pixels_name]
+        pixels = self.pixels(patches.view(len(patches), self.config.vision_config.in_channels, -1), 1).flatten(1)
+        found = self._features(pixels, tensors[self.grid_name].long())
+        deep = [layer[0] for layer in getattr(found, "deepstack_features", None) or ()]
+        return torch.cat([found.pooler_output[0], *deep], dim=-1)
+
+    def largest_tensors(self) -> Tensors:
+        """See ``Intake``."""
+        return self._strip(self.max_embeds, 1)
+
+    def _features(self, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
+        return self.towers.get_image_features(pixels, grid)
+
+    def _strip(self, embeds: int, frames: int) -> Tensors:
+        """Tensors of ``frames`` that are one embedding high, ``embeds`` in all."""
+        merge = self._merge
+        grid = torch.tensor([[frames, merge, embeds // frames * merge]])
+        numbers = self.specs[self.pixels_name].shape[1] or 1
+        return {
+            self.pixels_name: torch.zeros(int(grid.prod()), numbers, dtype=torch.uint8),
+            self.grid_name: grid,
+        }
+
+    @property
+    def _merge(self) -> int:
+        return int(self.config.vision_config.spatial_merge_size)
+
+    @property
+    def _cell(self) -> int:
+        """Pixels of the side of what becomes an embedding."""
+        return int(self.config.vision_config.patch_size) * self._merge
+
+    @property
+    def _max_pixels(self) -> int:
+        settings = self.processor_settings
+        size = settings.get("size") or {}
+        return int(settings.get("max_pixels") or size.get("max_pixels") or size.get("longest_edge") or _MAX_PIXELS)
+
+
+class _Video(_Images):
+    """Pairs of frames, likewise."""
+
+    modality: Modality = "video"
+    pixels_name, grid_name = "pixel_values_videos", "video_grid_thw"
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        """See ``Intake``. The seconds of a step in time matter for positions alone."""
+        return {**super().specs, _SECONDS: Spec(_SECOND_DTYPES, (1,), wanted=False)}
+
+    @property
+    def processor_settings(self) -> Mapping[str, Any]:
+        """See ``Intake``."""
+        return self.checkpoint.settings.video
+
+    @property
+    def max_embeds(self) -> int:
+        """See ``Intake``."""
+        frames = max(int(self.processor_settings.get("max_frames") or _MAX_FRAMES) // self._temporal, 1)
+        most = frames * max(self._max_pixels // self._cell**2, 1)
+        return max(min(most, self.checkpoint.max_tokens, _MAX_VIDEO_EMBEDS), 1)
+
+    @property
+    def _temporal(self) -> int:
+        return int(self.config.vision_config.temporal_patch_size)
+
+    def _features(self, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
+        return self.towers.get_video_features(pixels, grid)
+
+
+class _TimedVideo(_Video):
+    """The time of each pair of frames stands before it, in tokens."""
+
+    @property
+    def max_tokens(self) -> int:
+        """See ``Intake``. At most as many tokens as embeddings, as a pair of frames has some of each."""
+        return min(2 * self.max_embeds, self.checkpoint.max_tokens)
+
+
+class _Grid(NamedTuple):
+    """Embeddings in time, height and width, and how far apart two are in time."""
+
+    time: int
+    height: int
+    width: int
+    interval: float | torch.Tensor = 1
+
+
+class Qwen2VL(Family):
+    """A step in time is one position."""
+
+    intakes: ClassVar[tuple[type[Intake], ...]] = (_Images, _Video)
+    has_sections = True
+
+    def rope_positions(self, token_ids: Sequence[int], features: Sequence[MultiModalFeature]) -> RopePositions:
+        """As ``get_rope_index`` of transformers' model, by the grids of ``features``."""
+        parts: list[IntArray] = []
+        at = position = 0
+        for start, count, grid in self._grids(features):
+            parts.append(_text(start - at, position))
+            position += start - at
+            if (made := grid.time * grid.height * grid.width) != count:
+                raise ValueError(f"a grid of {made} embeddings stands at {count} positions")
+            parts.append(_vision(grid, position))
+            position += max(grid.height, grid.width)
+            at = start + count
+        parts.append(_text(len(token_ids) - at, position))
+        positions = np.concatenate(parts, axis=1)
+        return RopePositions(positions, int(positions.max()) + 1 - len(token_ids))
+
+    def _grids(self, features: Sequence[MultiModalFeature]) -> Iterator[tuple[int, int, _Grid]]:
+        """Where each starts, and how many embeddings it has there."""
+        for feature in features:
+            grid = self._grid(feature)
+            runs = feature.embed_runs or (EmbedRun(0, feature.length),)
+            if len(runs) == grid.time > 1:  # each step in time stands by itself
+                steps = [grid._replace(time=1)] * len(runs)
+            elif len(runs) == 1:
+                steps = [grid]
+            else:
+                raise ValueError(f"{len(runs)} runs of embeddings stand for {grid.time} steps in time")
+            for run, step in zip(runs, steps, strict=True):
+                yield feature.offset + run.start, run.count, step
+
+    def _grid(self, feature: MultiModalFeature) -> _Grid:
+        name = _Video.grid_name if feature.modality == "video" else _Images.grid_name
+        time, height, width = to_torch(feature.data[name])[0].tolist()
+        merge = self.config.vision_config.spatial_merge_size
+        return _Grid(time, height // merge, width // merge, self._interval(feature))
+
+    def _interval(self, _feature: MultiModalFeature) -> float | torch.Tensor:
+        return 1
+
+
+class Qwen25VL(Qwen2VL):
+    """A second of video is a number of positions."""
+
+    def _interval(self, feature: MultiModalFeature) -> float | torch.Tensor:
+        if feature.modality != "video":
+            return 1
+        seconds = to_torch(feature.data[_SECONDS])[0] if _SECONDS in feature.data else 1
+        interval: float | torch.Tensor = self.config.vision_config.tokens_per_second * seconds
+        return interval
+
+
+class Qwen3VL(Qwen2VL):
+    """Times of frames are tokens between them; the first layers of the text model get rows of the tower's, too."""
+
+    intakes: ClassVar[tuple[type[Intake], ...]] = (_Images, _TimedVideo)
+
+    def __init__(self, towers: Any, checkpoint: Any) -> None:
+        super().__init__(towers, checkpoint)
+        self.num_deepstack = len(self.config.vision_config.deepstack_visual_indexes)
+
+
+def _text(count: int, position: int) -> IntArray:
+    return np.broadcast_to(np.arange(position, position + count, dtype=np.int64), (3, count))
+
+
+def _vision(grid: _Grid, position: int) -> IntArray:
+    # The product is rounded as transformers rounds it.
+    time = (torch.arange(grid.time) * grid.interval).long().numpy()
+    sides = np.meshgrid(time, np.arange(grid.height), np.arange(grid.width), indexing="ij")
+    return np.stack(sides).reshape(3, -1).astype(np.int64) + position

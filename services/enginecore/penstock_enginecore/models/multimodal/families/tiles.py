@@ -1,0 +1,275 @@
+"""Images in tiles of one size, each of which gives as many embeddings: Gemma 3, InternVL, Aya Vision, Idefics 3 and SmolVLM."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from transformers import PretrainedConfig
+
+from penstock_common.types.media import Modality
+from penstock_enginecore.models.multimodal.families.base import Family, Intake, Tensors
+from penstock_enginecore.models.multimodal.families.squares import check_square_tower
+from penstock_enginecore.models.multimodal.tensors import INTEGERS, MASKS, PIXELS, Spec
+
+_PIXELS, _VIDEO, _MASK = "pixel_values", "pixel_values_videos", "pixel_attention_mask"
+_MAX_PATCHES = 12
+_MAX_FRAMES = 64
+"""Where the checkpoint's processors do not say."""
+
+
+class _Tiles(Intake):
+    """Tiles stand in the first dimension of ``pixels_name``."""
+
+    pixels_name = _PIXELS
+    between = 1
+    """Tokens beside the embeddings of each tile, at most, and of the whole."""
+
+    @property
+    @abstractmethod
+    def per_tile(self) -> int:
+        """Embeddings of a tile."""
+
+    @property
+    @abstractmethod
+    def most_tiles(self) -> int:
+        """Of the largest item, by the checkpoint's processor."""
+
+    @property
+    def side(self) -> int:
+        """Pixels of a side of a tile."""
+        size = self.config.vision_config.image_size
+        return int(size if isinstance(size, int) else size[0])
+
+    @property
+    def max_tiles(self) -> int:
+        """Of the largest item that a prompt has room for."""
+        return max(min(self.most_tiles, self.checkpoint.max_tokens // self.per_tile), 1)
+
+    @property
+    def max_embeds(self) -> int:
+        """See ``Intake``."""
+        return self.max_tiles * self.per_tile
+
+    @property
+    def max_tokens(self) -> int:
+        """See ``Intake``."""
+        return self.max_embeds + (self.max_tiles + 1) * self.between
+
+    def count(self, tensors: Tensors) -> int:
+        """See ``Intake``."""
+        return self.per_tile * len(self._flat(tensors[self.pixels_name]))
+
+    def encode(self, tensors: Tensors) -> torch.Tensor:
+        """See ``Intake``."""
+        found = self.towers.get_image_features(self.pixels(self._flat(tensors[self.pixels_name]), 1), **self._options())
+        rows: torch.Tensor = found.pooler_output.flatten(0, 1)
+        return rows
+
+    def largest_tensors(self) -> Tensors:
+        """See ``Intake``."""
+        return {self.pixels_name: torch.zeros(self.max_tiles, 3, self.side, self.side, dtype=torch.uint8)}
+
+    def _flat(self, pixels: torch.Tensor) -> torch.Tensor:
+        """``[tiles, 3, side, side]``."""
+        return pixels
+
+    def _options(self) -> dict[str, Any]:
+        return {}
+
+
+class _CroppedTiles(_Tiles):
+    """As many as the shape of an image wants, and if more than one, the whole image."""
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        """See ``Intake``."""
+        return {
+            _PIXELS: Spec(PIXELS, (None, 3, self.side, self.side)),
+            "num_patches": Spec(INTEGERS, (1,), wanted=False),
+        }
+
+    @property
+    def most_tiles(self) -> int:
+        """See ``_Tiles``."""
+        settings = self.processor_settings
+        most = int(settings.get("max_patches") or _MAX_PATCHES)
+        return most + 1 if settings.get("crop_to_patches", True) and most > 1 else 1
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "vision_feature_layer": self.config.vision_feature_layer,
+            "vision_feature_select_strategy": self.config.vision_feature_select_strategy,
+        }
+
+
+class _Gemma3Images(_Tiles):
+    """One tile, all of whose embeddings see each other."""
+
+    attends_both_ways = True
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        """See ``Intake``. Crops of an image would be items of their own."""
+        return {_PIXELS: Spec(PIXELS, (1, 3, self.side, self.side)), "num_crops": Spec(INTEGERS, (1,), wanted=False)}
+
+    @property
+    def per_tile(self) -> int:
+        """See ``_Tiles``."""
+        return int(self.config.mm_tokens_per_image)
+
+    @property
+    def most_tiles(self) -> int:
+        """See ``_Tiles``."""
+        return 1
+
+
+class _InternVLImages(_CroppedTiles):
+    @property
+    def per_tile(self) -> int:
+        """See ``_Tiles``."""
+        tower = self.config.vision_config
+        side = self.side // (tower.patch_size if isinstance(tower.patch_size, int) else tower.patch_size[0])
+        return int(side * self.config.downsample_ratio) ** 2
+
+
+class _InternVLVideo(_InternVLImages):
+    """Each frame is a tile."""
+
+    modality: Modality = "video"
+    pixels_name = _VIDEO
+    between = 12
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        """See ``Intake``."""
+        return {_VIDEO: Spec(PIXELS, (1, None, 3, self.side, self.side))}
+
+    @property
+    def processor_settings(self) -> Mapping[str, Any]:
+        """See ``Intake``."""
+        return self.checkpoint.settings.video
+
+    @property
+    def most_tiles(self) -> int:
+        """See ``_Tiles``."""
+        return int(self.processor_settings.get("num_frames") or _MAX_FRAMES)
+
+    def largest_tensors(self) -> Tensors:
+        """See ``Intake``."""
+        return {_VIDEO: super().largest_tensors()[_VIDEO][None]}
+
+    def _flat(self, pixels: torch.Tensor) -> torch.Tensor:
+        return pixels[0]
+
+
+class _AyaImages(_CroppedTiles):
+    between = 2
+
+    @property
+    def per_tile(self) -> int:
+        """See ``_Tiles``."""
+        tower = self.config.vision_config
+        return int(self.side // tower.patch_size // self.config.downsample_factor) ** 2
+
+
+class _IdeficsImages(_Tiles):
+    """Tiles of a grid, and the whole image."""
+
+    between = 8
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        """See ``Intake``."""
+        return {
+            _PIXELS: Spec(PIXELS, (1, None, 3, self.side, self.side)),
+            _MASK: Spec(MASKS, (1, None, self.side, self.side), wanted=False),
+            "rows": Spec(INTEGERS, (1, 1), wanted=False),
+            "cols": Spec(INTEGERS, (1, 1), wanted=False),
+        }
+
+    @property
+    def per_tile(self) -> int:
+        """See ``_Tiles``."""
+        side = self.side // self.config.vision_config.patch_size
+        return int(side**2 // self.config.scale_factor**2)
+
+    @property
+    def most_tiles(self) -> int:
+        """See ``_Tiles``."""
+        settings = self.processor_settings
+        longest = (settings.get("size") or {}).get("longest_edge", 4 * self.side)
+        tiles = -(-longest // self.side)
+        return int(tiles**2 + 1) if settings.get("do_image_splitting", True) and tiles > 1 else 1
+
+    def encode(self, tensors: Tensors) -> torch.Tensor:
+        """See ``Intake``. What is masked is padded behind the normalization."""
+        pixels, mask = self.pixels(tensors[_PIXELS], 2), tensors.get(_MASK)
+        if mask is not None:
+            mask = mask.bool()
+            pixels = pixels.masked_fill(~mask[:, :, None], 0)
+        found = self.towers.get_image_features(pixels, pixel_attention_mask=mask)
+        rows: torch.Tensor = found.pooler_output[0]
+        return rows
+
+    def largest_tensors(self) -> Tensors:
+        """See ``Intake``."""
+        # A tile that is black behind the normalization would be taken for padding.
+        return {_PIXELS: super().largest_tensors()[_PIXELS][None] + 1}
+
+    def _flat(self, pixels: torch.Tensor) -> torch.Tensor:
+        return pixels[0]
+
+
+class _SmolVLMVideo(_IdeficsImages):
+    """Each frame is a tile."""
+
+    modality: Modality = "video"
+    between = 12
+
+    @property
+    def processor_settings(self) -> Mapping[str, Any]:
+        """See ``Intake``."""
+        return self.checkpoint.settings.video
+
+    @property
+    def most_tiles(self) -> int:
+        """See ``_Tiles``."""
+        return int((self.processor_settings.get("video_sampling") or {}).get("max_frames") or _MAX_FRAMES)
+
+
+class Gemma3(Family):
+    """Gemma 3 of 4B and more."""
+
+    intakes: ClassVar[tuple[type[Intake], ...]] = (_Gemma3Images,)
+
+
+class InternVL(Family):
+    """InternVL 3 in transformers' form."""
+
+    intakes: ClassVar[tuple[type[Intake], ...]] = (_InternVLImages, _InternVLVideo)
+
+
+class AyaVision(Family):
+    """Aya Vision."""
+
+    intakes: ClassVar[tuple[type[Intake], ...]] = (_AyaImages,)
+
+    @classmethod
+    def unsupported(cls, config: PretrainedConfig) -> str | None:
+        """See ``Family``."""
+        return check_square_tower(config)
+
+
+class Idefics3(Family):
+    """Idefics 3, and SmolVLM of its kind."""
+
+    text_name = "text_model"
+    intakes: ClassVar[tuple[type[Intake], ...]] = (_IdeficsImages,)
+
+
+class SmolVLM(Family):
+    """SmolVLM 2."""
+
+    text_name = "text_model"
+    intakes: ClassVar[tuple[type[Intake], ...]] = (_IdeficsImages, _SmolVLMVideo)

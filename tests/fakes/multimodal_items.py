@@ -1,0 +1,112 @@
+"""Items for tiny checkpoints with towers: tensors of transformers' processors, and what transformers' models make of them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoVideoProcessor, PreTrainedModel
+
+from penstock_common.types.media import Modality
+from penstock_enginecore.models.multimodal.base import EncoderItem
+from penstock_enginecore.models.multimodal.tensors import to_data
+from tests.fakes.multimodal_models import make_image, make_sound
+
+Tensors = dict[str, torch.Tensor]
+_RAW = {"do_rescale": False, "do_normalize": False}
+_ARGUMENTS: dict[str, dict[str, Any]] = {"mistral3": {"patch_size": 16}}
+"""Of image processors, which the processors of these families give them."""
+VIDEO_FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
+
+
+def image_tensors(
+    family: str, directory: Path, size: tuple[int, int] = (50, 40), *, raw: bool = True, seed: int = 0
+) -> Tensors:
+    """Of an image of ``size`` (width, height). ``raw``: pixels as they are before rescaling and normalization."""
+    make: Any = AutoImageProcessor
+    processor = make.from_pretrained(directory, backend="pil")
+    arguments = {**_ARGUMENTS.get(family, {}), **(_RAW if raw else {})}
+    tensors = dict(processor(images=[make_image(*size, seed)], return_tensors="pt", **arguments))
+    if raw:  # those that cut patches out do so in float32
+        tensors["pixel_values"] = tensors["pixel_values"].to(torch.uint8)
+    return tensors
+
+
+def video_tensors(directory: Path, frames: int = 4, *, raw: bool = True) -> Tensors:
+    """Of a video of 48 x 40 pixels."""
+    make: Any = AutoVideoProcessor
+    processor = make.from_pretrained(directory)
+    video = np.stack([np.asarray(make_image(48, 40, seed)) for seed in range(frames)])
+    arguments = {"do_sample_frames": False, **(_RAW if raw else {})}
+    return dict(processor(videos=[video], return_tensors="pt", **arguments))
+
+
+def audio_tensors(family: str, directory: Path, seconds: float = 1.3) -> Tensors:
+    """Of a sound, as the processors of these families have it."""
+    make: Any = AutoFeatureExtractor
+    extractor = make.from_pretrained(directory)
+    sound = make_sound(seconds)
+    if family == "voxtral":
+        found = extractor(
+            sound, sampling_rate=16_000, padding=True, truncation=False, pad_to_multiple_of=480_000, return_tensors="pt"
+        )
+        windows = found["input_features"].reshape(extractor.feature_size, -1, 3000).transpose(0, 1)
+        return {"input_features": windows.contiguous()}
+    found = extractor(
+        sound, sampling_rate=16_000, return_attention_mask=True, padding="max_length", return_tensors="pt"
+    )
+    return {"input_features": found["input_features"], "feature_attention_mask": found["attention_mask"]}
+
+
+@torch.no_grad()
+def features(model: PreTrainedModel, modality: Modality, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Rows by transformers' own ``get_*_features`` of normalized tensors; of layers that deepstack feeds, behind each."""
+    base: Any = model.model
+    config: Any = model.config
+    if config.model_type == "qwen2_audio":
+        return _heard(model, tensors)
+    arguments = {
+        name: each for name, each in tensors.items() if name not in ("num_patches", "num_crops", "rows", "cols")
+    }
+    if "pixel_values_videos" in tensors and config.model_type == "internvl":
+        arguments = {"pixel_values": tensors["pixel_values_videos"].flatten(0, 1)}
+    arguments.pop("second_per_grid_ts", None)
+    if modality != "audio":
+        for name in ("vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio"):
+            of_video = modality == "video" and name == "vision_aspect_ratio"
+            if hasattr(config, name) and not of_video:
+                arguments[name] = getattr(config, name)
+    if config.model_type == "internvl":
+        found = base.get_image_features(**arguments)
+    else:
+        found = getattr(base, f"get_{modality}_features")(**arguments)
+    rows = found.pooler_output
+    if isinstance(rows, torch.Tensor):
+        return rows.reshape(-1, rows.shape[-1])
+    deep = [layer[0] for layer in getattr(found, "deepstack_features", None) or ()]
+    return torch.cat([rows[0], *deep], dim=-1)
+
+
+def _heard(model: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What Qwen2-Audio's text model gets in the place of a sound; transformers has no function for it."""
+    length = int(tensors["feature_attention_mask"].sum())
+    rows = (((length - 1) // 2 + 1) - 2) // 2 + 1
+    seen: list[torch.Tensor] = []
+
+    def keep(_module: torch.nn.Module, _args: object, inputs: dict[str, Any]) -> None:
+        seen.append(inputs["inputs_embeds"][0, 1:-1])
+
+    handle = model.model.language_model.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        model(input_ids=torch.tensor([[5, *[model.config.audio_token_id] * rows, 6]]), **tensors)
+    finally:
+        handle.remove()
+    return seen[0]
+
+
+def item(
+    tensors: Mapping[str, torch.Tensor], num_embeds: int, modality: Modality = "image", identifier: str = "one"
+) -> EncoderItem:
+    """To be encoded."""
+    return EncoderItem(identifier, modality, num_embeds, {name: to_data(each) for name, each in tensors.items()})

@@ -1,0 +1,165 @@
+"""Embeddings of every family are those of transformers' model, to the bit, however they are computed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from penstock_common.checkpoint import WITH_TOWERS
+from penstock_common.types.media import Modality
+from penstock_enginecore.config import ModelConfig
+from penstock_enginecore.models.loader import LoadedModel, load_model
+from penstock_enginecore.models.multimodal.base import EncodedItem, EncoderItem, MediaEncoder
+from penstock_enginecore.models.multimodal.families.factory import _FAMILIES
+from tests.fakes.multimodal_items import (
+    VIDEO_FAMILIES,
+    Tensors,
+    audio_tensors,
+    features,
+    image_tensors,
+    item,
+    video_tensors,
+)
+from tests.fakes.multimodal_models import AUDIO_FAMILIES, FAMILIES, IMAGE_FAMILIES, save_multimodal_model
+
+CPU = torch.device("cpu")
+SIZES = [(50, 40), (40, 90), (130, 33), (32, 32)]
+"""Widths and heights of images."""
+ALL_AT_ONCE = 10**9
+
+
+class Model(NamedTuple):
+    """What transformers has of a checkpoint, and what is served of it."""
+
+    family: str
+    directory: Path
+    oracle: PreTrainedModel
+    loaded: LoadedModel
+
+    @property
+    def encoder(self) -> MediaEncoder:
+        assert self.loaded.encoder is not None
+        return self.loaded.encoder
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    directory = tmp_path_factory.mktemp(request.param)
+    oracle = save_multimodal_model(request.param, directory)
+    loaded = load_model(ModelConfig(path=str(directory)), CPU, lambda line: None, with_towers=True)
+    return Model(request.param, directory, oracle, loaded)
+
+
+def items(model: Model) -> Iterator[tuple[Modality, Tensors, Tensors]]:
+    """Of each modality, with tensors as they come, and normalized ones."""
+    family, directory = model.family, model.directory
+    if family in IMAGE_FAMILIES:
+        for size in SIZES:
+            yield "image", image_tensors(family, directory, size), image_tensors(family, directory, size, raw=False)
+    if family in VIDEO_FAMILIES:
+        for frames in (2, 4):
+            yield "video", video_tensors(directory, frames), video_tensors(directory, frames, raw=False)
+    if family in AUDIO_FAMILIES:
+        for seconds in (0.4, 1.3):
+            yield "audio", audio_tensors(family, directory, seconds), audio_tensors(family, directory, seconds)
+
+
+def encode(encoder: MediaEncoder, wanted: EncoderItem, budget: int = ALL_AT_ONCE) -> tuple[EncodedItem, int]:
+    """The item, and how many slices it took."""
+    encoder.start(wanted)
+    for slices in range(1, 100):
+        if done := encoder.advance(budget):
+            (encoded,) = done
+            return encoded, slices
+    raise AssertionError("it is never done")
+
+
+def rows(encoder: MediaEncoder, wanted: EncoderItem, budget: int = ALL_AT_ONCE) -> torch.Tensor:
+    encoded, _ = encode(encoder, wanted, budget)
+    assert encoded.failure == ""
+    assert encoded.rows is not None
+    return encoded.rows
+
+
+def test_the_families_are_those_that_are_told_of_before_anything_is_loaded() -> None:
+    assert sorted(WITH_TOWERS) == sorted(_FAMILIES)
+    assert {name.removesuffix("_siglip").removesuffix("_pixtral") for name in FAMILIES} == set(WITH_TOWERS)
+
+
+def test_rows_are_those_of_transformers(model: Model) -> None:
+    for modality, raw, normalized in items(model):
+        expected = features(model.oracle, modality, normalized)
+        assert torch.equal(rows(model.encoder, item(normalized, len(expected), modality)), expected)
+        found = rows(model.encoder, item(raw, len(expected), modality))
+        if modality == "video":  # transformers normalizes video in other steps than images
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+        else:
+            assert torch.equal(found, expected)
+
+
+def test_rows_are_the_same_in_slices(model: Model) -> None:
+    for modality, raw, normalized in items(model):
+        count = len(features(model.oracle, modality, normalized))
+        whole = rows(model.encoder, item(raw, count, modality))
+        sliced, slices = encode(model.encoder, item(raw, count, modality), budget=1)
+        assert slices == 2  # each of the tiny towers has two blocks
+        assert sliced.rows is not None
+        assert torch.equal(sliced.rows, whole)
+
+
+def test_rows_do_not_depend_on_what_else_is_encoded(model: Model) -> None:
+    wanted: list[EncoderItem] = []
+    alone: dict[str, torch.Tensor] = {}
+    for number, (modality, raw, normalized) in enumerate(items(model)):
+        wanted.append(item(raw, len(features(model.oracle, modality, normalized)), modality, str(number)))
+        alone[str(number)] = rows(model.encoder, wanted[-1])
+    for each in wanted:
+        model.encoder.start(each)
+    found: dict[str, Any] = {}
+    while model.encoder.has_work:
+        found |= {each.identifier: each.rows for each in model.encoder.advance(3 * wanted[0].num_embeds)}
+    assert found.keys() == alone.keys()
+    assert list(found) == [each.identifier for each in wanted]
+    for identifier, expected in alone.items():
+        assert torch.equal(found[identifier], expected)
+
+
+def test_no_item_has_more_rows_than_the_largest(model: Model) -> None:
+    for info in model.encoder.media:
+        largest = model.encoder.largest(info.modality)
+        assert rows(model.encoder, largest).shape == (largest.num_embeds, model.encoder.width)
+        assert largest.num_embeds <= info.max_embeds <= info.max_tokens
+    most = {info.modality: info.max_embeds for info in model.encoder.media}
+    for modality, _, normalized in items(model):
+        assert len(features(model.oracle, modality, normalized)) <= most[modality]
+
+
+def test_blocks_are_counted(model: Model) -> None:
+    assert {info.num_blocks for info in model.encoder.media} == {2}
+
+
+def test_the_text_model_computes_what_the_whole_model_does(model: Model) -> None:
+    loaded = load_model(ModelConfig(path=str(model.directory)), CPU, lambda line: None)
+    assert loaded.encoder is None
+    token_ids = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(0))
+    # Aya Vision's class leaves out the factor of its text model, which that is trained with.
+    factor = getattr(loaded.module, "logit_scale", 1.0)
+    with torch.no_grad():
+        expected: Any = model.oracle(input_ids=token_ids)
+        loaded.module.set_attn_implementation("sdpa")
+        found: Any = loaded.module(input_ids=token_ids)
+    torch.testing.assert_close(found.logits, expected.logits * factor, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_are_there_once(model: Model) -> None:
+    towers = {each.data_ptr() for module in model.encoder.modules for each in module.parameters()}
+    text = {each.data_ptr() for each in model.loaded.module.parameters()}
+    assert not towers & text
+    parameters = [
+        *model.loaded.module.parameters(),
+        *(p for module in model.encoder.modules for p in module.parameters()),
+    ]
+    assert sum(each.numel() for each in parameters) == sum(each.numel() for each in model.oracle.parameters())
