@@ -80,7 +80,8 @@ struct Rows {
     const int64_t at = position + row / heads;
     return {std::max<int64_t>(0, lowest(params, at) - from), std::min(to, at + 1) - from};
   }
-  bool sees(int64_t row, int64_t segment) const { return !seen(row, segment * kSegment, (segment + 1) * kSegment).empty(); }
+  // The first row that sees something from a position on, or behind it.
+  int64_t first_seeing(int64_t from) const { return std::max<int64_t>(0, from - position) * heads; }
 
   int64_t head(int64_t row) const { return first_head + row % heads; }
   const float* query(const Attention& a, int64_t row) const {
@@ -95,19 +96,45 @@ struct Rows {
   int64_t token, position;  // of the first row
 };
 
+// Those of a step in which some queries see keys behind themselves: up to `key_ends`, which do not fall from one to the next.
+struct SpanRows : Rows {
+  SpanRows(const Attention& a, const AttentionTask& task) : Rows(a, task), ends(a.key_ends + token) {}
+
+  int64_t end() const { return ends[count / heads - 1]; }
+  Span segments() const { return {begin() / kSegment, (end() + kSegment - 1) / kSegment}; }
+  Span seen(int64_t row, int64_t from, int64_t to) const {
+    return {std::max<int64_t>(0, lowest(params, position + row / heads) - from), std::min(to, ends[row / heads]) - from};
+  }
+  int64_t first_seeing(int64_t from) const {
+    return (std::partition_point(ends, ends + count / heads, [from](int64_t end) { return end <= from; }) - ends) * heads;
+  }
+
+  const int64_t* ends;  // of the task's queries
+};
+
+// `body` of the rows of a task, whose type says what they see: where no query sees keys behind itself, nothing is looked up.
+template <class Body>
+auto of_rows(const Attention& a, const AttentionTask& task, const Body& body) {
+  return a.key_ends == nullptr ? body(Rows(a, task)) : body(SpanRows(a, task));
+}
+
+template <class AnyRows>
+bool sees(const AnyRows& rows, int64_t row, int64_t segment) {
+  return !rows.seen(row, segment * kSegment, (segment + 1) * kSegment).empty();
+}
+
 // Where there are few tasks, those of several segments become one for each: from the first on, for layers see what they see.
 inline void split_over_keys(const Attention& a, AttentionPlan& plan) {
   std::vector<AttentionTask> tasks;
   for (AttentionTask& task : plan.tasks) {
-    const Rows rows(a, task);
-    const int64_t segments = (rows.end() + kSegment - 1) / kSegment;
+    const int64_t segments = of_rows(a, task, [](const auto& rows) { return rows.segments().to; });
     if (segments == 1) {
       tasks.push_back(task);
       continue;
     }
     task.part = plan.num_parts;
     plan.merges.push_back(task);
-    for (int64_t segment = 0; segment < segments; ++segment, plan.num_parts += rows.count) {
+    for (int64_t segment = 0; segment < segments; ++segment, plan.num_parts += task.count * task.heads) {
       tasks.push_back(task);
       tasks.back().segment = segment, tasks.back().part = plan.num_parts;
     }
@@ -139,8 +166,8 @@ inline void plan_attention(const Attention& a, int threads, AttentionPlan& plan)
 }
 
 // What a segment's keys give the rows: into `s.part`.
-template <class Tiles>
-void attend_segment(const Attention& a, const AttentionTask& task, const Rows& rows, int64_t segment, Scratch& s) {
+template <class Tiles, class AnyRows>
+void attend_segment(const Attention& a, const AttentionTask& task, const AnyRows& rows, int64_t segment, Scratch& s) {
   using Number = typename Tiles::Number;
   for (int64_t row = 0; row < rows.count; ++row) {
     std::fill_n(s.part.output[row], a.value_size, 0.0f);
@@ -169,9 +196,7 @@ void attend_segment(const Attention& a, const AttentionTask& task, const Rows& r
     for (int64_t j = std::max<int64_t>(0, begin - base) / kChunk; j * kChunk < keys; ++j)
       values.of[j] = value_chunk(base + j * kChunk), values.ahead[j] = key_chunk(base + j * kChunk + kKeys);
     const auto shared = [&](int64_t row) { return Tiles::shared(seen(row)); };
-    // A row whose position is before the tile sees nothing of it.
-    const int64_t first_row = std::max<int64_t>(0, base - rows.position) * rows.heads;
-    for (int64_t row = first_row, count; row < rows.count; row += count) {
+    for (int64_t row = rows.first_seeing(base), count; row < rows.count; row += count) {
       count = std::min<int64_t>(kTile, rows.count - row);
       for (int64_t j = first_panel; j < end_panel; ++j) Tiles::score(s, row, count, j * kPanel, panels[j], a.head_size);
       if (seen(row + count - 1).from == 0 && seen(row).to == kKeys) {  // as nearly everywhere: all of them see the whole tile
@@ -210,11 +235,12 @@ inline void begin_whole(const Attention& a, const Rows& rows, Sums& whole) {
 }
 
 // Adds what a segment's keys give a row.
-inline void add_segment(const Attention& a, const Rows& rows, int64_t segment, int64_t row, Scratch& s) {
-  if (!rows.sees(row, segment)) return;
+template <class AnyRows>
+void add_segment(const Attention& a, const AnyRows& rows, int64_t segment, int64_t row, Scratch& s) {
+  if (!sees(rows, row, segment)) return;
   const Sums& part = s.part;
   Sums& whole = s.whole;
-  if (a.params.sinks == nullptr && (segment == 0 || !rows.sees(row, segment - 1))) {  // its first
+  if (a.params.sinks == nullptr && (segment == 0 || !sees(rows, row, segment - 1))) {  // its first
     std::memcpy(whole.output[row], part.output[row], a.value_size * sizeof(float));
     whole.peak[row] = part.peak[row], whole.total[row] = part.total[row];
     return;
@@ -257,10 +283,9 @@ inline Scratch& attention_scratch() {
   return *scratch;
 }
 
-template <class Tiles>
-void attend_by(const Attention& a, const AttentionTask& task, const Buffer& parts) {
+template <class Tiles, class AnyRows>
+void attend_by(const Attention& a, const AttentionTask& task, const AnyRows& rows, const Buffer& parts) {
   Scratch& s = attention_scratch();
-  const Rows rows(a, task);
   const Span segments = rows.segments();
   if (task.segment != kAllSegments && task.segment < segments.from) return;
   for (int64_t row = 0; row < rows.count; ++row) {
@@ -283,16 +308,18 @@ void attend_by(const Attention& a, const AttentionTask& task, const Buffer& part
 
 // `parts`: rows of `part_width`, the plan's `num_parts`.
 inline void attend(const Attention& a, const AttentionTask& task, const Buffer& parts) {
+  of_rows(a, task, [&](const auto& rows) {
 #if defined(PENSTOCK_PAIRS)
-  if (a.cache.pairs != 0) return attend_by<PairTiles>(a, task, parts);
+    if (a.cache.pairs != 0) return attend_by<PairTiles>(a, task, rows, parts);
 #endif
-  attend_by<FloatTiles>(a, task, parts);
+    attend_by<FloatTiles>(a, task, rows, parts);
+  });
 }
 
 // Adds up the segments of a task that were tasks of their own.
-inline void merge_segments(const Attention& a, const AttentionTask& task, const Buffer& parts) {
+template <class AnyRows>
+void merge_rows(const Attention& a, const AttentionTask& task, const AnyRows& rows, const Buffer& parts) {
   Scratch& s = attention_scratch();
-  const Rows rows(a, task);
   begin_whole(a, rows, s.whole);
   const Span segments = rows.segments();
   for (int64_t segment = segments.from; segment < segments.to; ++segment)
@@ -301,6 +328,10 @@ inline void merge_segments(const Attention& a, const AttentionTask& task, const 
       add_segment(a, rows, segment, row, s);
     }
   put_out(a, rows, s.whole);
+}
+
+inline void merge_segments(const Attention& a, const AttentionTask& task, const Buffer& parts) {
+  of_rows(a, task, [&](const auto& rows) { merge_rows(a, task, rows, parts); });
 }
 
 inline void write_token(const Write& w, int64_t token) {

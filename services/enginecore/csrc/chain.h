@@ -71,7 +71,8 @@ class ChainingDecoder : public Decoder {
     step.positions = chain.positions + (place - 1) * rows_;
     step.states = states_.data();
     step.own_states = 1;
-    step.num_segments = 0;
+    step.num_segments = step.num_deepstack = 0;
+    step.key_ends = nullptr;
     return step;
   }
 

@@ -162,7 +162,7 @@ class Decoder {
     const Model& m = model_;
     return Attention{step_.num_requests, step_.query_start, step_.seq_lens, group(layer),
                      step_.caches[layer], layers_[layer].params, m.num_heads, m.num_kv_heads, m.head_size, m.head_size,
-                     qkv_.data(), qkv_.stride(), attended_.data(), attended_.stride()};
+                     qkv_.data(), qkv_.stride(), attended_.data(), attended_.stride(), step_.key_ends};
   }
 
   void run(Cursor& cursor) {
@@ -328,6 +328,12 @@ class Decoder {
     }
   }
 
+  // What goes around towers into the first layers.
+  void add_deepstack(size_t layer, int64_t token) const {
+    const int64_t n = model_.hidden;
+    add_row(states_[kAll] + token * n, step_.deepstack + (static_cast<int64_t>(layer) * step_.num_tokens + token) * n, nullptr);
+  }
+
   // Rows that no token's task of its own has put there.
   template <class From>
   bool split(Cursor& cursor, int part, const From& from, const Linear& linear) {
@@ -389,6 +395,7 @@ class Decoder {
     const auto normed = [this, both]() -> const Buffer& { return both ? both_ : normed_; };
     const auto attended = [this, part]() -> const Buffer& { return *heads_[part]; };
     if (!each_token(cursor, kAll, [&](int64_t t) {
+          if (index > 0 && static_cast<int64_t>(index) <= step_.num_deepstack) add_deepstack(index - 1, t);
           give_hidden(index, t);
           if (both) norm_both(t, l.qkv);
           else norm_row(kAll, t, l.input_norm, l.qkv);

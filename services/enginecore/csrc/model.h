@@ -193,6 +193,9 @@ struct Rotary {
 // `hidden` [tokens, kept, hidden]: what comes into each of the `kept_layers` is put there.
 // `states` [tokens, width]: what a model with a fusion joins to the tokens; `own_states` is not 0: it put them out itself, [tokens, hidden].
 // `segments`: tokens with adapters, in order.
+// `key_ends` [tokens]: a query sees the keys of its request up to this position, which is behind its own and no smaller than that of the
+// token before; null: none behind itself.
+// `deepstack` [num_deepstack, tokens, hidden] is added to what comes out of the first layers, which are fewer than all.
 struct Step {
   int64_t num_tokens;
   int64_t num_requests;
@@ -224,6 +227,9 @@ struct Step {
   const Segment* segments;
   const float* states;
   int64_t own_states;
+  const int64_t* key_ends;
+  int64_t num_deepstack;
+  const float* deepstack;
 };
 
 // How a decoder goes on behind a step, whose `rows` are the last tokens of its first requests, one of each. Of request i it chooses
@@ -256,6 +262,7 @@ struct Route {
 };
 
 // Attention alone. `query` [tokens, heads, head size], `output` [tokens, heads, value size]; the strides are those of tokens.
+// `key_ends`: as in Step.
 struct Attention {
   int64_t num_requests;
   const int64_t* query_start;
@@ -271,6 +278,7 @@ struct Attention {
   int64_t query_stride;
   float* output;
   int64_t output_stride;
+  const int64_t* key_ends;
 };
 
 // New keys [tokens, kv heads, head size] and values for the cache.

@@ -22,7 +22,8 @@ class AttentionMetadata:
     ``query_start_loc`` ``[requests + 1]``: first token of each request. ``seq_lens`` ``[requests]``: tokens of each
     request after this step. ``block_table`` int32 ``[requests, blocks]``. ``slot_mapping`` ``[tokens]``: where each new
     token is stored. ``key_ends`` ``[tokens]``: a query sees no key at or behind this position of its request; None: none behind itself.
-    It is above the query's own position, and at most the request's tokens.
+    It is above the query's own position, at most the request's tokens, and no smaller than that of the token before. Windows and
+    chunks bound what is seen from below as ever.
     """
 
     query_start_loc: IntArray
@@ -43,6 +44,15 @@ class AttentionMetadata:
         first = self.seq_lens - ends  # a request's position of the flat batch's token 0
         positions: IntArray = np.arange(ends[-1]) + np.repeat(first, np.diff(self.query_start_loc))
         return positions
+
+    def spans(self, request: int) -> IntArray | None:
+        """``key_ends`` of a request's new tokens, None where each of them sees none behind itself."""
+        if self.key_ends is None:
+            return None
+        start, end = self.query_start_loc[request : request + 2]
+        ends = self.key_ends[start:end]
+        length = int(self.seq_lens[request])
+        return None if (ends == np.arange(length - len(ends), length) + 1).all() else ends
 
     def slots(self, request: int, start: int, end: int) -> IntArray:
         """The slots of tokens ``start`` to ``end`` of one request."""

@@ -3,7 +3,8 @@
 Requests that compute one token (decode) are batched: sorted by length, cut into buckets of similar length, their keys
 gathered into one padded tensor per bucket, and the query heads that share a key head laid along the query axis.
 Requests that compute several tokens (prefill) run one by one. A sliding window shortens what is gathered, so far keys
-are neither read nor masked. Chunked attention is cut into its chunks: each is ordinary attention over few keys.
+are neither read nor masked. Chunked attention is cut into its chunks: each is ordinary attention over few keys. A request whose tokens see keys behind
+themselves has a mask of its own.
 
 The fused kernel masks by adding and multiplies what is masked by nothing, which is wrong where a number is not finite. So a
 decode is padded with a key of its own, and a prefill with such numbers takes the explicit way, which selects.
@@ -19,6 +20,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, AttentionParams, IntArray, StepPlan
 from penstock_enginecore.attention.kv_cache import KVCache
 from penstock_enginecore.attention.selection import weighted_values
+from penstock_enginecore.core.kv_cache.spec import first_key
 
 _MAX_PADDING = 1.25
 """A bucket's longest request is at most this many times as long as its shortest, ..."""
@@ -43,13 +45,15 @@ class _DecodeBucket:
 @dataclass(frozen=True, slots=True)
 class _Prefill:
     """Tokens ``start`` to ``end`` of the flat batch. ``slots`` are the keys the queries see, in order, new ones
-    included; None when the keys are exactly the new tokens and the cache need not be read.
+    included; None when the keys are exactly the new tokens and the cache need not be read. ``seen``: the first key and the end of
+    the keys that each query sees, int64 ``[2, queries]``; None for causal attention.
     """
 
     start: int
     end: int
     num_keys: int
     slots: torch.Tensor | None
+    seen: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,7 @@ class CPUAttention(AttentionBackend):
         for prefill in work.prefills:
             new = slice(prefill.start, prefill.end)
             keys, values = (key[new], value[new]) if prefill.slots is None else cache.gather(prefill.slots)
-            output[new] = _prefill(query[new], keys, values, params)
+            output[new] = _prefill(query[new], keys, values, params, prefill.seen)
         return output
 
 
@@ -130,6 +134,9 @@ def _plan_prefills(
     start, end = (int(x) for x in metadata.query_start_loc[request : request + 2])
     length = int(metadata.seq_lens[request])
     position = length - (end - start)
+    if (key_ends := metadata.spans(request)) is not None:
+        yield _plan_spans(metadata, request, key_ends, window, chunk)
+        return
     while position < length:
         chunk_start = 0 if chunk is None else position // chunk * chunk
         chunk_end = length if chunk is None else min(length, chunk_start + chunk)
@@ -143,6 +150,20 @@ def _plan_prefills(
         yield _Prefill(start, start + num_queries, num_keys, slots)
         start += num_queries
         position = chunk_end
+
+
+def _plan_spans(
+    metadata: AttentionMetadata, request: int, key_ends: IntArray, window: int | None, chunk: int | None
+) -> _Prefill:
+    """All new tokens of the request, which see keys up to ``key_ends`` ``[queries]``."""
+    start, end = (int(x) for x in metadata.query_start_loc[request : request + 2])
+    length = int(metadata.seq_lens[request])
+    firsts = np.array([first_key(position, window, chunk) for position in range(length - (end - start), length)])
+    first = int(firsts[0])
+    slots = None
+    if length - first != end - start:
+        slots = torch.from_numpy(metadata.slots(request, first, length))
+    return _Prefill(start, end, length - first, slots, torch.from_numpy(np.stack([firsts, key_ends]) - first))
 
 
 def _decode(query: torch.Tensor, cache: KVCache, bucket: _DecodeBucket, params: AttentionParams) -> torch.Tensor:
@@ -160,14 +181,22 @@ def _decode(query: torch.Tensor, cache: KVCache, bucket: _DecodeBucket, params: 
     return output.reshape(batch, num_heads, -1)
 
 
-def _prefill(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> torch.Tensor:
-    """``query`` ``[queries, heads, head_size]`` stands at the last of the ``keys`` ``[keys, kv_heads, head_size]``."""
+def _prefill(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    params: AttentionParams,
+    seen: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``query`` ``[queries, heads, head_size]`` stands at the last of the ``keys`` ``[keys, kv_heads, head_size]``. ``seen``: see
+    ``_Prefill``.
+    """
     num_queries, num_heads, _ = query.shape
     num_keys, num_kv_heads, _ = keys.shape
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, keys, values))
     plain = params.softcap is None and params.sinks is None and _is_tame(query, keys, values, params.scaling)
     window = params.sliding_window
-    if plain and num_keys == num_queries and (window is None or window >= num_keys):
+    if plain and seen is None and num_keys == num_queries and (window is None or window >= num_keys):
         output = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=params.scaling, enable_gqa=num_heads != num_kv_heads
         )
@@ -175,7 +204,10 @@ def _prefill(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, para
     outputs = []
     for first in range(0, num_queries, _MAX_QUERIES):
         rows = q[:, :, first : first + _MAX_QUERIES]
-        mask = _causal_mask(rows.shape[2], num_keys, num_keys - num_queries + first, window)
+        if seen is None:
+            mask = _causal_mask(rows.shape[2], num_keys, num_keys - num_queries + first, window)
+        else:
+            mask = _span_mask(seen[:, first : first + _MAX_QUERIES], num_keys)
         if plain:
             outputs.append(
                 F.scaled_dot_product_attention(
@@ -198,6 +230,13 @@ def _causal_mask(num_queries: int, num_keys: int, first_position: int, window: i
     if window is not None:
         visible &= key_position > query_position - window
     return visible
+
+
+def _span_mask(seen: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """Bool ``[queries, num_keys]``: the keys between the two numbers of each query, ``seen`` ``[2, queries]``."""
+    key_position = torch.arange(num_keys)[None, :]
+    firsts, ends = seen[:, :, None]
+    return (key_position >= firsts) & (key_position < ends)
 
 
 def _is_tame(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> bool:

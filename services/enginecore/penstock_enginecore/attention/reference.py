@@ -31,14 +31,23 @@ class ReferenceAttention(AttentionBackend):
             first = first_key(length - (end - start), params.sliding_window, params.attention_chunk)
             slots = torch.from_numpy(metadata.slots(i, first, length)).to(plan.device)
             keys, values = cache.gather(slots)
-            outputs.append(_attend_one(query[start:end], keys, values, first, params))
+            ends = metadata.spans(i)
+            key_ends = None if ends is None else torch.from_numpy(ends).to(plan.device)
+            outputs.append(_attend_one(query[start:end], keys, values, first, params, key_ends))
         return torch.cat(outputs)
 
 
 def _attend_one(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int, params: AttentionParams
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    first: int,
+    params: AttentionParams,
+    key_ends: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``query`` stands at the last of the ``keys``, which begin at position ``first``."""
+    """``query`` stands at the last of the ``keys``, which begin at position ``first``. ``key_ends`` int64 ``[queries]``: see
+    ``AttentionMetadata``.
+    """
     num_queries, num_heads, _ = query.shape
     num_keys, num_kv_heads, _ = keys.shape
     keys = keys.repeat_interleave(num_heads // num_kv_heads, dim=1)
@@ -48,7 +57,7 @@ def _attend_one(
         scores = params.softcap * torch.tanh(scores / params.softcap)
     key_position = torch.arange(first, first + num_keys, device=query.device)[None, :]
     query_position = key_position[0, num_keys - num_queries :, None]
-    visible = key_position <= query_position
+    visible = key_position <= query_position if key_ends is None else key_position < key_ends[:, None]
     if params.sliding_window is not None:
         visible &= key_position > query_position - params.sliding_window
     if params.attention_chunk is not None:

@@ -2,6 +2,7 @@
 
 import ctypes
 
+import numpy as np
 import torch
 
 from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, AttentionParams, StepPlan
@@ -93,6 +94,7 @@ class NativeAttention(AttentionBackend):
             num_heads * head_size,
             output.data_ptr(),
             num_heads * value.shape[2],
+            key_ends_of(metadata),
         )
         self.library.call("attend", ctypes.byref(attention))
         del sinks  # the kernel has read it
@@ -121,6 +123,16 @@ def group_struct(metadata: AttentionMetadata) -> Group:
     table = metadata.block_table
     stride = table.strides[0] // table.itemsize
     return Group(metadata.slot_mapping.ctypes.data, table.ctypes.data, stride, metadata.block_size)
+
+
+def key_ends_of(metadata: AttentionMetadata) -> int | None:
+    """Where the kernels find ``key_ends``; None, as where there are none, while no query sees keys behind itself."""
+    ends = metadata.key_ends
+    if ends is None or all(metadata.spans(request) is None for request in range(metadata.num_requests)):
+        return None
+    if not ends.flags.c_contiguous or ends.dtype != np.int64 or len(ends) != len(metadata.slot_mapping):
+        raise ValueError(f"the ends of keys are {ends.dtype} {list(ends.shape)}, not int64 [{len(metadata.slot_mapping)}]")
+    return ends.ctypes.data
 
 
 def params_struct(params: AttentionParams) -> tuple[Params, torch.Tensor | None]:

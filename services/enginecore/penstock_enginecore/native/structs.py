@@ -210,6 +210,9 @@ class Step(ctypes.Structure):
         ("segments", _Pointer),
         ("states", _Pointer),
         ("own_states", _Int),
+        ("key_ends", _Pointer),
+        ("num_deepstack", _Int),
+        ("deepstack", _Pointer),
     ]
 
 
@@ -262,6 +265,7 @@ class Attention(ctypes.Structure):
         ("query_stride", _Int),
         ("output", _Pointer),
         ("output_stride", _Int),
+        ("key_ends", _Pointer),
     ]
 
 
