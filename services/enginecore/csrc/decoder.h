@@ -328,7 +328,7 @@ class Decoder {
     }
   }
 
-  // What goes around towers into the first layers.
+  // What comes of media beside the embeddings.
   void add_deepstack(size_t layer, int64_t token) const {
     const int64_t n = model_.hidden;
     add_row(states_[kAll] + token * n, step_.deepstack + (static_cast<int64_t>(layer) * step_.num_tokens + token) * n, nullptr);
@@ -395,8 +395,8 @@ class Decoder {
     const auto normed = [this, both]() -> const Buffer& { return both ? both_ : normed_; };
     const auto attended = [this, part]() -> const Buffer& { return *heads_[part]; };
     if (!each_token(cursor, kAll, [&](int64_t t) {
-          if (index > 0 && static_cast<int64_t>(index) <= step_.num_deepstack) add_deepstack(index - 1, t);
           give_hidden(index, t);
+          if (index > 0 && static_cast<int64_t>(index) <= step_.num_deepstack) add_deepstack(index - 1, t);
           if (both) norm_both(t, l.qkv);
           else norm_row(kAll, t, l.input_norm, l.qkv);
         }))

@@ -109,14 +109,16 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     probed = probe_model(model, config.device, config.block_size, config.cache_dtype)
     reference = ModulesForward(probed, create_backend("reference", config.device))
 
+    prompts = Probe.prompts(model.vocab_size, probed.demands)
+
     def run_prompt(forward: ForwardPass) -> torch.Tensor:
-        return probe_logits(forward, Probe.prompt(model.vocab_size))
+        return torch.cat([probe_logits(forward, prompt).clone() for prompt in prompts])
 
     def run() -> torch.Tensor:
         return run_prompt(reference)
 
     def run_parts(forward: ForwardPass) -> torch.Tensor:
-        return probe_parts(forward, Probe.prompt(model.vocab_size), CUTS)
+        return torch.cat([probe_parts(forward, prompt, CUTS) for prompt in prompts])
 
     adapted = None if config.part else slot_modules(model.module, model.dtype, config.device, config.lora)
 

@@ -15,6 +15,7 @@ from penstock_enginecore.attention.kv_cache import FLOAT8, NO_SCALES, KVScales, 
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
 from penstock_enginecore.forward.cuda.adapted_modules import SlotModules
+from penstock_enginecore.forward.media import MediaDemands, demands_of
 from penstock_enginecore.forward.upload import to_device
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, TakeAdapter
 from penstock_enginecore.lora.reference import AdaptedModules, head_of
@@ -42,6 +43,11 @@ class ProbedModel:
     head: Head
     separate_head: bool
     cache_dtype: torch.dtype
+
+    @property
+    def demands(self) -> MediaDemands:
+        """What its steps have besides tokens and embeddings."""
+        return demands_of(self.model)
 
     @property
     def cache_scales(self) -> Mapping[str, KVScales]:
@@ -154,13 +160,15 @@ class ModulesForward:
             inputs = {"input_ids": token_ids[None]}
         else:
             inputs = {"inputs_embeds": batch.embedded[None]}
+        given: dict[str, Any] = {**inputs, **deepstack_inputs(batch.deepstack)}
+        positions = batch.positions if batch.rope_positions is None else batch.rope_positions
         plans = [self._backend.plan(metadata, self.device) for metadata in batch.attention]
         capture = self._head.capture() if keep_states else nullcontext()
         context = StepContext(self._backend, self._caches, plans)
         adapted = self._adding(batch.segments, rows, len(batch.token_ids))
         with use_context(context), adapted, capture as states:
-            positions, wanted = self._to_device(batch.positions), self._to_device(rows)
-            logits, hidden = module_outputs(self._module, inputs, positions, wanted, self._kept_layers)
+            at, wanted = self._to_device(positions), self._to_device(rows)
+            logits, hidden = module_outputs(self._module, given, at, wanted, self._kept_layers)
         kept = None if states is None else KeptStates(states, batch.segments)
         return ForwardOutput(logits, kept, hidden=hidden)
 
@@ -236,22 +244,35 @@ def module_bytes(module: torch.nn.Module) -> int:
     return sum(map(num_bytes, module.parameters()))
 
 
+def deepstack_inputs(deepstack: torch.Tensor | None) -> dict[str, Any]:
+    """What a base model takes for rows ``[layers, tokens, hidden size]`` that are added behind its first layers."""
+    if deepstack is None:
+        return {}
+    everywhere = torch.ones(1, deepstack.shape[1], dtype=torch.bool, device=deepstack.device)
+    return {"visual_pos_masks": everywhere, "deepstack_visual_embeds": list(deepstack)}
+
+
+def position_inputs(positions: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a base model takes for ``positions`` int64 ``[tokens]``, or ``[3, tokens]`` in sections."""
+    return {"position_ids": positions[None] if positions.ndim == 1 else positions[:, None]}
+
+
 def module_logits(
     module: PreTrainedModel, inputs: dict[str, torch.Tensor], positions: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Logits ``[len(rows), vocab]`` of a flat batch of ``inputs`` at ``positions``, int64 ``[tokens]``."""
+    """Logits ``[len(rows), vocab]`` of a flat batch of ``inputs`` at ``positions``, int64 ``[tokens]`` or ``[3, tokens]``."""
     return module_outputs(module, inputs, positions, rows)[0]
 
 
 def module_outputs(
     module: PreTrainedModel,
-    inputs: dict[str, torch.Tensor],
+    inputs: dict[str, Any],
     positions: torch.Tensor,
     rows: torch.Tensor,
     layers: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Those logits, and hidden states ``[tokens, layers * hidden size]`` of ``layers``, see ``ForwardPass.keep_hidden``."""
     asked = {"output_hidden_states": True} if layers else {}
-    output: Any = module(**inputs, position_ids=positions[None], logits_to_keep=rows, use_cache=False, **asked)
+    output: Any = module(**inputs, **position_inputs(positions), logits_to_keep=rows, use_cache=False, **asked)
     hidden = torch.cat([output.hidden_states[layer][0] for layer in layers], dim=1) if layers else None
     return cast("torch.Tensor", output.logits[0]), hidden

@@ -26,6 +26,7 @@ from penstock_enginecore.forward.native_adapters import DecoderAdapters
 from penstock_enginecore.forward.native_chain import ChainedTokens, expect_embeddings
 from penstock_enginecore.forward.native_inputs import EmbeddingLookup, EmbeddingRows, Rotaries, StepRotaries
 from penstock_enginecore.forward.native_layers import DecoderLayers, turns
+from penstock_enginecore.forward.native_media import expect_no_media, give_media
 from penstock_enginecore.forward.native_models import is_mixture, unsuitable, unsuitable_part
 from penstock_enginecore.forward.proof import Candidate, UnsuitableError
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, TakeAdapter
@@ -95,6 +96,8 @@ class NativeForward:
         reason = unsuitable(library, module, calls, probed.specs) or unsuitable_part(probed.model, part)
         if seams is not None and probed.model.dtype != torch.float32:
             reason = reason or f"its stages pass on {str(probed.model.dtype).removeprefix('torch.')}"
+        if probed.demands.num_deepstack >= len(calls):
+            reason = reason or f"rows are added behind all of its {len(calls)} layers"
         if reason:
             raise UnsuitableError(reason)
         # What products round is kept rounded.
@@ -147,7 +150,7 @@ class NativeForward:
         computes behind its keys and values no more than the logits need.
         """
         x, embedding = self._entering(batch)
-        rotaries = self._rotaries.of(batch.positions, x)
+        rotaries = self._rotaries.of_step(batch, x)
         logits = torch.empty(len(rows), self._model.head.n)
         kept = self._kept_layers
         hidden = torch.empty(len(x), len(kept), x.shape[1]) if len(kept) else None
@@ -155,9 +158,11 @@ class NativeForward:
         keeps = keep_states or self._whole or bool(len(normed))
         step = self._step(batch, x, embedding, rotaries, rows, logits)
         step.keep_states = keeps
+        deepstack = give_media(step, batch, self._model.num_layers)
         if hidden is not None:
             step.num_kept, step.kept_layers, step.hidden = len(kept), kept.ctypes.data, hidden.data_ptr()
         self._compute(step, x, batch.segments, rows)
+        del deepstack  # the kernels have read it
         if hidden is not None and len(normed):
             hidden[:, normed] = self._module.model.norm(x)[:, None]
         if self._seams is not None and not self._model.head.n:
@@ -176,11 +181,12 @@ class NativeForward:
         return alone and known and not self._layers.outside and self._model.head.n > 0
 
     def chain(self, batch: ForwardBatch, draws: ChainedDraws) -> IntArray:
-        """In one call. Raises IndexError for what the kernels would read beyond tables, ValueError for adapters, which the steps
-        between would be without.
+        """In one call. Raises IndexError for what the kernels would read beyond tables, ValueError for adapters and media, which
+        the steps between would be without.
         """
         if batch.segments:
             raise ValueError("a chain has no adapters")
+        expect_no_media(batch)
         x, embedding = self._entering(batch)
         expect_embeddings(embedding, draws.vocab_size)
         if draws.vocab_size > self._model.head.n:

@@ -100,6 +100,19 @@ class Rotaries:
         _check(positions, len(self._kept.positions), "a position")
         return StepRotaries(self._kept.structs, positions, self._kept.turns)
 
+    def of_step(self, batch: ForwardBatch, like: torch.Tensor) -> StepRotaries:
+        """At the positions of the tokens of ``batch``. Raises IndexError."""
+        if batch.rope_positions is None:
+            return self.of(batch.positions, like)
+        return self.of_sections(batch.rope_positions, like)
+
+    def of_sections(self, positions: IntArray, like: torch.Tensor) -> StepRotaries:
+        """At ``positions`` ``[3, tokens]`` of sections; those of tokens that stand at one position in all of them are kept."""
+        same = positions[0]
+        if self._kept is not None and (positions == same).all() and same.max(initial=0) < len(self._kept.positions):
+            return self.of(same, like)
+        return StepRotaries.of(self._make(torch.from_numpy(positions), like), np.arange(len(same)))
+
     def _make(self, positions: torch.Tensor, like: torch.Tensor) -> list[Turns]:
         return [make(positions, like) for make in self._makers]
 

@@ -170,14 +170,15 @@ def _exchange(part: Part | None) -> Exchange:
 def turns(
     module: Any, kind: str | None, positions: torch.Tensor, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines float32 ``[tokens, rotary size]`` of int64 ``positions``, as a model's own rotary embedding makes them
-    for layers of a ``kind``, see ``DecoderLayers.rotaries``.
+    """Cosines and sines float32 ``[tokens, rotary size]`` of int64 ``positions`` ``[tokens]``, or ``[3, tokens]`` in sections, as
+    a model's own rotary embedding makes them for layers of a ``kind``, see ``DecoderLayers.rotaries``.
     """
     model = module.model
     if kind == UNROTATED:
         cosines, sines = turns(module, None, positions, like)
         return torch.ones_like(cosines), torch.zeros_like(sines)
-    made = model.rotary_emb(like, positions[None], **({} if kind is None else {"layer_type": kind}))
+    at = positions[None] if positions.ndim == 1 else positions[:, None]
+    made = model.rotary_emb(like, at, **({} if kind is None else {"layer_type": kind}))
     cosines, sines = (each[0].float().contiguous() for each in made)
     if type(module).__name__ in _HALVED:
         return torch.cat([cosines, cosines], dim=1), torch.cat([sines, sines], dim=1)

@@ -43,6 +43,8 @@ KNOWN = _ONE_MORE | {
 """Classes whose layers are attention with rotary halves and a gated MLP or a mixture of experts. What each puts out is added to
 the hidden states, with RMS norms before it, behind it or both.
 """
+KNOWN_BASES = frozenset({"Qwen2VLTextModel", "Qwen2_5_VLTextModel", "Qwen3VLTextModel"})
+"""Classes of base models with such layers, whatever puts a head on them: transformers has no class for that."""
 _ACTIVATIONS = {type(ACT2FN["silu"]): 0, torch.nn.SiLU: 0, type(ACT2FN["gelu_pytorch_tanh"]): 1}
 """What the kernels call what a gate passes through."""
 _SPLIT = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
@@ -83,9 +85,8 @@ def unsuitable(
     specs: Mapping[str, KVCacheSpec],
 ) -> str | None:
     """Why the decoder does not compute ``module``, None where it does. ``calls``: its attention calls, in order."""
-    name = type(module).__name__
-    if name not in KNOWN:
-        return f"{name} is not one of {', '.join(sorted(KNOWN))}"
+    if not is_known(module):
+        return f"{type(module).__name__} is not one of {', '.join(sorted(KNOWN))}"
     model = cast("Any", module).model
     if (dtype := module.get_input_embeddings().weight.dtype) not in (torch.float32, torch.bfloat16):
         return f"its weights are {str(dtype).removeprefix('torch.')}"
@@ -131,9 +132,14 @@ def own_layers(model: Any) -> list[Any]:
     return [layer for layer in model.layers if hasattr(layer, "self_attn")]
 
 
+def is_known(module: PreTrainedModel) -> bool:
+    """Whether the shape of its layers is known."""
+    return type(module).__name__ in KNOWN or type(getattr(module, "model", None)).__name__ in KNOWN_BASES
+
+
 def is_mixture(module: PreTrainedModel) -> bool:
     """Whether some MLPs of a model, if it is a known one, are mixtures of experts."""
-    layers = own_layers(cast("Any", module).model) if type(module).__name__ in KNOWN else []
+    layers = own_layers(cast("Any", module).model) if is_known(module) else []
     return not all(is_gated(layer.mlp) for layer in layers)
 
 

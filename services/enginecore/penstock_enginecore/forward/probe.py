@@ -2,17 +2,21 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.forward.base import ForwardBatch, ForwardPass
+from penstock_enginecore.forward.media import NO_DEMANDS, MediaDemands
 
 NUM_TOKENS = 24
 CUTS = (13, 14, 22, 23)
 """Where a prompt is cut so that its parts are a prompt, a token, a piece of a prompt, and two tokens one by one."""
+_SPAN = slice(4, 11)
+"""Where an image would stand, in a prompt of a model that takes some: within its first part."""
+_SPAN_WIDTH = 3
 _BLOCK_SIZE = 16
 """Of every backend's layout some whole tiles."""
 
@@ -20,18 +24,55 @@ _BLOCK_SIZE = 16
 @dataclass(frozen=True, slots=True)
 class Probe:
     """``token_ids`` and ``positions`` int64 ``[tokens]``; ``metadata`` in a cache of ``num_blocks`` blocks, the null block
-    included.
+    included. ``demands``: what the step of its beginning has besides.
     """
 
     token_ids: IntArray
     positions: IntArray
     metadata: AttentionMetadata
     num_blocks: int
+    demands: MediaDemands = NO_DEMANDS
 
     @classmethod
-    def prompt(cls, vocab_size: int) -> "Probe":
-        """A prompt of a few tokens from all over the vocabulary."""
-        return cls._of(np.arange(1, NUM_TOKENS + 1) * 7919 % vocab_size, NUM_TOKENS, _BLOCK_SIZE)
+    def prompt(cls, vocab_size: int, demands: MediaDemands = NO_DEMANDS) -> "Probe":
+        """A prompt of a few tokens from all over the vocabulary. Where there are ``demands``, some of them are an image's."""
+        probe = cls._of(np.arange(1, NUM_TOKENS + 1) * 7919 % vocab_size, NUM_TOKENS, _BLOCK_SIZE)
+        return replace(probe, demands=demands)
+
+    @classmethod
+    def prompts(cls, vocab_size: int, demands: MediaDemands) -> "list[Probe]":
+        """The prompt, and where there are ``demands`` also the one that has an image."""
+        return [cls.prompt(vocab_size), *([cls.prompt(vocab_size, demands)] if demands else [])]
+
+    def batch(self, forward: ForwardPass, start: int, end: int) -> ForwardBatch:
+        """The step of tokens ``start`` to ``end`` of the only sequence."""
+        of, part = self.metadata, slice(start, end)
+        starts, lengths = np.array([0, end - start]), np.array([end])
+        metadata = AttentionMetadata(starts, lengths, of.block_table, of.slot_mapping[part], of.block_size)
+        batch = ForwardBatch(self.token_ids[part], self.positions[part], [metadata])
+        return self._with_media(batch, forward) if start == 0 else batch
+
+    def _with_media(self, batch: ForwardBatch, forward: ForwardPass) -> ForwardBatch:
+        """As if an image stood in the span: its tokens go down and to the right, see each other, and have rows behind the first
+        layers, as large as what is there.
+        """
+        demands = self.demands
+        if demands.spans:
+            ends = batch.positions + 1
+            ends[_SPAN] = _SPAN.stop
+            batch = replace(batch, attention=[replace(each, key_ends=ends) for each in batch.attention])
+        if demands.sections:
+            sections = np.stack([batch.positions] * 3)
+            down, right = np.divmod(np.arange(_SPAN.stop - _SPAN.start), _SPAN_WIDTH)
+            sections[:, _SPAN] = _SPAN.start + np.stack([0 * down, down, right])
+            batch = replace(batch, rope_positions=sections)
+        if demands.num_deepstack:
+            embedded = forward.embed(batch.token_ids)
+            rows = torch.zeros(demands.num_deepstack, *embedded.shape, dtype=embedded.dtype, device=embedded.device)
+            of_span = torch.stack([embedded.roll(1 + layer, 0)[_SPAN] for layer in range(len(rows))]).float()
+            rows[:, _SPAN] = torch.nn.functional.normalize(of_span, dim=2).mul(of_span.shape[2] ** 0.5).to(rows.dtype)
+            batch = replace(batch, embedded=embedded, deepstack=rows)
+        return batch
 
     @classmethod
     def largest(cls, num_tokens: int, max_len: int, block_size: int) -> "Probe":
@@ -57,6 +98,8 @@ def probe_logits(forward: ForwardPass, probe: Probe, rows: IntArray | None = Non
     forward.bind(forward.memory.throwaway(probe.metadata.block_size, probe.num_blocks))
     try:
         batch = ForwardBatch(probe.token_ids, probe.positions, [probe.metadata])
+        if probe.demands:
+            batch = probe.batch(forward, 0, len(probe.token_ids))
         return forward.run(batch, np.arange(len(probe.token_ids)) if rows is None else rows).logits
     finally:
         forward.bind({})
@@ -71,10 +114,7 @@ def probe_parts(forward: ForwardPass, probe: Probe, cuts: Sequence[int]) -> torc
     logits = []
     try:
         for start, end in itertools.pairwise([0, *cuts, len(probe.token_ids)]):
-            part = slice(start, end)
-            starts, lengths = np.array([0, end - start]), np.array([end])
-            metadata = AttentionMetadata(starts, lengths, of.block_table, of.slot_mapping[part], of.block_size)
-            batch = ForwardBatch(probe.token_ids[part], probe.positions[part], [metadata])
+            batch = probe.batch(forward, start, end)
             logits.append(forward.run(batch, np.arange(end - start)).logits.clone())
     finally:
         forward.bind({})

@@ -52,7 +52,7 @@ class CutModel:
         """What ``forward`` makes of the probe, without the other stages."""
         self.seams.entering = self.entering
         try:
-            logits = probe_logits(forward, Probe.prompt(self.probed.model.vocab_size))
+            logits = probe_logits(forward, Probe.prompt(self.probed.model.vocab_size, self.probed.demands))
         finally:
             self.seams.entering = None
         return logits if self.seams.leaving is None else self.seams.leaving
@@ -72,9 +72,14 @@ def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
     """Leave of the model what the stage computes. Raises ModelLoadError, with what to change, for a model that cannot be dealt
     out so, and for one whose stages compute something else.
     """
-    module, links = probed.model.module, stage.links
+    module, links, demands = probed.model.module, stage.links, probed.demands
+    if demands.num_deepstack:
+        raise ModelLoadError(
+            f"executor.pipeline_parallel_size is {links.num_stages}; {type(module).__name__} is not served in stages: "
+            f"media have rows that are added between its layers; use 1, or multimodal.enabled false"
+        )
     reference = ModulesForward(probed, create_backend("reference", probed.device))
-    prompt = Probe.prompt(probed.model.vocab_size)
+    prompt = Probe.prompt(probed.model.vocab_size, demands)
     trace = trace_layers(module, probed.specs, lambda: probe_logits(reference, prompt))
     parts = part_bytes(module, trace.name)
     name = type(module).__name__

@@ -79,6 +79,8 @@ def _sampling_kernels(max_rows: int, vocab: int, device: torch.device) -> Sampli
 
 
 def _build(probed: ProbedModel, uses: KernelsConfig, lora: SlotLimits | None) -> FusedForward:
+    if demands := probed.demands:
+        raise UnsuitableError(f"its media have {demands}")
     # Triton is imported where there is a device for its kernels.
     try:
         from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels

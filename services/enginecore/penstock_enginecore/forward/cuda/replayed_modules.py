@@ -40,7 +40,7 @@ from penstock_enginecore.models.loader import LoadedModel, first_line
 
 class ReplayedModules:
     """A ``ForwardPass``. Steps of padded shapes read their inputs from, and write their results to, tensors that never move, and
-    are captured by ``graphs`` at their first run; what is larger, has vectors for tokens or states to keep is run as by
+    are captured by ``graphs`` at their first run; what is larger, has media, vectors for tokens or states to keep is run as by
     ``ModulesForward``. So are all once a step could not be captured: ``failure`` says in which module. ``adapted``: adds for
     adapters, in graphs of their own; None: steps with adapters are run as by ``ModulesForward``.
     """
@@ -124,7 +124,9 @@ class ReplayedModules:
         num_tokens = len(batch.token_ids)
         shape = padded_shape(num_tokens, max(batch.attention[0].num_requests, len(rows)))
         adapted = len(batch.segments) > 0
-        apart = keep_states or batch.embedded is not None or (adapted and self._adapted is None)
+        sees_behind = any(metadata.key_ends is not None for metadata in batch.attention)
+        has_media = batch.embedded is not None or batch.rope_positions is not None or sees_behind
+        apart = keep_states or has_media or (adapted and self._adapted is None)
         if apart or shape.is_large or self._graphs.failure:
             self._graphs.count_launched()
             return self._modules.run(batch, rows, keep_states=keep_states)

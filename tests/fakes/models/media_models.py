@@ -1,0 +1,142 @@
+"""Tiny text models of checkpoints with towers, random, and the same by transformers' own attention."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLPreTrainedModel, Qwen2_5_VLTextModel
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLPreTrainedModel, Qwen2VLTextModel
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLPreTrainedModel, Qwen3VLTextModel
+
+from penstock_enginecore.core.model_info import MediaInfo
+from penstock_enginecore.models import attention_hook
+from penstock_enginecore.models.loader import LoadedModel, prepare_decoder
+
+VOCAB = 320
+MAX_LEN = 512
+
+
+class FakeEncoder:
+    """What a forward pass looks at of a ``MediaEncoder``."""
+
+    def __init__(self, *, has_sections: bool, num_deepstack: int, both_ways: bool) -> None:
+        self.has_sections, self.num_deepstack, self.width = has_sections, num_deepstack, 64 * (1 + num_deepstack)
+        self.media: Sequence[MediaInfo] = [
+            MediaInfo(modality="image", num_blocks=1, max_embeds=16, max_tokens=16, attends_both_ways=both_ways)
+        ]
+
+
+class _WithHead:
+    """A base model with a head, as transformers has none."""
+
+    def forward(self: Any, logits_to_keep: Any = 0, **inputs: Any) -> CausalLMOutputWithPast:
+        output = self.model(**inputs)
+        states = output.last_hidden_state
+        kept = states if isinstance(logits_to_keep, int) else states[:, logits_to_keep]
+        return CausalLMOutputWithPast(logits=self.lm_head(kept), hidden_states=output.hidden_states)
+
+
+def _with_head(base: Any, parent: Any) -> Any:
+    def init(self: Any, config: Any) -> None:
+        parent.__init__(self, config)
+        self.model = base(config)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    members = {"__init__": init, "_tied_weights_keys": {}, "forward": _WithHead.forward}
+    return type(f"{base.__name__}WithHead", (parent,), members)
+
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+}
+_HEAD: dict[str, Any] = {"head_dim": 16}
+_SECTIONS = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]}
+WINDOW = 12
+
+
+@dataclass(frozen=True)
+class _Family:
+    model: Any
+    config: PretrainedConfig
+    encoder: FakeEncoder
+
+
+def _families() -> dict[str, _Family]:
+    sections = FakeEncoder(has_sections=True, num_deepstack=0, both_ways=False)
+    deep = FakeEncoder(has_sections=True, num_deepstack=2, both_ways=False)
+    spans = FakeEncoder(has_sections=False, num_deepstack=0, both_ways=True)
+    rope: dict[str, Any] = {"rope_parameters": dict(_SECTIONS)}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    per_kind = {kind: {"rope_type": "default", "rope_theta": 100.0} for kind in kinds}
+    gemma: dict[str, Any] = {
+        "query_pre_attn_scalar": 16,
+        "sliding_window": WINDOW,
+        "layer_types": kinds,
+        "rope_parameters": per_kind,
+    }
+    return {
+        "qwen2_vl": _Family(
+            _with_head(Qwen2VLTextModel, Qwen2VLPreTrainedModel), Qwen2VLTextConfig(**_SIZES, **rope), sections
+        ),
+        "qwen2_5_vl": _Family(
+            _with_head(Qwen2_5_VLTextModel, Qwen2_5_VLPreTrainedModel), Qwen2_5_VLTextConfig(**_SIZES, **rope), sections
+        ),
+        "qwen3_vl": _Family(
+            _with_head(Qwen3VLTextModel, Qwen3VLPreTrainedModel), Qwen3VLTextConfig(**_SIZES, **_HEAD, **rope), deep
+        ),
+        "gemma3": _Family(Gemma3ForCausalLM, Gemma3TextConfig(**_SIZES, **_HEAD, **gemma), spans),
+        "llama": _Family(
+            LlamaForCausalLM,
+            LlamaConfig(**_SIZES),
+            FakeEncoder(has_sections=False, num_deepstack=0, both_ways=False),
+        ),
+    }
+
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llama")
+
+
+def make(family: str) -> tuple[LoadedModel, Any]:
+    """The model to be served, in float32, and its twin with transformers' own attention."""
+    of = _families()[family]
+    attention_hook.register()
+    torch.manual_seed(0)
+    twin = of.model._from_config(copy.deepcopy(of.config), attn_implementation="eager").eval()
+    module = of.model._from_config(copy.deepcopy(of.config), attn_implementation=attention_hook.ATTENTION_NAME).eval()
+    for parameter in twin.parameters():  # norms and biases of more than one value
+        parameter.data.add_(torch.randn_like(parameter) * 0.05)
+    module.load_state_dict(twin.state_dict())
+    prepare_decoder(module, MAX_LEN, torch.device("cpu"))
+    encoder: Any = of.encoder
+    return LoadedModel(module, torch.float32, torch.float32, MAX_LEN, VOCAB, frozenset(), encoder=encoder), twin
+
+
+def spans_masks(twin: Any, embedded: torch.Tensor, groups: torch.Tensor) -> Any:
+    """What transformers' Gemma 3 makes for images ``groups`` ``[1, tokens]``, -1 for text."""
+    positions = torch.arange(embedded.shape[1])[None]
+    return create_masks_for_vision_model(
+        config=twin.config,
+        inputs_embeds=embedded,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=positions,
+        block_sequence_ids=groups,
+    )

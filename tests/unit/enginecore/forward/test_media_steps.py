@@ -1,0 +1,303 @@
+"""Steps with media through forward passes of tiny models: against transformers' own forward of the same weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock_enginecore.attention.base import AttentionMetadata, IntArray
+from penstock_enginecore.attention.factory import create_backend
+from penstock_enginecore.config import KernelsConfig
+from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch, ForwardPass
+from penstock_enginecore.forward.build import ForwardConfig, build_forward
+from penstock_enginecore.forward.media import demands_of
+from penstock_enginecore.forward.modules import ModulesForward, probe_model
+from penstock_enginecore.forward.native import NativeForward
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.loader import LoadedModel
+from tests.fakes.engines.instruction_sets import runnable
+from tests.fakes.models.media_models import FAMILIES, VOCAB, FakeEncoder, make, spans_masks
+
+CPU = torch.device("cpu")
+BLOCK, BLOCKS = 16, 5
+ISAS = [isa for isa in runnable() if isa != "avx512_bf16"]
+BUILDS = ["reference", "cpu", *ISAS]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """``rows`` stand for the tokens of ``images``, spans of tokens; tokens behind ``length`` are generated."""
+
+    token_ids: IntArray
+    images: Sequence[tuple[int, int]]
+    rows: torch.Tensor
+    deepstack: torch.Tensor
+    rope: IntArray
+    ends: IntArray
+    length: int
+
+
+def make_prompt(
+    seed: int, length: int, images: Sequence[tuple[int, int]], generated: int, num_deepstack: int
+) -> Prompt:
+    generator = np.random.default_rng(seed)
+    total = length + generated
+    ids = generator.integers(1, VOCAB, total)
+    rope = np.zeros((3, total), dtype=np.int64)
+    ends = np.arange(total) + 1
+    at = place = 0
+    for start, end in [*images, (total, total)]:
+        rope[:, at:start] = place + np.arange(start - at)
+        place += start - at
+        down, right = np.divmod(np.arange(end - start), 4)
+        rope[:, start:end] = place + np.stack([0 * down, down, right])
+        place = rope[:, start:end].max(initial=place - 1) + 1
+        ends[start:end] = end
+        at = end
+    torch.manual_seed(seed)
+    rows = torch.randn(total, 64)
+    deepstack = torch.zeros(num_deepstack, total, 64)
+    for start, end in images:
+        deepstack[:, start:end] = torch.randn(num_deepstack, end - start, 64)
+    return Prompt(ids, images, rows, deepstack, rope, ends, length)
+
+
+def prompts(num_deepstack: int) -> list[Prompt]:
+    return [
+        make_prompt(1, 50, [(4, 20), (26, 44)], 4, num_deepstack),
+        make_prompt(2, 31, [(0, 31)], 6, num_deepstack),
+        make_prompt(3, 17, [], 5, num_deepstack),
+    ]
+
+
+def embedded_of(forward: ForwardPass, prompt: Prompt, part: slice) -> torch.Tensor:
+    embedded = forward.embed(prompt.token_ids[part])
+    for start, end in prompt.images:
+        first, last = max(start, part.start), min(end, part.stop)
+        if first < last:
+            embedded[first - part.start : last - part.start] = prompt.rows[first:last]
+    return embedded
+
+
+def expected_logits(family: str, model: LoadedModel, twin: Any, prompt: Prompt) -> torch.Tensor:
+    """Of all tokens, by transformers."""
+    demands = demands_of(model)
+    with torch.inference_mode():
+        embedded = twin.get_input_embeddings()(torch.from_numpy(prompt.token_ids)[None])
+        for start, end in prompt.images:
+            embedded[0, start:end] = prompt.rows[start:end]
+        inputs: dict[str, Any] = {"inputs_embeds": embedded, "use_cache": False}
+        if demands.sections:
+            inputs["position_ids"] = torch.from_numpy(prompt.rope)[:, None]
+        visual = torch.zeros(1, len(prompt.token_ids), dtype=torch.bool)
+        groups = torch.full_like(visual, -1, dtype=torch.int64)
+        for i, (start, end) in enumerate(prompt.images):
+            visual[0, start:end], groups[0, start:end] = True, i
+        if demands.num_deepstack:
+            inputs["visual_pos_masks"] = visual
+            inputs["deepstack_visual_embeds"] = [each[visual[0]] for each in prompt.deepstack]
+        if family == "gemma3":
+            inputs["attention_mask"] = spans_masks(twin, embedded, groups)
+        logits: torch.Tensor = twin(**inputs).logits[0]
+        return logits
+
+
+def batch_of(forward: ForwardPass, model: LoadedModel, parts: Sequence[tuple[int, Prompt, slice]]) -> ForwardBatch:
+    """A step of ``parts``: each the number of a request, its prompt and which tokens of it."""
+    demands = demands_of(model)
+    counts = [part.stop - part.start for _, _, part in parts]
+    table = np.stack([1 + index * BLOCKS + np.arange(BLOCKS, dtype=np.int32) for index, _, _ in parts])
+    positions = np.concatenate([np.arange(part.start, part.stop) for _, _, part in parts])
+    row = np.repeat(np.arange(len(parts)), counts)
+    metadata = AttentionMetadata(
+        query_start_loc=np.cumsum([0, *counts]),
+        seq_lens=np.array([part.stop for _, _, part in parts]),
+        block_table=table,
+        slot_mapping=table[row, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK,
+        block_size=BLOCK,
+        key_ends=np.concatenate([p.ends[part] for _, p, part in parts]) if demands.spans else None,
+    )
+    ids = np.concatenate([p.token_ids[part] for _, p, part in parts])
+    has_images = any(first < part.stop and part.start < last for _, p, part in parts for first, last in p.images)
+    batch = ForwardBatch(ids, positions, [metadata])
+    if demands.sections:
+        batch = replace(batch, rope_positions=np.concatenate([p.rope[:, part] for _, p, part in parts], axis=1))
+    if has_images:
+        embedded = torch.cat([embedded_of(forward, p, part) for _, p, part in parts])
+        deepstack = torch.cat([p.deepstack[:, part] for _, p, part in parts], dim=1) if demands.num_deepstack else None
+        batch = replace(batch, embedded=embedded, deepstack=deepstack)
+    return batch
+
+
+def kernels(isa: Any, **uses: Any) -> KernelsConfig:
+    return KernelsConfig(isa=isa, **uses)
+
+
+def build(model: LoadedModel, name: str) -> ForwardPass:
+    if name in ISAS:
+        forward = build_forward(model, ForwardConfig(CPU, "auto", kernels(name), 2, BLOCK)).forward
+        assert isinstance(forward, NativeForward)
+        return forward
+    return ModulesForward(probe_model(model, CPU, BLOCK), create_backend(name, CPU))
+
+
+STEPS: list[list[tuple[int, int, int]]] = [
+    [(0, 0, 4), (1, 0, 31)],
+    [(0, 4, 26), (2, 0, 9), (1, 31, 32)],
+    [(0, 26, 50), (2, 9, 17), (1, 32, 33)],
+    *[[(0, 50 + i, 51 + i), (1, 33 + i, 34 + i), (2, 17 + i, 18 + i)] for i in range(4)],
+]
+"""Requests, and tokens of each: chunks cut between images, images beside text and decodes, decodes alone."""
+
+
+@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_give_the_logits_of_transformers(family: str, name: str) -> None:
+    model, twin = make(family)
+    forward = build(model, name)
+    requests = prompts(demands_of(model).num_deepstack)
+    expected = [expected_logits(family, model, twin, prompt) for prompt in requests]
+    forward.bind(forward.memory.throwaway(BLOCK, 1 + BLOCKS * len(requests)))
+    for step in STEPS:
+        with torch.inference_mode():
+            batch = batch_of(forward, model, [(i, requests[i], slice(start, end)) for i, start, end in step])
+            got = forward.run(batch, np.arange(len(batch.token_ids))).logits
+        want = torch.cat([expected[i][start:end] for i, start, end in step])
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        assert got.argmax(1).tolist() == want.argmax(1).tolist()
+
+
+@pytest.mark.parametrize("name", ["reference", *ISAS])
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_only_the_rows_of_logits_that_are_asked_for_are_computed_behind_the_last_attention(
+    family: str, name: str
+) -> None:
+    model, twin = make(family)
+    forward = build(model, name)
+    prompt = prompts(demands_of(model).num_deepstack)[0]
+    expected = expected_logits(family, model, twin, prompt)
+    forward.bind(forward.memory.throwaway(BLOCK, 1 + BLOCKS))
+    with torch.inference_mode():
+        batch = batch_of(forward, model, [(0, prompt, slice(0, 50))])
+        got = forward.run(batch, np.array([49, 13])).logits
+    torch.testing.assert_close(got, expected[[49, 13]], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "gemma3"])
+def test_what_media_bring_matters(family: str, name: str) -> None:
+    """Or no other test here would mean anything."""
+    model, _ = make(family)
+    forward = build(model, name)
+    prompt = prompts(demands_of(model).num_deepstack)[0]
+    forward.bind(forward.memory.throwaway(BLOCK, 1 + BLOCKS))
+
+    def run(**changes: Any) -> torch.Tensor:
+        with torch.inference_mode():
+            batch = replace(batch_of(forward, model, [(0, prompt, slice(0, 50))]), **changes)
+            return forward.run(batch, np.arange(50)).logits
+
+    with_all = run()
+    demands = demands_of(model)
+    if demands.sections:
+        assert (with_all - run(rope_positions=None)).norm() > 0.05 * with_all.norm()
+    if demands.num_deepstack:
+        assert (with_all - run(deepstack=None)).norm() > 0.05 * with_all.norm()
+    if demands.spans:
+        batch = batch_of(forward, model, [(0, prompt, slice(0, 50))])
+        causal = [replace(each, key_ends=None) for each in batch.attention]
+        assert (with_all - run(attention=causal)).norm() > 0.05 * with_all.norm()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_of_text_have_the_bits_that_they_have_where_media_are_named(family: str, isa: str) -> None:
+    model, _ = make(family)
+    forward = build(model, isa)
+    prompt = prompts(0)[2]
+    forward.bind(forward.memory.throwaway(BLOCK, 1 + BLOCKS * 3))
+    with torch.inference_mode():
+        named = batch_of(forward, model, [(2, prompt, slice(0, 17))])
+        plain = ForwardBatch(named.token_ids, named.positions, [replace(named.attention[0], key_ends=None)])
+        rows = np.arange(17)
+        assert torch.equal(forward.run(named, rows).logits, forward.run(plain, rows).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_are_those_of_the_modules(family: str) -> None:
+    kept = []
+    for name in ("reference", ISAS[-1]):
+        model, _ = make(family)
+        forward = build(model, name)
+        prompt = prompts(demands_of(model).num_deepstack)[0]
+        forward.bind(forward.memory.throwaway(BLOCK, 1 + BLOCKS))
+        forward.keep_hidden([1, 2, 3])
+        with torch.inference_mode():
+            output = forward.run(batch_of(forward, model, [(0, prompt, slice(0, 50))]), np.array([49]))
+        assert output.hidden is not None
+        kept.append(output.hidden)
+    torch.testing.assert_close(kept[1], kept[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("field", ["rope_positions", "deepstack", "key_ends"])
+def test_a_chain_refuses_media(field: str) -> None:
+    model, _ = make({"key_ends": "gemma3"}.get(field, "qwen3_vl"))
+    forward = build(model, ISAS[-1])
+    assert isinstance(forward, NativeForward)
+    prompt = prompts(demands_of(model).num_deepstack)[0]
+    forward.bind(forward.memory.throwaway(BLOCK, 1 + BLOCKS))
+    batch = batch_of(forward, model, [(0, prompt, slice(0, 50))])
+    if field == "deepstack":
+        batch = replace(batch, rope_positions=None)
+    draws = ChainedDraws(np.array([2]), np.zeros(1, dtype=np.float32), np.zeros((2, 1)), VOCAB)
+    with pytest.raises(ValueError, match="a chain has no media"):
+        forward.chain(batch, draws)
+
+
+@pytest.mark.parametrize("shape", [(3, 50, 64), (2, 49, 64), (2, 50, 32)])
+def test_rows_that_the_kernels_would_read_beyond_are_refused(shape: tuple[int, ...]) -> None:
+    model, _ = make("qwen3_vl")
+    forward = build(model, ISAS[-1])
+    prompt = prompts(2)[0]
+    forward.bind(forward.memory.throwaway(BLOCK, 1 + BLOCKS))
+    batch = replace(batch_of(forward, model, [(0, prompt, slice(0, 50))]), deepstack=torch.zeros(shape))
+    with pytest.raises(ValueError, match="do not go behind the first of 3 layers"):
+        forward.run(batch, np.array([49]))
+
+
+@pytest.mark.parametrize(
+    ("encoder", "reason"),
+    [
+        (FakeEncoder(has_sections=True, num_deepstack=0, both_ways=False), "rotary embedding has no sections"),
+        (FakeEncoder(has_sections=False, num_deepstack=1, both_ways=False), "nothing is added behind its layers"),
+    ],
+)
+def test_a_model_that_would_take_media_for_something_else_is_refused(encoder: Any, reason: str) -> None:
+    model, _ = make("llama")
+    with pytest.raises(ModelLoadError, match=f"LlamaModel is not served with media: .*{reason}"):
+        build_forward(replace(model, encoder=encoder), ForwardConfig(CPU, "auto", KernelsConfig(isa="off"), 1, BLOCK))
+
+
+def test_kernels_that_leave_media_out_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof at the start has an image: a decoder that took it for text does not serve."""
+    for family in ("qwen2_vl", "qwen3_vl", "gemma3"):
+        model, _ = make(family)
+        run = NativeForward.run
+
+        def forgetful(self: NativeForward, batch: ForwardBatch, rows: IntArray, **kwargs: Any) -> Any:
+            attention = [replace(each, key_ends=None) for each in batch.attention]
+            batch = replace(batch, rope_positions=None, deepstack=None, attention=attention)
+            return run(self, batch, rows, **kwargs)  # noqa: B023
+
+        with monkeypatch.context() as patch:
+            patch.setattr(NativeForward, "run", forgetful)
+            built = build_forward(model, ForwardConfig(CPU, "auto", kernels(ISAS[-1], linear=False), 1, BLOCK))
+        assert isinstance(built.forward, ModulesForward)
