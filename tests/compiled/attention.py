@@ -66,7 +66,7 @@ def _arguments(bytes_per_number: int) -> dict[str, str | None]:
     }
     sums = dict.fromkeys(("sums_out", "largest_out", "total_out", "sums_in", "largest_in", "total_in"), "*fp32")
     return {
-        "query": query, "keys": cache, "values": cache, "out": query, "sinks": None,
+        "query": query, "keys": cache, "values": cache, "out": query, "sinks": None, "key_ends": None,
         **tables, **numbers, **sums,
     }  # fmt: skip
 

@@ -78,7 +78,8 @@ class TorchKernels:
         for request, length in enumerate(lengths):
             for token in range(starts[request], starts[request + 1]):
                 position = length - (starts[request + 1] - token)
-                seen = torch.arange(_first_seen(position, params), position + 1)
+                end = position + 1 if group.key_ends is None else int(group.key_ends[token])
+                seen = torch.arange(_first_seen(position, params), end)
                 blocks = group.block_table[request, seen // block_size].long()
                 k = keys[blocks, :, seen % block_size].float().repeat_interleave(heads_per_kv, dim=1)
                 v = values[blocks, :, seen % block_size].float().repeat_interleave(heads_per_kv, dim=1) * scales.value

@@ -56,22 +56,24 @@ class TritonAttention(AttentionBackend):
         """All of it crosses to the device in one copy, which is not waited for."""
         requests, blocks = metadata.block_table.shape
         width = -(-blocks // _COLUMNS) * _COLUMNS
+        key_ends = () if metadata.key_ends is None else (metadata.key_ends,)
         layout = VectorLayout(
             [
                 (len(metadata.slot_mapping), torch.int64),
                 (requests + 1, torch.int32),
                 (requests, torch.int32),
                 (requests * width, torch.int32),
+                *((len(ends), torch.int32) for ends in key_ends),
             ]
         )
         host = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         table = np.zeros((requests, width), dtype=np.int32)
         table[:, :blocks] = metadata.block_table
-        told = (metadata.slot_mapping, metadata.query_start_loc, metadata.seq_lens, table.reshape(-1))
+        told = (metadata.slot_mapping, metadata.query_start_loc, metadata.seq_lens, table.reshape(-1), *key_ends)
         for view, values in zip(layout.views(host), told, strict=True):
             view.numpy()[:] = values
-        slots, starts, lengths, tables = layout.views(host.to(device, non_blocking=True))
-        group = GroupInputs(tables.view(requests, width), starts, lengths, slots)
+        slots, starts, lengths, tables, *ends = layout.views(host.to(device, non_blocking=True))
+        group = GroupInputs(tables.view(requests, width), starts, lengths, slots, *ends)
         return PagedPlan(metadata, device, _slot_mapping=slots, group=group)
 
     def padded_plan(self, group: GroupInputs, positions: torch.Tensor) -> PagedPlan:

@@ -47,13 +47,14 @@ class GroupInputs:
     have a ``seq_lens`` of 0 and no tokens, tokens behind ``query_start_loc[-1]`` a slot of -1.
 
     ``block_table`` int32 ``[requests, blocks]``, ``query_start_loc`` int32 ``[requests + 1]``, ``seq_lens`` int32 ``[requests]``,
-    ``slots`` int64 ``[tokens]``.
+    ``slots`` int64 ``[tokens]``. ``key_ends`` int32 ``[tokens]``: see ``AttentionMetadata``; None in steps that are captured.
     """
 
     block_table: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     slots: torch.Tensor
+    key_ends: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from penstock_enginecore.forward.cuda.attention import TritonAttention, why_not
 from tests.fakes.models.interpreted_kernels import interpreted
 from tests.fakes.models.torch_kernels import TorchKernels
 from tests.unit.enginecore.attention.test_backends import CPU, PARAMS, Step, make_step
+from tests.unit.enginecore.attention.test_key_ends import dense, spanned
 
 interpreted("attention")
 from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels  # noqa: E402 - settled above how it runs
@@ -58,7 +59,7 @@ def attend(backend: TritonAttention, step: Step, params: AttentionParams) -> tor
     ]
     slots = np.concatenate(earlier)
     if len(slots):
-        before = replace(metadata, slot_mapping=slots)
+        before = replace(metadata, slot_mapping=slots, key_ends=None)
         backend.write(cache, backend.plan(before, CPU), *map(heads_first, step.cache.gather(torch.from_numpy(slots))))
     plan = backend.plan(metadata, CPU)
     query, key, value = map(heads_first, (step.query, step.key, step.value))
@@ -110,6 +111,14 @@ def test_with_kernels_in_plain_torch_too(params: AttentionParams) -> None:
     step = make_step([1, 20, 1, 2], [130, 50, 7, 90], block_size=16)
     output = attend(TritonAttention(TorchKernels()), step, params)
     torch.testing.assert_close(output, expected(step, params), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_spans_see_keys_behind_themselves(params: AttentionParams) -> None:
+    step = spanned(make_step([1, 20, 1, 2], [130, 50, 7, 90], block_size=16), 4)
+    for kernels in (TorchKernels(), KERNELS):
+        output = attend(TritonAttention(kernels), step, params)
+        torch.testing.assert_close(output, dense(step, params), rtol=2e-5, atol=2e-6)
 
 
 def test_half_precision_is_close() -> None:

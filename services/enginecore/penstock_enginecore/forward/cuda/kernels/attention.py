@@ -130,7 +130,7 @@ def _prefill(
     block_m = max(tiles.prefill.block_m, triton.next_power_of_2(group_size))
     items = (len(query) // (block_m // group_size) + requests) * kv_heads
     prefill_tiles[(min(items, programs(query.device)),)](
-        query, keys, values, group.block_table, group.query_start_loc, group.seq_lens, params.sinks, out,
+        query, keys, values, group.block_table, group.query_start_loc, group.seq_lens, params.sinks, group.key_ends, out,
         requests, group.block_table.stride(0), keys.stride(0), values.stride(0), params.scaling * scales.key, scales.value,
         **_constants(query, keys, out, params), REQUESTS=max(16, triton.next_power_of_2(requests)),
         BLOCK_M=block_m, BLOCK_N=tiles.prefill.block_n, FEWEST=fewest,

@@ -8,7 +8,7 @@ from penstock_enginecore.forward.cuda.kernels.attention_softmax import accumulat
 
 @triton.jit(do_not_specialize=["num_requests"])
 def prefill_tiles(
-    query, keys, values, block_table, query_start_loc, seq_lens, sinks, out,
+    query, keys, values, block_table, query_start_loc, seq_lens, sinks, key_ends, out,
     num_requests, table_stride, key_stride, value_stride, scaling, value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_V: tl.constexpr,
     PADDED: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
@@ -56,11 +56,15 @@ def prefill_tiles(
         first_of_row = first_key(at, WINDOW, ATTENTION_CHUNK)
         first = first_key(before + tile * QUERIES, WINDOW, ATTENTION_CHUNK)
         end = before + tl.minimum((tile + 1) * QUERIES, num_queries)
+        end_of_row = at + 1
+        if key_ends is not None:
+            end_of_row = tl.load(key_ends + begin + queries, mask=mine, other=0)
+            end = tl.max(end_of_row, 0)
         table = block_table + request.to(tl.int64) * table_stride
         for start in range(first // BLOCK_N * BLOCK_N, end, BLOCK_N):
             positions = start + tl.arange(0, BLOCK_N)
             seen = (positions >= first) & (positions < end)
-            visible = (positions[None, :] <= at[:, None]) & (positions[None, :] >= first_of_row[:, None])
+            visible = (positions[None, :] < end_of_row[:, None]) & (positions[None, :] >= first_of_row[:, None])
             visible &= mine[:, None] & seen[None, :]
             k = load_pages(keys, table, key_stride, head, positions, seen, BLOCK_SIZE, SIZE, PADDED).to(q.dtype)
             weighed = scores(q, k, scaling, visible, SOFTCAP, PRECISION)

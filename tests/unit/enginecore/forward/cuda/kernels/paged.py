@@ -36,7 +36,8 @@ class Paged:
         starts[: count + 1] = torch.from_numpy(metadata.query_start_loc)
         lengths = torch.zeros(len(table), dtype=torch.int32)
         lengths[:count] = torch.from_numpy(metadata.seq_lens)
-        group = GroupInputs(table, starts, lengths, torch.from_numpy(metadata.slot_mapping))
+        ends = None if metadata.key_ends is None else torch.from_numpy(metadata.key_ends).int()
+        group = GroupInputs(table, starts, lengths, torch.from_numpy(metadata.slot_mapping), ends)
         return cls(step, cls._pages(step, step.cache.keys), cls._pages(step, step.cache.values), group)
 
     @staticmethod

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import KVScales
 from tests.unit.enginecore.attention.test_backends import CPU, PARAMS, Step, make_step
+from tests.unit.enginecore.attention.test_key_ends import dense, spanned, with_ends
 from tests.unit.enginecore.forward.cuda.kernels.paged import Paged, attention, expected
 
 KERNELS = Path(attention.__file__).parent
@@ -46,6 +47,22 @@ def test_and_so_is_any_step_whatever_the_layer_asks_for(
     step = make_step([new for _, new in requests], [old + new for old, new in requests], block_size=block_size)
     params = AttentionParams(0.25, window, softcap, SINKS if sinks else None, chunk)
     torch.testing.assert_close(Paged.of(step).attend(params), expected(step, params), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_spans_see_keys_behind_themselves_as_in_the_reference(params: AttentionParams) -> None:
+    step = spanned(make_step(*MIXED, block_size=16), 2)
+    torch.testing.assert_close(Paged.of(step).attend(params), dense(step, params), rtol=2e-5, atol=2e-6)
+
+
+def test_queries_without_spans_keep_their_bits_beside_those_that_have_some() -> None:
+    step = make_step([1, 40, 30], [20, 40, 70], block_size=16)
+    ends = step.metadata.positions() + 1
+    ends[11:31] = ends[30]
+    plain = Paged.of(step).attend(PARAMS["full"])
+    beside = Paged.of(with_ends(step, ends)).attend(PARAMS["full"])
+    changed = (beside != plain).flatten(1).any(1)
+    assert changed.nonzero().ravel().tolist() == list(range(11, 30))
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (7, 1), (36, 2)], ids=str)
@@ -127,7 +144,9 @@ MUTATIONS = {
     "sink of a decode": ("decode", "total += 1.0", "total += 0.0"),
     "merge of the first piece": ("decode", "(pieces >= first) & ", "(pieces > first) & "),
     "request of a decode": ("decode", "tl.load(query_start_loc + request).to(tl.int64)", "request.to(tl.int64)"),
-    "causality": ("prefill", "positions[None, :] <= at[:, None]", "positions[None, :] <= at[:, None] + 1"),
+    "causality": ("prefill", "end_of_row = at + 1", "end_of_row = at + 2"),
+    "end of a span": ("prefill", "end = tl.max(end_of_row, 0)", "end += 0"),
+    "token of a span": ("prefill", "key_ends + begin + queries", "key_ends + queries"),
     "head of a row": ("prefill", "rows % GROUP", "rows // QUERIES"),
     "last tile": ("prefill", "& (queries < num_queries)", ""),
     "sink of a prefill": ("prefill", "sinks + heads", "sinks + rows % GROUP"),
@@ -171,6 +190,7 @@ def test_a_broken_kernel_is_caught(
         (make_step([1, 5], [530, 20], block_size=16, head_size=24), replace(PARAMS["softcap"], sinks=SINKS)),
         (make_step([1, 1, 3], [40, 18, 30], block_size=16), PARAMS["window"]),
         (make_step([3, 1], [30, 17], block_size=16), PARAMS["chunk"]),
+        (spanned(make_step([3, 80], [30, 90], block_size=16), 1, longest=70), PARAMS["full"]),
     ]
     mutate(tmp_path, *mutation, monkeypatch)
     assert any(is_wrong(*step) for step in steps)
