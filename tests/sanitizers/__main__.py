@@ -34,6 +34,7 @@ TESTS = (
     "native/test_kernels.py",
     "native/test_decoder.py",
     "native/test_experts.py",
+    "native/test_span_attention.py",
     "native/test_parts.py",
     "native/test_ownership.py",
     "attention/test_poisoned_pools.py",

@@ -118,11 +118,13 @@ class Caller {
     const Cache caches[kLayers] = {{keys.data(), values.data(), kHead, kHead}, {keys.data(), values.data(), kHead, kHead}};
     const std::vector<float> cosines(tokens * kHead, 1.0f), sines(tokens * kHead);
     const Rotary rotary{cosines.data(), sines.data()};
-    const auto forward = [&](int64_t keep_states, std::vector<float>& logits, const std::vector<Segment>& segments = {}) {
+    const auto forward = [&](int64_t keep_states, std::vector<float>& logits, const std::vector<Segment>& segments = {},
+                             const int64_t* key_ends = nullptr, const float* deepstack = nullptr) {
       std::vector<float> x = numbers(tokens * kHidden, 7);
       decoder_->forward({tokens, 1, starts, lens, &group, zeros, caches, x.data(), nullptr, nullptr, 0, 1.0f, positions.data(), &rotary,
                          static_cast<int64_t>(rows.size()), rows.data(), logits.data(), keep_states, 0, kLayers, nullptr, nullptr, nullptr,
-                         0, nullptr, nullptr, static_cast<int64_t>(segments.size()), segments.data()});
+                         0, nullptr, nullptr, static_cast<int64_t>(segments.size()), segments.data(), nullptr, 0, key_ends,
+                         deepstack != nullptr, deepstack});
       return x;
     };
     std::vector<float> logits(rows.size() * qkv_.linear.n), kept(logits.size()), again(logits.size());
@@ -132,6 +134,22 @@ class Caller {
     decoder_->head(x.data(), rows.data(), static_cast<int64_t>(rows.size()), again.data(), 0, nullptr);
     check(kept == again, "the head alone gives other logits");
     adapt(tokens, rows, x, forward);
+    see(tokens, x, logits, forward);
+  }
+
+  // The same with an image in it, whose tokens see each other and have more rows behind the first layer. Those before it are as without.
+  template <class Forward>
+  void see(int64_t tokens, const std::vector<float>& plain, std::vector<float>& logits, const Forward& forward) {
+    const int64_t first = tokens / 3, end = std::max(first + 1, tokens / 2);
+    std::vector<int64_t> ends(tokens);
+    for (int64_t i = 0; i < tokens; ++i) ends[i] = i + 1;
+    std::vector<float> none(tokens * kHidden), deepstack(none);
+    check(plain == forward(1, logits, {}, ends.data(), none.data()), "rows of nothing change something");
+    std::fill(ends.begin() + first, ends.begin() + end, end);
+    std::fill(deepstack.begin() + first * kHidden, deepstack.begin() + end * kHidden, 1.5f);
+    const std::vector<float> x = forward(1, logits, {}, ends.data(), deepstack.data());
+    check(std::equal(plain.begin(), plain.begin() + first * kHidden, x.begin()), "an image changes tokens before it");
+    check(plain != x, "an image changes nothing");
   }
 
   // The same with adapters of some tokens. Those before them are as without.
