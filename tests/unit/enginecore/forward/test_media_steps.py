@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,18 +14,26 @@ from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch, ForwardPass
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
+from penstock_enginecore.forward.cuda.attention import TritonAttention
+from penstock_enginecore.forward.cuda.candidate import fused_candidates
+from penstock_enginecore.forward.cuda.graphs import StepGraphs
+from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
 from penstock_enginecore.forward.media import demands_of
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.forward.native import NativeForward
+from penstock_enginecore.forward.proof import UnsuitableError, distance
+from penstock_enginecore.forward.stage import StageConfig, cut
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel
 from tests.fakes.engines.instruction_sets import runnable
 from tests.fakes.models.media_models import FAMILIES, VOCAB, FakeEncoder, make, spans_masks
+from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels
+from tests.fakes.models.torch_kernels import TorchKernels
 
 CPU = torch.device("cpu")
 BLOCK, BLOCKS = 16, 5
 ISAS = [isa for isa in runnable() if isa != "avx512_bf16"]
-BUILDS = ["reference", "cpu", *ISAS]
+BUILDS = ["reference", "cpu", "triton", "replayed", *ISAS]
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +155,14 @@ def build(model: LoadedModel, name: str) -> ForwardPass:
         forward = build_forward(model, ForwardConfig(CPU, "auto", kernels(name), 2, BLOCK)).forward
         assert isinstance(forward, NativeForward)
         return forward
-    return ModulesForward(probe_model(model, CPU, BLOCK), create_backend(name, CPU))
+    probed = probe_model(model, CPU, BLOCK)
+    if name == "replayed":
+        recorded = RecordedKernels()
+        graphs = StepGraphs(lambda: RecordedGraph(recorded, of_modules=True))
+        return ReplayedModules(probed, TritonAttention(recorded), graphs)
+    if name == "triton":
+        return ModulesForward(probed, TritonAttention(TorchKernels()))
+    return ModulesForward(probed, create_backend(name, CPU))
 
 
 STEPS: list[list[tuple[int, int, int]]] = [
@@ -245,6 +261,53 @@ def test_hidden_states_are_those_of_the_modules(family: str) -> None:
         assert output.hidden is not None
         kept.append(output.hidden)
     torch.testing.assert_close(kept[1], kept[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+def test_steps_with_media_are_not_replayed_and_those_of_text_are(family: str) -> None:
+    model, _ = make(family)
+    forward = build(model, "replayed")
+    assert isinstance(forward, ReplayedModules)
+    prompt = prompts(0)[0]
+    forward.bind(forward.memory.throwaway(BLOCK, 1 + BLOCKS))
+    with torch.inference_mode():
+        batch = batch_of(forward, model, [(0, prompt, slice(0, 4))])
+        forward.run(batch, np.array([3]))
+        launched = forward.graph_stats().launched
+        assert (launched, forward.graph_stats().captured) == (1, 0)
+        plain = replace(batch, rope_positions=None, attention=[replace(batch.attention[0], key_ends=None)])
+        forward.run(plain, np.array([3]))
+        assert (forward.graph_stats().launched, forward.graph_stats().captured) == (2, 1)
+
+
+def test_the_fused_decoder_leaves_models_to_the_modules_whose_media_it_would_not_heed() -> None:
+    for family, told in (
+        ("qwen2_vl", "positions in sections"),
+        ("qwen3_vl", "positions in sections and rows that are added behind its first layers"),
+        ("gemma3", "images that attend both ways"),
+    ):
+        probed = replace(probe_model(make(family)[0], CPU, BLOCK), device=torch.device("cuda"))
+        [candidate] = fused_candidates(probed, KernelsConfig(), "auto")
+        with pytest.raises(UnsuitableError, match=f"^its media have {told}$"):
+            candidate.build()
+
+
+def test_stages_refuse_rows_between_their_layers() -> None:
+    links: Any = SimpleNamespace(num_stages=2, stage=0)
+    with pytest.raises(
+        ModelLoadError, match=r"executor.pipeline_parallel_size is 2; .* not served in stages.*use 1, or"
+    ):
+        cut(probe_model(make("qwen3_vl")[0], CPU, BLOCK), StageConfig(links, (), 64, 4))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+@torch.inference_mode()
+def test_stages_compute_of_an_image_what_the_whole_model_does(family: str, stage: int) -> None:
+    """As it is proved when they are cut."""
+    links: Any = SimpleNamespace(num_stages=2, stage=stage, is_first=stage == 0, is_last=stage == 1)
+    left = cut(probe_model(make(family)[0], CPU, BLOCK), StageConfig(links, (), 64, 4))
+    assert distance(left.run(ModulesForward(left.probed, create_backend("cpu", CPU))), left.expected) < 1e-4
 
 
 @pytest.mark.parametrize("field", ["rope_positions", "deepstack", "key_ends"])
