@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,14 @@ from penstock_enginecore.attention.base import AttentionBackend, AttentionMetada
 from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.cuda.adapted_modules import SlotModules
-from penstock_enginecore.forward.modules import NO_ROWS, caches_by_module, module_bytes, unsupported
+from penstock_enginecore.forward.modules import (
+    NO_ROWS,
+    caches_by_module,
+    deepstack_inputs,
+    module_bytes,
+    position_inputs,
+    unsupported,
+)
 from penstock_enginecore.forward.probe import Probe
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, TakeAdapter
 from penstock_enginecore.lora.reference import AdaptedModules, pooling_layer
@@ -29,7 +37,8 @@ _FIRST: IntArray = np.zeros(1, dtype=np.int64)
 class BackboneBatch:
     """The tokens of a step, flat, prompts one after the other, on the host: int64 ``[tokens]``; ``query_start_loc``
     ``[prompts + 1]``. ``token_types`` tell encoders two texts apart. ``attention``: one entry per KV cache group.
-    ``segments``: the tokens that have adapters.
+    ``segments``: the tokens that have adapters. ``embedded``, ``rope_positions`` and ``deepstack``: of decoders' media, as in a
+    ``ForwardBatch``.
     """
 
     token_ids: IntArray
@@ -38,6 +47,9 @@ class BackboneBatch:
     query_start_loc: IntArray
     attention: Sequence[AttentionMetadata] = ()
     segments: Sequence[LoraSegment] = ()
+    embedded: torch.Tensor | None = None
+    rope_positions: IntArray | None = None
+    deepstack: torch.Tensor | None = None
 
 
 class Backbone:
@@ -75,6 +87,12 @@ class Backbone:
     def bind(self, caches: LayerCaches) -> None:
         """Run on this KV cache from now on. An empty one lets go of that before."""
         self._caches = caches_by_module(self._model.module, caches)
+
+    def embed(self, token_ids: IntArray) -> torch.Tensor:
+        """``[tokens, hidden size]``, a new tensor, by a decoder's embedding module: what vectors may take the place in of."""
+        embedding = self._model.module.get_input_embeddings()
+        embedded: torch.Tensor = embedding(torch.from_numpy(token_ids)[None].to(self.device))[0]
+        return embedded.clone()
 
     def run(self, batch: BackboneBatch) -> torch.Tensor:
         """Hidden states ``[tokens, hidden size]`` after the last layer's norm."""
@@ -158,13 +176,17 @@ def hidden_states(
     model: PoolingModel, batch: BackboneBatch, context: AttentionContext, device: torch.device
 ) -> torch.Tensor:
     """What the layers of ``model`` make of ``batch`` ``[tokens, hidden size]``, attention calls being sent to ``context``."""
+    arguments: dict[str, Any] = {}
     if model.is_encoder:
         inputs = encoder_inputs(model.module.config, batch.positions, batch.token_types)
-        arguments = {}
     else:
-        inputs = {"position_ids": torch.from_numpy(batch.positions)[None]}
-        arguments = {"use_cache": False}
-    inputs = {"input_ids": torch.from_numpy(batch.token_ids)[None], **inputs}
+        positions = batch.positions if batch.rope_positions is None else batch.rope_positions
+        inputs = position_inputs(torch.from_numpy(positions))
+        arguments = {"use_cache": False, **deepstack_inputs(batch.deepstack)}
+    if batch.embedded is None:
+        inputs = {"input_ids": torch.from_numpy(batch.token_ids)[None], **inputs}
+    else:
+        inputs = {"inputs_embeds": batch.embedded[None], **inputs}
     with use_context(context):
         output = model.module(**{name: tensor.to(device) for name, tensor in inputs.items()}, **arguments)
     hidden: torch.Tensor = output.last_hidden_state[0]

@@ -12,6 +12,7 @@ import torch
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import KernelsConfig
+from penstock_enginecore.forward.backbone import Backbone, BackboneBatch, probe_specs
 from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch, ForwardPass
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
 from penstock_enginecore.forward.cuda.attention import TritonAttention
@@ -25,8 +26,10 @@ from penstock_enginecore.forward.proof import UnsuitableError, distance
 from penstock_enginecore.forward.stage import StageConfig, cut
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel
+from penstock_enginecore.pooling.config import PoolingConfig
+from penstock_enginecore.pooling.embedder import PoolingModel
 from tests.fakes.engines.instruction_sets import runnable
-from tests.fakes.models.media_models import FAMILIES, VOCAB, FakeEncoder, make, spans_masks
+from tests.fakes.models.media_models import FAMILIES, MAX_LEN, VOCAB, FakeEncoder, make, spans_masks
 from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels
 from tests.fakes.models.torch_kernels import TorchKernels
 
@@ -87,7 +90,7 @@ def prompts(num_deepstack: int) -> list[Prompt]:
     ]
 
 
-def embedded_of(forward: ForwardPass, prompt: Prompt, part: slice) -> torch.Tensor:
+def embedded_of(forward: ForwardPass | Backbone, prompt: Prompt, part: slice) -> torch.Tensor:
     embedded = forward.embed(prompt.token_ids[part])
     for start, end in prompt.images:
         first, last = max(start, part.start), min(end, part.stop)
@@ -119,7 +122,9 @@ def expected_logits(family: str, model: LoadedModel, twin: Any, prompt: Prompt) 
         return logits
 
 
-def batch_of(forward: ForwardPass, model: LoadedModel, parts: Sequence[tuple[int, Prompt, slice]]) -> ForwardBatch:
+def batch_of(
+    forward: ForwardPass | Backbone, model: LoadedModel, parts: Sequence[tuple[int, Prompt, slice]]
+) -> ForwardBatch:
     """A step of ``parts``: each the number of a request, its prompt and which tokens of it."""
     demands = demands_of(model)
     counts = [part.stop - part.start for _, _, part in parts]
@@ -308,6 +313,35 @@ def test_stages_compute_of_an_image_what_the_whole_model_does(family: str, stage
     links: Any = SimpleNamespace(num_stages=2, stage=stage, is_first=stage == 0, is_last=stage == 1)
     left = cut(probe_model(make(family)[0], CPU, BLOCK), StageConfig(links, (), 64, 4))
     assert distance(left.run(ModulesForward(left.probed, create_backend("cpu", CPU))), left.expected) < 1e-4
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_a_backbone_gives_the_hidden_states_of_transformers(family: str, backend: str) -> None:
+    model, twin = make(family)
+    prompt = prompts(demands_of(model).num_deepstack)[0]
+    twin.lm_head = torch.nn.Identity()
+    expected = expected_logits(family, model, twin, prompt)[:50]
+    base: Any = model.module.base_model
+    pooled = PoolingModel(
+        base, None, PoolingConfig("lasttoken"), (), torch.float32, torch.float32, MAX_LEN, VOCAB, is_encoder=False
+    )
+    specs = probe_specs(pooled, CPU, BLOCK)
+    backbone = Backbone(pooled, specs, create_backend(backend, CPU), CPU)
+    backbone.bind(backbone.memory.throwaway(BLOCK, 1 + BLOCKS))
+    step = batch_of(backbone, model, [(0, prompt, slice(0, 50))])
+    batch = BackboneBatch(
+        token_ids=step.token_ids,
+        positions=step.positions,
+        token_types=np.zeros_like(step.token_ids),
+        query_start_loc=step.attention[0].query_start_loc,
+        attention=step.attention,
+        embedded=step.embedded,
+        rope_positions=step.rope_positions,
+        deepstack=step.deepstack,
+    )
+    torch.testing.assert_close(backbone.run(batch), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("field", ["rope_positions", "deepstack", "key_ends"])
