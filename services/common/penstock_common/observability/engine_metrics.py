@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
-from penstock_common.types.outputs import LoraStats, SchedulerStats, SpecDecodingStats
+from penstock_common.types.outputs import LoraStats, MediaStats, SchedulerStats, SpecDecodingStats
 
 T = TypeVar("T")
 
@@ -44,6 +44,17 @@ _LORA_COUNTERS: dict[str, tuple[str, Callable[[LoraStats], float]]] = {
     "penstock:lora_requests": ("Requests with adapters", lambda s: s.num_requests),
     "penstock:lora_requests_found": ("Of these, requests that found theirs in memory", lambda s: s.num_found),
     "penstock:lora_evictions": ("Adapters that made room for others", lambda s: s.num_evictions),
+}
+_MEDIA_GAUGES: dict[str, tuple[str, Callable[[MediaStats], float]]] = {
+    "penstock:encoder_cache_usage": ("Used fraction of the encoder cache, 0 to 1", lambda s: s.encoder_cache_usage),
+    "penstock:encoder_pending_embeds": ("Embeddings of media that are to be computed", lambda s: s.pending_embeds),
+    "penstock:num_requests_waiting_for_media": ("Requests that wait for embeddings", lambda s: s.num_waiting_reqs),
+    "penstock:receiver_cache_bytes": ("Bytes of processed media in host memory", lambda s: s.receiver_cache_bytes),
+}
+_MEDIA_COUNTERS: dict[str, tuple[str, Callable[[MediaStats], float]]] = {
+    "penstock:encoder_embeds": ("Embeddings of media that were computed", lambda s: s.encoded_embeds),
+    "penstock:encoder_cache_queries": ("Media looked up in the encoder cache", lambda s: s.encoder_cache_queries),
+    "penstock:encoder_cache_hits": ("Media found in the encoder cache", lambda s: s.encoder_cache_hits),
 }
 
 
@@ -79,6 +90,9 @@ def engine_families(loads: Iterable[EngineLoad]) -> Iterator[Family]:
     yield info
     yield from _speculation_families(known)
     yield from _lora_families(known)
+    if media := [(load, load.stats.media) for load in known if load.stats.media is not None]:
+        yield from _families(GaugeMetricFamily, _MEDIA_GAUGES, media)
+        yield from _families(CounterMetricFamily, _MEDIA_COUNTERS, media)
 
 
 def _families(

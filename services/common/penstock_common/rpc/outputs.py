@@ -12,7 +12,7 @@ from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.tensors.incoming import IncomingTensors
 from penstock_common.tensors.outgoing import Chunk, TensorRef
 from penstock_common.tensors.sizes import Buffer
-from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
+from penstock_common.types.kv_events import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 from penstock_common.types.prompt_embeds import ELEMENT_BYTES, EmbedsDtype, PromptEmbeds
@@ -222,6 +222,12 @@ def kv_event_to_proto(event: KvCacheEvent) -> events_pb2.KvCacheEvent:
                 token_ids=event.token_ids,
                 block_size=event.block_size,
                 lora_name=event.lora_name,
+                extra_keys=[
+                    events_pb2.BlockExtraKeys(
+                        media=[events_pb2.BlockMedia(identifier=m.identifier, offset=m.offset) for m in media]
+                    )
+                    for media in event.extra_keys
+                ],
             )
             return events_pb2.KvCacheEvent(block_stored=stored)
         case BlockRemoved():
@@ -241,6 +247,7 @@ def kv_event_from_proto(message: events_pb2.KvCacheEvent) -> KvCacheEvent | None
                 token_ids=list(stored.token_ids),
                 block_size=stored.block_size,
                 lora_name=stored.lora_name,
+                extra_keys=[[BlockMedia(m.identifier, m.offset) for m in keys.media] for keys in stored.extra_keys],
             )
         case "block_removed":
             return BlockRemoved(block_hashes=list(message.block_removed.block_hashes))

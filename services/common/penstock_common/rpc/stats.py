@@ -7,9 +7,9 @@ import msgspec
 from penstock.common.v1 import stats_pb2
 from penstock_common.errors import InvalidArgument
 from penstock_common.lora.held import MAX_HELD, LoraHeld
-from penstock_common.types.outputs import LoraStats, SchedulerStats, SpecDecodingStats
+from penstock_common.types.outputs import LoraStats, MediaStats, SchedulerStats, SpecDecodingStats
 
-_MESSAGES = ("spec_decoding_stats", "lora")
+_MESSAGES = ("spec_decoding_stats", "lora", "media")
 _NAMES = tuple(field.name for field in msgspec.structs.fields(SchedulerStats) if field.name not in _MESSAGES)
 _LORA_NUMBERS = tuple(
     field.name for field in msgspec.structs.fields(LoraStats) if field.name not in ("active", "waiting", "held")
@@ -27,6 +27,8 @@ def from_proto(message: stats_pb2.SchedulerStats, *, path: str = "scheduler_stat
         values["spec_decoding_stats"] = speculation_from_proto(message.spec_decoding_stats)
     if message.HasField("lora"):
         values["lora"] = lora_from_proto(message.lora, path=f"{path}.lora")
+    if message.HasField("media"):
+        values["media"] = media_from_proto(message.media, path=f"{path}.media")
     return SchedulerStats(**values)
 
 
@@ -37,6 +39,8 @@ def to_proto(stats: SchedulerStats) -> stats_pb2.SchedulerStats:
         message.spec_decoding_stats.CopyFrom(speculation_to_proto(stats.spec_decoding_stats))
     if stats.lora is not None:
         message.lora.CopyFrom(lora_to_proto(stats.lora))
+    if stats.media is not None:
+        message.media.CopyFrom(stats_pb2.MediaStats(**msgspec.structs.asdict(stats.media)))
     return message
 
 
@@ -69,6 +73,13 @@ def lora_to_proto(stats: LoraStats) -> stats_pb2.LoraStats:
     values = {name: getattr(stats, name) for name in _LORA_NUMBERS}
     held = None if stats.held is None else held_to_proto(stats.held)
     return stats_pb2.LoraStats(active=stats.active, waiting=stats.waiting, held=held, **values)
+
+
+def media_from_proto(message: stats_pb2.MediaStats, *, path: str = "media") -> MediaStats:
+    """The domain's statistics of media. Raises InvalidArgument for numbers that can not be."""
+    if not 0.0 <= message.encoder_cache_usage <= 1.0:
+        _refuse(f"{path}.encoder_cache_usage", message.encoder_cache_usage, "from 0 to 1")
+    return MediaStats(**{field.name: getattr(message, field.name) for field in msgspec.structs.fields(MediaStats)})
 
 
 def held_from_proto(message: stats_pb2.LoraHeld, *, path: str = "held") -> LoraHeld:

@@ -3,9 +3,19 @@
 import msgspec
 
 
+class BlockMedia(msgspec.Struct, frozen=True):
+    """A medium of which a part lies in a block. ``offset``: where it begins, in positions from the begin of the block; negative
+    where that is in a block before.
+    """
+
+    identifier: str
+    offset: int
+
+
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that can be found from now on, in a row. ``token_ids``: theirs, concatenated. ``parent_hash``: empty at the
-    start of a prompt. ``lora_name``: what the request called its adapter; empty: it had none.
+    start of a prompt. ``lora_name``: what the request called its adapter; empty: it had none. ``extra_keys``: the media of each
+    block; empty: none has any.
     """
 
     block_hashes: list[bytes]
@@ -13,6 +23,7 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     block_size: int
     lora_name: str = ""
+    extra_keys: list[list[BlockMedia]] = []
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True):

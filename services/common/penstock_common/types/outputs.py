@@ -157,6 +157,22 @@ class LoraStats(msgspec.Struct, frozen=True, kw_only=True):
 MAX_WAITING_NAMES = 32
 
 
+class MediaStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Media of an engine's requests. Counts only grow: ``encoded_embeds``, and items that were asked for
+    (``encoder_cache_queries``) and were there (``encoder_cache_hits``). ``pending_embeds`` are to be computed for requests that
+    run or wait, of which ``num_waiting_reqs`` wait for nothing else. ``encoder_cache_usage`` is a fraction in [0, 1],
+    ``receiver_cache_bytes`` are those of features in host memory.
+    """
+
+    pending_embeds: int = 0
+    encoded_embeds: int = 0
+    encoder_cache_queries: int = 0
+    encoder_cache_hits: int = 0
+    encoder_cache_usage: float = 0.0
+    receiver_cache_bytes: int = 0
+    num_waiting_reqs: int = 0
+
+
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's load after a step. Counters only grow; ``kv_cache_usage`` is a fraction in [0, 1].
 
@@ -179,6 +195,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """None for an engine that does not speculate."""
     lora: LoraStats | None = None
     """None for an engine that applies no adapters."""
+    media: MediaStats | None = None
+    """None for an engine that takes no media."""
 
     def without_held(self) -> "SchedulerStats":
         """The same, for those who know which adapters the engine holds."""

@@ -37,6 +37,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         ]
         | None
     ) = None
+    max_num_encoder_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="What a step spends on images, sound and video at most, in embeddings times blocks of the model's "
+            "tower; one block at least. Less makes pauses of other requests shorter. 0: as much as max_num_batched_tokens.",
+        ),
+    ] = 0
     max_num_seqs: Annotated[int, Meta(ge=1, le=65_536, description="Requests that run at once.")] = 256
     policy: Annotated[
         Literal["fcfs", "priority"],

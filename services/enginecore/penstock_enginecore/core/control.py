@@ -52,6 +52,7 @@ class Controllable(Protocol):
     model: ModelInfo
     counts: StepCounts
     loras: LoraIntake
+    reset_receiver_cache: Callable[[], None]
 
     @property
     def max_model_len(self) -> int:
@@ -229,6 +230,8 @@ class EngineControl:
             return
         self._sleep_level = level
         self._clear_cache()
+        self._engine.scheduler.reset_encoder_cache()
+        self._engine.reset_receiver_cache()
         self._engine.executor.collective_rpc("sleep", [level])
         self._asleep.update(_TAGS)
 
@@ -264,6 +267,18 @@ class EngineControl:
         if preempt_running:
             self._engine.scheduler.preempt_all()
         return self._engine.scheduler.reset_prefix_cache()
+
+    @utility
+    def reset_mm_cache(self) -> None:
+        """Forget the inputs of media that are kept for frontends: what a request needs is sent again. Requests that were added
+        keep theirs.
+        """
+        self._engine.reset_receiver_cache()
+
+    @utility
+    def reset_encoder_cache(self) -> None:
+        """Forget the embeddings of media. Those that running requests need stay until they have passed them."""
+        self._engine.scheduler.reset_encoder_cache()
 
     @utility
     def cached_blocks(self, part: int = 0, num_parts: int = 1) -> bytes:

@@ -19,6 +19,7 @@ from penstock_enginecore.core.iteration_log import IterationLog
 from penstock_enginecore.core.lora.intake import LoraIntake
 from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.model_info import ModelInfo
+from penstock_enginecore.core.multimodal.sizing import encoder_cache_size
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.base import Clock, Scheduler, SchedulerContext, create_scheduler
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
@@ -49,7 +50,7 @@ class EngineCore:
     ``make_grammars`` makes what compiles the constraints of structured output; without it they are refused.
     ``keep_failed_step`` is called when a step has failed that somebody should look into. ``wake`` is
     called, on any thread, when a compiled constraint lets a waiting request go on: whoever waits for work should call
-    ``step``.
+    ``step``. ``receiver_cache_bytes`` and ``reset_receiver_cache`` are set by whoever keeps the inputs of media.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class EngineCore:
     ) -> None:
         self.executor = executor
         self.wake: Callable[[], None] = lambda: None
+        self.receiver_cache_bytes: Callable[[], int] = lambda: 0
+        self.reset_receiver_cache: Callable[[], None] = lambda: None
         self.stalled = False
         self._wall_clock = wall_clock
         self.model = model = executor.load_model(progress)
@@ -96,6 +99,11 @@ class EngineCore:
                 step_seconds=executor.step_seconds(_ROWS) if config.speculative.enabled else {},
                 lora_slots=lora_slots,
                 lora_stats=lambda: self.loras.stats(),
+                media=model.media,
+                encoder_cache_size=encoder_cache_size(
+                    config.multimodal.encoder_cache_size, scheduling.step_tokens, model
+                ),
+                receiver_cache_bytes=lambda: self.receiver_cache_bytes(),
                 eos_token_ids=model.eos_token_ids,
                 monotonic_clock=monotonic_clock,
                 wall_clock=wall_clock,
@@ -113,7 +121,10 @@ class EngineCore:
         self.loras = LoraIntake(config.lora, executor, self.scheduler, lora_slots, lambda: self.wake(), monotonic_clock)
         executor.initialize_kv_cache(self.kv_cache_config)
         self._limits = RequestLimits(
-            model=model, max_model_len=self.max_model_len, max_logprobs=config.model.max_logprobs
+            model=model,
+            max_model_len=self.max_model_len,
+            max_logprobs=config.model.max_logprobs,
+            max_media=config.multimodal.limit_per_prompt,
         )
         self.counts = StepCounts()
         self._log = IterationLog(config.iteration_log_interval)
@@ -282,7 +293,8 @@ def _settled(config: EngineCoreConfig, model: ModelInfo) -> SchedulerConfig:
     if scheduling.max_num_batched_tokens is None:
         splits = scheduling.enable_chunked_prefill and model.supports_chunked_prefill
         most = scheduling.step_tokens
-        tokens = max(model.step_tokens, min(scheduling.max_num_seqs, most)) if splits else most
+        together = (info.max_tokens for info in model.media if info.attends_both_ways)
+        tokens = max(model.step_tokens, min(scheduling.max_num_seqs, most), *together) if splits else most
         scheduling = msgspec.structs.replace(scheduling, max_num_batched_tokens=tokens)
     if scheduling.max_prompt_batch_tokens is None:
         scheduling = msgspec.structs.replace(scheduling, max_prompt_batch_tokens=model.prompt_batch_tokens)

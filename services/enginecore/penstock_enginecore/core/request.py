@@ -9,6 +9,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.lora.request import LoraRequest, LoraUse
+from penstock_enginecore.core.multimodal.places import Span
 from penstock_enginecore.core.spec_decode.history import DraftHistory
 from penstock_enginecore.core.structured_output.base import Grammar
 
@@ -70,6 +71,9 @@ class Request:
     ``unsettled``: a step in flight has drafts, or has some made behind it: what its next tokens are, and how many, is known
     only then. ``draft_history`` and ``forced_history``: how drafts held, what a grammar forces apart; ``drafts_forced``:
     which of the two those are that are being verified. ``spec_stats``: None while it has had no drafts.
+    ``media_end``: the position behind its last medium, 0 without media. ``whole_spans``: positions that are computed in one step,
+    as the scheduler knows them. ``num_asked_media``: of its media, those that the encoder cache was asked for, or need not be.
+    ``num_uncharged_embeds``: computed for it, and not yet counted for its tenant's share.
     ``lora``: its adapter, with the digest once that is known; ``lora_use``: keeps it, from when it is loaded to the end.
     ``arrival`` numbers requests in the order in which the scheduler got them. ``grammar`` is set once a constraint is compiled.
     """
@@ -92,6 +96,9 @@ class Request:
         "lora_use",
         "max_drafts",
         "max_tokens",
+        "media_end",
+        "mm_features",
+        "num_asked_media",
         "num_cached_tokens",
         "num_charged_tokens",
         "num_computed_tokens",
@@ -100,6 +107,7 @@ class Request:
         "num_processed_tokens",
         "num_prompt_logprobs",
         "num_prompt_tokens",
+        "num_uncharged_embeds",
         "number",
         "outlives",
         "pooling_params",
@@ -122,6 +130,7 @@ class Request:
         "unsettled",
         "valid_from_step",
         "wave",
+        "whole_spans",
     )
 
     def __init__(self, request: EngineCoreRequest, *, client_id: str, max_model_len: int) -> None:
@@ -133,6 +142,11 @@ class Request:
         self.pooling_params: PoolingParams | None = request.pooling_params
         self.second_text_start = request.second_text_start
         self.prompt_embeds = request.prompt_embeds
+        self.mm_features = request.mm_features
+        self.media_end = request.mm_features[-1].end if request.mm_features else 0
+        self.whole_spans: list[Span] = []
+        self.num_asked_media = 0
+        self.num_uncharged_embeds = 0
         self.prediction_token_ids = request.prediction_token_ids
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.all_token_ids: list[int] = [*request.prompt_token_ids, *request.prior_output_token_ids]
@@ -206,8 +220,9 @@ class Request:
         return self.sampling_params.structured_output is not None
 
     def take_uncharged_tokens(self) -> int:
-        """How many tokens have become known since the last call."""
-        count, self.num_charged_tokens = len(self.all_token_ids) - self.num_charged_tokens, len(self.all_token_ids)
+        """How many tokens have become known since the last call, and how many embeddings were computed for it."""
+        count = len(self.all_token_ids) - self.num_charged_tokens + self.num_uncharged_embeds
+        self.num_charged_tokens, self.num_uncharged_embeds = len(self.all_token_ids), 0
         return count
 
     def record_event(self, kind: EventType, timestamp: float) -> None:

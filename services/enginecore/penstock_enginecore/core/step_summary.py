@@ -31,4 +31,7 @@ def summarize(scheduled: SchedulerOutput, *, include_tokens: bool = False) -> di
         "num_scheduled_tokens": scheduled.num_scheduled_tokens,
         "finished": scheduled.finished_request_ids,
         "preempted": scheduled.preempted_request_ids,
+        "encoder_starts": {start.identifier: start.num_embeds for start in scheduled.encoder_starts},
+        "encoder_budget": scheduled.encoder_budget,
+        "freed": scheduled.freed_identifiers,
     }

@@ -1,7 +1,7 @@
 """What a request must satisfy before it may be queued. Pure checks, safe on any thread."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -16,6 +16,7 @@ from penstock_common.types.sampling import (
     SamplingParams,
 )
 from penstock_enginecore.core.embeds_validation import check_prompt_embeds
+from penstock_enginecore.core.media_validation import check_media
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.pooling_validation import refuse_generation, validate_pooling
 
@@ -35,6 +36,8 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Longest sequence the engine serves, in tokens."""
     max_logprobs: int = 20
     """How many of the likeliest tokens have their log-probability reported, at most; -1 for all."""
+    max_media: Mapping[str, int] = {}
+    """Items of a prompt at most, by modality; others are not limited."""
 
 
 def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
@@ -53,6 +56,8 @@ def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
         check_sampling(request.sampling_params, limits)
     if request.prompt_embeds is not None:
         check_prompt_embeds(request, request.prompt_embeds, limits.model.hidden_size, limits.model.dtype)
+    if request.mm_features:
+        check_media(request, limits.model.media, limits.max_media)
     if request.attempt < 0:
         raise InvalidArgument(f"attempt is {request.attempt}; it must be at least 0", field="attempt")
     _check_reasoning(request, limits.model.vocab_size)

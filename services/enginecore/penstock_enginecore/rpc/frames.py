@@ -24,6 +24,8 @@ _EVENT_BYTES = 32
 _ENTRY_BYTES = 14
 """Of an entry of log-probabilities: two numbers of up to 5 bytes, and a float."""
 _NUMBER_BYTES = 5
+_MEDIA_BYTES = 12
+"""Of a medium in a block, its identifier aside."""
 _COLUMN_BYTES = 4
 _CHARACTER_BYTES = 4
 
@@ -163,12 +165,18 @@ def _event_pieces(event: KvCacheEvent, room: int) -> list[KvCacheEvent]:
         parts = (BlockRemoved(block_hashes=hashes) for hashes in (event.block_hashes[:half], event.block_hashes[half:]))
         return [piece for part in parts for piece in _event_pieces(part, room)]
     tokens = half * event.block_size
-    first = msgspec.structs.replace(event, block_hashes=event.block_hashes[:half], token_ids=event.token_ids[:tokens])
+    first = msgspec.structs.replace(
+        event,
+        block_hashes=event.block_hashes[:half],
+        token_ids=event.token_ids[:tokens],
+        extra_keys=event.extra_keys[:half],
+    )
     second = msgspec.structs.replace(
         event,
         block_hashes=event.block_hashes[half:],
         parent_hash=event.block_hashes[half - 1],
         token_ids=event.token_ids[tokens:],
+        extra_keys=event.extra_keys[half:],
     )
     return [*_event_pieces(first, room), *_event_pieces(second, room)]
 
@@ -178,7 +186,8 @@ def _event_bytes(event: KvCacheEvent) -> int:
     if not isinstance(event, BlockStored):
         return _EVENT_BYTES * (1 + hashes)
     name = _CHARACTER_BYTES * len(event.lora_name)
-    return _EVENT_BYTES * (1 + hashes) + _NUMBER_BYTES * len(event.token_ids) + name
+    media = sum(_NUMBER_BYTES + sum(_MEDIA_BYTES + len(m.identifier) for m in keys) for keys in event.extra_keys)
+    return _EVENT_BYTES * (1 + hashes) + _NUMBER_BYTES * len(event.token_ids) + name + media
 
 
 def _fitting(answer: UtilityOutput, room: int) -> UtilityOutput:

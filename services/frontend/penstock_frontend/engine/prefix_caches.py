@@ -7,6 +7,7 @@ import msgspec
 from penstock_common.block_hash import DIGEST_SIZE, BlockHasher
 from penstock_common.errors import Internal
 from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
+from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
@@ -22,6 +23,7 @@ class _Sequence(msgspec.Struct):
     context: RequestContext
     all_token_ids: list[int]
     prompt_embeds: PromptEmbeds | None
+    mm_features: list[MultiModalFeature]
     block_hashes: list[bytes]
     lora_digest: bytes
 
@@ -114,7 +116,8 @@ class PrefixCaches:
         if embeds is not None and not token_ids:
             token_ids = [0] * embeds.num_tokens
         digest = request.lora.digest if request.lora is not None else b""
-        sequence = _Sequence(request.context, [*token_ids, *output_token_ids], embeds, [], digest)
+        all_token_ids = [*token_ids, *output_token_ids]
+        sequence = _Sequence(request.context, all_token_ids, embeds, request.mm_features, [], digest)
         num_tokens = len(sequence.all_token_ids)
         cached: dict[str, int] = {}
         for size, hasher in self._hashers.items():

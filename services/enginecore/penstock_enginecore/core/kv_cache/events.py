@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
+from penstock_common.block_hash import media_between
+from penstock_common.types.kv_events import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
 from penstock_enginecore.core.request import Request
 
 
@@ -27,16 +28,28 @@ class KvEventLog:
                 first = i
 
     def _add_run(self, request: Request, first: int, last: int) -> None:
-        hashes = request.block_hashes
+        hashes, size = request.block_hashes, self._block_size
         self._events.append(
             BlockStored(
                 block_hashes=hashes[first:last],
                 parent_hash=hashes[first - 1] if first else b"",
-                token_ids=request.all_token_ids[first * self._block_size : last * self._block_size],
-                block_size=self._block_size,
+                token_ids=request.all_token_ids[first * size : last * size],
+                block_size=size,
                 lora_name="" if request.lora is None else request.lora.name,
+                extra_keys=self._media(request, first, last) if first * size < request.media_end else [],
             )
         )
+
+    def _media(self, request: Request, first: int, last: int) -> list[list[BlockMedia]]:
+        """Of each of the blocks."""
+        size = self._block_size
+        return [
+            [
+                BlockMedia(feature.identifier, feature.offset - start)
+                for feature in media_between(request.mm_features, start, start + size)
+            ]
+            for start in range(first * size, last * size, size)
+        ]
 
     def removed(self, block_hash: bytes) -> None:
         """A block has been taken for something else. Neighbouring removals become one event."""

@@ -14,6 +14,7 @@ from penstock_enginecore.core.kv_cache.events import KvEventLog
 from penstock_enginecore.core.kv_cache.prefix import ComputedBlocks, find_computed_blocks
 from penstock_enginecore.core.kv_cache.sizing import num_blocks_for
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.multimodal.places import span_around
 from penstock_enginecore.core.request import Request
 
 
@@ -70,7 +71,12 @@ class KVCacheManager:
         if not self._enabled or request.skip_reading_prefix_cache:
             return self._nothing_computed
         self._hasher.extend(request, request.num_tokens)
-        return find_computed_blocks(self.pool, self._groups, request.block_hashes, self.block_size, request.num_tokens)
+        hashes = request.block_hashes
+        computed = find_computed_blocks(self.pool, self._groups, hashes, self.block_size, request.num_tokens)
+        while request.whole_spans and (span := span_around(request.whole_spans, computed.num_tokens)) is not None:
+            hashes = hashes[: span[0] // self.block_size]  # what is computed together is computed again
+            computed = find_computed_blocks(self.pool, self._groups, hashes, self.block_size, request.num_tokens)
+        return computed
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, *, reserve: int = 0

@@ -13,6 +13,7 @@ from penstock_enginecore.config import SchedulerConfig, SpeculativeConfig
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.lora.slots import LoraSlots
+from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
@@ -25,7 +26,8 @@ class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     """What a scheduler is built from. ``monotonic_clock`` stamps events, ``wall_clock`` is compared with deadlines. A step passes
     ``num_stages`` workers, one after the other, each of which can be at another step. ``step_seconds``: how long steps take
     by the number of their tokens, as far as that was measured. ``lora_slots``: those of adapters among running requests, None
-    where requests have none; ``lora_stats``: what is known of adapters.
+    where requests have none; ``lora_stats``: what is known of adapters. ``media``: modalities that requests may have, of whose
+    embeddings ``encoder_cache_size`` are kept at most; ``receiver_cache_bytes``: of their inputs that are kept.
     """
 
     config: SchedulerConfig
@@ -39,6 +41,9 @@ class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: Mapping[int, float] = {}
     lora_slots: LoraSlots | None = None
     lora_stats: Callable[[], LoraStats | None] = lambda: None
+    media: tuple[MediaInfo, ...] = ()
+    encoder_cache_size: int = 0
+    receiver_cache_bytes: Callable[[], int] = lambda: 0
     monotonic_clock: Clock
     wall_clock: Clock
 
@@ -167,6 +172,9 @@ class Scheduler(Protocol):
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Returns False, and does nothing, while a request is running."""
+
+    def reset_encoder_cache(self) -> None:
+        """Forget the embeddings of media that no running request needs."""
 
     def stats(self) -> SchedulerStats:
         """The load now."""

@@ -17,16 +17,26 @@ class StepBudget:
     """
 
     def __init__(
-        self, config: SchedulerConfig, *, supports_chunked_prefill: bool, max_model_len: int, num_stages: int = 1
+        self,
+        config: SchedulerConfig,
+        *,
+        supports_chunked_prefill: bool,
+        max_model_len: int,
+        num_stages: int = 1,
+        largest_span: int = 0,
     ) -> None:
-        """``max_model_len`` in tokens. Raises ConfigError when a prompt that must be computed at once may be too long for it."""
+        """``max_model_len`` in tokens. ``largest_span``: tokens of a prompt that are computed together, at most. Raises
+        ConfigError when a prompt that must be computed at once may be too long for it.
+        """
         # Each running request needs a token of every step.
         self.max_num_running = min(config.max_num_seqs, config.step_tokens)
         self.chunked_prefill = config.enable_chunked_prefill and supports_chunked_prefill
         self.max_num_tokens = config.step_tokens
         if num_stages > 1 and self.chunked_prefill:
             # What fills a step comes to the stages in pieces, so that all of them soon compute some of it.
-            piece = max(self.max_num_tokens // (_PIECES * num_stages), _SMALLEST_PIECE, self.max_num_running)
+            piece = max(
+                self.max_num_tokens // (_PIECES * num_stages), _SMALLEST_PIECE, self.max_num_running, largest_span
+            )
             self.max_num_tokens = min(self.max_num_tokens, piece)
         self._max_batch_tokens = config.max_prompt_batch_tokens or 0
         self._max_prompt_tokens = config.long_prefill_token_threshold if self.chunked_prefill else 0

@@ -148,7 +148,8 @@ class DraftPlanner:
         """A request that has come: how many tokens are drafted of it at most."""
         asked = request.sampling_params.num_speculative_tokens
         most = self._max_drafts if asked is None else min(asked, self._max_drafts)
-        request.max_drafts = 0 if request.pooling_params is not None or request.prompt_embeds is not None else most
+        vectors = request.prompt_embeds is not None or request.mm_features
+        request.max_drafts = 0 if request.pooling_params is not None or vectors else most
 
     # What came of it.
 

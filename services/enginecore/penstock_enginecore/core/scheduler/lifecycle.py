@@ -11,6 +11,7 @@ from penstock_enginecore.core.scheduler.admission import QueueAdmission
 from penstock_enginecore.core.scheduler.base import SchedulerContext
 from penstock_enginecore.core.scheduler.client_outputs import ClientOutputs
 from penstock_enginecore.core.scheduler.deadlines import DeadlineQueue
+from penstock_enginecore.core.scheduler.encoder_work import EncoderWork
 from penstock_enginecore.core.scheduler.requests import RequestTable
 from penstock_enginecore.core.scheduler.running import RunningRequests
 from penstock_enginecore.core.scheduler.stops import check_stop
@@ -33,7 +34,9 @@ class RequestLifecycle:
         admission: QueueAdmission,
         kv_cache: KVCacheManager,
         outputs: ClientOutputs,
+        encoder: EncoderWork | None = None,
     ) -> None:
+        self._encoder = encoder
         self._clock = context.monotonic_clock
         self._wall_clock = context.wall_clock
         self._eos_token_ids = context.eos_token_ids
@@ -64,6 +67,8 @@ class RequestLifecycle:
         request.hold = hold
         self._waiting.add(request)
         self._requests.add(request)
+        if self._encoder is not None and request.mm_features:
+            self._encoder.begin(request)
         self._deadlines.add(request)
 
     def abort(self, client_id: str, request_ids: Iterable[str]) -> list[str]:
@@ -152,5 +157,9 @@ class RequestLifecycle:
             self._lora_slots.leave(request.key)
         if request.lora_use is not None:
             request.lora_use.close()
-        if request.num_charged_tokens:
+        if self._encoder is not None:
+            self._encoder.leave(request)
+        if request.num_charged_tokens or request.num_uncharged_embeds:
+            if not request.num_charged_tokens:  # it never started, and was given nothing else
+                request.num_charged_tokens = request.num_tokens
             self._waiting.charge(request)

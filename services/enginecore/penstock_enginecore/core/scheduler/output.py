@@ -21,8 +21,8 @@ MAX_SMALL_BYTES = 1024
 class NewRequestData(msgspec.Struct, kw_only=True):
     """A request the workers have not seen, or have forgotten since it was preempted: all of its data.
 
-    ``token_ids``: prompt and every output token known so far. ``block_ids``: one list per KV cache group. ``mm_features``: of their
-    data only what is small (``MAX_SMALL_BYTES`` a tensor): sizes and grids, but no pixels.
+    ``token_ids``: prompt and every output token known so far. ``block_ids``: one list per KV cache group. ``mm_features``: of
+    their data only what is small (``MAX_SMALL_BYTES`` a tensor): sizes and grids, but no pixels.
     """
 
     request_id: str
@@ -72,10 +72,10 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     ``num_common_prefix_blocks``: per KV cache group, blocks every running request shares at its start.
     ``scheduled_spec_decode_tokens``: by request id, the drafts among its tokens, behind those that are final.
     ``num_drafts_wanted``: by request id, how many tokens are to be drafted behind the step, at most. Their blocks are there.
-    ``encoder_starts``: items of media that join the queue of those to be encoded, which is in their order. ``encoder_budget``: how much of
-    that queue is computed before this step's forward pass, in embeddings times tower blocks; an item whose last block is
-    computed then is there for the forward pass. ``freed_identifiers``: workers forget the rows of these items, or that they are to
-    be encoded, before anything else.
+    ``encoder_starts``: items of media that join the queue of those to be encoded, which is in their order. ``encoder_budget``:
+    how much of that queue is computed before this step's forward pass, in embeddings times tower blocks; an item whose last block
+    is computed then is there for the forward pass. ``freed_identifiers``: workers forget the rows of these items, or that they
+    are to be encoded, before anything else.
     """
 
     step: int = 0
@@ -95,6 +95,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     def add_new(self, request: Request, num_tokens: int, block_ids: tuple[list[int], ...]) -> None:
         """Schedule ``num_tokens`` tokens of a request that starts, or starts again."""
         self._count(request, num_tokens)
+        features = request.mm_features
         self.new_requests.append(
             NewRequestData(
                 request_id=request.key,
@@ -109,6 +110,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
                 lora=request.lora,
                 context=request.context,
                 prediction_token_ids=request.prediction_token_ids,
+                mm_features=[_without_large(feature) for feature in features] if features else features,
             )
         )
 
@@ -139,10 +141,16 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
 
     @property
     def concerns_workers(self) -> bool:
-        """Whether the executor gets the step: it computes something, or the workers can forget requests. A step of which neither
-        holds may be run as well; it computes nothing.
+        """Whether the executor gets the step: it computes something, tokens or media, or the workers can forget requests. A step
+        of which neither holds may be run as well; it computes nothing.
         """
-        return bool(self.num_scheduled_tokens or self.finished_request_ids or self.preempted_request_ids)
+        return bool(
+            self.num_scheduled_tokens
+            or self.finished_request_ids
+            or self.preempted_request_ids
+            or self.encoder_budget
+            or self.encoder_starts
+        )
 
     @property
     def num_tokens_after(self) -> dict[str, int]:
@@ -170,6 +178,12 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     def _count(self, request: Request, num_tokens: int) -> None:
         self.num_scheduled_tokens[request.key] = num_tokens
         self.total_num_scheduled_tokens += num_tokens
+
+
+def _without_large(feature: MultiModalFeature) -> MultiModalFeature:
+    """With those of its tensors that every worker gets."""
+    small = {name: tensor for name, tensor in feature.data.items() if len(tensor.data) <= MAX_SMALL_BYTES}
+    return feature if len(small) == len(feature.data) else msgspec.structs.replace(feature, data=small)
 
 
 def _joined(first: tuple[list[int], ...], second: tuple[list[int], ...]) -> tuple[list[int], ...]:

@@ -6,6 +6,7 @@ from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.scheduler.base import Clock
+from penstock_enginecore.core.scheduler.encoder_work import EncoderWork
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.scheduler.running import RunningRequests
@@ -30,8 +31,10 @@ class Preemption:
         trial: StepTrial,
         clock: Clock,
         lora_slots: LoraSlots | None = None,
+        encoder: EncoderWork | None = None,
     ) -> None:
         self._lora_slots = lora_slots
+        self._encoder = encoder
         self._running = running
         self._waiting = waiting
         self._lifecycle = lifecycle
@@ -88,6 +91,8 @@ class Preemption:
         self._kv_cache.free(request)
         if self._lora_slots is not None:
             self._lora_slots.leave(request.key)
+        if self._encoder is not None:
+            self._encoder.leave(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_processed_tokens = 0

@@ -11,6 +11,7 @@ from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.request_log import log_incident
 from penstock_enginecore.core.scheduler.client_outputs import ClientOutputs
 from penstock_enginecore.core.scheduler.drafting import DraftPlanner
+from penstock_enginecore.core.scheduler.encoder_work import EncoderWork
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.stops import append_tokens
 
@@ -24,7 +25,9 @@ class StepResults:
         outputs: ClientOutputs,
         eos_token_ids: frozenset[int],
         drafting: DraftPlanner | None = None,
+        encoder: EncoderWork | None = None,
     ) -> None:
+        self._encoder = encoder
         self._kv_cache = kv_cache
         self._outputs = outputs
         self._eos_token_ids = eos_token_ids
@@ -55,6 +58,8 @@ class StepResults:
                     self._kv_cache.cache_blocks(request)
                 if has_windows:
                     self._kv_cache.free_out_of_window(request, after)
+                if before < request.media_end and self._encoder is not None:
+                    self._encoder.passed(request)
                 if self._advance(request, sampled[key], results):
                     finished.append(request)
             except Exception as e:

@@ -5,6 +5,7 @@ from penstock_enginecore.core.request_log import log_incident
 from penstock_enginecore.core.scheduler.budget import StepBudget
 from penstock_enginecore.core.scheduler.dealing import DecodeDealer, decodes
 from penstock_enginecore.core.scheduler.drafting import DraftPlanner
+from penstock_enginecore.core.scheduler.encoder_work import EncoderWork
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.scheduler.preemption import Preemption
@@ -22,7 +23,9 @@ class RunningScheduler:
         lifecycle: RequestLifecycle,
         dealer: DecodeDealer,
         drafting: DraftPlanner | None = None,
+        encoder: EncoderWork | None = None,
     ) -> None:
+        self._encoder = encoder
         self._budget = budget
         self._preemption = preemption
         self._lifecycle = lifecycle
@@ -54,6 +57,10 @@ class RunningScheduler:
                         left_out = True
                         continue
                     decodes_left -= 1
+                if request.num_computed_tokens < request.media_end and not (
+                    num_new_tokens := self._with_rows(request, num_new_tokens, output)
+                ):
+                    continue
                 new_block_ids = self._preemption.make_room(request, num_new_tokens, output)
                 if new_block_ids is None:  # it gave up its own blocks, or ended
                     continue
@@ -65,3 +72,11 @@ class RunningScheduler:
                 output.remove(request)
                 self._lifecycle.fail(request, log_incident(request, e, doing="scheduling the request"))
         return left_out
+
+    def _with_rows(self, request: Request, num_tokens: int, output: SchedulerOutput) -> int:
+        """Of the next tokens of a request with media, those that can be computed in this step."""
+        if (encoder := self._encoder) is None:
+            return num_tokens
+        start = request.num_computed_tokens
+        num_tokens = encoder.fit(request, start, num_tokens, output)
+        return encoder.reach(request, start, num_tokens) if num_tokens else 0

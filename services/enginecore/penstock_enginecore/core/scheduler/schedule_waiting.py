@@ -12,6 +12,7 @@ from penstock_enginecore.core.request_log import log_incident
 from penstock_enginecore.core.scheduler.admission import QueueAdmission
 from penstock_enginecore.core.scheduler.base import Clock
 from penstock_enginecore.core.scheduler.budget import StepBudget
+from penstock_enginecore.core.scheduler.encoder_work import EncoderWork
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.scheduler.running import RunningRequests
@@ -22,7 +23,7 @@ class WaitingScheduler:
     """Starts waiting requests while a step's budget and the KV blocks last.
 
     ``watermark_blocks`` stay free when a request starts beside others. ``lora_slots``: those of their adapters; a request whose
-    adapter has none is held, and waits for that alone.
+    adapter has none is held, and waits for that alone. ``encoder``: of their media, likewise.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class WaitingScheduler:
         watermark_blocks: int,
         clock: Clock,
         lora_slots: LoraSlots | None = None,
+        encoder: EncoderWork | None = None,
     ) -> None:
+        self._encoder = encoder
         self._lora_slots = lora_slots
         self._budget = budget
         self._waiting = waiting
@@ -93,6 +96,13 @@ class WaitingScheduler:
         num_new_tokens = self._budget.tokens_for(num_missing_tokens, output)
         if num_new_tokens < num_missing_tokens and not self._budget.chunked_prefill:
             return False
+        if self._encoder is not None and computed.num_tokens < request.media_end:
+            num_new_tokens = self._encoder.fit(request, computed.num_tokens, num_new_tokens, output)
+            if num_new_tokens == 0:
+                return False
+            num_new_tokens = self._encoder.admit(request, computed.num_tokens, num_new_tokens)
+            if num_new_tokens == 0:  # it waits for that alone
+                return True
         reserve = self._reserved_blocks(request, computed.num_tokens + num_new_tokens) if self._running else 0
         if not kv_cache.admit(request, computed, num_new_tokens, reserve=reserve):
             return False
@@ -123,5 +133,7 @@ class WaitingScheduler:
         request.record_event(EventType.SCHEDULED, now)
         if self._lora_slots is not None and request.lora is not None:
             self._lora_slots.start(request.key, request.lora.digest, request.lora.name)
+        if self._encoder is not None and request.mm_features:
+            self._encoder.started(request, num_computed, num_new_tokens)
         self._running.add(request)
         output.add_new(request, num_new_tokens, self._kv_cache.block_ids(request))

@@ -9,7 +9,7 @@ asynchronous scheduling a request also gets the step behind a token that is not 
 the worker, which runs steps in order, has the token by then.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
@@ -22,6 +22,7 @@ from penstock_enginecore.core.scheduler.budget import StepBudget
 from penstock_enginecore.core.scheduler.client_outputs import ClientOutputs
 from penstock_enginecore.core.scheduler.dealing import DecodeDealer
 from penstock_enginecore.core.scheduler.drafting import plan_drafts
+from penstock_enginecore.core.scheduler.encoder_work import having, plan_encoder_work, unreadable
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
@@ -52,6 +53,7 @@ class DefaultScheduler(Scheduler):
             supports_chunked_prefill=context.supports_chunked_prefill,
             max_model_len=context.kv_cache.max_model_len,
             num_stages=context.num_stages,
+            largest_span=max((info.max_tokens for info in context.media if info.attends_both_ways), default=0),
         )
         self.kv_cache = kv_cache = KVCacheManager(
             context.kv_cache,
@@ -64,8 +66,9 @@ class DefaultScheduler(Scheduler):
         self._running = running = RunningRequests(waiting.rank if by_priority else None)
         self._trial = StepTrial()
         self._outputs = ClientOutputs()
+        self._encoder = encoder = plan_encoder_work(context, budget, waiting)
         self._drafting = drafting = plan_drafts(context, kv_cache, running, waiting, budget)
-        self._results = StepResults(kv_cache, self._outputs, context.eos_token_ids, drafting)
+        self._results = StepResults(kv_cache, self._outputs, context.eos_token_ids, drafting, encoder)
         admission = QueueAdmission(config, waiting)
         self._lifecycle = lifecycle = RequestLifecycle(
             context,
@@ -75,6 +78,7 @@ class DefaultScheduler(Scheduler):
             admission=admission,
             kv_cache=kv_cache,
             outputs=self._outputs,
+            encoder=encoder,
         )
         self._preemption = Preemption(
             running=running,
@@ -84,6 +88,7 @@ class DefaultScheduler(Scheduler):
             trial=self._trial,
             clock=self._clock,
             lora_slots=context.lora_slots,
+            encoder=encoder,
         )
         self._continue_running = RunningScheduler(
             budget=budget,
@@ -91,6 +96,7 @@ class DefaultScheduler(Scheduler):
             lifecycle=lifecycle,
             dealer=DecodeDealer(context.num_stages),
             drafting=drafting,
+            encoder=encoder,
         )
         self._start_waiting = WaitingScheduler(
             budget=budget,
@@ -102,6 +108,7 @@ class DefaultScheduler(Scheduler):
             watermark_blocks=int(config.watermark * kv_cache.pool.num_usable_blocks),
             clock=self._clock,
             lora_slots=context.lora_slots,
+            encoder=encoder,
         )
         self._lora_stats = context.lora_stats
         self._next_step = 0
@@ -156,6 +163,8 @@ class DefaultScheduler(Scheduler):
         output = SchedulerOutput(step=self._next_step, num_scheduled_tokens={})
         output.preempted_request_ids = self._preemption.take_preempted_keys()
         if self.pause_state is not PauseState.PAUSED:
+            if self._encoder is not None:
+                self._encoder.begin_step()
             self._start_waiting.give_slots(self._requests.by_key)
             if self._trial:
                 self._schedule_in_turns(output)
@@ -169,6 +178,8 @@ class DefaultScheduler(Scheduler):
                 if self._drafting is not None:
                     self._drafting.want(output, self._requests.by_key)
         output.finished_request_ids = self._lifecycle.take_finished_keys()
+        if self._encoder is not None:
+            self._encoder.end_step(output)
         return output
 
     def _schedule_requests(
@@ -178,6 +189,8 @@ class DefaultScheduler(Scheduler):
         if self._drafting is not None:
             self._drafting.plan(running)
         left_out = self._continue_running.schedule(output, running)
+        if self._encoder is not None:
+            self._encoder.serve()
         if self._preemption.num_preemptions == had_preempted:
             start_waiting(output)
         if left_out and not output.num_scheduled_tokens:
@@ -224,10 +237,20 @@ class DefaultScheduler(Scheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
         """Append the sampled tokens, check stops, and make computed blocks findable."""
         self._trial.step_done()
+        if model_output.encoder_failures:
+            self._fail_media(model_output.encoder_failures)
         ended = self._results.take(scheduler_output, model_output, self._requests.by_key)
         if self._drafting is not None:
             self._drafting.stepped(scheduler_output, model_output, self._requests.by_key)
         self._lifecycle.ended_by_step(ended)
+
+    def _fail_media(self, failures: Mapping[str, str]) -> None:
+        """Requests with an item that could not be encoded end before what came of its positions is taken in."""
+        for identifier, why in failures.items():
+            for request in having(self._requests.by_key, identifier):
+                self._lifecycle.fail(request, unreadable(request, identifier, why))
+            if self._encoder is not None:
+                self._encoder.failed(identifier)
 
     def update_draft_token_ids(self, scheduler_output: SchedulerOutput, drafts: DraftTokenIds) -> None:
         """Remember the drafts until the next step of each request."""
@@ -246,6 +269,8 @@ class DefaultScheduler(Scheduler):
                 request.num_computed_tokens -= count
                 request.unsettled = False
                 request.spec_token_ids = []
+        if self._encoder is not None:
+            self._encoder.begin_again()
 
     def step_failed(self, scheduler_output: SchedulerOutput) -> Request | None:
         """Let every request be computed again, those of the failed step in subsets of their own."""
@@ -254,6 +279,8 @@ class DefaultScheduler(Scheduler):
         began = {new.request_id for new in scheduler_output.new_requests}
         culprit = self._trial.failed(targets, new=began, alone=len(scheduler_output.num_scheduled_tokens) == 1)
         self.preempt_all()
+        if self._encoder is not None:
+            self._encoder.begin_again()
         for key in targets:  # also those that had lost their blocks while the step was in flight
             if key in self._trial:
                 self._waiting.hold(requests[key], Hold.TRIAL)
@@ -326,6 +353,11 @@ class DefaultScheduler(Scheduler):
         """Forget all cached prefixes, if no request is running; one may hold no block, when all of them left its windows."""
         return not self._running and self.kv_cache.reset_prefix_cache()
 
+    def reset_encoder_cache(self) -> None:
+        """Forget the embeddings of media that no running request needs."""
+        if self._encoder is not None:
+            self._encoder.reset()
+
     def stats(self) -> SchedulerStats:
         """The load now."""
         prefix = self.kv_cache.prefix_stats
@@ -340,6 +372,7 @@ class DefaultScheduler(Scheduler):
             step_counter=self._next_step,
             spec_decoding_stats=None if self._drafting is None else self._drafting.stats(),
             lora=self._lora_stats(),
+            media=None if self._encoder is None else self._encoder.stats(),
         )
 
 

@@ -1,0 +1,108 @@
+"""What media of a prompt must satisfy. Pure checks, safe on any thread."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.types.media import MultiModalFeature
+from penstock_common.types.request import EngineCoreRequest
+from penstock_enginecore.core.model_info import MediaInfo
+
+_IDENTIFIER = re.compile(r"[0-9a-f]{64}")
+
+
+def check_media(request: EngineCoreRequest, served: Sequence[MediaInfo], max_items: Mapping[str, int]) -> None:
+    """Raise InvalidArgument, naming the field, unless a model that takes what is ``served`` can have the request's media;
+    Unimplemented for what is not served with media, and for a model that takes none. ``max_items``: of a prompt, by modality.
+    """
+    if not served:
+        raise Unimplemented("mm_features is set, and this engine's model reads text alone", field="mm_features")
+    _check_beside(request)
+    infos = {info.modality: info for info in served}
+    end = 0
+    for index, feature in enumerate(request.mm_features):
+        path = f"mm_features[{index}]"
+        info = infos.get(feature.modality)
+        if info is None:
+            raise InvalidArgument(
+                f"{path}.modality is {feature.modality!r}; this engine serves {', '.join(infos)}",
+                field=f"{path}.modality",
+            )
+        if not _IDENTIFIER.fullmatch(feature.identifier):
+            raise InvalidArgument(
+                f"{path}.identifier has {len(feature.identifier)} characters; it must be 64 hexadecimal digits",
+                field=f"{path}.identifier",
+            )
+        _check_place(feature, path, end, len(request.prompt_token_ids))
+        _check_runs(feature, path)
+        _check_size(feature, path, info)
+        end = feature.end
+    _check_counts(request.mm_features, max_items)
+
+
+def _check_beside(request: EngineCoreRequest) -> None:
+    if request.prompt_embeds is not None:
+        raise Unimplemented("mm_features is not served with prompt_embeds", field="mm_features")
+    if request.sampling_params.prompt_logprobs is not None:
+        raise Unimplemented(
+            "sampling_params.prompt_logprobs is not served with mm_features: an embedding has no probability",
+            field="sampling_params.prompt_logprobs",
+        )
+
+
+def _check_counts(features: Sequence[MultiModalFeature], max_items: Mapping[str, int]) -> None:
+    for modality, count in Counter(feature.modality for feature in features).items():
+        if count > (limit := max_items.get(modality, count)):
+            raise InvalidArgument(
+                f"mm_features has {count} items of modality {modality}; multimodal.limit_per_prompt allows {limit}",
+                field="mm_features",
+                reason="MEDIA_TOO_MANY",
+            )
+
+
+def _check_place(feature: MultiModalFeature, path: str, behind: int, prompt_length: int) -> None:
+    """``behind``: the first position that it may have."""
+    if feature.offset < behind:
+        raise InvalidArgument(
+            f"{path}.offset is {feature.offset}; it must be at least {behind}, where the item before it ends",
+            field=f"{path}.offset",
+        )
+    if feature.length < 1:
+        raise InvalidArgument(f"{path}.length is {feature.length}; it must be at least 1", field=f"{path}.length")
+    if feature.end > prompt_length:
+        raise InvalidArgument(
+            f"{path} ends at position {feature.end}; the prompt has {prompt_length}", field=f"{path}.length"
+        )
+
+
+def _check_runs(feature: MultiModalFeature, path: str) -> None:
+    behind = 0
+    for number, run in enumerate(feature.embed_runs):
+        field = f"{path}.embed_runs[{number}]"
+        if run.start < behind:
+            raise InvalidArgument(
+                f"{field}.start is {run.start}; it must be at least {behind}, where the run before it ends",
+                field=f"{field}.start",
+            )
+        if run.count < 1:
+            raise InvalidArgument(f"{field}.count is {run.count}; it must be at least 1", field=f"{field}.count")
+        behind = run.start + run.count
+        if behind > feature.length:
+            raise InvalidArgument(
+                f"{field} ends at position {behind} of the item; {path}.length is {feature.length}",
+                field=f"{field}.count",
+            )
+
+
+def _check_size(feature: MultiModalFeature, path: str, info: MediaInfo) -> None:
+    for what, count, limit in (
+        ("embeddings", feature.num_embeds, info.max_embeds),
+        ("positions", feature.length, info.max_tokens),
+    ):
+        if count > limit:
+            raise InvalidArgument(
+                f"{path} has {count} {what}; one {info.modality} has at most {limit}",
+                field=path,
+                reason="MEDIA_TOO_LARGE",
+            )
