@@ -2,11 +2,12 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from penstock_common.lora.registration import LoraAdapter
+from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
@@ -18,6 +19,7 @@ from penstock_enginecore.config import (
     ExecutorConfig,
     LoraConfig,
     ModelConfig,
+    MultimodalConfig,
     SchedulerConfig,
     SpeculativeConfig,
 )
@@ -58,6 +60,7 @@ def make_config(
     error_dump: ErrorDumpConfig | None = None,
     speculative: SpeculativeConfig | None = None,
     lora: LoraConfig | None = None,
+    multimodal: MultimodalConfig | None = None,
     **scheduler: Any,
 ) -> EngineCoreConfig:
     """A small engine; further arguments go to SchedulerConfig."""
@@ -79,6 +82,7 @@ def make_config(
         error_dump=error_dump or ErrorDumpConfig(),
         speculative=speculative or SpeculativeConfig(),
         lora=lora or LoraConfig(),
+        multimodal=multimodal or MultimodalConfig(),
     )
 
 
@@ -114,6 +118,7 @@ def make_request(
     attempt: int = 0,
     never_admitted: bool = False,
     lora: LoraAdapter | None = None,
+    mm_features: Sequence[MultiModalFeature] = (),
     **fields: Any,
 ) -> EngineCoreRequest:
     """A seeded request. An integer prompt is a length; ``fields`` are those of its RequestContext and of SamplingParams."""
@@ -126,6 +131,7 @@ def make_request(
         attempt=attempt,
         never_admitted=never_admitted,
         lora=lora,
+        mm_features=list(mm_features),
         context=RequestContext(**context),
     )
 

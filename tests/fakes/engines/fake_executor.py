@@ -26,7 +26,7 @@ from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.block_pool import NULL_BLOCK_ID
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, MakeRoom, PartlyLoadedError
-from penstock_enginecore.core.model_info import ModelInfo
+from penstock_enginecore.core.model_info import MediaInfo, ModelInfo
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.scheduler.output import (
     DraftTokenIds,
@@ -36,6 +36,7 @@ from penstock_enginecore.core.scheduler.output import (
     SchedulerOutput,
 )
 from penstock_enginecore.core.worker_stats import WorkerStats
+from tests.fakes.engines.fake_encoder import FakeEncoder, embed_positions, value_of
 
 
 def oracle_token(seed: int, index: int, vocab_size: int) -> int:
@@ -101,6 +102,14 @@ class _State:
         self.block_ids = [list(table) for table in new.block_ids]
         self.params: SamplingParams = new.sampling_params
         self.lora = new.lora
+        self.mm_features = new.mm_features
+        self.media = {
+            position: (feature.identifier, value_of(feature, position))
+            for feature in new.mm_features
+            for position in embed_positions(feature)
+        }
+        self.means_nothing = False
+        """Whether it has got past media that could not be encoded: steps in flight do not know."""
         self.prefix_hashes: list[int] = []
         self.num_drafts = 0
 
@@ -120,9 +129,10 @@ class _State:
         """Hash of the tokens up to and including ``position``."""
         while len(self.prefix_hashes) <= position:
             before = self.prefix_hashes[-1] if self.prefix_hashes else lora_seed(self.lora)
-            token = self.token_ids[len(self.prefix_hashes)]
+            place = len(self.prefix_hashes)
+            token = self.media[place][1] if place in self.media else self.token_ids[place]
             self.prefix_hashes.append(
-                xxhash.xxh3_64_intdigest(before.to_bytes(8, "little") + token.to_bytes(4, "little"))
+                xxhash.xxh3_64_intdigest(before.to_bytes(8, "little") + token.to_bytes(8, "little"))
             )
         return self.prefix_hashes[position]
 
@@ -140,7 +150,8 @@ class FakeExecutor:
     ``drafter``: gives drafts for a seed, from an output index on, so many; steps are asked for them behind their sampling.
     ``adapters``: what is at each path, or the error of reading it; with ``loads_at_once`` False they come when ``finish_load`` is
     called. Steps may have those alone that are held; an adapter changes what blocks hold, and all tokens.
-    ``windows``: the sliding window of each layer. ``pooling``: what it is pooled for; it generates without.
+    ``windows``: the sliding window of each layer. ``pooling``: what it is pooled for; it generates without. ``media``: what its
+    towers read, but items that are ``unreadable`` after some number of blocks; embeddings are part of what blocks hold.
     """
 
     experts: Any = None
@@ -165,6 +176,8 @@ class FakeExecutor:
         windows: tuple[int | None, ...] = (None, None),
         pooling: PoolingLimits | None = None,
         drafter: Drafts | None = None,
+        media: tuple[MediaInfo, ...] = (),
+        unreadable: Callable[[str], int | None] = lambda identifier: None,
     ) -> None:
         self.vocab_size = vocab_size
         self._model = ModelInfo(
@@ -176,7 +189,11 @@ class FakeExecutor:
             runs_ahead=runs_ahead,
             step_tokens=step_tokens,
             prompt_batch_tokens=prompt_batch_tokens,
+            media=media,
         )
+        self.encoder = FakeEncoder(media, unreadable)
+        self._whole = {info.modality for info in media if info.attends_both_ways}
+        self._encoder_failures: dict[str, str] = {}
         self.fail_at_step = fail_at_step
         self.fails = fails
         self.fails_late = fails_late
@@ -389,6 +406,7 @@ class FakeExecutor:
         self.work()
         self._check_device()
         self._states.clear()
+        self.encoder.forget()
         self._pending = self._failed = None
 
     def _check_device(self) -> None:
@@ -401,6 +419,7 @@ class FakeExecutor:
         self.rpcs.append((method, list(arguments)))
         if method == "sleep" and arguments[0]:
             self._kv.clear()
+            self.encoder.forget()
         result = self.rpc_results.get(method)
         if isinstance(result, Exception):
             raise result
@@ -431,6 +450,7 @@ class FakeExecutor:
             assert blocks is None or len(blocks) == len(state.block_ids)
             for table, ids in zip(state.block_ids, blocks or (), strict=False):
                 table.extend(ids)
+        self._encoder_failures = self.encoder.update(step)
 
     def _check_totals(self, step: SchedulerOutput) -> None:
         named = [r.request_id for r in step.new_requests] + step.cached_requests.request_ids
@@ -450,6 +470,19 @@ class FakeExecutor:
             for table in state.block_ids:
                 assert end <= len(table) * self._block_size, f"{key}: blocks do not cover the tokens"
             assert end <= self._config.max_model_len
+            self._check_media(key, state, end)
+
+    def _check_media(self, key: str, state: _State, end: int) -> None:
+        start = state.num_computed_tokens
+        for feature in state.mm_features:
+            positions = list(embed_positions(feature))
+            if any(start <= position < end for position in positions):
+                rows = self.encoder.rows.get(feature.identifier)
+                assert rows == len(positions), f"{key}: tokens of {feature.identifier}, whose rows are not there"
+            if feature.modality in self._whole:
+                begun, done = positions[0] < start, positions[-1] < start
+                assert begun == done, f"{key}: a span that is computed together is parted"
+                assert (positions[0] < end) == (positions[-1] < end), f"{key}: a span is parted behind {end}"
 
     def _check_sharing(self) -> None:
         """A block in two tables holds the same prefix in both, at the same place."""
@@ -466,12 +499,16 @@ class FakeExecutor:
                     assert len(state.token_ids) >= end, f"block {block_id} shared before it is full"
                     assert state.token_ids[:end] == other.token_ids[:end], f"block {block_id}: two prefixes"
                     assert lora_seed(state.lora) == lora_seed(other.lora), f"block {block_id}: two adapters"
+                    same = state.prefix_hash(end - 1) == other.prefix_hash(end - 1)
+                    assert same, f"block {block_id}: two prefixes, or media"
                 else:
                     owners[block_id] = place, state
 
     def _check_contents(self, step: SchedulerOutput) -> None:
         for key in step.num_scheduled_tokens:
             state = self._states[key]
+            if state.means_nothing:
+                continue
             for number, group in enumerate(self._config.groups):
                 for position in range(group.first_key(state.num_computed_tokens), state.num_computed_tokens):
                     assert self._kv.get(self._slot(state, number, position)) == (number, state.prefix_hash(position)), (
@@ -499,12 +536,14 @@ class FakeExecutor:
             state.num_drafts = len(drafts)
             if self._check_kv:
                 for position in range(state.num_computed_tokens, end):
+                    state.means_nothing |= state.media.get(position, ("", 0))[0] in self.encoder.failed
+                    held = -1 if state.means_nothing else state.prefix_hash(position)
                     for group in range(len(state.block_ids)):
-                        self._kv[self._slot(state, group, position)] = group, state.prefix_hash(position)
+                        self._kv[self._slot(state, group, position)] = group, held
             state.num_computed_tokens = end
 
     def _sample(self, step: SchedulerOutput, grammar: GrammarBitmask | None) -> ModelRunnerOutput:
-        output = ModelRunnerOutput(request_ids=[], sampled_token_ids=[])
+        output = ModelRunnerOutput(request_ids=[], sampled_token_ids=[], encoder_failures=self._encoder_failures)
         self._behind = step
         rows: dict[str, dict[int, Any]] = {}
         for place, key in enumerate(grammar.request_ids if grammar else ()):

@@ -1,0 +1,119 @@
+"""What a worker keeps of media: a queue of items, worked off exactly as ``MediaEncoder.advance`` says, and rows."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import xxhash
+
+from penstock_common.types.media import EMBEDS, EmbedRun, Modality, MultiModalFeature, TensorData
+from penstock_enginecore.core.model_info import MediaInfo
+from penstock_enginecore.core.scheduler.output import SchedulerOutput
+
+
+def identifier_of(number: int) -> str:
+    """64 hexadecimal digits."""
+    return f"{number:064x}"
+
+
+def make_feature(
+    number: int,
+    offset: int,
+    length: int,
+    *,
+    modality: Modality = "image",
+    embed_runs: tuple[EmbedRun, ...] = (),
+    embeds: bool = False,
+    num_bytes: int = 2000,
+) -> MultiModalFeature:
+    """An item, with large data. ``embeds``: which are its embeddings."""
+    name = EMBEDS if embeds else "pixel_values"
+    return MultiModalFeature(
+        modality=modality,
+        identifier=identifier_of(number),
+        offset=offset,
+        length=length,
+        embed_runs=embed_runs,
+        data={
+            name: TensorData("uint8", (num_bytes,), bytes(num_bytes)),
+            "grid": TensorData("int64", (1,), bytes(8)),
+        }
+        if not embeds
+        else {name: TensorData("uint8", (num_bytes,), bytes(num_bytes))},
+    )
+
+
+def embed_positions(feature: MultiModalFeature) -> Iterator[int]:
+    """Prompt positions that have its embeddings."""
+    for run in feature.embed_runs or (EmbedRun(0, feature.length),):
+        yield from range(feature.offset + run.start, feature.offset + run.start + run.count)
+
+
+def value_of(feature: MultiModalFeature, position: int) -> int:
+    """What stands at a position: it depends on the item and the place in it alone."""
+    return xxhash.xxh3_64_intdigest(f"{feature.identifier} {position - feature.offset}".encode())
+
+
+class FakeEncoder:
+    """``fails``: says of an identifier after how many blocks it fails; None: never. A broken contract is an AssertionError."""
+
+    def __init__(self, media: Sequence[MediaInfo], fails: Callable[[str], int | None]) -> None:
+        self._infos = {info.modality: info for info in media}
+        self.fails = fails
+        self.capacity: int | None = None
+        self.queue: dict[str, list[int]] = {}
+        self.rows: dict[str, int] = {}
+        """By identifier, how many; those of an item that failed mean nothing."""
+        self.failed: set[str] = set()
+        self.encoded: list[str] = []
+        self.largest_slice = 0
+
+    @property
+    def num_embeds(self) -> int:
+        """Of all that has room."""
+        return sum(self.rows.values()) + sum(item[0] for item in self.queue.values())
+
+    def update(self, step: SchedulerOutput) -> dict[str, str]:
+        """Forget, start and compute what a step says. Returns why items failed."""
+        for identifier in step.freed_identifiers:
+            self.rows.pop(identifier, None)
+            self.queue.pop(identifier, None)
+            self.failed.discard(identifier)
+        for start in step.encoder_starts:
+            assert start.identifier not in self.rows, f"{start.identifier} is there already"
+            assert start.identifier not in self.queue, f"{start.identifier} is being encoded already"
+            assert start.data, "an item without data"
+            if EMBEDS in start.data:
+                self.rows[start.identifier] = start.num_embeds
+            else:
+                num_blocks = self._infos[start.modality].num_blocks
+                self.queue[start.identifier] = [start.num_embeds, num_blocks, 0]
+        assert self.capacity is None or self.num_embeds <= self.capacity, "more rows than there may be"
+        return self._advance(step.encoder_budget) if step.encoder_budget else {}
+
+    def forget(self) -> None:
+        """All rows, and what is to be encoded."""
+        self.queue.clear()
+        self.rows.clear()
+        self.failed.clear()
+
+    def _advance(self, budget: int) -> dict[str, str]:
+        failures: dict[str, str] = {}
+        spent, first = 0, True
+        while self.queue:
+            identifier, item = next(iter(self.queue.items()))
+            num_embeds, blocks_left, done = item
+            if not first and spent + num_embeds > budget:
+                break
+            first = False
+            spent += num_embeds
+            item[1], item[2] = blocks_left - 1, done + 1
+            failed = self.fails(identifier) == item[2]
+            if failed or item[1] == 0:
+                del self.queue[identifier]
+                self.rows[identifier] = num_embeds
+                if failed:
+                    failures[identifier] = "the fake tower cannot read it"
+                    self.failed.add(identifier)
+                else:
+                    self.encoded.append(identifier)
+        self.largest_slice = max(self.largest_slice, spent)
+        return failures
