@@ -330,6 +330,7 @@ class FakeExecutor:
         for key, count in step.num_scheduled_tokens.items():
             self._states[key].num_computed_tokens -= count
             self._states[key].forget_drafts()
+        self.encoder.forget()  # nobody knows how far the step has got
 
     def work(self, count: int | None = None) -> None:
         """Have a late device run ``count`` of the steps that it was given, all for None. Nothing waits behind one that fails."""

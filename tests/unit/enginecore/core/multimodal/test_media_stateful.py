@@ -124,7 +124,9 @@ class MediaMachine(RuleBasedStateMachine):
 
     @rule(
         target=requests,
-        places=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 4)), max_size=6),
+        family=st.integers(0, 3),
+        num_shared=st.integers(0, 5),
+        places=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 3)), max_size=2),
         behind=st.integers(0, 6),
         audio=st.booleans(),
         seed=st.integers(0, 3),
@@ -135,9 +137,11 @@ class MediaMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "salt"]),
         poison=st.sampled_from([0, 0, 0, 0, 0, 0, 1, 4, 15]),
     )
-    def add_request(self, places, behind, audio, life, salt, poison, **fields):
+    def add_request(self, family, num_shared, places, behind, audio, life, salt, poison, **fields):
+        # Few families of prompts, so that prefixes are shared.
+        shared = [((family * 5 + i * (3 + family)) % 10, (family + i) % 3) for i in range(num_shared)]
         prompt, features = [], []
-        for number, before in places:
+        for number, before in [*shared, *places]:
             if len(prompt) + before + LENGTHS[number] > 40:
                 break
             prompt += [1] * before
@@ -255,6 +259,7 @@ class MediaMachine(RuleBasedStateMachine):
         assert {(key, name) for name, rows in items.items() for key in rows.claims} == claims
         assert work._num_to_ask >= 0
         assert set(work._line) <= set(requests)
+        assert set(work._pins) <= {request.key for request in self.engine.scheduler._running}
 
     def teardown(self):
         if not hasattr(self, "engine"):
