@@ -11,13 +11,13 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.generation.batch_layout import LaidOut, lay_out, rows_before
 from penstock_enginecore.executor.generation.row_settings import RowSettings, SamplingColumns, grown, named_rows
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, PromptTargets, StepInputs
+from penstock_enginecore.executor.generation.vector_positions import vector_positions
 from penstock_enginecore.executor.lora_order import ordered_by_adapter, segments_of
 from penstock_enginecore.sample.base import PlainDraws, RowKinds, SamplingInputs
 from penstock_enginecore.sample.random import UniformsAhead, uniforms
@@ -297,21 +297,21 @@ class InputBatch:
         if new.lora is not None:
             self._loras[new.request_id] = new.lora.digest
         self._token_ids[row, : len(new.token_ids)] = new.token_ids
+        if (vectors := vector_positions(new)) is not None:
+            self._token_ids[row, vectors] = 0  # theirs mean nothing, and need not be in the vocabulary
         self._num_tokens[row] = len(new.token_ids)
         self._num_prompt_tokens[row] = new.num_prompt_tokens
         self._num_computed_tokens[row] = new.num_computed_tokens
         self._num_blocks[row] = 0
         self._append_blocks(row, new.block_ids)
-        self._set_sampling(row, new.sampling_params, new.prompt_embeds)
+        self._set_sampling(row, new.sampling_params, vectors)
 
-    def _set_sampling(self, row: int, params: SamplingParams, embeds: PromptEmbeds | None) -> None:
+    def _set_sampling(self, row: int, params: SamplingParams, vectors: IntArray | None) -> None:
         self._sampling.set(row, params)
         known = self._token_ids[row, : self._num_tokens[row]]
         num_prompt_tokens = int(self._num_prompt_tokens[row])
-        if embeds is not None:  # a vector is no token that could be repeated
-            tokens = np.ones(len(known), dtype=np.bool_)
-            tokens[: embeds.num_tokens] = np.frombuffer(embeds.is_token, dtype=np.bool_) if embeds.is_token else False
-            known, num_prompt_tokens = known[tokens], int(tokens[:num_prompt_tokens].sum())
+        if vectors is not None:  # a vector is no token that could be repeated
+            known, num_prompt_tokens = np.delete(known, vectors), num_prompt_tokens - len(vectors)
         rules = RequestRules.create(params, known, num_prompt_tokens, self._eos_token_ids)
         if rules is not None:
             self._rules[row] = rules

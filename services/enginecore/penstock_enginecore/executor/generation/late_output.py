@@ -6,7 +6,9 @@ from penstock_enginecore.executor.completion import Arrival
 from penstock_enginecore.executor.generation.step_inputs import StepInputs
 
 
-def read_late(inputs: StepInputs, prompt_logprobs: dict[str, Logprobs], arrival: Arrival) -> ModelRunnerOutput:
+def read_late(
+    inputs: StepInputs, prompt_logprobs: dict[str, Logprobs], encoder_failures: dict[str, str], arrival: Arrival
+) -> ModelRunnerOutput:
     """Once the tokens have arrived: on any thread."""
     token_ids, num_nans = arrival.wait()[:, : len(inputs.sampling_requests)].tolist()
     tokens: list[list[int]] = [[] for _ in inputs.request_ids]
@@ -20,4 +22,5 @@ def read_late(inputs: StepInputs, prompt_logprobs: dict[str, Logprobs], arrival:
         sampled_token_ids=tokens,
         prompt_logprobs=prompt_logprobs,
         num_nans_in_logits=nans,
+        encoder_failures=encoder_failures,
     )

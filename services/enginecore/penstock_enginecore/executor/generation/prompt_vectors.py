@@ -16,10 +16,13 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 @dataclass(frozen=True, slots=True)
 class StepVectors:
-    """``rows`` ``[n, hidden size]`` belong at ``indices`` int64 ``[n]`` of the flat batch."""
+    """``rows`` ``[n, hidden size]`` belong at ``indices`` int64 ``[n]`` of the flat batch, and ``deepstack``
+    ``[layers, n, hidden size]`` is added there behind the first layers.
+    """
 
     indices: torch.Tensor
     rows: torch.Tensor
+    deepstack: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -49,6 +52,10 @@ class PromptVectors:
         for new in step.new_requests:
             if new.prompt_embeds is not None:
                 self._prompts[new.request_id] = self._read(new.prompt_embeds)
+
+    def clear(self) -> None:
+        """Forget every request."""
+        self._prompts.clear()
 
     def of(self, inputs: StepInputs) -> StepVectors | None:
         """The vectors among the tokens of a step; None when there are none."""

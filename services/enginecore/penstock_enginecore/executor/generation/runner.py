@@ -20,16 +20,18 @@ from penstock_enginecore.device_memory.kept import KeptMemory
 from penstock_enginecore.executor.completion import Arrival, BeginCopy, Late, begin_copy
 from penstock_enginecore.executor.device import prompt_batch_tokens, step_tokens
 from penstock_enginecore.executor.generation.drafting import Drafting
+from penstock_enginecore.executor.generation.encoder_rows import row_bytes
 from penstock_enginecore.executor.generation.graph_capture import GraphCapture
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.executor.generation.late_output import read_late
 from penstock_enginecore.executor.generation.newest_tokens import NewestTokens
 from penstock_enginecore.executor.generation.pending_step import PendingStep
-from penstock_enginecore.executor.generation.prompt_vectors import PromptVectors
 from penstock_enginecore.executor.generation.scorer import score_prompts
+from penstock_enginecore.executor.generation.step_embeddings import StepEmbeddings
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, StepInputs
 from penstock_enginecore.executor.generation.step_sampling import StepSampling
 from penstock_enginecore.executor.generation.step_timing import time_steps
+from penstock_enginecore.executor.towers import Towers
 from penstock_enginecore.experts.group_experts import GroupExperts
 from penstock_enginecore.forward.base import AdaptedForward, Choice, ForwardBatch, KeptWeights
 from penstock_enginecore.forward.build import BuiltForward
@@ -69,6 +71,7 @@ class GenerationRunner:
         self.experts = experts
         self._model = model
         self._forward = built.forward
+        self._towers = Towers(model.encoder)
         self.adapted = built.forward if isinstance(built.forward, AdaptedForward) else None
         self._sampler = built.sampler
         self._launcher = built.launcher
@@ -85,7 +88,7 @@ class GenerationRunner:
         self._num_groups = 0
         self._batch: InputBatch | None = None
         self._kv_cache: KVCacheConfig | None = None
-        self._vectors = self._no_vectors()
+        self._embeddings = StepEmbeddings(model.encoder, model.dtype, self._forward.device)
         self._pending: PendingStep | None = None
 
     @property
@@ -100,6 +103,8 @@ class GenerationRunner:
             runs_ahead=self._launcher is not None or self._forward.device.type == "cuda",
             step_tokens=step_tokens(self._forward.device),
             prompt_batch_tokens=prompt_batch_tokens(self._forward.device),
+            media=() if self._model.encoder is None else tuple(self._model.encoder.media),
+            embed_bytes=row_bytes(self._model.encoder, self._model.dtype),
         )
 
     @property
@@ -109,8 +114,9 @@ class GenerationRunner:
 
     @property
     def weight_bytes(self) -> int:
-        """Those of the forward pass, and of what drafts."""
-        return self._forward.weight_bytes + (0 if self._drafting is None else self._drafting.drafter.weight_bytes)
+        """Those of the forward pass, of towers, and of what drafts."""
+        drafter = 0 if self._drafting is None else self._drafting.drafter.weight_bytes
+        return self._forward.weight_bytes + self._towers.weight_bytes + drafter
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -138,7 +144,7 @@ class GenerationRunner:
         """Begin with no requests, on the KV cache that there is."""
         self._pending = None
         self._coming.clear()
-        self._vectors = self._no_vectors()
+        self._embeddings.forget()
         if self._drafting is not None:
             self._drafting.forget(self._batch)
         if self._kv_cache is not None:
@@ -148,13 +154,14 @@ class GenerationRunner:
         """Move the weights to ``kept``, where the KV cache will be too. RuntimeError for a pass that cannot do without them."""
         if not isinstance(self._forward, KeptWeights):
             raise RuntimeError(f"{type(self._forward).__name__} holds its weights where they are")
-        kept.move_in(self._forward.weights())
+        kept.move_in([*self._forward.weights(), *self._towers.weights()])
         self._forward.memory.place(kept.empty)
 
     def read(self, model: LoadedModel) -> None:
         """Take the weights of ``model``, which is the same checkpoint on the host, to where they were."""
         if isinstance(self._forward, KeptWeights):
             self._forward.read(model)
+            self._towers.read(Towers(model.encoder))
 
     def drop_kv_cache(self) -> None:
         """Free the KV cache and forget the requests, until ``initialize_kv_cache``."""
@@ -165,7 +172,7 @@ class GenerationRunner:
             self._drafting.drafter.release()
         self._batch = self._kv_cache = None
         self._coming.clear()
-        self._vectors = self._no_vectors()
+        self._embeddings.forget()
 
     @torch.inference_mode()
     def recover(self) -> None:
@@ -184,10 +191,12 @@ class GenerationRunner:
 
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_seqs: int) -> None:
-        """Sequences as long as the model allows, on a cache of their own, and a draw from the logits."""
+        """Sequences as long as the model allows, on a cache of their own, and a draw from the logits; while the largest item of
+        each modality is being encoded.
+        """
         block_size = next(iter(self.specs.values())).block_size
         probe = Probe.largest(num_tokens, self._model.max_len, block_size)
-        self._probe(probe, np.arange(num_seqs) % num_tokens)
+        self._embeddings.profile(lambda: self._probe(probe, np.arange(num_seqs) % num_tokens))
 
     @torch.inference_mode()
     def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
@@ -204,14 +213,14 @@ class GenerationRunner:
         """Forward pass over the scheduled tokens. The logits wait for ``sample``. RuntimeError without a KV cache."""
         if self._batch is None:
             raise RuntimeError("initialize_kv_cache must come before the first step")
-        began = time.perf_counter()
         if self._drafting is not None:
             self._drafting.update(step, self._batch)
         self._batch.update(step)
-        self._vectors.update(step)
+        self._embeddings.update(step)
         if not step.num_scheduled_tokens:
             self._pending = None
             return
+        began = time.perf_counter()
         inputs = self._prepare(self._batch, step)
         now = inputs.drafts is not None or bool(step.num_drafts_wanted)
         choice = None if now else self._choice(self._batch, inputs)
@@ -219,8 +228,8 @@ class GenerationRunner:
         if self.experts is not None:
             self.experts.spread.begin_step(len(inputs.token_ids))
         own = inputs.attention[: self._num_groups]
-        embedded = self._embedded(inputs)
-        batch = ForwardBatch(inputs.token_ids, inputs.positions, own, embedded, fed, choice, inputs.segments)
+        batch = ForwardBatch(inputs.token_ids, inputs.positions, own, None, fed, choice, inputs.segments)
+        batch = self._embeddings.into(batch, inputs, self._forward)
         targets = self._batch.prompt_targets(inputs)
         if targets and self._chosen_elsewhere is None:
             output, prompt_logprobs = score_prompts(self._forward, batch, inputs.logits_indices, targets)
@@ -237,8 +246,9 @@ class GenerationRunner:
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
         """Tokens of the step that ``execute`` ran."""
         pending, self._pending = self._pending, None
+        failures = self._embeddings.take_failures()
         if pending is None or self._batch is None:
-            return ModelRunnerOutput()
+            return ModelRunnerOutput(encoder_failures=failures)
         if self._chosen_elsewhere is not None:
             self._expect(self._batch, pending, self._chosen_elsewhere())
             return ModelRunnerOutput()
@@ -246,10 +256,11 @@ class GenerationRunner:
             constrained = grammar is not None and bool(grammar.request_ids)
             if pending.draws is not None and not constrained:
                 launched = pending.launched or self._launcher.launch(pending.logits, pending.draws)
-                return self._late_output(self._batch, pending, launched)
+                return self._late_output(self._batch, pending, launched, failures)
             self._take_tokens(self._batch, wait=True)
         began = time.perf_counter()
         output = self._sampling.sample(self._batch, pending, grammar)
+        output.encoder_failures = failures
         output.seconds = pending.seconds + time.perf_counter() - began
         if self._drafting is not None:
             self._drafting.sampled(pending.inputs, pending.num_drafts_wanted)
@@ -272,7 +283,7 @@ class GenerationRunner:
         return Choice(draws, self._newest.room_for(rows), rows)
 
     def _late_output(
-        self, batch: InputBatch, pending: PendingStep, launched: LaunchedTokens
+        self, batch: InputBatch, pending: PendingStep, launched: LaunchedTokens, failures: dict[str, str]
     ) -> Late[ModelRunnerOutput]:
         """The output of a step whose tokens a device chooses, once they are on the host."""
         arrival = self._begin_copy(launched.results)
@@ -281,7 +292,7 @@ class GenerationRunner:
             if pending.launched is None:
                 self._newest.keep(expected.rows, launched.token_ids)
             self._coming.append((expected, arrival))
-        return Late(partial(read_late, pending.inputs, pending.prompt_logprobs, arrival))
+        return Late(partial(read_late, pending.inputs, pending.prompt_logprobs, failures, arrival))
 
     def _expect(self, batch: InputBatch, pending: PendingStep, arrival: Arrival | None) -> None:
         """Count the tokens of a step that another worker samples. ``arrival``: None where nobody here reads them."""
@@ -297,7 +308,7 @@ class GenerationRunner:
         while len(inputs.unknown) and self._chosen_elsewhere is not None and self._coming:
             self._take_oldest(batch)
             inputs = batch.prepare(step.num_scheduled_tokens, drafts)
-        if len(inputs.unknown) and self._vectors.of(inputs) is not None:
+        if len(inputs.unknown) and self._embeddings.are_in(inputs):
             self._take_tokens(batch, wait=True)
             inputs = batch.prepare(step.num_scheduled_tokens, drafts)
         return inputs
@@ -312,19 +323,11 @@ class GenerationRunner:
         batch.take_tokens(expected, arrival.wait()[0, : len(expected.rows)])
 
     def to(self, device: torch.device) -> None:
-        """Move the weights of the forward pass."""
+        """Move the weights."""
         self._forward.to(device)
+        self._towers.to(device)
         if self._drafting is not None:
             self._drafting.drafter.to(device)
-
-    def _embedded(self, inputs: StepInputs) -> torch.Tensor | None:
-        """What the layers get where vectors stand for some of the tokens, None where none do."""
-        vectors = self._vectors.of(inputs)
-        if vectors is None:
-            return None
-        x = self._forward.embed(inputs.token_ids)
-        x[vectors.indices] = vectors.rows.to(x.dtype)
-        return x
 
     def _empty_batch(self, config: KVCacheConfig) -> InputBatch:
         return InputBatch(
@@ -333,9 +336,6 @@ class GenerationRunner:
             num_groups=len(config.groups),
             eos_token_ids=self._model.eos_token_ids,
         )
-
-    def _no_vectors(self) -> PromptVectors:
-        return PromptVectors(self._model.dtype, self._forward.device)
 
     def _probe(self, probe: Probe, rows: IntArray | None = None) -> None:
         """Run ``probe`` and draw a token of any seed from the logits of ``rows``, of all its tokens for None."""

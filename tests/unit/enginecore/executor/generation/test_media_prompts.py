@@ -1,0 +1,111 @@
+"""Where media of requests are in the flat batch of a step."""
+
+import numpy as np
+import pytest
+
+from penstock_common.types.media import EmbedRun, MultiModalFeature
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput
+from penstock_enginecore.executor.generation.media_prompts import MediaPrompts, Placed
+from tests.fakes.models.fake_media_encoder import FakeMediaEncoder
+
+ROWS_OF_THREE = (EmbedRun(0, 3), EmbedRun(4, 3))
+"""Two rows of a picture, with a token between and one behind."""
+
+
+def feature(identifier: str, offset: int, length: int, runs: tuple[EmbedRun, ...] = ()) -> MultiModalFeature:
+    return MultiModalFeature(modality="image", identifier=identifier, offset=offset, length=length, embed_runs=runs)
+
+
+def new(request_id: str, num_tokens: int, *features: MultiModalFeature, computed: int = 0) -> NewRequestData:
+    return NewRequestData(
+        request_id=request_id,
+        token_ids=list(range(num_tokens)),
+        num_prompt_tokens=num_tokens,
+        num_computed_tokens=computed,
+        block_ids=([1],),
+        sampling_params=SamplingParams(),
+        mm_features=list(features),
+    )
+
+
+def placed(**chunks: tuple[int, int]) -> Placed:
+    """By request the positions from which and up to which it is computed."""
+    starts = np.cumsum([0, *(end - first for first, end in chunks.values())])
+    return Placed(list(chunks), starts, np.concatenate([np.arange(first, end) for first, end in chunks.values()]))
+
+
+def prompts(encoder: FakeMediaEncoder | None = None) -> MediaPrompts:
+    made = MediaPrompts(encoder or FakeMediaEncoder(4))
+    two = (feature("a", 2, 8, ROWS_OF_THREE), feature("b", 10, 4))
+    made.update(SchedulerOutput(new_requests=[new("x", 16, *two), new("text", 9), new("y", 5, feature("a", 1, 3))]))
+    return made
+
+
+def test_rows_are_found_in_chunks_that_begin_and_end_anywhere() -> None:
+    made = prompts()
+    for first in range(16):
+        for end in range(first + 1, 17):
+            found = {}
+            for rows in made.rows(placed(text=(0, 9), x=(first, end))):
+                assert len(rows.indices) == rows.end - rows.start > 0
+                for index, row in zip(rows.indices.tolist(), range(rows.start, rows.end), strict=True):
+                    found[index - 9 + first] = (rows.identifier, row)
+            whole = dict(zip((2, 3, 4, 6, 7, 8), (("a", i) for i in range(6)), strict=True))
+            whole |= {10 + i: ("b", i) for i in range(4)}
+            assert found == {position: row for position, row in whole.items() if first <= position < end}
+
+
+def test_requests_that_are_gone_or_are_text_cost_nothing() -> None:
+    made = prompts()
+    assert made.rows(placed(text=(0, 9))) == []
+    assert len(made) == 2
+    made.update(SchedulerOutput(finished_request_ids=["x", "text"], preempted_request_ids=["y"]))
+    assert len(made) == 0
+    made.update(SchedulerOutput(new_requests=[new("y", 7, feature("a", 1, 3), computed=2)]))
+    (rows,) = made.rows(placed(y=(2, 7)))
+    assert (rows.start, rows.end, rows.indices.tolist()) == (1, 3, [0, 1])
+
+
+def test_positions_with_sections_go_on_behind_the_prompt() -> None:
+    made = prompts(FakeMediaEncoder(4, has_sections=True))
+    assert made.rope_positions(placed(text=(3, 9))) is None
+    found = made.rope_positions(placed(text=(3, 5), y=(0, 5), x=(16, 18)))
+    assert found is not None
+    assert found.tolist() == [
+        [3, 4, 0, 1, 1, 1, 2, 12, 13],
+        [3, 4, 0, 1, 2, 3, 2, 12, 13],
+        [3, 4, 0, 1, 1, 1, 2, 12, 13],
+    ]
+    across = made.rope_positions(placed(y=(3, 8)))
+    assert across is not None
+    assert across.tolist() == [[1, 2, 3, 4, 5], [3, 2, 3, 4, 5], [1, 2, 3, 4, 5]]
+
+
+def test_models_without_sections_have_plain_positions() -> None:
+    assert prompts().rope_positions(placed(x=(0, 16))) is None
+
+
+def test_embeddings_of_a_run_see_each_other_and_tokens_between_do_not() -> None:
+    made = prompts(FakeMediaEncoder(4, both_ways=True))
+    found = made.key_ends(placed(text=(0, 2), x=(0, 16)))
+    assert found is not None
+    assert found[:2].tolist() == [1, 2]
+    assert found[2:].tolist() == [1, 2, 5, 5, 5, 6, 9, 9, 9, 10, 14, 14, 14, 14, 15, 16]
+    assert made.key_ends(placed(x=(14, 16), text=(0, 9))) is None
+    assert prompts().key_ends(placed(x=(0, 16))) is None
+
+
+def test_runs_side_by_side_are_one_and_items_side_by_side_are_not() -> None:
+    made = MediaPrompts(FakeMediaEncoder(4, both_ways=True))
+    split = feature("a", 1, 4, (EmbedRun(0, 2), EmbedRun(2, 2)))
+    made.update(SchedulerOutput(new_requests=[new("x", 8, split, feature("b", 5, 2))]))
+    found = made.key_ends(placed(x=(0, 8)))
+    assert found is not None
+    assert found.tolist() == [1, 5, 5, 5, 5, 7, 7, 8]
+
+
+def test_a_step_that_cuts_what_sees_each_other_is_an_error() -> None:
+    made = prompts(FakeMediaEncoder(4, both_ways=True))
+    with pytest.raises(RuntimeError, match="ends at position 12 of a prompt, between embeddings .* up to 14"):
+        made.key_ends(placed(x=(9, 12)))
