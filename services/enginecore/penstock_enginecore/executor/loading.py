@@ -19,6 +19,7 @@ from penstock_enginecore.executor.generation.stage_runner import StageRunner
 from penstock_enginecore.executor.int8_weights import check_int8, round_weights
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.pooling.runner import PoolingRunner
+from penstock_enginecore.executor.towers import check_towers
 from penstock_enginecore.experts.group_experts import GroupExperts
 from penstock_enginecore.experts.reading import ExpertReader
 from penstock_enginecore.experts.shared_model import SharedModel, check_shared
@@ -122,6 +123,7 @@ def _load_runner(
             widen=widen,
             with_towers=config.multimodal.enabled,
         )
+        check_towers(config, model.encoder)
         if int8:
             round_weights(model.module)
         if split is None:

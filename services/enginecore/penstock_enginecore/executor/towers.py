@@ -2,6 +2,8 @@
 
 import torch
 
+from penstock_common.errors import ConfigError
+from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.forward.modules import copy_weights, module_bytes, module_tensors
 from penstock_enginecore.models.multimodal.base import MediaEncoder
 
@@ -29,3 +31,21 @@ class Towers:
         """Move them."""
         for module in self._modules:
             module.to(device)
+
+
+def check_towers(config: EngineCoreConfig, encoder: MediaEncoder | None) -> None:
+    """Raise ConfigError for a model with towers that is to be served in a way in which their rows do not go yet."""
+    if encoder is None:
+        return
+    executor = config.executor
+    way = ""
+    if executor.pipeline_parallel_size > 1:
+        way = f"executor.pipeline_parallel_size is {executor.pipeline_parallel_size}"
+    elif config.expert_parallel.enabled:
+        way = "expert_parallel.enabled is true"
+    if way:
+        modalities = ", ".join(info.modality for info in encoder.media)
+        raise ConfigError(
+            f"{way}, and the model takes {modalities}, which is not served so yet; set multimodal.enabled to false to serve text "
+            "alone"
+        )

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from math import prod
 
 import torch
 
@@ -45,7 +44,7 @@ class EncoderRows:
             try:
                 self._start(start)
             except Exception as e:
-                self._fail(start.identifier, _told(e), failures)
+                self._fail(start.identifier, f"{type(e).__name__}: {e}", failures)
         if step.encoder_budget and self._encoder.has_work:
             for item in self._encoder.advance(step.encoder_budget):
                 self._finish(item, failures)
@@ -78,22 +77,21 @@ class EncoderRows:
             self._forget(identifier)
 
     def _start(self, start: EncoderStart) -> None:
+        identifier, num_embeds = start.identifier, start.num_embeds
         if EMBEDS in start.data:
-            self._rows[start.identifier] = self._taken(start.data[EMBEDS], start.num_embeds)
-            del self._expected[start.identifier]
-            return
-        item = EncoderItem(
-            identifier=start.identifier, modality=start.modality, num_embeds=start.num_embeds, data=start.data
-        )
-        self._encoder.start(item)
+            self._rows[identifier] = self._taken(start.data[EMBEDS], num_embeds)
+            del self._expected[identifier]
+        else:
+            item = EncoderItem(identifier, start.modality, num_embeds, start.data)
+            self._encoder.start(item)
 
     def _taken(self, tensor: TensorData, num_embeds: int) -> torch.Tensor:
-        """Rows that came with the request. Raises ValueError for others than the model's."""
+        """Rows that came with the request, there at once. Raises ValueError for others than the model's."""
         expected = (num_embeds, self._encoder.width)
-        if tensor.dtype not in _DTYPES or prod(tensor.shape) != prod(expected) or tensor.shape[-1] != expected[1]:
-            raise ValueError(
-                f"{EMBEDS!r} is {tensor.dtype} {list(tensor.shape)}; it is to be of floats, {list(expected)}"
-            )
+        shape = tensor.shape[1:] if tensor.shape[:1] == (1,) and len(tensor.shape) == 3 else tensor.shape
+        if tensor.dtype not in _DTYPES or shape != expected:
+            told = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ValueError(f"{EMBEDS!r} is {told}; the prompt has place for {list(expected)}, floats")
         rows = torch.frombuffer(bytearray(tensor.data), dtype=_DTYPES[tensor.dtype]).view(expected)
         return rows.to(device=self._device, dtype=self._dtype)
 
@@ -123,7 +121,3 @@ class EncoderRows:
 def row_bytes(encoder: MediaEncoder | None, dtype: torch.dtype) -> int:
     """Of a row; 0 for a model without towers."""
     return 0 if encoder is None else encoder.width * dtype.itemsize
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

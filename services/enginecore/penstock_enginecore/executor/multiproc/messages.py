@@ -170,6 +170,8 @@ def bitmask_of(mask: Mask | None) -> GrammarBitmask | None:
 
 
 def digest_of(output: ModelRunnerOutput) -> bytes:
-    """A hash of a step's tokens and whose they are."""
-    told = encode((output.request_ids, output.sampled_token_ids))
+    """A hash of a step's tokens and whose they are, and of what could not be encoded: workers that differ in that have other
+    embeddings.
+    """
+    told = encode((output.request_ids, output.sampled_token_ids, sorted(output.encoder_failures)))
     return hashlib.blake2b(told, digest_size=_DIGEST_BYTES).digest()

@@ -81,15 +81,15 @@ def test_an_item_that_fails_is_told_of_once_and_has_rows_of_zeros(
     assert rows.update(work(start(identifier), budget=0, freed=(identifier,))) == {}
 
 
-def test_embeddings_that_a_request_brought_are_taken_as_they_are(rows: EncoderRows, encoder: FakeMediaEncoder) -> None:
+def test_embeddings_that_a_request_brought_are_there_at_once(rows: EncoderRows, encoder: FakeMediaEncoder) -> None:
     given = torch.randn(4, WIDTH)
     tensor = TensorData(dtype="float32", shape=(1, 4, WIDTH), data=given.numpy().tobytes())
-    assert rows.update(work(start("a", data={EMBEDS: tensor}))) == {}
+    assert rows.update(work(start("before"), start("a", data={EMBEDS: tensor}))) == {}
     assert torch.equal(rows.of("a"), given)
     assert encoder.num_slices == 0
     wrong = TensorData(dtype="float32", shape=(6, 4), data=given.numpy().tobytes())
     told = rows.update(work(start("b", data={EMBEDS: wrong})))
-    assert told == {"b": "ValueError: 'embeds' is float32 [6, 4]; it is to be of floats, [4, 6]"}
+    assert told == {"b": "ValueError: 'embeds' is float32 [6, 4]; the prompt has place for [4, 6], floats"}
 
 
 def test_everything_is_forgotten_at_once(rows: EncoderRows, encoder: FakeMediaEncoder) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from penstock_common.errors import ConfigError, InvalidArgument, ResourceExhausted
 from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.media import EmbedRun, MultiModalFeature, TensorData
 from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request_context import RequestContext
@@ -18,6 +19,7 @@ from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.scheduler.output import (
     CachedRequestData,
+    EncoderStart,
     GrammarBitmask,
     ModelRunnerOutput,
     NewRequestData,
@@ -103,6 +105,25 @@ def test_vectors_arrive_without_what_the_engine_noted_about_them(kind: type) -> 
     assert step.new_requests[0].prompt_embeds is embeds
 
 
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_media_arrive_with_their_requests_and_all_of_their_data_once(kind: type) -> None:
+    pixels = TensorData(dtype="uint8", shape=(1, 3, 2**10, 2**10), data=kind(3 * 2**20))
+    grid = {"image_grid_thw": TensorData(dtype="int64", shape=(1, 3), data=bytes(24))}
+    image = MultiModalFeature(
+        modality="image", identifier="a" * 64, offset=1, length=2, embed_runs=(EmbedRun(0, 1),), data=grid
+    )
+    step = step_of(new_request(mm_features=[image, image]))
+    step.encoder_starts = [
+        EncoderStart(identifier="a" * 64, modality="image", num_embeds=1, data={"pixel_values": pixels, **grid})
+    ]
+    step.encoder_budget, step.freed_identifiers = 7, ["b" * 64]
+    sent = encode(execute(step))
+    assert len(sent) < 3 * 2**20 + 4096
+    arrived = decode_call(sent)
+    assert isinstance(arrived, Execute)
+    assert arrived.step == step
+
+
 def test_a_bitmask_arrives_and_may_be_written_to() -> None:
     grammar = GrammarBitmask(["a", "b"], np.array([[1, -1, 2**31 - 1], [-(2**31), 0, 5]], dtype=np.int32))
     sample = decode_call(encode(Sample(3, mask_of(grammar))))
@@ -123,6 +144,7 @@ def test_results_arrive_as_they_were() -> None:
         logprobs={"a": Logprobs([0, 1], [5], [-0.25], [1])},
         pooled={"b": Vectors((2,), b"12345678")},
         num_nans_in_logits={"a": 1},
+        encoder_failures={"c" * 64: "it is no image"},
     )
     answer = decode_answer(encode(Sampled(4, digest_of(output), output)))
     assert isinstance(answer, Sampled)
@@ -130,11 +152,12 @@ def test_results_arrive_as_they_were() -> None:
     assert answer.digest == digest_of(output)
 
 
-def test_other_tokens_and_other_requests_have_another_digest() -> None:
+def test_other_tokens_requests_and_failures_have_another_digest() -> None:
     outputs = [
         ModelRunnerOutput(request_ids=ids, sampled_token_ids=tokens)
         for ids, tokens in ((["a"], [[5]]), (["a"], [[6]]), (["b"], [[5]]), (["a"], [[]]))
     ]
+    outputs.append(ModelRunnerOutput(request_ids=["a"], sampled_token_ids=[[5]], encoder_failures={"c": "no image"}))
     assert len({digest_of(output) for output in outputs}) == len(outputs)
 
 

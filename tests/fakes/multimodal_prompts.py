@@ -1,0 +1,131 @@
+"""Prompts with images and sound as a frontend sends them, made by transformers' own processors, and the tokens it chooses."""
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+from transformers import AutoImageProcessor, AutoProcessor, PreTrainedModel
+
+from penstock_common.types.media import EmbedRun, MultiModalFeature, TensorData
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.sampling import SamplingParams
+
+Sound = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class MediaPrompt:
+    """``token_ids`` with the placeholders of ``features``; ``inputs``: what transformers' model takes for the same."""
+
+    token_ids: list[int]
+    features: list[MultiModalFeature]
+    inputs: dict[str, Any]
+
+    def request(self, request_id: str, max_tokens: int, **params: Any) -> EngineCoreRequest:
+        """Greedy, to be continued whatever comes."""
+        return EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=self.token_ids,
+            sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **params),
+            mm_features=self.features,
+        )
+
+
+class PromptMaker:
+    """Of the checkpoint at ``directory``, whose ``model`` is here in transformers' own form."""
+
+    def __init__(self, directory: Path, model: PreTrainedModel, marks: dict[str, str]) -> None:
+        self.model = model
+        self.processor: Any = AutoProcessor.from_pretrained(directory)
+        self._marks = marks
+        config: Any = model.config
+        self._tokens = {
+            modality: getattr(config, f"{modality}_token_id", None) for modality in ("image", "audio", "video")
+        }
+        if "image" in marks:
+            self._pixels: Any = AutoImageProcessor.from_pretrained(directory, backend="pil")
+            self.processor.image_processor = self._pixels
+
+    def make(self, *parts: str | Image.Image | Sound) -> MediaPrompt:
+        """Of texts and items in their order."""
+        images = [part for part in parts if isinstance(part, Image.Image)]
+        sounds = [part for part in parts if isinstance(part, np.ndarray)]
+        text = "".join(part if isinstance(part, str) else self._marks[_modality(part)] for part in parts)
+        inputs = self._processed(text, images, sounds)
+        token_ids: list[int] = inputs["input_ids"][0].tolist()
+        features, behind = [], 0
+        for part in parts:
+            if not isinstance(part, str):
+                features.append(self._feature(token_ids, part, behind))
+                behind = features[-1].end
+        return MediaPrompt(token_ids, features, inputs)
+
+    def expected(self, prompt: MediaPrompt, count: int) -> list[int]:
+        """The tokens that transformers chooses behind a prompt."""
+        model: Any = self.model
+        end = {"eos_token_id": None, "max_new_tokens": count, "do_sample": False}
+        out = model.generate(**prompt.inputs, **end)
+        return [int(token) for token in out[0, len(prompt.token_ids) :]]
+
+    def _feature(self, token_ids: Sequence[int], item: Image.Image | Sound, start: int) -> MultiModalFeature:
+        """The next one from position ``start`` on."""
+        modality = _modality(item)
+        token = self._tokens[modality]
+        alone = self._processed(self._marks[modality], *(([item], []) if modality == "image" else ([], [item])))
+        count = int((alone["input_ids"] == token).sum())
+        places = [place for place in range(start, len(token_ids)) if token_ids[place] == token][:count]
+        offset = places[0]
+        runs = []
+        for _, run in itertools.groupby(enumerate(places), lambda each: each[1] - each[0]):
+            members = [place for _, place in run]
+            runs.append(EmbedRun(members[0] - offset, len(members)))
+        length = places[-1] + 1 - offset
+        data = self._data(item)
+        return MultiModalFeature(
+            modality=modality,
+            identifier=_identifier(data),
+            offset=offset,
+            length=length,
+            embed_runs=() if length == count else tuple(runs),
+            data=data,
+        )
+
+    def _processed(self, text: str, images: Sequence[Image.Image], sounds: Sequence[Sound]) -> dict[str, Any]:
+        media: dict[str, Any] = {"images": list(images)} if images else {}
+        if sounds:
+            media |= {"audio": list(sounds), "sampling_rate": 16_000}
+        return dict(self.processor(text=[text], return_tensors="pt", **media))
+
+    def _data(self, item: Image.Image | Sound) -> dict[str, TensorData]:
+        """As a media worker gives it: of this item alone, with pixels that are still to be normalized."""
+        if isinstance(item, Image.Image):
+            made = self._pixels(images=[item], return_tensors="np", do_rescale=False, do_normalize=False)
+            return {name: _tensor(np.asarray(value)) for name, value in made.items()}
+        alone = self._processed(self._marks["audio"], [], [item])
+        return {
+            name: _tensor(value.numpy()) for name, value in alone.items() if name not in ("input_ids", "attention_mask")
+        }
+
+
+def _modality(item: Image.Image | Sound) -> Any:
+    return "image" if isinstance(item, Image.Image) else "audio"
+
+
+def _tensor(array: npt.NDArray[Any]) -> TensorData:
+    if array.dtype == np.float32 and array.max(initial=0) > 100:  # pixels whose processor makes floats of them
+        array = array.astype(np.uint8)
+    dtype: Any = str(array.dtype)
+    return TensorData(dtype=dtype, shape=array.shape, data=np.ascontiguousarray(array).tobytes())
+
+
+def _identifier(data: dict[str, TensorData]) -> str:
+    digest = hashlib.blake2b(digest_size=32)
+    for name, tensor in sorted(data.items()):
+        digest.update(repr((name, tensor.dtype, tensor.shape)).encode() + tensor.data)
+    return digest.hexdigest()
