@@ -3,16 +3,18 @@
 import torch
 
 from penstock_common.memory import Memory, check_fits, host_memory
-from penstock_enginecore.config import CacheConfig
+from penstock_enginecore.config import CacheConfig, EngineCoreConfig
+from penstock_enginecore.core.model_info import ModelInfo
+from penstock_enginecore.core.multimodal.sizing import encoder_cache_size
 from penstock_enginecore.models.errors import ModelLoadError
 
 _CPU_FRACTION = 4
 _CPU_LIMIT = 4 * 2**30
 
 
-def cpu_kv_cache_bytes() -> int:
-    """A quarter of the memory that is free for this process, at most 4 GiB."""
-    return min(available_host_memory() // _CPU_FRACTION, _CPU_LIMIT)
+def cpu_kv_cache_bytes(others: int = 0) -> int:
+    """A quarter of the memory that is free for this process beside ``others`` bytes that it will take, at most 4 GiB."""
+    return min(max(available_host_memory() - others, 0) // _CPU_FRACTION, _CPU_LIMIT)
 
 
 def available_host_memory() -> int:
@@ -43,3 +45,10 @@ def cuda_kv_cache_bytes(config: CacheConfig, device: torch.device) -> int:
     outside_torch = total - free - torch.cuda.memory_reserved(device)
     peak = torch.cuda.max_memory_allocated(device)
     return max(int(total * config.memory_utilization) - outside_torch - peak, 0)
+
+
+def encoder_cache_bytes(config: EngineCoreConfig, model: ModelInfo) -> int:
+    """What embeddings of media take on the device of each worker, at most: 0 for a model that reads text alone."""
+    together = [info.max_tokens for info in model.media if info.attends_both_ways]
+    step_tokens = max([config.scheduler.step_tokens, *together])
+    return encoder_cache_size(config.multimodal.encoder_cache_size, step_tokens, model) * model.embed_bytes

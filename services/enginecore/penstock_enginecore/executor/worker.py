@@ -22,7 +22,12 @@ from penstock_enginecore.executor.graph_sizes import sizes_to_capture
 from penstock_enginecore.executor.kept_sleep import KeptSleep, kept_sleep
 from penstock_enginecore.executor.loading import load_runner
 from penstock_enginecore.executor.lora_store import LoraStore, MakeReader, peft_reader
-from penstock_enginecore.executor.memory import check_kv_cache_memory, cpu_kv_cache_bytes, cuda_kv_cache_bytes
+from penstock_enginecore.executor.memory import (
+    check_kv_cache_memory,
+    cpu_kv_cache_bytes,
+    cuda_kv_cache_bytes,
+    encoder_cache_bytes,
+)
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.numa import settle
 from penstock_enginecore.executor.worker_config import WorkerConfig
@@ -93,18 +98,20 @@ class Worker:
         return self.runner.specs
 
     def available_kv_cache_memory(self) -> int:
-        """Bytes that may become KV cache: what is configured, else what is left on the device. A CPU skips the profiling step:
-        its peak is small beside the default.
+        """Bytes that may become KV cache: what is configured, else what is left on the device beside the encoder cache. A CPU
+        skips the profiling step: its peak is small beside the default.
         """
         if self._engine.cache.kv_cache_memory is not None:
             return self._engine.cache.kv_cache_memory
+        encoder_cache = encoder_cache_bytes(self._engine, self.runner.info)
         if self._device.type == "cpu":
-            return cpu_kv_cache_bytes() // self._config.num_neighbours
+            neighbours = self._config.num_neighbours
+            return cpu_kv_cache_bytes(encoder_cache * neighbours) // neighbours
         torch.cuda.reset_peak_memory_stats(self._device)
         self.runner.profile(self._engine.scheduler.step_tokens, self._engine.scheduler.max_num_seqs)
         torch.cuda.empty_cache()
         left = cuda_kv_cache_bytes(self._engine.cache, self._device)
-        return max(left - self._graph_bytes(), 0)
+        return max(left - encoder_cache - self._graph_bytes(), 0)
 
     def _graph_bytes(self) -> int:
         """What graphs will take that are captured at start."""

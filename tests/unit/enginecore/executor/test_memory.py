@@ -1,0 +1,40 @@
+"""What is left for the KV cache beside embeddings of media."""
+
+import msgspec
+import pytest
+
+from penstock_common.memory import Memory
+from penstock_enginecore.config import EngineCoreConfig, ModelConfig, MultimodalConfig, SchedulerConfig
+from penstock_enginecore.config.scheduler import STEP_TOKENS
+from penstock_enginecore.core.model_info import MediaInfo, ModelInfo
+from penstock_enginecore.executor import memory
+from penstock_enginecore.executor.memory import cpu_kv_cache_bytes, encoder_cache_bytes
+
+CONFIG = EngineCoreConfig(model=ModelConfig(path="p"))
+IMAGE = MediaInfo(modality="image", num_blocks=2, max_embeds=3000, max_tokens=3001)
+MODEL = ModelInfo(max_len=4096, vocab_size=100, step_tokens=512, media=(IMAGE,), embed_bytes=10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "embeds"),
+    [
+        ({}, 2 * STEP_TOKENS),
+        ({"multimodal": MultimodalConfig(encoder_cache_size=5000)}, 5000),
+        ({"multimodal": MultimodalConfig(encoder_cache_size=5)}, 3000),
+        ({"scheduler": SchedulerConfig(max_num_batched_tokens=4000)}, 8000),
+    ],
+)
+def test_the_encoder_cache_has_room_for_the_largest_item_at_least(fields: dict[str, object], embeds: int) -> None:
+    config = msgspec.structs.replace(CONFIG, **fields)
+    assert encoder_cache_bytes(config, MODEL) == 10 * embeds
+    assert encoder_cache_bytes(config, msgspec.structs.replace(MODEL, media=())) == 0
+
+
+def test_steps_that_a_large_image_makes_longer_keep_more_of_them() -> None:
+    image = msgspec.structs.replace(IMAGE, attends_both_ways=True)
+    assert encoder_cache_bytes(CONFIG, msgspec.structs.replace(MODEL, media=(image,))) == 10 * 2 * 3001
+
+
+def test_what_others_will_take_of_the_host_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "host_memory", lambda: Memory("host", 4000, 1000))
+    assert [cpu_kv_cache_bytes(others) for others in (0, 200, 2000)] == [250, 200, 0]
