@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, PreTrainedModel
 
@@ -21,11 +22,12 @@ Sound = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class MediaPrompt:
-    """``token_ids`` with the placeholders of ``features``; ``inputs``: what transformers' model takes for the same."""
+    """``token_ids`` with the placeholders of ``features``; ``inputs``: what transformers' ``model`` takes for the same."""
 
     token_ids: list[int]
     features: list[MultiModalFeature]
     inputs: dict[str, Any]
+    model: Any
 
     def request(self, request_id: str, max_tokens: int, **params: Any) -> EngineCoreRequest:
         """Greedy, to be continued whatever comes."""
@@ -36,21 +38,44 @@ class MediaPrompt:
             mm_features=self.features,
         )
 
+    def expected(self, count: int) -> list[int]:
+        """The tokens that transformers chooses behind it."""
+        out = self.model.generate(**self.inputs, eos_token_id=None, max_new_tokens=count, do_sample=False)
+        return [int(token) for token in out[0, len(self.token_ids) :]]
+
+    def followed_by(self, token_ids: list[int]) -> "MediaPrompt":
+        """The prompt up to its last item, and these tokens behind it."""
+        kept = self.features[-1].end
+        inputs = {name: value[:, :kept] if _is_of_tokens(name) else value for name, value in self.inputs.items()}
+        behind = {name: torch.full((1, len(token_ids)), name == "attention_mask") for name in inputs if _is_of_tokens(name)}
+        behind["input_ids"] = torch.tensor([token_ids])
+        joined = {
+            name: torch.cat([value, behind[name].to(value.dtype)], dim=1) if name in behind else value
+            for name, value in inputs.items()
+        }
+        return MediaPrompt(self.token_ids[:kept] + token_ids, self.features, joined, self.model)
+
 
 class PromptMaker:
     """Of the checkpoint at ``directory``, whose ``model`` is here in transformers' own form."""
 
-    def __init__(self, directory: Path, model: PreTrainedModel, marks: dict[str, str]) -> None:
+    def __init__(self, directory: Path, model: PreTrainedModel) -> None:
         self.model = model
         self.processor: Any = AutoProcessor.from_pretrained(directory)
-        self._marks = marks
+        self._marks = {modality: self._mark(modality) for modality in ("image", "audio")}
         config: Any = model.config
         self._tokens = {
             modality: getattr(config, f"{modality}_token_id", None) for modality in ("image", "audio", "video")
         }
-        if "image" in marks:
+        if self._marks["image"]:
             self._pixels: Any = AutoImageProcessor.from_pretrained(directory, backend="pil")
             self.processor.image_processor = self._pixels
+
+    def _mark(self, modality: str) -> str:
+        """What the chat template puts for an item; empty where the family has none of it."""
+        message = [{"role": "user", "content": [{"type": modality}]}]
+        text: str = self.processor.apply_chat_template(message, tokenize=False)
+        return text.removeprefix("<|im_start|>user\n").removesuffix("<|im_end|>\n")
 
     def make(self, *parts: str | Image.Image | Sound) -> MediaPrompt:
         """Of texts and items in their order."""
@@ -64,14 +89,7 @@ class PromptMaker:
             if not isinstance(part, str):
                 features.append(self._feature(token_ids, part, behind))
                 behind = features[-1].end
-        return MediaPrompt(token_ids, features, inputs)
-
-    def expected(self, prompt: MediaPrompt, count: int) -> list[int]:
-        """The tokens that transformers chooses behind a prompt."""
-        model: Any = self.model
-        end = {"eos_token_id": None, "max_new_tokens": count, "do_sample": False}
-        out = model.generate(**prompt.inputs, **end)
-        return [int(token) for token in out[0, len(prompt.token_ids) :]]
+        return MediaPrompt(token_ids, features, inputs, self.model)
 
     def _feature(self, token_ids: Sequence[int], item: Image.Image | Sound, start: int) -> MultiModalFeature:
         """The next one from position ``start`` on."""
@@ -111,6 +129,10 @@ class PromptMaker:
         return {
             name: _tensor(value.numpy()) for name, value in alone.items() if name not in ("input_ids", "attention_mask")
         }
+
+
+def _is_of_tokens(name: str) -> bool:
+    return name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
 def _modality(item: Image.Image | Sound) -> Any:

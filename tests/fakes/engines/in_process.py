@@ -22,6 +22,7 @@ from penstock_enginecore.config import (
     KernelsConfig,
     LoraConfig,
     ModelConfig,
+    MultimodalConfig,
     ProfilerConfig,
     SchedulerConfig,
     SpeculativeConfig,
@@ -50,6 +51,7 @@ def config_of(
     plugins: tuple[str, ...] | None = None,
     speculative: Mapping[str, Any] | None = None,
     lora: Mapping[str, Any] | None = None,
+    multimodal: Mapping[str, Any] | None = None,
 ) -> EngineCoreConfig:
     """Of an engine over the checkpoint at ``path``, one torch thread, with overrides by configuration section."""
     return EngineCoreConfig(
@@ -66,6 +68,7 @@ def config_of(
         plugins=plugins,
         speculative=SpeculativeConfig(**(speculative or {})),
         lora=LoraConfig(**(lora or {})),
+        multimodal=MultimodalConfig(**(multimodal or {})),
     )
 
 

@@ -1,0 +1,131 @@
+"""Engines of models with towers against transformers' ``generate``, in float32: images among texts, computed in every way."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock_common.types.request import EngineCoreRequest
+from penstock_enginecore.core.engine_core import EngineCore
+from tests.fakes.engines.in_process import Run, answer, build_engine
+from tests.fakes.multimodal_models import make_image, save_multimodal_model
+from tests.fakes.multimodal_prompts import MediaPrompt, PromptMaker
+
+COUNT = 8
+TEXT = "How many of the animals in the picture are asleep?"
+SMALL, WIDE, TALL = make_image(40, 40, 1), make_image(70, 36, 2), make_image(30, 61, 3)
+LARGEST_SPAN = 18
+"""Tokens of a gemma3 image, with those around it."""
+FAMILIES = ("llava",)
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "chunks": {"scheduler": {"max_num_batched_tokens": 7}},
+    "slices": {"scheduler": {"max_num_encoder_tokens": 1}},
+    "reference": {"model": {"attention_backend": "reference"}, "kernels": {"isa": "off"}},
+    "cpu": {"model": {"attention_backend": "cpu"}, "kernels": {"isa": "off"}},
+    "async": {"scheduler": {"async_scheduling": True, "max_num_batched_tokens": 32}},
+    "processes": {"executor": {"kind": "multiproc"}},
+    "split": {"executor": {"tensor_parallel_size": 2}},
+}
+
+
+class Case:
+    """A family's tiny checkpoint, its prompts, and what transformers makes of them."""
+
+    def __init__(self, family: str, directory: Path) -> None:
+        self.family = family
+        self.path = directory
+        model = save_multimodal_model(family, directory)
+        make = PromptMaker(directory, model).make
+        self.prompts: dict[str, MediaPrompt] = {
+            "two": make("Compare ", SMALL, " with ", WIDE, " please."),
+            "text": make(TEXT),
+            "last": make("Look: ", TALL),
+            "three": make(WIDE, SMALL, "and", TALL, " are pictures."),
+        }
+        self.expected = {name: prompt.expected(COUNT) for name, prompt in self.prompts.items()}
+
+    def requests(self, names: Sequence[str] = ()) -> list[EngineCoreRequest]:
+        return [self.prompts[name].request(name, COUNT) for name in names or self.prompts]
+
+    def engine(self, **sections: Any) -> EngineCore:
+        if self.family == "gemma3" and sections.get("scheduler", {}).get("max_num_batched_tokens") == 7:
+            sections = {**sections, "scheduler": {**sections["scheduler"], "max_num_batched_tokens": LARGEST_SPAN}}
+        return build_engine(self.path, **sections)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    torch.set_num_threads(1)
+    return Case(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def run(engine: EngineCore, requests: Sequence[EngineCoreRequest]) -> Run:
+    try:
+        return answer(engine, requests)
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_those_of_transformers(case: Case, way: str) -> None:
+    assert run(case.engine(**WAYS[way]), case.requests()).tokens == case.expected
+
+
+def test_other_images_give_other_tokens(case: Case) -> None:
+    tokens = case.expected
+    assert len({tuple(found) for found in tokens.values()}) == len(tokens)
+
+
+def test_prompts_that_are_cached_up_to_the_middle_of_an_image_go_on_from_there(case: Case) -> None:
+    engine = case.engine(scheduler={"max_num_batched_tokens": 64})
+    first = answer(engine, case.requests())
+    again = answer(engine, case.requests())
+    longer = case.prompts["two"].followed_by(case.prompts["text"].token_ids[:5])
+    expected = longer.expected(COUNT)
+    behind = run(engine, [longer.request("longer", COUNT)])
+    assert first.tokens == again.tokens == case.expected
+    assert behind.tokens["longer"] == expected
+    assert again.stats.prefix_cache_hits > 0
+
+
+def test_requests_that_lose_their_blocks_come_back(case: Case) -> None:
+    requests = [case.prompts[name].request(f"{name}{i}", COUNT) for i in range(3) for name in case.prompts]
+    blocks = max(len(prompt.token_ids) for prompt in case.prompts.values()) // 4 + 14
+    engine = case.engine(cache={"num_blocks": blocks, "enable_prefix_caching": False}, scheduler={"watermark": 0.0})
+    found = run(engine, requests)
+    assert found.stats.num_preemptions > 0
+    assert {name: found.tokens[name] for name in found.tokens} == {
+        f"{name}{i}": tokens for i in range(3) for name, tokens in case.expected.items()
+    }
+
+
+def test_a_cache_that_holds_one_image_serves_prompts_with_several(case: Case) -> None:
+    engine = case.engine(multimodal={"encoder_cache_size": 1}, cache={"enable_prefix_caching": False})
+    assert run(engine, case.requests()).tokens == case.expected
+
+
+def test_text_beside_images_has_the_bits_that_it_has_beside_text(case: Case) -> None:
+    image, plain = case.prompts["two"], case.prompts["text"].request("text", COUNT, logprobs=0)
+    text = MediaPrompt([token % 200 for token in image.token_ids], [], {}, None)
+    sections = {"cache": {"enable_prefix_caching": False}}
+    others = [run(case.engine(**sections), [other.request("other", COUNT), plain]) for other in (text, image)]
+    assert others[1].tokens["other"] == case.expected["two"] != others[0].tokens["other"]
+    assert others[1].logprobs["text"] == others[0].logprobs["text"]
+
+
+def test_text_beside_images_has_the_bits_that_it_has_alone_where_kernels_see_to_that(case: Case) -> None:
+    plain = case.prompts["text"].request("text", COUNT, logprobs=0)
+    sections = {"kernels": {"batch_invariant": True}}
+    alone = run(case.engine(**sections), [plain])
+    beside = run(case.engine(**sections), [case.prompts["two"].request("two", COUNT), plain, *case.requests(["last"])])
+    assert beside.tokens["two"] == case.expected["two"]
+    assert beside.logprobs["text"] == alone.logprobs["text"]
+
+
+def test_the_text_model_alone_serves_text(case: Case) -> None:
+    engine = case.engine(multimodal={"enabled": False})
+    assert engine.model.media == ()
+    assert run(engine, case.requests(["text"])).tokens["text"] == case.expected["text"]
