@@ -123,7 +123,10 @@ class PromptMaker:
     def _data(self, item: Image.Image | Sound) -> dict[str, TensorData]:
         """As a media worker gives it: of this item alone, with pixels that are still to be normalized."""
         if isinstance(item, Image.Image):
-            made = self._pixels(images=[item], return_tensors="np", do_rescale=False, do_normalize=False)
+            options = {"return_tensors": "np", "do_rescale": False, "do_normalize": False}
+            if (merge := getattr(self.processor, "spatial_merge_size", 1)) > 1:  # Pixtral's processor asks its own so
+                options["patch_size"] = self.processor.patch_size * merge
+            made = self._pixels(images=[item], **options)
             return {name: _tensor(np.asarray(value)) for name, value in made.items()}
         alone = self._processed(self._marks["audio"], [], [item])
         return {

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from penstock_common.types.request import EngineCoreRequest
+from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.engines.in_process import Run, answer, build_engine
 from tests.fakes.multimodal_models import make_image, save_multimodal_model
@@ -21,6 +23,8 @@ LARGEST_SPAN = 18
 FAMILIES = ("llava",)
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
+    "decoder": {"cache": {"block_size": 16}},
+    "decoder chunks": {"cache": {"block_size": 16}, "scheduler": {"max_num_batched_tokens": 7}},
     "chunks": {"scheduler": {"max_num_batched_tokens": 7}},
     "slices": {"scheduler": {"max_num_encoder_tokens": 1}},
     "reference": {"model": {"attention_backend": "reference"}, "kernels": {"isa": "off"}},
@@ -62,9 +66,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def run(engine: EngineCore, requests: Sequence[EngineCoreRequest]) -> Run:
+def run(engine: EngineCore, requests: Sequence[EngineCoreRequest], **options: Any) -> Run:
     try:
-        return answer(engine, requests)
+        return answer(engine, requests, **options)
     finally:
         engine.shutdown()
 
@@ -110,19 +114,45 @@ def test_a_cache_that_holds_one_image_serves_prompts_with_several(case: Case) ->
 def test_text_beside_images_has_the_bits_that_it_has_beside_text(case: Case) -> None:
     image, plain = case.prompts["two"], case.prompts["text"].request("text", COUNT, logprobs=0)
     text = MediaPrompt([token % 200 for token in image.token_ids], [], {}, None)
-    sections = {"cache": {"enable_prefix_caching": False}}
-    others = [run(case.engine(**sections), [other.request("other", COUNT), plain]) for other in (text, image)]
-    assert others[1].tokens["other"] == case.expected["two"] != others[0].tokens["other"]
-    assert others[1].logprobs["text"] == others[0].logprobs["text"]
+    engine = case.engine(cache={"enable_prefix_caching": False})
+    answer(engine, [image.request("encoded", COUNT)])  # or it would be encoded in a step of the text alone
+    beside_image = answer(engine, [image.request("other", COUNT), plain])
+    beside_text = run(engine, [text.request("other", COUNT), plain])
+    assert beside_image.tokens["other"] == case.expected["two"] != beside_text.tokens["other"]
+    assert beside_image.logprobs["text"] == beside_text.logprobs["text"]
 
 
 def test_text_beside_images_has_the_bits_that_it_has_alone_where_kernels_see_to_that(case: Case) -> None:
     plain = case.prompts["text"].request("text", COUNT, logprobs=0)
-    sections = {"kernels": {"batch_invariant": True}}
+    sections = {"kernels": {"batch_invariant": True}, "cache": {"block_size": 16}}
     alone = run(case.engine(**sections), [plain])
     beside = run(case.engine(**sections), [case.prompts["two"].request("two", COUNT), plain, *case.requests(["last"])])
     assert beside.tokens["two"] == case.expected["two"]
     assert beside.logprobs["text"] == alone.logprobs["text"]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_towers_sleep_with_the_model_and_rows_are_forgotten(case: Case, level: int) -> None:
+    engine = case.engine()
+    before = answer(engine, case.requests())
+    control = EngineControl(engine)
+    control.sleep(level).result()
+    [info] = engine.executor.collective_rpc("worker_info")
+    assert (info["weight_bytes"] == 0) == (level == 2)
+    control.wake_up()
+    after = run(engine, case.requests())
+    assert before.tokens == after.tokens == case.expected
+
+
+def test_an_image_that_cannot_be_encoded_ends_its_own_request_alone(case: Case) -> None:
+    engine = case.engine()
+    broken = case.prompts["last"].request("broken", COUNT)
+    [feature] = broken.mm_features
+    data = {name: msgspec.structs.replace(tensor, data=tensor.data[:-1]) for name, tensor in feature.data.items()}
+    bad = msgspec.structs.replace(feature, identifier="0" * 64, data=data)
+    requests = [msgspec.structs.replace(broken, mm_features=[bad]), *case.requests()]
+    found = run(engine, requests, refused={"broken"})
+    assert {name: found.tokens[name] for name in case.expected} == case.expected
 
 
 def test_the_text_model_alone_serves_text(case: Case) -> None:

@@ -1,7 +1,7 @@
 """Drive a real EngineCore from a test, step by step, in the test's own thread."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +103,13 @@ def generate(
 
 
 def answer(
-    engine: EngineCore, requests: Sequence[EngineCoreRequest], *, after_step: Callable[[], None] = lambda: None
+    engine: EngineCore,
+    requests: Sequence[EngineCoreRequest],
+    *,
+    after_step: Callable[[], None] = lambda: None,
+    refused: Collection[str] = (),
 ) -> Run:
-    """Run requests to their ends, all queued at once."""
+    """Run requests to their ends, all queued at once. ``refused``: those that end with errors."""
     run = Run()
     woken = threading.Event()
     engine.wake = woken.set
@@ -118,7 +122,7 @@ def answer(
         for outputs in engine.step(lambda: None).values():
             run.stats = outputs.scheduler_stats or run.stats
             for output in outputs.outputs:
-                assert output.error is None, output.error
+                assert (output.error is None) == (output.request_id not in refused), output.error
                 run.tokens[output.request_id] += output.new_token_ids
                 if output.new_logprobs is not None:
                     run.logprobs[output.request_id].extend(output.new_logprobs)

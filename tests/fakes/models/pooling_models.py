@@ -99,16 +99,24 @@ def pool(
     loras: Sequence[LoraAdapter | None] = (),
 ) -> list[torch.Tensor]:
     """Results of the prompts, all queued at once. ``loras``: the adapter of each, where some have one."""
-    woken = threading.Event()
-    engine.wake = woken.set
-    for i, prompt in enumerate(prompts):
-        request = EngineCoreRequest(
+    requests = [
+        EngineCoreRequest(
             request_id=str(i),
             prompt_token_ids=list(prompt),
             pooling_params=params,
             second_text_start=(second_text_starts or {}).get(i),
             lora=loras[i] if loras else None,
         )
+        for i, prompt in enumerate(prompts)
+    ]
+    return pool_requests(engine, requests)
+
+
+def pool_requests(engine: EngineCore, requests: Sequence[EngineCoreRequest]) -> list[torch.Tensor]:
+    """Results of the requests, all queued at once."""
+    woken = threading.Event()
+    engine.wake = woken.set
+    for request in requests:
         engine.add(engine.preprocess("test", request))
     outputs: dict[str, EngineCoreOutput] = {}
     while engine.has_requests:
@@ -120,7 +128,7 @@ def pool(
     for output in outputs.values():
         if output.error is not None:
             raise request_failed(output.error.code, output.error.message, reason=output.error.reason)
-    return [tensor(outputs[str(i)].pooling_output) for i in range(len(prompts))]
+    return [tensor(outputs[request.request_id].pooling_output) for request in requests]
 
 
 def tensor(vectors: Vectors | None) -> torch.Tensor:

@@ -142,7 +142,8 @@ def _load_runner(
         staged = build_stage(model, _with_part(forward, split), stage)
         onlooker.cut(model.module)
         return StageRunner(model, staged, links)
-    pooled = load_pooling_model(checkpoint, task, device, progress, split, widen=widen)
+    towers = config.multimodal.enabled
+    pooled = load_pooling_model(checkpoint, task, device, progress, split, widen=widen, with_towers=towers)
     if int8:
         round_weights(pooled.module)
     if split is None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import huggingface_hub
 import torch
@@ -20,6 +20,7 @@ from penstock_enginecore.models import attention_hook, loader
 from penstock_enginecore.models.dtypes import resolve_dtypes
 from penstock_enginecore.models.encoder import FAMILIES, check_encoder, encoder_max_len, is_encoder
 from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.multimodal.base import MediaEncoder
 from penstock_enginecore.models.placement import place
 from penstock_enginecore.models.support import check_supported
 from penstock_enginecore.pooling.config import PoolingConfig, is_sentence_transformer, read_pooling_config
@@ -53,11 +54,14 @@ class PoolingModel:
     vocab_size: int
     is_encoder: bool
     eos_token_ids: frozenset[int] = frozenset()
+    encoder: MediaEncoder | None = None
+    """The checkpoint's towers; None for a model that reads text alone."""
 
     def modules(self) -> list[torch.nn.Module]:
-        """All that has weights: the layers, the head, the dense layers behind pooling."""
+        """All that has weights: the layers, the head, the dense layers behind pooling, towers."""
         head = [] if self.head is None else [self.head.classifier]
-        return [self.module, *head, *(dense.linear for dense in self.dense)]
+        towers = () if self.encoder is None else self.encoder.modules
+        return [self.module, *head, *(dense.linear for dense in self.dense), *towers]
 
 
 def resolve_task(config: ModelConfig) -> ResolvedTask:
@@ -80,11 +84,17 @@ def load_pooling_model(
     split: Callable[[PreTrainedModel], None] | None = None,
     *,
     widen: bool = False,
+    with_towers: bool = False,
 ) -> PoolingModel:
     """Read configuration and weights of ``config.path`` and move the model to ``device``; where ``split`` leaves a part of its
-    layers, by way of the host. ``widen``: see ``load_model``. Raises ModelLoadError.
+    layers, by way of the host. ``widen`` and ``with_towers``: see ``load_model``. Raises ModelLoadError.
     """
     hf_config = loader.read_config(config)
+    if hf_config.get_text_config() is not hf_config:
+        if task != "embed":
+            raise ModelLoadError(f"{_named(hf_config)} is not supported: it has towers, and such models classify nothing yet")
+        generates = loader.load_model(config, device, progress, split=split, widen=widen, with_towers=with_towers)
+        return _without_head(generates, config, device)
     auto_class = AutoModel if task == "embed" else _classifier(hf_config)
     if auto_class is None:
         raise ModelLoadError(
@@ -118,6 +128,24 @@ def load_pooling_model(
         max_len=max_len,
         vocab_size=int(hf_config.vocab_size),
         is_encoder=is_encoder(hf_config),
+    )
+
+
+def _without_head(model: loader.LoadedModel, config: ModelConfig, device: torch.device) -> PoolingModel:
+    """The layers of a model that generates, with its towers."""
+    pooling = read_pooling_config(_directory(config), is_encoder=False)
+    tuned = pooling.max_seq_length
+    return PoolingModel(
+        module=cast("PreTrainedModel", model.module.base_model),
+        head=None,
+        pooling=pooling,
+        dense=tuple(load_dense(each, device) for each in pooling.dense),
+        dtype=model.dtype,
+        precision=model.precision,
+        max_len=model.max_len if tuned is None else min(model.max_len, tuned),
+        vocab_size=model.vocab_size,
+        is_encoder=False,
+        encoder=model.encoder,
     )
 
 

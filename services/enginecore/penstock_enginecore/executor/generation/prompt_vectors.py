@@ -24,6 +24,15 @@ class StepVectors:
     rows: torch.Tensor
     deepstack: torch.Tensor | None = None
 
+    def into(self, embedded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``embedded`` ``[tokens, hidden size]`` with the rows at their places, and ``deepstack`` of all tokens."""
+        embedded[self.indices] = self.rows.to(embedded.dtype)
+        if self.deepstack is None:
+            return embedded, None
+        deepstack = embedded.new_zeros((len(self.deepstack), *embedded.shape))
+        deepstack[:, self.indices] = self.deepstack.to(embedded.dtype)
+        return embedded, deepstack
+
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Prompt:

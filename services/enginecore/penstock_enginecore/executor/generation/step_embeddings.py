@@ -58,10 +58,8 @@ class StepEmbeddings:
         embedded = forward.embed(batch.token_ids)
         deepstack = None
         for each in found:
-            embedded[each.indices] = each.rows.to(embedded.dtype)
-            if each.deepstack is not None:
-                deepstack = embedded.new_zeros((len(each.deepstack), *embedded.shape))
-                deepstack[:, each.indices] = each.deepstack.to(embedded.dtype)
+            embedded, of_media = each.into(embedded)
+            deepstack = deepstack if of_media is None else of_media
         return replace(batch, embedded=embedded, deepstack=deepstack)
 
     def profile(self, run: Callable[[], None]) -> None:

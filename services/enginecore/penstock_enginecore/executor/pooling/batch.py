@@ -8,6 +8,7 @@ import numpy.typing as npt
 from penstock_common.types.pooling import PoolingParams
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput
+from penstock_enginecore.executor.generation.vector_positions import vector_positions
 from penstock_enginecore.executor.lora_order import ordered_by_adapter, segments_of
 from penstock_enginecore.forward.backbone import BackboneBatch
 from penstock_enginecore.pooling.accumulate import Accumulator
@@ -36,10 +37,13 @@ class PoolingRequest:
         token_types = np.zeros(len(new.token_ids), dtype=np.int64)
         if new.second_text_start is not None:
             token_types[new.second_text_start :] = 1
+        token_ids = np.array(new.token_ids, dtype=np.int64)
+        if (vectors := vector_positions(new)) is not None:
+            token_ids[vectors] = 0
         return cls(
             key=new.request_id,
             params=new.pooling_params,
-            token_ids=np.array(new.token_ids, dtype=np.int64),
+            token_ids=token_ids,
             token_types=token_types,
             block_ids=[list(ids) for ids in new.block_ids],
             num_computed=new.num_computed_tokens,

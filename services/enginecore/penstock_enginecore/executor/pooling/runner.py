@@ -1,6 +1,7 @@
 """Runs the steps of a model that is pooled: hidden states of the scheduled tokens, results of the prompts that end."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -12,8 +13,12 @@ from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.executor.device import step_tokens
+from penstock_enginecore.executor.generation.encoder_rows import row_bytes
+from penstock_enginecore.executor.generation.media_prompts import Placed
+from penstock_enginecore.executor.generation.step_media import StepMedia
 from penstock_enginecore.executor.pooling.batch import PoolingBatch, PoolingInputs
-from penstock_enginecore.forward.backbone import probe_states
+from penstock_enginecore.executor.towers import Towers
+from penstock_enginecore.forward.backbone import BackboneBatch, probe_states
 from penstock_enginecore.forward.base import AdaptedForward
 from penstock_enginecore.forward.build import BuiltBackbone
 from penstock_enginecore.forward.probe import Probe
@@ -34,6 +39,8 @@ class PoolingRunner:
         self.graph_capture = None
         self.experts = None
         self._pooler = Pooler(model)
+        encoder, device = model.encoder, self._backbone.device
+        self._media = None if encoder is None else StepMedia(encoder, model.dtype, device)
         self._caches: LayerCaches = {}
         self._batch = self._empty_batch(None)
         self._kv_cache: KVCacheConfig | None = None
@@ -41,7 +48,7 @@ class PoolingRunner:
 
     @property
     def info(self) -> ModelInfo:
-        """Models that are pooled take token ids alone."""
+        """Models that are pooled take no vectors of prompts."""
         return ModelInfo(
             max_len=self._model.max_len,
             vocab_size=self._model.vocab_size,
@@ -50,6 +57,8 @@ class PoolingRunner:
             pooling=self._pooler.limits,
             step_tokens=step_tokens(self._backbone.device),
             supports_chunked_prefill=not self._model.is_encoder,
+            media=() if self._model.encoder is None else tuple(self._model.encoder.media),
+            embed_bytes=row_bytes(self._model.encoder, self._model.dtype),
         )
 
     @property
@@ -59,8 +68,8 @@ class PoolingRunner:
 
     @property
     def weight_bytes(self) -> int:
-        """Those of the layers."""
-        return self._backbone.weight_bytes
+        """Those of the layers, and of towers."""
+        return self._backbone.weight_bytes + Towers(self._model.encoder).weight_bytes
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -77,20 +86,19 @@ class PoolingRunner:
         self._caches = self._backbone.memory.allocate(config)
         self._backbone.bind(self._caches)
         self._kv_cache = config
-        self._batch = self._empty_batch(config)
+        self._forget()
 
     def drop_kv_cache(self) -> None:
         """Free the KV cache and forget the requests, until ``initialize_kv_cache``."""
         self._caches = {}
         self._backbone.bind({})
         self._kv_cache = None
-        self._batch = self._empty_batch(None)
+        self._forget()
 
     @torch.inference_mode()
     def recover(self) -> None:
         """Forget every request, and compute a few tokens on a cache of their own. Raises what is wrong where that fails."""
-        self._batch = self._empty_batch(self._kv_cache)
-        self._done = ModelRunnerOutput()
+        self._forget()
         self._probe(Probe.prompt(self._model.vocab_size))
 
     @torch.inference_mode()
@@ -103,22 +111,28 @@ class PoolingRunner:
         """Prompts as long as the model allows. An encoder has no cache to leave room for."""
         if not self._model.is_encoder:
             block_size = next(iter(self.specs.values())).block_size
-            self._probe(Probe.largest(num_tokens, self._model.max_len, block_size))
+            probe = Probe.largest(num_tokens, self._model.max_len, block_size)
+            if self._media is None:
+                self._probe(probe)
+            else:
+                self._media.cached.profile(lambda: self._probe(probe))
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
         """Forward pass over the scheduled tokens, and the results of prompts that end. They wait for ``sample``."""
         self._batch.update(step)
-        self._done = ModelRunnerOutput()
+        failures = {} if self._media is None else self._media.update(step)
+        self._done = ModelRunnerOutput(encoder_failures=failures)
         if not step.num_scheduled_tokens:
             return
         inputs = self._batch.prepare(step.num_scheduled_tokens)
-        hidden = self._backbone.run(inputs.batch)
+        hidden = self._backbone.run(self._with_media(inputs))
         request_ids = [chunk.request.key for chunk in inputs.chunks]
         self._done = ModelRunnerOutput(
             request_ids=request_ids,
             sampled_token_ids=[[] for _ in request_ids],
             pooled=self._pool(inputs, hidden),
+            encoder_failures=failures,
         )
 
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput:
@@ -141,6 +155,27 @@ class PoolingRunner:
         self._backbone.release_adapters()
         for module in self._model.modules():
             module.to(device)
+
+    def _with_media(self, inputs: PoolingInputs) -> BackboneBatch:
+        """The batch of a step with embeddings of media: the same where there are none."""
+        batch, media = inputs.batch, self._media
+        if not media:
+            return batch
+        request_ids = [chunk.request.key for chunk in inputs.chunks]
+        placed = Placed(request_ids, batch.query_start_loc, batch.positions)
+        attention = media.attention(placed, batch.attention)
+        batch = replace(batch, attention=attention, rope_positions=media.rope_positions(placed))
+        vectors = media.vectors(placed)
+        if vectors is None:
+            return batch
+        embedded, deepstack = vectors.into(self._backbone.embed(batch.token_ids))
+        return replace(batch, embedded=embedded, deepstack=deepstack)
+
+    def _forget(self) -> None:
+        self._batch = self._empty_batch(self._kv_cache)
+        self._done = ModelRunnerOutput()
+        if self._media is not None:
+            self._media.forget()
 
     def _pool(self, inputs: PoolingInputs, hidden: torch.Tensor) -> dict[str, Vectors]:
         """Gather the step's hidden states ``[tokens, hidden size]``; results of the prompts that are complete."""
