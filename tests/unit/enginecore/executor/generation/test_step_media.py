@@ -75,9 +75,9 @@ def loaded(path: Path, encoder: FakeMediaEncoder | None) -> LoadedModel:
 
 def make_runner(path: Path, **options: Any) -> tuple[GenerationRunner, Watched]:
     """``options``: of the towers, with rows as wide as the model."""
-    model = loaded(path, None)
-    model = replace(model, encoder=FakeMediaEncoder(model.hidden_size, **options))
-    built: BuiltForward = build_forward(model, ForwardConfig(CPU, "auto", KernelsConfig(isa="off"), 1, block_size=4))
+    plain = loaded(path, None)
+    built: BuiltForward = build_forward(plain, ForwardConfig(CPU, "auto", KernelsConfig(isa="off"), 1, block_size=4))
+    model = replace(plain, encoder=FakeMediaEncoder(plain.hidden_size, **options))
     watched = Watched(built.forward)
     runner = GenerationRunner(model, replace(built, forward=watched))
     groups = (KVCacheGroup(layer_names=tuple(runner.specs)),)
