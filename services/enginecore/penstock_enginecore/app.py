@@ -5,13 +5,16 @@ import time
 import uuid
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from penstock_common.config_file import ConfigFile
 from penstock_common.errors import ConfigError
 from penstock_common.metrics_server import MetricsServer
 from penstock_common.observability.logging import configure, get_logger
 from penstock_common.process import name_process
+from penstock_common.tensors.shared_memory import remove_orphans, shared_memory_id
 from penstock_common.tensors.sizes import MAX_TENSOR_BYTES
+from penstock_common.types.media import MediaLimits
 from penstock_common.types.outputs import EngineReady, LoraLimits
 from penstock_enginecore.config import EngineCoreConfig, LoraConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
@@ -97,6 +100,8 @@ def serve(
     rank of a data-parallel group meet others. Raises ConfigError where there is nothing that does.
     """
     ready = describe(config, engine)
+    if ready.shared_memory_id:
+        remove_orphans()
     rank: EngineRank | None = None
     if config.data_parallel.grouped:
         if make_meets is None:
@@ -104,6 +109,8 @@ def serve(
         rank = EngineRank(config, engine, ready, make_meets)
         io.registry.register(GroupCollector(lambda: rank.driver.state, lambda: rank.target_size, ready))
     group = None if rank is None else rank.driver
+    engine.receiver_cache_bytes = lambda: io.sessions.received.num_bytes
+    engine.reset_receiver_cache = io.sessions.clear_media
     control = EngineControl(engine, group)
     busy_loop = BusyLoop(engine, control, io.sessions, group=group)
     workers = engine.executor.worker_stats
@@ -124,10 +131,10 @@ def serve(
 
 
 def _capabilities(config: EngineCoreConfig, engine: EngineCore) -> tuple[str, ...]:
-    lora = ("lora",) if config.lora.enabled else ()
+    more = (*(("lora",) if config.lora.enabled else ()), *(each.modality for each in engine.model.media))
     if engine.model.pooling:
-        return (*engine.model.pooling.words, *lora)
-    return (*GENERATES, "kv_events", *lora) if config.cache.enable_kv_events else (*GENERATES, *lora)
+        return (*engine.model.pooling.words, *more)
+    return (*GENERATES, "kv_events", *more) if config.cache.enable_kv_events else (*GENERATES, *more)
 
 
 def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
@@ -165,7 +172,24 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
         data_parallel_size=config.data_parallel.size,
         capabilities=_capabilities(config, engine),
         lora=_lora_limits(config.lora),
+        **_media(config, engine),
     )
+
+
+def _media(config: EngineCoreConfig, engine: EngineCore) -> dict[str, Any]:
+    """What ``EngineReady`` says of media."""
+    if not engine.model.media:
+        return {}
+    # An item has one position at least; how many a client may send is for frontends to say.
+    limits = (
+        MediaLimits(modality=each.modality, max_items=engine.max_model_len, max_tokens=each.max_tokens)
+        for each in engine.model.media
+    )
+    return {
+        "media": tuple(limits),
+        "receiver_cache_bytes": config.multimodal.receiver_cache_quota,
+        "shared_memory_id": shared_memory_id() if config.multimodal.shared_memory else "",
+    }
 
 
 def _lora_limits(config: LoraConfig) -> LoraLimits | None:

@@ -12,6 +12,7 @@ import msgspec
 from penstock_common.errors import RequestFailed
 from penstock_common.types.cluster import EngineStatus
 from penstock_common.types.data_parallel import PoolGroup
+from penstock_common.types.media import MediaLimits
 from penstock_common.types.outputs import Drafts, EngineCoreOutput
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.token_columns import NewTokens
@@ -20,13 +21,15 @@ from penstock_common.types.token_columns import NewTokens
 class ModelLimits(NamedTuple):
     """What engines can take: tokens of prompt and output together, and the number of token ids. ``hidden_size``: numbers in a
     vector that stands for a token; 0 where none are taken, None where an engine does not say.
-    ``embedding_size``: numbers in a vector that engines compute; 0 where they compute none, or do not say.
+    ``embedding_size``: numbers in a vector that engines compute; 0 where they compute none, or do not say. ``media``: what they
+    take of each modality.
     """
 
     max_model_len: int
     vocab_size: int
     hidden_size: int | None = None
     embedding_size: int = 0
+    media: tuple[MediaLimits, ...] = ()
 
 
 class RankLoad(msgspec.Struct, frozen=True, kw_only=True):

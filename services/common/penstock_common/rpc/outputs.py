@@ -45,9 +45,21 @@ TakeTensor: TypeAlias = Callable[[tensor_pb2.ChunkReference, str], Buffer]
 """The bytes of a tensor that came in chunks; the text names its field, for errors."""
 
 
-def payload(message: tensor_pb2.Tensor, take: TakeTensor | None, *, path: str, element_bytes: int) -> Buffer:
-    """The elements of a tensor, inline or, with ``take``, in chunks. Raises InvalidArgument unless they are as many as its shape
-    says, Unimplemented for elements that are elsewhere, and what ``take`` raises.
+TakeShared: TypeAlias = Callable[[tensor_pb2.SharedMemoryReference, str], Buffer]
+"""The bytes of a tensor that lies in shared memory; the text names its field, for errors."""
+
+
+def payload(
+    message: tensor_pb2.Tensor,
+    take: TakeTensor | None,
+    *,
+    path: str,
+    element_bytes: int,
+    shared: TakeShared | None = None,
+) -> Buffer:
+    """The elements of a tensor, inline or, with ``take``, in chunks, or, with ``shared``, in shared memory. Raises
+    InvalidArgument unless they are as many as its shape says, Unimplemented for elements that are elsewhere, and what ``take``
+    and ``shared`` raise.
     """
     size = element_bytes
     for length in message.shape:
@@ -55,6 +67,8 @@ def payload(message: tensor_pb2.Tensor, take: TakeTensor | None, *, path: str, e
     which = message.WhichOneof("payload")
     if which == "chunks" and take is not None:
         data = take(message.chunks, f"{path}.chunks")
+    elif which == "shared_memory" and shared is not None:
+        data = shared(message.shared_memory, f"{path}.shared_memory")
     elif which == "inline":
         data = message.inline
     else:

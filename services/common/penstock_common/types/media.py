@@ -42,12 +42,12 @@ class EmbedRun(msgspec.Struct, frozen=True):
 
 
 class MultiModalFeature(msgspec.Struct, frozen=True, kw_only=True):
-    """An item of a prompt: ``length`` positions from ``offset`` on, of which those of ``embed_runs`` (relative to ``offset``; empty:
-    all) have embeddings and the others are tokens.
+    """An item of a prompt: ``length`` positions from ``offset`` on, of which those of ``embed_runs`` (relative to ``offset``;
+    empty: all) have embeddings and the others are tokens.
 
     ``identifier``: 64 hexadecimal digits that stand for all that the embeddings depend on, and for the cache salt. ``data``: the
-    model's own inputs under the names of its processor in transformers. Between a frontend and an engine it may be empty where the
-    engine keeps the item; within an engine's core it is whole.
+    model's own inputs under the names of its processor in transformers. Between a frontend and an engine it may be empty where
+    the engine keeps the item; within an engine's core it is whole.
     """
 
     modality: Modality
@@ -71,3 +71,11 @@ class MultiModalFeature(msgspec.Struct, frozen=True, kw_only=True):
     def num_bytes(self) -> int:
         """Of its data."""
         return sum(len(tensor.data) for tensor in self.data.values())
+
+
+class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine or a frontend takes of one modality: items in a request, and prompt positions of an item, at most."""
+
+    modality: Modality
+    max_items: int
+    max_tokens: int

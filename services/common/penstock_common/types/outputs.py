@@ -9,6 +9,7 @@ from penstock_common.errors import RequestFailed, request_failed
 from penstock_common.lora.held import LoraHeld
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.media import MediaLimits
 from penstock_common.types.pooling import Vectors
 from penstock_common.types.token_columns import TokenColumns
 
@@ -272,3 +273,11 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
     max_tensor_bytes: int = 0
     lora: LoraLimits | None = None
     """None for an engine that applies no adapters."""
+    receiver_cache_bytes: int = 0
+    """Bytes of features of media that it keeps for a session; 0: each request brings its own."""
+    shared_memory_id: str = ""
+    """Of the memory in which frontends may leave tensors for it; empty: it takes none."""
+    media: tuple[MediaLimits, ...] = ()
+    """Media that it takes, by modality."""
+    encoder_cache_size: int = 0
+    """Embeddings of media that it keeps; 0: it takes no media."""

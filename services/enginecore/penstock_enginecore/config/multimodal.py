@@ -6,8 +6,13 @@ import msgspec
 from msgspec import Meta
 
 from penstock_common.config.checks import check_fields
+from penstock_common.config.sizes import ByteSize
 from penstock_common.errors import ConfigError
+from penstock_common.memory import host_memory
 from penstock_common.types.media import MODALITIES
+
+_DEFAULT_RECEIVER_CACHE = 1024 * 1024 * 1024
+_PART_OF_MEMORY = 16
 
 
 class MultimodalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,9 +37,36 @@ class MultimodalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         ),
     ] = {}
 
+    receiver_cache_bytes: (
+        Annotated[
+            ByteSize,
+            Meta(
+                ge=0,
+                description="Bytes of host memory for processed media, of each frontend's session: what comes again is not sent "
+                "again, and what several frontends send is there once. 0: each request brings its own. Unset: 1 GiB, or a "
+                "sixteenth of the machine's memory where that is less.",
+            ),
+        ]
+        | None
+    ) = None
+    shared_memory: Annotated[
+        bool,
+        Meta(description="Take processed media from frontends of the same host through shared memory (/dev/shm)."),
+    ] = True
+
     def __post_init__(self) -> None:
         check_fields("multimodal", self)
         if unknown := sorted(set(self.limit_per_prompt) - set(MODALITIES)):
             raise ConfigError(
                 f"multimodal.limit_per_prompt names {unknown[0]!r}, which is none of {', '.join(MODALITIES)}"
             )
+
+    @property
+    def receiver_cache_quota(self) -> int:
+        """Bytes that a session may have kept."""
+        if self.receiver_cache_bytes is not None:
+            return self.receiver_cache_bytes
+        memory = host_memory()
+        return (
+            _DEFAULT_RECEIVER_CACHE if memory is None else min(_DEFAULT_RECEIVER_CACHE, memory.total // _PART_OF_MEMORY)
+        )

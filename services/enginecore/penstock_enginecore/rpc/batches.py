@@ -1,5 +1,7 @@
 """Frames that wait for their stream: several go in one message, which costs the stream little more than one of them."""
 
+from collections.abc import Sequence
+
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.tensors.outgoing import TensorRef
 
@@ -32,7 +34,7 @@ class FrameBatch:
         self._frames.append(frame)
         self._num_bytes += num_bytes + _FRAME_BYTES
 
-    def make(self, _: TensorRef | None) -> pb.SessionResponse:
+    def make(self, _: Sequence[TensorRef]) -> pb.SessionResponse:
         """The message, when it is its turn."""
         self._made = True
         if len(self._frames) == 1:

@@ -1,6 +1,7 @@
 """Messages of ``penstock.enginecore.v1`` to the domain and back, as the engine needs them."""
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -12,8 +13,10 @@ from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import sampling, stats
 from penstock_common.rpc.columns import fill_columns
 from penstock_common.rpc.data_parallel import checked
+from penstock_common.rpc.media import limits_to_proto
 from penstock_common.rpc.request_context import context_from_proto
 from penstock_common.tensors.outgoing import TensorRef
+from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -25,7 +28,6 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest, ReasoningTokens
 
 NOT_SERVED_YET = (
-    "mm_features",
     "data_parallel_rank",
     "resumable",
     "kv_transfer_params",
@@ -33,9 +35,11 @@ NOT_SERVED_YET = (
 """Fields of a request whose feature comes later."""
 
 
-def request_from_proto(message: pb.EngineCoreRequest, embeds: PromptEmbeds | None = None) -> EngineCoreRequest:
-    """The request; ``embeds``: the vectors of its prompt. Raises Unimplemented for a field of a later feature, InvalidArgument
-    when there are no parameters.
+def request_from_proto(
+    message: pb.EngineCoreRequest, embeds: PromptEmbeds | None = None, features: Sequence[MultiModalFeature] = ()
+) -> EngineCoreRequest:
+    """The request; ``embeds``: the vectors of its prompt, ``features``: its media. Raises Unimplemented for a field of a later
+    feature, InvalidArgument when there are no parameters.
     """
     sampling.refuse_set(message, NOT_SERVED_YET)
     kind = message.WhichOneof("params")
@@ -49,6 +53,7 @@ def request_from_proto(message: pb.EngineCoreRequest, embeds: PromptEmbeds | Non
         request_id=message.request_id,
         prompt_token_ids=token_ids,
         prompt_embeds=embeds,
+        mm_features=list(features),
         sampling_params=NO_SAMPLING if pooling else sampling.from_proto(message.sampling_params),
         pooling_params=pooling,
         lora=_lora(message),
@@ -184,4 +189,8 @@ def ready_to_proto(ready: EngineReady, *, protocol_revision: int) -> pb.Ready:
         max_message_bytes=ready.max_message_bytes,
         max_tensor_bytes=ready.max_tensor_bytes,
         lora=lora,
+        receiver_cache_bytes=ready.receiver_cache_bytes,
+        shared_memory_id=ready.shared_memory_id,
+        media=limits_to_proto(ready.media),
+        encoder_cache_size=ready.encoder_cache_size,
     )

@@ -9,13 +9,14 @@ import grpc
 
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
-from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
+from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable, Unimplemented
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc import stats
 from penstock_common.rpc.data_parallel import MAX_NUMBER, start_dp_wave_from_proto
 from penstock_common.rpc.outputs import take_chunk
 from penstock_common.rpc.revision import OLDEST_REVISION, PROTOCOL_REVISION
+from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, RequestError
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.data_parallel.events import Refused
@@ -93,6 +94,9 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
                 busy_loop.call_utility(session.client_id, call.call_id, call.method, call.arguments)
             case "tensor_chunk":
                 take_chunk(session.prompts.tensors, message.tensor_chunk)
+            case "drop_media":
+                if session.features is not None:
+                    session.features.kept.drop(message.drop_media.identifiers)
             case "start_dp_wave":
                 busy_loop.group_changed(start_dp_wave_from_proto(message.start_dp_wave, ""))
             case "hello":
@@ -104,7 +108,8 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
 
     def _add(self, message: pb.EngineCoreRequest, session: FrontendSession, busy_loop: BusyLoop) -> None:
         try:
-            request = convert.request_from_proto(message, session.prompts.read(message))
+            features = _features(message, session)
+            request = convert.request_from_proto(message, session.prompts.read(message), features)
             if self._sessions.traces is not None:
                 self._sessions.traces.add(session.client_id, request)
             busy_loop.add(session.client_id, request)
@@ -139,6 +144,15 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
         if self._busy_loop is None or self._ready is None:
             raise Unavailable("the engine is still loading its model", reason="ENGINE_LOADING", retry_after=1.0)
         return self._busy_loop, self._ready
+
+
+def _features(message: pb.EngineCoreRequest, session: FrontendSession) -> list[MultiModalFeature]:
+    """A request's media. Raises RequestFailed."""
+    if session.features is not None:
+        return session.features.read(message)
+    if message.mm_features:
+        raise Unimplemented("mm_features is set; this engine takes no media", field="mm_features")
+    return []
 
 
 async def _hello(requests: AsyncIterator[pb.SessionRequest]) -> pb.Hello:

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -16,12 +16,15 @@ from penstock_common.rpc.data_parallel import wave_to_proto
 from penstock_common.rpc.outputs import chunk_to_proto
 from penstock_common.rpc.revision import COLUMNS_SINCE
 from penstock_common.tensors.outgoing import Chunk, Outgoing, TensorRef
-from penstock_common.tensors.sizes import DEFAULT_MAX_MESSAGE_BYTES, Limits
+from penstock_common.tensors.shared_memory import SegmentReader
+from penstock_common.tensors.sizes import DEFAULT_MAX_MESSAGE_BYTES, Buffer, Limits
 from penstock_common.types.data_parallel import StartWave
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
+from penstock_enginecore.core.multimodal.receiver_cache import ReceiverCache
 from penstock_enginecore.rpc import convert
 from penstock_enginecore.rpc.batches import FrameBatch
 from penstock_enginecore.rpc.encoding import encoded, unsendable
+from penstock_enginecore.rpc.features import FeatureReader
 from penstock_enginecore.rpc.frames import split, too_large
 from penstock_enginecore.rpc.prompts import PromptReader
 from penstock_enginecore.rpc.traces import EngineTraces
@@ -39,12 +42,15 @@ class FrontendSession:
     No message is larger than the frontend takes: see ``rpc/frames.py``; large vectors go ahead in chunks.
     """
 
-    def __init__(self, client_id: str, limits: Limits, revision: int) -> None:
-        """``revision``: of the contract, on this stream."""
+    def __init__(self, client_id: str, limits: Limits, revision: int, incarnation: str = "") -> None:
+        """``revision``: of the contract, on this stream; ``incarnation``: the frontend's."""
         self._batches = revision >= COLUMNS_SINCE
         self._batch = FrameBatch()
         self.client_id = client_id
+        self.incarnation = incarnation
         self.prompts = PromptReader()
+        self.features: FeatureReader | None = None
+        """Reads media; None where the engine takes none."""
         self._limits = limits
         self._outgoing: Outgoing[pb.SessionResponse] = Outgoing(_chunk)
         self._outgoing.limit(limits)
@@ -103,7 +109,8 @@ class FrontendSession:
                 refused.append(output.request_id)
             else:
                 make = partial(_pooled, output, outputs.engine_index)
-                self._outgoing.put(make, output.pooling_output.data)
+                tensors = (output.pooling_output.data,)
+                self._outgoing.put(make, partial(_given, tensors))
                 self._arrived.set()
                 # Its end is told with its vectors, not before.
                 outputs.finished_requests = [i for i in outputs.finished_requests if i != output.request_id]
@@ -117,21 +124,27 @@ class FrontendSession:
 
     async def next(self) -> pb.SessionResponse | None:
         """The next message; None when the session is closed and empty."""
-        while not self._outgoing:
-            if self._closed:
-                return None
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self._outgoing.next()
+        while True:
+            while not self._outgoing:
+                if self._closed:
+                    return None
+                self._arrived.clear()
+                await self._arrived.wait()
+            if (message := self._outgoing.next()) is not None:
+                return message
 
 
 def _is_pooled(output: EngineCoreOutput) -> bool:
     return output.pooling_output is not None
 
 
-def _pooled(output: EngineCoreOutput, engine_index: int, ref: TensorRef | None) -> pb.SessionResponse:
+def _given(tensors: Sequence[Buffer]) -> Sequence[Buffer]:
+    return tensors
+
+
+def _pooled(output: EngineCoreOutput, engine_index: int, refs: Sequence[TensorRef]) -> pb.SessionResponse:
     try:
-        frame = convert.pooled_to_proto(output, ref)
+        frame = convert.pooled_to_proto(output, refs[0])
     except Exception as e:
         frame = convert.pooled_to_proto(unsendable(output, e), None)
     frame.engine_index = engine_index
@@ -164,6 +177,8 @@ class Sessions:
         """Called on the I/O thread with a client's requests that ended because an output of theirs cannot be sent."""
         self.engine_index = 0
         """The engine's in its cluster, which frames name: 0 until a coordinator has said it."""
+        self.received = ReceiverCache(0)
+        """Features of media that sessions have had kept."""
         self._max_message_bytes = max_message_bytes
         self._loop = loop
         self._on_draining = on_draining
@@ -177,12 +192,17 @@ class Sessions:
     def open(self, hello: pb.Hello, revision: int) -> FrontendSession:
         """A session under a name of its own, of a revision of the contract: a frontend that reconnects is another client."""
         limits = Limits.of(self._max_message_bytes, hello.max_message_bytes, hello.max_tensor_bytes)
-        session = FrontendSession(f"{hello.frontend_id}#{next(self._numbers)}", limits, revision)
+        client_id = f"{hello.frontend_id}#{next(self._numbers)}"
+        session = FrontendSession(client_id, limits, revision, hello.incarnation)
         self._sessions[session.client_id] = session
         return session
 
     def welcome(self, session: FrontendSession, ready: pb.Ready) -> None:
-        """Queue ``ready``, and ``draining`` behind it if that is the case."""
+        """Queue ``ready``, and ``draining`` behind it if that is the case. What that says of media holds for the session."""
+        if ready.media:
+            self.received.quota = ready.receiver_cache_bytes
+            segments = SegmentReader(session.incarnation) if ready.shared_memory_id else None
+            session.features = FeatureReader(session.prompts.tensors, self.received.session(), segments)
         session.put(pb.SessionResponse(ready=ready))
         if self._drained_at is not None:
             self._put_draining(session, max(self._drained_at - time.monotonic(), 0.0))
@@ -190,6 +210,8 @@ class Sessions:
     def close(self, session: FrontendSession) -> None:
         """Forget a session."""
         self._sessions.pop(session.client_id, None)
+        if session.features is not None:
+            session.features.kept.clear()
         if self.traces is not None:
             self.traces.client_gone(session.client_id)
 
@@ -226,6 +248,10 @@ class Sessions:
         """Tell every frontend, then end the sessions."""
         self._post(partial(self._announce_dead, reason))
 
+    def clear_media(self) -> None:
+        """Forget what sessions have had kept of media, and tell their frontends."""
+        self._post(self._clear_media)
+
     def _post(self, work: Callable[[], None]) -> None:
         """Have the I/O thread do something, behind what was posted before. It is woken once for all that waits."""
         self._posted.append(work)
@@ -258,6 +284,12 @@ class Sessions:
     def _put_to_all(self, message: pb.SessionResponse) -> None:
         for session in self._sessions.values():
             session.put(message)
+
+    def _clear_media(self) -> None:
+        self.received.clear()
+        for session in self._sessions.values():
+            if session.features is not None:
+                session.put(pb.SessionResponse(media_cleared=pb.MediaCleared()))
 
     def _announce_draining(self, time_left: float) -> None:
         log.info("draining: new requests are refused", sessions=len(self._sessions))

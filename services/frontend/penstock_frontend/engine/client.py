@@ -17,6 +17,7 @@ from penstock_frontend.engine.dispatch import Dispatch
 from penstock_frontend.engine.events import EngineEvents
 from penstock_frontend.engine.kv_events import KvEventListener
 from penstock_frontend.engine.loads import EngineLoads
+from penstock_frontend.engine.media_transport import MediaCounts
 from penstock_frontend.engine.pool import EnginePool
 from penstock_frontend.engine.prefix_caches import PrefixCaches
 from penstock_frontend.engine.router import Router
@@ -91,6 +92,11 @@ class GrpcEngineClient:
     def coordinator_lost(self) -> None:
         """No views come in any more."""
         self._pool.coordinator_lost()
+
+    @property
+    def media_counts(self) -> MediaCounts:
+        """What has been sent of media."""
+        return self._pool.media_counts
 
     @property
     def usable(self) -> bool:

@@ -15,6 +15,7 @@ from penstock_common.types.data_parallel import StartWave, rank_name
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, SchedulerStats
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.journal_entry import EngineFaultError
+from penstock_frontend.engine.media_transport import MediaTransport
 from penstock_frontend.engine.watchdog import Watchdog, wedged
 from penstock_frontend.rpc.engine_session import EngineSession
 
@@ -59,6 +60,7 @@ class EngineConnection:
         listener: ConnectionListener,
         on_lost: Callable[["EngineConnection"], None],
         credentials: ClientCredentials,
+        media: MediaTransport,
     ) -> None:
         """``on_lost``: called when a session is over, after the listener has heard of it."""
         self.address = address
@@ -80,6 +82,7 @@ class EngineConnection:
         self._listener = listener
         self._on_lost = on_lost
         self._credentials = credentials
+        self._media = media
         self._reconnector = Reconnector(self._serve, peer=f"engine at {address}", max_delay=_MAX_RECONNECT_DELAY)
         self._task = asyncio.create_task(self._reconnector.run(), name=f"engine {address}")
 
@@ -136,6 +139,7 @@ class EngineConnection:
             on_draining=self._on_draining,
             on_start_wave=self._on_start_wave,
             credentials=self._credentials,
+            media=self._media,
             max_message_bytes=self._config.server.max_message_bytes,
         )
         reason = "the session was closed"

@@ -9,6 +9,7 @@ from typing import Protocol
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
 from penstock_common.observability.incidents import STEP_FAILED, incident
 from penstock_common.observability.logging import get_logger
+from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import RetriesConfig
@@ -16,7 +17,7 @@ from penstock_frontend.engine.drain import Drain
 from penstock_frontend.engine.held import HeldRequests
 from penstock_frontend.engine.journal import LORA_UNAVAILABLE, Journal, Refusal
 from penstock_frontend.engine.journal_entry import JournalEntry
-from penstock_frontend.engine.prefix_caches import PrefixCaches
+from penstock_frontend.engine.prefix_caches import PrefixCaches, with_media
 from penstock_frontend.engine.retries import Blame, Retries
 from penstock_frontend.engine.router import Candidate, Router
 from penstock_frontend.ports import OutputHandler
@@ -37,6 +38,9 @@ class Engines(Protocol):
 
     def abort_on(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
         """End requests of an engine, if there is a session with it."""
+
+    def holding(self, features: Sequence[MultiModalFeature]) -> Mapping[str, Sequence[MultiModalFeature]]:
+        """By engine, those of the features that it keeps; engines that keep none are not in it."""
 
 
 class Dispatch:
@@ -274,8 +278,10 @@ class Dispatch:
 
     def _cached_tokens(self, entry: JournalEntry) -> Mapping[str, int]:
         """By engine, the tokens that it need not compute for an entry."""
+        request = entry.request
         try:
-            return self._caches.cached_tokens(entry.request, entry.token_ids)
+            cached = self._caches.cached_tokens(request, entry.token_ids)
+            return with_media(cached, self._engines.holding(request.mm_features)) if request.mm_features else cached
         except Exception as e:  # it goes to the least loaded engine then
             incident(e, request=entry.request.context.external_request_id, doing="looking for its prefix")
             return {}
@@ -285,6 +291,8 @@ class Dispatch:
         candidates = self._engines.candidates()
         if entry.request.lora is not None:
             candidates = [c for c in candidates if c.applies_lora]
+        if modalities := {feature.modality for feature in entry.request.mm_features}:
+            candidates = [c for c in candidates if modalities.issubset(c.modalities)]
         if not entry.excluded:
             return candidates
         now = _now()

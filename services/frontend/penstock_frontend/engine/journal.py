@@ -18,6 +18,9 @@ from penstock_frontend.engine.journal_entry import EngineFaultError, JournalEntr
 LORA_UNAVAILABLE = "LORA_UNAVAILABLE"
 """The reason for which an engine refuses a request whose adapter it cannot read: another one may."""
 
+_ELSEWHERE = ("QUEUE_FULL", LORA_UNAVAILABLE, "MEDIA_NOT_CACHED", "MEDIA_CACHE_FULL", "SHARED_MEMORY_UNREADABLE")
+"""More reasons that are an engine's own. Those of media have been tried again there before they come here."""
+
 _MAX_NUMBER = 2**32 - 1
 
 _NOBODY: dict[str, "JournalEntry"] = {}
@@ -236,5 +239,5 @@ def _refused(output: EngineCoreOutput) -> RequestFailed | None:
         return None
     if error.reason in ("PAUSED", "SLEEPING"):
         return None  # an operator wanted it
-    elsewhere = error.code in ("UNAVAILABLE", "INTERNAL") or error.reason in ("QUEUE_FULL", LORA_UNAVAILABLE)
+    elsewhere = error.code in ("UNAVAILABLE", "INTERNAL") or error.reason in _ELSEWHERE
     return error.to_exception() if elsewhere else None

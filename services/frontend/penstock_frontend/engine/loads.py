@@ -7,6 +7,7 @@ import msgspec
 from penstock_common.observability.engine_metrics import EngineLoad
 from penstock_common.types.cluster import ClusterView, EngineStatus
 from penstock_common.types.data_parallel import PoolGroup
+from penstock_common.types.media import MODALITIES, MediaLimits, Modality
 from penstock_common.types.outputs import EngineReady, SchedulerStats
 from penstock_frontend.engine.connection import EngineConnection
 from penstock_frontend.engine.pool import EnginePool
@@ -40,6 +41,7 @@ class EngineLoads:
             min(r.vocab_size for r in ready),
             max(hidden_sizes, default=None),
             max(r.embedding_size or 0 for r in ready),
+            _media_limits(ready),
         )
 
     @property
@@ -112,6 +114,7 @@ class EngineLoads:
             waiting=stats.num_waiting_reqs,
             running=stats.num_running_reqs,
             kv_cache_usage=stats.kv_cache_usage,
+            pending_embeds=0 if stats.media is None else stats.media.pending_embeds,
         )
         if stats.lora is not None:
             self._router.loras.holds(connection.address, stats.lora.num_cached + stats.lora.num_loading_reqs)
@@ -167,3 +170,16 @@ class EngineLoads:
             num_running_reqs=load.running,
             kv_cache_usage=load.kv_cache_usage,
         )
+
+
+def _media_limits(ready: Sequence[EngineReady]) -> tuple[MediaLimits, ...]:
+    """What every engine takes that takes a modality at all."""
+    limits: dict[Modality, MediaLimits] = {}
+    for each in (each for engine in ready for each in engine.media):
+        known = limits.get(each.modality, each)
+        limits[each.modality] = MediaLimits(
+            modality=each.modality,
+            max_items=min(known.max_items, each.max_items),
+            max_tokens=min(known.max_tokens, each.max_tokens),
+        )
+    return tuple(limits[modality] for modality in MODALITIES if modality in limits)

@@ -8,11 +8,13 @@ from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.security.certificates import Certificates
 from penstock_common.types.cluster import ClusterView, EngineState
 from penstock_common.types.data_parallel import FirstRequest, StartDpWave, StartWave
+from penstock_common.types.media import MODALITIES, MultiModalFeature
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.connection import ConnectionListener, EngineConnection
 from penstock_frontend.engine.groups import EngineGroups
+from penstock_frontend.engine.media_transport import MediaCounts, MediaTransport
 from penstock_frontend.engine.router import Candidate
 from penstock_frontend.engine.subset import Subset
 
@@ -44,6 +46,7 @@ class EnginePool:
         self._config = config
         self._credentials = ClientCredentials(config.engine_tls, field="engine_tls", certificates=certificates)
         self._incarnation = incarnation
+        self._media = MediaTransport(incarnation)
         self._listener: ConnectionListener | None = None
         self._connections: dict[str, EngineConnection] = {}
         self._candidates: Sequence[Candidate] | None = None
@@ -80,6 +83,7 @@ class EnginePool:
                 and (connection.group_rank is None or self._groups.accepts(connection.group_rank)),
                 connection.ready.config_hash if connection.ready else "",
                 connection.ready is None or LORA in connection.ready.capabilities,
+                MODALITIES if connection.ready is None else tuple(each.modality for each in connection.ready.media),
             )
             for connection in self
         ]
@@ -118,6 +122,20 @@ class EnginePool:
         if connection is not None and connection.session is not None:
             connection.session.abort(request_ids, reason)
 
+    @property
+    def media_counts(self) -> MediaCounts:
+        """What has been sent of media."""
+        return self._media.counts
+
+    def holding(self, features: Sequence[MultiModalFeature]) -> dict[str, list[MultiModalFeature]]:
+        """By engine, those of the features that it has; engines that have none are not in it."""
+        held: dict[str, list[MultiModalFeature]] = {}
+        for connection in self.connected():
+            kept = None if connection.session is None else connection.session.media
+            if kept and (found := [feature for feature in features if feature.identifier in kept]):
+                held[connection.address] = found
+        return held
+
     def connected(self) -> Sequence[EngineConnection]:
         """Engines with a session."""
         return [connection for connection in self if connection.session is not None]
@@ -151,6 +169,7 @@ class EnginePool:
                 listener=self,
                 on_lost=self._give_up_unwanted,
                 credentials=self._credentials,
+                media=self._media,
             )
         for connection in self:
             self._give_up_unwanted(connection)
@@ -219,6 +238,7 @@ class EnginePool:
         """End all sessions."""
         self._wanted = frozenset()
         await asyncio.gather(*(connection.close() for connection in self), *self._closing)
+        self._media.close()
 
     def _give_up_unwanted(self, connection: EngineConnection) -> None:
         if connection.address in self._wanted or (connection.session is not None and not self._idle_spare(connection)):

@@ -1,6 +1,6 @@
 """What engines have cached of a prompt, as far as they have told."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -140,6 +140,19 @@ class PrefixCaches:
     def _look_for_block_sizes(self) -> None:
         sizes = {cache.block_size for cache in self._caches.values()}
         self._hashers = {size: self._hashers.get(size) or BlockHasher(size) for size in sorted(sizes)}
+
+
+def with_media(cached: Mapping[str, int], held: Mapping[str, Sequence[MultiModalFeature]]) -> dict[str, int]:
+    """By engine, tokens that need not be computed there, in which the media that it has count as if it had cached their tokens.
+    ``held``: by engine, the media of a request that it has.
+    """
+    counts = dict(cached)
+    for engine, features in held.items():
+        prefix = cached.get(engine, 0)
+        counts[engine] = prefix + sum(
+            feature.end - max(feature.offset, prefix) for feature in features if feature.end > prefix
+        )
+    return counts
 
 
 def _hashes(hasher: BlockHasher, sequence: _Sequence) -> Iterator[bytes]:

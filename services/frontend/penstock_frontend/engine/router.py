@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unavailable
+from penstock_common.types.media import Modality
 from penstock_frontend.config import RoutingPolicy
 from penstock_frontend.engine.lora_places import LoraPlaces
 
@@ -37,6 +38,8 @@ class Candidate(msgspec.Struct, frozen=True):
     """Its ``config_hash``."""
     applies_lora: bool = True
     """Whether requests with LoRA adapters may go there."""
+    modalities: tuple[Modality, ...] = ()
+    """Media that requests which go there may have."""
 
 
 class Load(msgspec.Struct):
@@ -45,11 +48,13 @@ class Load(msgspec.Struct):
     waiting: int = 0
     running: int = 0
     kv_cache_usage: float = 0.0
+    pending_embeds: int = 0
+    """Embeddings of media that are still to be computed."""
 
     @property
     def score(self) -> float:
-        """Grows with waiting (x4) and running requests, and further as KV usage passes one half."""
-        count = _WAITING_WEIGHT * self.waiting + self.running
+        """Grows with waiting (x4) and running requests and with embeddings to compute, further as KV usage passes one half."""
+        count = _WAITING_WEIGHT * self.waiting + self.running + self.pending_embeds / _TOKENS_OF_A_RUNNING_REQUEST
         pressure = self.kv_cache_usage - _KV_PRESSURE_FROM
         return count + _KV_PRESSURE_WEIGHT * pressure if pressure > 0.0 else count
 
@@ -73,9 +78,9 @@ class Router:
         self._sent: dict[str, set[str]] = {}
         """By engine, the requests sent to it that no report has counted yet."""
 
-    def report(self, key: str, *, waiting: int, running: int, kv_cache_usage: float) -> None:
+    def report(self, key: str, *, waiting: int, running: int, kv_cache_usage: float, pending_embeds: int = 0) -> None:
         """An engine's counts are known anew."""
-        load = self._loads[key] = Load(waiting, running, kv_cache_usage)
+        load = self._loads[key] = Load(waiting, running, kv_cache_usage, pending_embeds)
         self._scores[key] = load.score
         self._sent.pop(key, None)
 

@@ -23,7 +23,7 @@ from penstock_common.rpc.revision import COLUMNS_SINCE, OLDEST_REVISION, PROTOCO
 from penstock_common.rpc.status import from_rpc_error
 from penstock_common.tensors.incoming import IncomingTensors
 from penstock_common.tensors.outgoing import Chunk, Outgoing, TensorRef
-from penstock_common.tensors.sizes import DEFAULT_MAX_MESSAGE_BYTES, MAX_TENSOR_BYTES, Limits
+from penstock_common.tensors.sizes import DEFAULT_MAX_MESSAGE_BYTES, MAX_TENSOR_BYTES, Buffer, Limits
 from penstock_common.types.data_parallel import StartDpWave, StartWave
 from penstock_common.types.outputs import (
     EngineCoreOutput,
@@ -36,7 +36,10 @@ from penstock_common.types.outputs import (
 )
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
+from penstock_frontend.engine.media_mirror import MediaMirror
+from penstock_frontend.engine.media_transport import MediaTransport
 from penstock_frontend.rpc import session_messages
+from penstock_frontend.rpc.media_sender import MediaSender, NotWrittenError
 
 _HANDSHAKE_TIMEOUT = 10.0
 
@@ -67,12 +70,14 @@ class EngineSession:
         on_draining: Callable[[float | None], None],
         on_start_wave: Callable[[StartWave], None] = lambda _: None,
         credentials: ClientCredentials = NO_TLS,
+        media: MediaTransport | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         revision: int = PROTOCOL_REVISION,
     ) -> None:
         """``on_draining``: called with the seconds until the engine ends what it has, None where it does not say.
         ``on_start_wave``: called, without a name of the rank, when the engine waits for others of its data-parallel group.
-        ``max_message_bytes``: the largest message either way, ``revision``: the newest, as far as this end is concerned.
+        ``media``: how media go to engines of this host; None: as to others. ``max_message_bytes``: the largest message either
+        way, ``revision``: the newest, as far as this end is concerned.
         """
         self.address = address
         self._on_outputs = on_outputs
@@ -83,8 +88,10 @@ class EngineSession:
         self._channel = make_channel(address, credentials=credentials, max_message_bytes=most)
         self._max_message_bytes = max_message_bytes
         self._limits = Limits(max_message_bytes, 0)
+        self._transport = media or MediaTransport(incarnation, memory_id="")
+        self._media: MediaSender | None = None
         self._revision = OLDEST_REVISION
-        self._tensors = IncomingTensors(MAX_TENSOR_BYTES)
+        self._incoming = IncomingTensors(MAX_TENSOR_BYTES)
         self._outgoing: Outgoing[pb.SessionRequest] = Outgoing(_chunk)
         self._queued = asyncio.Event()
         self._closed = False
@@ -125,11 +132,12 @@ class EngineSession:
         ready = session_messages.engine_ready(first.ready)
         self._limits = Limits.of(self._max_message_bytes, ready.max_message_bytes, ready.max_tensor_bytes)
         self._outgoing.limit(self._limits)
+        self._media = MediaSender(self._transport, ready, self._limits)
         return ready
 
     async def run(self) -> str:
         """Hand on what the engine says until it says no more. Returns why the stream ended."""
-        take = taker(self._tensors)
+        take = taker(self._incoming)
         try:
             async for response in self._responses:
                 kind = response.WhichOneof("message")
@@ -139,9 +147,12 @@ class EngineSession:
                     for frame in response.frames.frames:
                         self._take(session_messages.engine_core_outputs(frame, take))
                 elif kind == "tensor_chunk":
-                    take_chunk(self._tensors, response.tensor_chunk)
+                    take_chunk(self._incoming, response.tensor_chunk)
                 elif kind == "draining":
                     self._on_draining(session_messages.draining_time_left(response.draining))
+                elif kind == "media_cleared" and self._media is not None:
+                    self._media.cleared()
+                    self._queued.set()
                 elif kind == "start_wave":
                     self._on_start_wave(start_wave_from_proto(response.start_wave, ""))
                 elif kind == "engine_dead":
@@ -156,15 +167,37 @@ class EngineSession:
 
     def add(self, request: EngineCoreRequest) -> None:
         """Start a request. One that the engine would not take ends with an ERROR output; nothing is raised."""
+        self._put_request(request, 0)
+
+    def _put_request(self, request: EngineCoreRequest, again: int) -> None:
+        """Queue a request. ``again``: how often it was sent before to this engine, as the same attempt."""
+        self._outgoing.put(
+            partial(self._add, request, again), partial(self._tensors, request, again), key=request.request_id
+        )
+        self._queued.set()
+
+    def _tensors(self, request: EngineCoreRequest, again: int) -> Sequence[Buffer]:
+        """What has to go ahead of a request in chunks; nothing where that is too much: the request is refused then."""
+        tensors = self._vectors(request)
+        if request.mm_features and self._media is not None:
+            tensors += self._media.in_chunks(request, again)
+        return tensors if sum(map(len, tensors)) <= self._limits.max_tensor_bytes else ()
+
+    def _vectors(self, request: EngineCoreRequest) -> list[Buffer]:
         embeds, limits = request.prompt_embeds, self._limits
         in_chunks = embeds is not None and limits.inline_bytes < len(embeds.data) <= limits.max_tensor_bytes
-        tensor = embeds.data if embeds is not None and in_chunks else None
-        self._outgoing.put(partial(self._add, request), tensor, key=request.request_id)
-        self._queued.set()
+        return [embeds.data] if embeds is not None and in_chunks else []
+
+    @property
+    def media(self) -> MediaMirror | None:
+        """What the engine keeps of media; None before ``open``."""
+        return None if self._media is None else self._media.mirror
 
     def abort(self, request_ids: Sequence[str], reason: str) -> None:
         """End requests."""
         unsent = self._outgoing.discard(request_ids)
+        if self._media is not None:
+            self._media.forget(request_ids)
         if sent := [request_id for request_id in request_ids if request_id not in unsent]:
             self._put(pb.SessionRequest(abort=pb.Abort(request_ids=sent, reason=reason)))
         self._queued.set()
@@ -201,14 +234,20 @@ class EngineSession:
         feeding: asyncio.Task[None] | None = self._call._async_request_poller  # type: ignore[attr-defined]
         if feeding is not None:
             feeding.cancel()
+        if self._media is not None:
+            self._media.close()
         await self._channel.close()
 
     def drop_stale(self) -> None:
-        """Drop what has come of vectors whose rest does not come."""
-        self._tensors.drop_stale()
+        """Drop what has come of vectors whose rest does not come, and what nobody reads."""
+        self._incoming.drop_stale()
+        if self._media is not None:
+            self._media.drop_stale()
 
     async def _requests(self) -> AsyncIterator[pb.SessionRequest]:
         while not self._closed:
+            for drops in self._drops():
+                yield drops
             if not self._outgoing:
                 self._queued.clear()
                 await self._queued.wait()
@@ -217,16 +256,26 @@ class EngineSession:
                 message = self._outgoing.next()
             except _NotSentError:
                 continue
+            if message is None:
+                continue
+            for drops in self._drops():  # what makes room for this message; what is decided from now on goes behind it
+                yield drops
             yield message
+
+    def _drops(self) -> Sequence[pb.SessionRequest]:
+        return () if self._media is None else self._media.take_drops()
 
     def _put(self, message: pb.SessionRequest) -> None:
         self._outgoing.put(lambda _: message)
         self._queued.set()
 
-    def _add(self, request: EngineCoreRequest, ref: TensorRef | None) -> pb.SessionRequest:
-        """The message of a request, when it is its turn. Raises _NotSentError for one that cannot be sent; it has ended then."""
+    def _add(self, request: EngineCoreRequest, again: int, refs: Sequence[TensorRef]) -> pb.SessionRequest:
+        """The message of a request, when it is its turn. Raises _NotSentError for one that cannot be sent: it has ended then, or
+        is queued again.
+        """
         try:
             every_position = not self._limits.max_tensor_bytes
+            ref = refs[0] if refs and self._vectors(request) else None
             if request.prompt_embeds is not None and ref is None:
                 _check_vectors(request.prompt_embeds, self._limits, every_position=every_position)
             message = session_messages.add_request(request, ref, every_position=every_position)
@@ -234,11 +283,15 @@ class EngineSession:
                 message.add.ClearField("request_number")
             if request.context.deadline is not None:
                 message.add.time_left = request.context.deadline - time.time()  # the engine's clock may be another
+            if request.mm_features and self._media is not None:
+                self._media.fill(message.add, request, refs if ref is None else refs[1:], again)
             if (size := message.ByteSize()) > self._limits.max_message_bytes:
                 raise InvalidArgument(
                     f"the request has {size} bytes; engines take messages of up to {self._limits.max_message_bytes}",
                     reason="MESSAGE_TOO_LARGE",
                 )
+        except NotWrittenError:
+            self._put_request(request, again)
         except RequestFailed as e:
             self._refuse(request, e)
         except Exception as e:
@@ -248,6 +301,8 @@ class EngineSession:
         raise _NotSentError
 
     def _refuse(self, request: EngineCoreRequest, error: RequestFailed) -> None:
+        if self._media is not None:
+            self._media.not_sent(request)
         output = EngineCoreOutput(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -260,6 +315,9 @@ class EngineSession:
     def _take(self, outputs: EngineCoreOutputs) -> None:
         if outputs.utility_output is not None:
             self._answer(outputs.utility_output)
+        if self._media is not None:
+            for request, again in self._media.take(outputs):
+                self._put_request(request, again)
         self._on_outputs(outputs)
 
     def _answer(self, output: UtilityOutput) -> None:

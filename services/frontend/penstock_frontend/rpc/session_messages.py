@@ -12,6 +12,7 @@ from penstock_common.observability.incidents import incident
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import stats
 from penstock_common.rpc.columns import columns_from_proto
+from penstock_common.rpc.media import limits_from_proto
 from penstock_common.rpc.request_context import fill_context
 from penstock_common.rpc.sampling import to_proto
 from penstock_common.tensors.outgoing import TensorRef
@@ -94,6 +95,10 @@ def engine_ready(message: pb.Ready) -> EngineReady:
         max_message_bytes=message.max_message_bytes,
         max_tensor_bytes=message.max_tensor_bytes,
         lora=_lora_limits(message.lora) if message.HasField("lora") else None,
+        receiver_cache_bytes=message.receiver_cache_bytes,
+        shared_memory_id=message.shared_memory_id,
+        media=limits_from_proto(message.media),
+        encoder_cache_size=message.encoder_cache_size,
     )
 
 

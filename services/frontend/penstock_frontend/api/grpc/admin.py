@@ -113,6 +113,18 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
             num_engines_reset=await self._reset("reset_prefix_cache", request.preempt_running)
         )
 
+    async def ResetMultimodalCache(
+        self, request: pb.ResetMultimodalCacheRequest, context: Context
+    ) -> pb.ResetMultimodalCacheResponse:
+        """Forgets media that engines have had."""
+        return pb.ResetMultimodalCacheResponse(num_engines_reset=len(await self._ask("reset_mm_cache")))
+
+    async def ResetEncoderCache(
+        self, request: pb.ResetEncoderCacheRequest, context: Context
+    ) -> pb.ResetEncoderCacheResponse:
+        """Forgets embeddings of media."""
+        return pb.ResetEncoderCacheResponse(num_engines_reset=len(await self._ask("reset_encoder_cache")))
+
     async def StartProfile(self, request: pb.StartProfileRequest, context: Context) -> pb.StartProfileResponse:
         """Starts the profilers."""
         await self._ask("start_profile")
@@ -209,8 +221,7 @@ def add_to_server(
     server: grpc.aio.Server, engines: EngineClient, adapters: AdapterCalls, coordinator: Coordinator | None
 ) -> None:
     """Serve the operators' API on ``server``. ``coordinator``: None where the engines are those of the configuration."""
-    # The methods that the class does not define are added by its decorator, which mypy does not see.
-    servicer = AdminServicer(engines, adapters, coordinator)  # type: ignore[abstract]
+    servicer = AdminServicer(engines, adapters, coordinator)
     service_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
 
 

@@ -9,6 +9,8 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2, service_pb2_grpc
 from penstock_common.config.reread import Reread
 from penstock_common.errors import NotFound
+from penstock_common.rpc.media import limits_to_proto
+from penstock_common.types.media import MediaLimits
 from penstock_common.types.pooling import PoolingTask
 from penstock_frontend.admission import demand_of
 from penstock_frontend.api.grpc import chat_messages, generate_messages, pooling_messages
@@ -145,7 +147,13 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
             capabilities=engines.capabilities,
             num_engines=engines.num_engines,
             vocab_size=self._llm.vocab_size,
+            media=limits_to_proto(self._media_limits()),
         )
+
+    def _media_limits(self) -> list[MediaLimits]:
+        """What engines take of each modality."""
+        limits = self._llm.engines.view.limits
+        return [] if limits is None else list(limits.media)
 
 
 def add_to_server(

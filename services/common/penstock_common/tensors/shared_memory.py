@@ -1,0 +1,265 @@
+"""Tensors between processes of one host: written by one end into shared memory, read there by the other.
+
+A segment is a POSIX shared-memory object, a file in ``/dev/shm``. Its sender makes and fills it before it names it in a message;
+the receiver copies it before it takes the next message, and removes it. What the receiver does not come to remove the sender
+does: segments that are old, and all of them when their session ends. A sender that dies holds a lock no more by which others see
+that, so whoever starts next on the host removes what it left: locks, unlike process ids, mean the same in every container.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import math
+import os
+import re
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock_common.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from penstock_common.observability.logging import get_logger
+from penstock_common.tensors.sizes import MAX_TENSOR_BYTES, Buffer
+
+ROOT = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is
+UNREADABLE = "SHARED_MEMORY_UNREADABLE"
+"""The reason for which a receiver refuses a segment that it cannot read: the tensor can be sent otherwise."""
+KEPT_FOR = 60.0
+"""Seconds after which a sender removes a segment that nobody has read."""
+PAUSE = 60.0
+"""Seconds in which no segment is tried behind one that could not be made."""
+_PREFIX = "penstock-"
+_SEGMENT = re.compile(r"penstock-([0-9a-f]{32})-[0-9]{1,20}")
+_LOCK = re.compile(r"penstock-([0-9a-f]{32})\.lock")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class SegmentRef(NamedTuple):
+    """How a message refers to a tensor in shared memory."""
+
+    name: str
+    size: int
+
+
+def shared_memory_id(root: Path = ROOT) -> str:
+    """Names the shared memory of this process: the same in two processes that see the same, and may read each other's. Empty
+    where there is none that can be used.
+    """
+    try:
+        boot_id = _BOOT_ID.read_text().strip()
+        status = root.stat()
+    except OSError:
+        return ""
+    if not stat.S_ISDIR(status.st_mode) or not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+        return ""
+    return f"{boot_id}:{status.st_dev}:{status.st_ino}:{os.geteuid()}"
+
+
+def owner_of(incarnation: str) -> str:
+    """What names of segments say of the process that makes them: 32 hexadecimal digits."""
+    return hashlib.blake2b(incarnation.encode(), digest_size=16, person=b"penstock-owner").hexdigest()
+
+
+class SegmentWriter:
+    """Makes the segments of one process. All of them together have ``max_bytes`` at most.
+
+    Holds the lock that says that the process lives. Nothing is made before the first segment is. Belongs to one thread.
+    """
+
+    def __init__(
+        self,
+        incarnation: str,
+        *,
+        root: Path = ROOT,
+        max_bytes: int = MAX_TENSOR_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``incarnation``: changes with every start of the process."""
+        self._owner = owner_of(incarnation)
+        self._root = root
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._lock: int | None = None
+        self._last = 0
+        self._unread: dict[str, tuple[int, float]] = {}
+        """By name, bytes and when it was made, the oldest first."""
+        self.num_bytes = 0
+        """Of segments that nobody is known to have read."""
+        self._tried_again_at = -math.inf
+
+    def write(self, data: Buffer) -> SegmentRef | None:
+        """A segment with these bytes; None where there is no room for it, or none can be made: it is to be sent otherwise then."""
+        if self.broken or not self.has_room(len(data)):
+            return None
+        try:
+            if self._lock is None:
+                remove_orphans(self._root)
+                self._lock = _lock(self._root / f"{_PREFIX}{self._owner}.lock")
+            self._last += 1
+            name = f"{_PREFIX}{self._owner}-{self._last}"
+            self._fill(self._root / name, data)
+        except OSError as e:
+            get_logger().warning("shared memory cannot be written; tensors go in messages for a while", why=str(e))
+            self._tried_again_at = self._clock() + PAUSE
+            return None
+        self._unread[name] = len(data), self._clock()
+        self.num_bytes += len(data)
+        return SegmentRef(name, len(data))
+
+    def __contains__(self, name: str) -> bool:
+        """Whether it is a segment that nobody is known to have read."""
+        return name in self._unread
+
+    def remove(self, name: str) -> None:
+        """Remove a segment, if it is still there."""
+        size, _ = self._unread.pop(name, (0, 0.0))
+        self.num_bytes -= size
+        _unlink(self._root / name)
+
+    def remove_old(self) -> None:
+        """Forget segments that were read, and remove those that nobody has read for too long."""
+        oldest = self._clock() - KEPT_FOR
+        for name, (_, made) in list(self._unread.items()):
+            if made < oldest or not (self._root / name).exists():
+                self.remove(name)
+
+    def close(self) -> None:
+        """Remove every segment, and the lock. Idempotent."""
+        for name in list(self._unread):
+            self.remove(name)
+        if self._lock is not None:
+            _unlink(self._root / f"{_PREFIX}{self._owner}.lock")
+            os.close(self._lock)
+            self._lock = None
+        self._tried_again_at = math.inf
+
+    @property
+    def broken(self) -> bool:
+        """Whether no segment could be made, so that none is tried now."""
+        return self._clock() < self._tried_again_at
+
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes may be written now."""
+        if self.num_bytes + size > self._max_bytes:
+            self.remove_old()
+        return self.num_bytes + size <= self._max_bytes
+
+    def _fill(self, path: Path, data: Buffer) -> None:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(file, left) :]
+        except OSError:
+            _unlink(path)
+            raise
+        finally:
+            os.close(file)
+
+
+class SegmentReader:
+    """Reads the segments that one other process makes. What it has read, and what is no good, it removes."""
+
+    def __init__(self, incarnation: str, *, root: Path = ROOT, max_bytes: int = MAX_TENSOR_BYTES) -> None:
+        """``incarnation``: the other's."""
+        self._owner = owner_of(incarnation)
+        self._root = root
+        self._max_bytes = max_bytes
+
+    def read(self, name: str, offset: int, size: int, *, field: str) -> bytearray:
+        """The ``size`` bytes of a segment from ``offset`` on, with which it ends. Raises InvalidArgument for a name that is no
+        segment's of the other process, or one of another size; ResourceExhausted for more than ``max_bytes``; FailedPrecondition,
+        with reason UNREADABLE, for one that is not there or cannot be read.
+        """
+        match = _SEGMENT.fullmatch(name)
+        if match is None or match[1] != self._owner:
+            raise InvalidArgument(f"{field}.name is {name[:80]!r}; it is no segment of this session's", field=field)
+        if size > self._max_bytes:
+            raise ResourceExhausted(f"{field}.size is {size}; the limit is {self._max_bytes} bytes", field=field)
+        path = self._root / name
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as e:
+            raise FailedPrecondition(
+                f"{field}: the segment cannot be opened: {e.strerror}", field=field, reason=UNREADABLE
+            ) from None
+        try:
+            return self._read(file, offset, size, field)
+        finally:
+            os.close(file)
+            _unlink(path)
+
+    def discard(self, name: str) -> None:
+        """Remove a segment that is not needed, if it is one of the other process."""
+        match = _SEGMENT.fullmatch(name)
+        if match is not None and match[1] == self._owner:
+            _unlink(self._root / name)
+
+    def _read(self, file: int, offset: int, size: int, field: str) -> bytearray:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise InvalidArgument(f"{field}: the segment is no file", field=field)
+        if status.st_size != offset + size:
+            raise InvalidArgument(
+                f"{field}: the segment has {status.st_size} bytes; offset and size say {offset + size}", field=field
+            )
+        data = bytearray(size)
+        view, done = memoryview(data), 0
+        try:
+            while done < size and (count := os.preadv(file, [view[done:]], offset + done)):
+                done += count
+        except OSError as e:
+            raise FailedPrecondition(
+                f"{field}: the segment cannot be read: {e.strerror}", field=field, reason=UNREADABLE
+            ) from None
+        if done < size:
+            raise InvalidArgument(f"{field}: the segment ends behind {done} of {size} bytes", field=field)
+        return data
+
+
+def remove_orphans(root: Path = ROOT) -> int:
+    """Remove the segments of processes that have died. Returns how many there were."""
+    try:
+        names = [path.name for path in root.iterdir()]
+    except OSError:
+        return 0
+    owners = {match[1] for name in names if (match := _SEGMENT.fullmatch(name) or _LOCK.fullmatch(name))}
+    count = 0
+    for owner in owners:
+        path = root / f"{_PREFIX}{owner}.lock"
+        try:
+            lock = _lock(path, wait=False)
+        except OSError:  # its process lives, or is another user's
+            continue
+        for name in names:
+            if (match := _SEGMENT.fullmatch(name)) is not None and match[1] == owner:
+                _unlink(root / name)
+                count += 1
+        _unlink(path)
+        os.close(lock)
+    if count:
+        get_logger().info("removed shared memory that processes had left", segments=count)
+    return count
+
+
+def _lock(path: Path, *, wait: bool = True) -> int:
+    """An open file that is locked, and is the one of this name. Raises OSError, BlockingIOError among them where another process
+    has it; with ``wait`` one that only looks is waited for.
+    """
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file), path.lstat()):
+                    return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # somebody has removed it meanwhile
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):  # it is gone, or another user's, who removes it
+        path.unlink()

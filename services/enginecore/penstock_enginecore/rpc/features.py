@@ -1,0 +1,86 @@
+"""Features of media in requests, from messages that have their tensors inline, in chunks, in shared memory, or not at all."""
+
+import re
+
+from penstock.common.v1 import tensor_pb2
+from penstock.enginecore.v1 import messages_pb2 as pb
+from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.rpc.media import modality_from_proto, tensor_from_proto
+from penstock_common.rpc.outputs import taker
+from penstock_common.tensors.incoming import IncomingTensors
+from penstock_common.tensors.shared_memory import SegmentReader
+from penstock_common.tensors.sizes import Buffer
+from penstock_common.types.media import EmbedRun, MultiModalFeature, TensorData
+from penstock_enginecore.core.multimodal.receiver_cache import ReceivedFeature, SessionFeatures
+
+MAX_TENSORS = 32
+"""Of an item."""
+_IDENTIFIER = re.compile(r"[0-9a-f]{64}")
+
+
+class FeatureReader:
+    """Reads those of one session, and has kept what its frontend wants to be kept.
+
+    Whatever comes of a request: its segments of shared memory are gone behind it, and so are its chunks.
+    """
+
+    def __init__(self, tensors: IncomingTensors, kept: SessionFeatures, segments: SegmentReader | None) -> None:
+        """``segments``: None where no shared memory is taken."""
+        self.kept = kept
+        self._tensors = tensors
+        self._take = taker(tensors)
+        self._segments = segments
+
+    def read(self, message: pb.EngineCoreRequest) -> list[MultiModalFeature]:
+        """The features of a request with their data. Raises InvalidArgument, with the field, what ``SessionFeatures.take``
+        raises, and what became of their tensors.
+        """
+        if not message.mm_features:
+            return []
+        try:
+            received = [
+                ReceivedFeature(self._feature(feature, f"mm_features[{place}]"), feature.keep)
+                for place, feature in enumerate(message.mm_features)
+            ]
+        except Exception:
+            self._forget(message)
+            raise
+        return self.kept.take(received)
+
+    def _feature(self, message: pb.MultiModalFeature, path: str) -> MultiModalFeature:
+        if _IDENTIFIER.fullmatch(message.identifier) is None:
+            raise InvalidArgument(
+                f"{path}.identifier has {len(message.identifier)} characters; it must be 64 hexadecimal digits",
+                field=f"{path}.identifier",
+            )
+        if len(message.data) > MAX_TENSORS:
+            raise InvalidArgument(
+                f"{path}.data has {len(message.data)} tensors; the limit is {MAX_TENSORS}", field=f"{path}.data"
+            )
+        return MultiModalFeature(
+            modality=modality_from_proto(message.modality, path=f"{path}.modality"),
+            identifier=message.identifier,
+            offset=message.offset,
+            length=message.length,
+            embed_runs=tuple(EmbedRun(start=run.start, count=run.count) for run in message.embed_runs),
+            data={name: self._tensor(tensor, f"{path}.data[{name[:64]}]") for name, tensor in message.data.items()},
+        )
+
+    def _tensor(self, message: tensor_pb2.Tensor, path: str) -> TensorData:
+        shared = None if self._segments is None else self._shared
+        return tensor_from_proto(message, path=path, take=self._take, shared=shared)
+
+    def _shared(self, reference: tensor_pb2.SharedMemoryReference, field: str) -> Buffer:
+        if self._segments is None:
+            raise Unimplemented(f"{field} is set; this engine takes no shared memory", field=field)
+        return self._segments.read(reference.name, reference.offset, reference.size, field=field)
+
+    def _forget(self, message: pb.EngineCoreRequest) -> None:
+        """What a request refers to that is not read: nothing else will ask for it."""
+        for feature in message.mm_features:
+            for tensor in feature.data.values():
+                kind = tensor.WhichOneof("payload")
+                if kind == "shared_memory" and self._segments is not None:
+                    self._segments.discard(tensor.shared_memory.name)
+                elif kind == "chunks" and not tensor.chunks.keep:
+                    self._tensors.abandon(tensor.chunks.transfer_id)

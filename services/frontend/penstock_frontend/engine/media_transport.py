@@ -1,0 +1,89 @@
+"""What all sessions of a frontend share to bring media to engines: shared memory, and what is counted."""
+
+from collections import Counter
+from typing import Literal
+
+from penstock_common.tensors.shared_memory import SegmentRef, SegmentWriter, shared_memory_id
+from penstock_common.tensors.sizes import Buffer
+from penstock_common.types.outputs import EngineReady
+
+Transport = Literal["inline", "chunks", "shared_memory"]
+TRANSPORTS: tuple[Transport, ...] = ("inline", "chunks", "shared_memory")
+
+
+class MediaCounts:
+    """Since the start of the frontend. ``num_queries``: items of requests that were sent to engines, ``num_hits`` those of them
+    that their engine had; ``num_bytes``: of tensors of media, by transport; ``num_resent``: requests that were sent again to the
+    same engine, which had not had what they left out.
+    """
+
+    def __init__(self) -> None:
+        self.num_queries = 0
+        self.num_hits = 0
+        self.num_resent = 0
+        self.num_bytes: Counter[Transport] = Counter()
+
+
+class MediaTransport:
+    """Belongs to the event loop."""
+
+    def __init__(self, incarnation: str, *, memory_id: str | None = None) -> None:
+        """``incarnation``: the frontend's. ``memory_id``: names its shared memory, empty for none; None: it is looked up."""
+        self.counts = MediaCounts()
+        self._memory_id = shared_memory_id() if memory_id is None else memory_id
+        self._segments = SegmentWriter(incarnation)
+
+    def session(self, ready: EngineReady) -> "SessionSegments | None":
+        """What a session with this engine writes into; None where they share no memory."""
+        if not self._memory_id or ready.shared_memory_id != self._memory_id:
+            return None
+        return SessionSegments(self._segments)
+
+    def close(self) -> None:
+        """Remove what is left in shared memory."""
+        self._segments.close()
+
+
+class SessionSegments:
+    """The segments that one session's engine is told of."""
+
+    def __init__(self, segments: SegmentWriter) -> None:
+        self._segments = segments
+        self._names: set[str] = set()
+        self._refused = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether the engine can read what is written."""
+        return not (self._refused or self._segments.broken)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes may be written now."""
+        return self.usable and self._segments.has_room(num_bytes)
+
+    def write(self, data: Buffer) -> SegmentRef | None:
+        """A segment with these bytes; None where none can be made."""
+        ref = self._segments.write(data)
+        if ref is not None:
+            self._names.add(ref.name)
+        return ref
+
+    def give_up(self) -> None:
+        """The engine cannot read them."""
+        self._refused = True
+
+    def remove(self, ref: SegmentRef) -> None:
+        """The engine will not be told of it."""
+        self._names.discard(ref.name)
+        self._segments.remove(ref.name)
+
+    def remove_old(self) -> None:
+        """Forget what was read, and remove what nobody has read for too long."""
+        self._segments.remove_old()
+        self._names = {name for name in self._names if name in self._segments}
+
+    def close(self) -> None:
+        """The session is over."""
+        for name in self._names:
+            self._segments.remove(name)
+        self._names.clear()
