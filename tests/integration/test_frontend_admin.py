@@ -10,7 +10,7 @@ import pytest
 
 from penstock.admin.v1 import messages_pb2 as pb
 from penstock.common.v1 import control_pb2, finish_pb2
-from penstock_common.errors import InvalidArgument, NotFound, Unavailable, Unimplemented
+from penstock_common.errors import InvalidArgument, NotFound, Unavailable
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import FrontendServer, collect, failure, until_states
 from tests.fakes.models.small_tokenizers import byte_level
@@ -88,14 +88,13 @@ async def test_only_caches_that_were_reset_count(admin: Any, engines: tuple[Fake
     assert (await admin.ResetPrefixCache(pb.ResetPrefixCacheRequest())).num_engines_reset == 1
 
 
-@pytest.mark.parametrize("what", ["Multimodal", "Encoder"])
-async def test_caches_that_do_not_exist_are_not_served(
-    admin: Any, engines: tuple[FakeEngine, FakeEngine], what: str
+@pytest.mark.parametrize(("what", "method"), [("Multimodal", "reset_mm_cache"), ("Encoder", "reset_encoder_cache")])
+async def test_caches_of_media_are_reset_on_every_engine(
+    admin: Any, engines: tuple[FakeEngine, FakeEngine], what: str, method: str
 ) -> None:
-    error = await failure(getattr(admin, f"Reset{what}Cache")(getattr(pb, f"Reset{what}CacheRequest")()))
-    assert isinstance(error, Unimplemented)
-    assert error.message == f"Reset{what}Cache is not served yet"
-    assert [engine.utility_calls for engine in engines] == [[], []]
+    answer = await getattr(admin, f"Reset{what}Cache")(getattr(pb, f"Reset{what}CacheRequest")())
+    assert answer.num_engines_reset == 2
+    assert [engine.utility_calls for engine in engines] == [[(method, [])]] * 2
 
 
 async def test_the_paths_of_all_traces_are_returned(admin: Any, engines: tuple[FakeEngine, FakeEngine]) -> None:

@@ -21,6 +21,7 @@ from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.executor import Executor, Progress
+from penstock_enginecore.core.multimodal.sizing import encoder_cache_size
 from penstock_enginecore.core.structured_output.base import GrammarBackendFactory
 from penstock_enginecore.error_dump import dump_step
 from penstock_enginecore.group import EngineRank, MakeMeets
@@ -180,13 +181,20 @@ def _media(config: EngineCoreConfig, engine: EngineCore) -> dict[str, Any]:
     """What ``EngineReady`` says of media."""
     if not engine.model.media:
         return {}
-    # An item has one position at least; how many a client may send is for frontends to say.
-    limits = (
-        MediaLimits(modality=each.modality, max_items=engine.max_model_len, max_tokens=each.max_tokens)
+    most = config.multimodal.limit_per_prompt
+    limits = (  # an item has one position at least
+        MediaLimits(
+            modality=each.modality,
+            max_items=most.get(each.modality, engine.max_model_len),
+            max_tokens=each.max_tokens,
+        )
         for each in engine.model.media
     )
     return {
         "media": tuple(limits),
+        "encoder_cache_size": encoder_cache_size(
+            config.multimodal.encoder_cache_size, engine.config.scheduler.step_tokens, engine.model
+        ),
         "receiver_cache_bytes": config.multimodal.receiver_cache_quota,
         "shared_memory_id": shared_memory_id() if config.multimodal.shared_memory else "",
     }

@@ -75,6 +75,7 @@ class Frontend:
         self._assembly = assembly
         self._llm, self._engines, self._metrics = assembly.llm, assembly.engines, assembly.metrics
         self._metrics.registry.register(self._certificates)
+        self._metrics.add_media(self._engines.media_counts)
         if config.lora.serves:
             self._metrics.add_adapters(self._llm.adapters.adapters.count)
         if config.http.engine_metrics:

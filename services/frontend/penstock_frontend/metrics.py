@@ -4,13 +4,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import Counter, Gauge
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from penstock_common.observability.engine_metrics import LABELS, EngineLoad, Family, engine_families
 from penstock_common.observability.histogram import Histogram
 from penstock_common.observability.metrics import service_registry
 from penstock_common.types.outputs import FinishReason
+from penstock_frontend.engine.media_transport import TRANSPORTS, MediaCounts
 
 # Upper ends of buckets are vLLM's, so that the quantiles of both can be compared. Its counts of tokens end at the model's
 # length, which a frontend learns later than it makes its metrics.
@@ -196,6 +197,10 @@ class FrontendMetrics:
         """Serve how many LoRA adapters have names, too; ``count``: by where these come from."""
         self.registry.register(_AdapterNames(self.model, count))
 
+    def add_media(self, counts: MediaCounts) -> None:
+        """Serve what engines have been sent of media, too."""
+        self.registry.register(_Media(self.model, counts))
+
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, [*LABELS, *labels], registry=self.registry)
 
@@ -223,3 +228,31 @@ class _AdapterNames(Collector):
         for source, count in self._count().items():
             family.add_metric([self._model, source], count)
         yield family
+
+
+class _Media(Collector):
+    def __init__(self, model: str, counts: MediaCounts) -> None:
+        self._model = model
+        self._counts = counts
+
+    def collect(self) -> Iterator[Family]:
+        """What is counted since the start; asked for at each scrape."""
+        counts = self._counts
+        for name, text, value in (
+            ("vllm:mm_cache_queries", "Media of requests that were sent to engines", counts.num_queries),
+            ("vllm:mm_cache_hits", "Of these, media that the engine had already", counts.num_hits),
+            (
+                "penstock:media_resent",
+                "Requests sent again because the engine had forgotten their media",
+                counts.num_resent,
+            ),
+        ):
+            family = CounterMetricFamily(name, text, labels=["model_name"])
+            family.add_metric([self._model], value)
+            yield family
+        sent = CounterMetricFamily(
+            "penstock:media_sent_bytes", "Bytes of processed media sent to engines", labels=["model_name", "transport"]
+        )
+        for transport in TRANSPORTS:
+            sent.add_metric([self._model, transport], counts.num_bytes[transport])
+        yield sent

@@ -40,6 +40,8 @@ UTILITIES: dict[str, Any] = {
     "wake_up": None,
     "is_sleeping": False,
     "reset_prefix_cache": True,
+    "reset_mm_cache": None,
+    "reset_encoder_cache": None,
     "start_profile": None,
     "stop_profile": ["trace.json"],
     "engine_info": {"state": "serving", "num_kv_blocks": 1024},

@@ -113,16 +113,17 @@ class Outgoing(Generic[M]):
             self._due.append(entry)
 
     def discard(self, keys: Collection[str]) -> list[str]:
-        """Drop those of the messages that still wait for their tensors. Returns their keys."""
-        dropped = [entry.key for entry, _ in self._line if entry.key in keys]
-        self._line = deque(each for each in self._line if each[0].key not in keys)
-        gone = [entry for entry in self._waiting if entry.key in keys]
-        self._waiting = [entry for entry in self._waiting if entry.key not in keys]
+        """Drop those of the messages that have, or may come to have, tensors and were not made yet. Returns their keys."""
+        gone = [entry for entry, _ in self._line if entry.key in keys]
+        gone += [entry for entry in self._waiting if entry.key in keys]
+        gone += [entry for entry in self._due if entry.key in keys and entry.tensors is not no_tensors]
+        if gone:
+            self._line = deque(each for each in self._line if each[0] not in gone)
+            self._waiting = [entry for entry in self._waiting if entry not in gone]
+            self._due = deque(entry for entry in self._due if entry not in gone)
         for entry in gone:
             self._let_go(entry)
-            dropped.append(entry.key)
-        self._admit()
-        return dropped
+        return [entry.key for entry in gone]
 
     def __bool__(self) -> bool:
         """Whether there is something to send."""

@@ -89,7 +89,7 @@ class SegmentWriter:
         self._tried_again_at = -math.inf
 
     def write(self, data: Buffer) -> SegmentRef | None:
-        """A segment with these bytes; None where there is no room for it, or none can be made: it is to be sent otherwise then."""
+        """A segment with these bytes; None where there is no room for it, or none can be made: then it is sent otherwise."""
         if self.broken or not self.has_room(len(data)):
             return None
         try:

@@ -43,7 +43,7 @@ class FeatureReader:
                 for place, feature in enumerate(message.mm_features)
             ]
         except Exception:
-            self._forget(message)
+            self.discard(message)
             raise
         return self.kept.take(received)
 
@@ -75,7 +75,7 @@ class FeatureReader:
             raise Unimplemented(f"{field} is set; this engine takes no shared memory", field=field)
         return self._segments.read(reference.name, reference.offset, reference.size, field=field)
 
-    def _forget(self, message: pb.EngineCoreRequest) -> None:
+    def discard(self, message: pb.EngineCoreRequest) -> None:
         """What a request refers to that is not read: nothing else will ask for it."""
         for feature in message.mm_features:
             for tensor in feature.data.values():

@@ -45,6 +45,11 @@ class MediaMirror:
         """Whether the engine has it, once it has read what was told so far."""
         return identifier in self._kept
 
+    @property
+    def identifiers(self) -> frozenset[str]:
+        """What the engine has, once it has read what was told so far."""
+        return frozenset(self._kept)
+
     def missing(self, features: Iterable[MultiModalFeature]) -> list[MultiModalFeature]:
         """Those that are to go with their data, each identifier once."""
         return list({f.identifier: f for f in features if f.identifier not in self._kept}.values())

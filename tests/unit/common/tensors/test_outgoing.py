@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock_common.tensors.outgoing import Chunk, Outgoing, TensorRef
 from penstock_common.tensors.sizes import Limits
@@ -19,7 +21,10 @@ def queue(limits: Limits = LIMITS) -> Outgoing[Sent]:
 
 
 def message(name: str) -> Callable[[Sequence[TensorRef]], Sent]:
-    return lambda refs: (name, *refs)
+    def make(refs: Sequence[TensorRef]) -> Sent:
+        return name, *refs
+
+    return make
 
 
 def needs(*tensors: bytes) -> Callable[[], Sequence[bytes]]:
@@ -132,3 +137,76 @@ def test_the_tensor_of_a_message_that_cannot_be_made_is_abandoned() -> None:
     with pytest.raises(ValueError, match="no message"):
         outgoing.next()
     assert rest(outgoing) == [Chunk(1, CHUNK, b"", abandoned=True)]
+
+
+def test_a_message_waits_for_all_of_its_tensors() -> None:
+    outgoing = queue()
+    outgoing.put(message("both"), needs(bytes(2 * CHUNK), bytes(CHUNK)))
+    outgoing.put(message("a"))
+    *sent, last = rest(outgoing)
+    assert names(sent) == ["1@0", "a", "2@0", "1@1000"]
+    assert last == ("both", TensorRef(1, 2 * CHUNK, keep=False), TensorRef(2, CHUNK, keep=False))
+
+
+def test_a_tensor_that_a_message_has_twice_goes_once() -> None:
+    outgoing = queue()
+    data = bytes(CHUNK)
+    outgoing.put(message("twice"), needs(data, data))
+    assert rest(outgoing)[1:] == [("twice", TensorRef(1, CHUNK, keep=True), TensorRef(1, CHUNK, keep=False))]
+
+
+def test_what_a_message_needs_counts_when_it_is_its_turn() -> None:
+    outgoing, wanted, data = queue(), [True], bytes(2 * CHUNK)
+    outgoing.put(message("a"), lambda: [data] if wanted else [])
+    outgoing.next()
+    wanted.clear()
+    assert rest(outgoing) == [Chunk(1, CHUNK, bytes(CHUNK)), ("a",), Chunk(1, 2 * CHUNK, b"", abandoned=True)]
+
+
+def test_a_message_that_comes_to_need_a_tensor_waits_for_it() -> None:
+    outgoing, wanted, data = queue(), list[bytes](), bytes(CHUNK)
+    outgoing.put(message("a"), lambda: wanted)
+    wanted.append(data)
+    assert names(rest(outgoing)) == ["1@0", "a"]
+
+
+def test_a_message_that_may_come_to_need_a_tensor_is_discarded_until_it_is_made() -> None:
+    outgoing = queue()
+    outgoing.put(message("a"), needs(), key="a")
+    outgoing.put(message("b"), key="b")
+    assert outgoing.discard(["a", "b"]) == ["a"]
+    assert names(rest(outgoing)) == ["b"]
+
+
+@given(st.data())
+def test_messages_never_wait_for_each_other_in_a_circle(data: st.DataObject) -> None:
+    tensors = [bytes(CHUNK * size) for size in (1, 2, 3, 4)]
+    outgoing, put, sent = queue(Limits(CHUNK + 64, 5 * CHUNK)), 0, []
+    for _ in range(data.draw(st.integers(1, 25))):
+        chosen = data.draw(st.lists(st.sampled_from(tensors), max_size=3, unique_by=id))
+        if sum(map(len, chosen)) <= 5 * CHUNK:
+            outgoing.put(message(str(put)), needs(*chosen), key=str(put))
+            put += 1
+        for _ in range(data.draw(st.integers(0, 3))):
+            if outgoing and (each := outgoing.next()) is not None:
+                sent.append(each)
+        if data.draw(st.booleans()):
+            put -= len(outgoing.discard([str(data.draw(st.integers(0, 25)))]))
+    sent += rest(outgoing)
+    assert sum(not isinstance(each, Chunk) for each in sent) == put
+    held: dict[int, int] = {}
+    for each in sent:  # what the other end holds at once, as it would count it
+        if isinstance(each, Chunk):
+            if each.abandoned:
+                held.pop(each.transfer_id)
+            else:
+                assert held.get(each.transfer_id, 0) == each.offset
+                held[each.transfer_id] = each.offset + len(each.data)
+        else:
+            for ref in each[1:]:
+                assert isinstance(ref, TensorRef)
+                assert held[ref.transfer_id] == ref.size
+                if not ref.keep:
+                    del held[ref.transfer_id]
+        assert sum(held.values()) <= 5 * CHUNK
+    assert held == {}

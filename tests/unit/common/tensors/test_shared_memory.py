@@ -1,0 +1,195 @@
+"""Segments of shared memory: made, read, refused, and never left behind."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock_common.errors import FailedPrecondition, InvalidArgument, RequestFailed, ResourceExhausted
+from penstock_common.tensors.shared_memory import (
+    KEPT_FOR,
+    PAUSE,
+    UNREADABLE,
+    SegmentReader,
+    SegmentRef,
+    SegmentWriter,
+    owner_of,
+    remove_orphans,
+    shared_memory_id,
+)
+from tests.fakes.engines.engine_harness import FakeClock
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def written(writer: SegmentWriter, data: bytes) -> SegmentRef:
+    ref = writer.write(data)
+    assert ref is not None
+    return ref
+
+
+def refusal(reader: SegmentReader, name: str, size: int, offset: int = 0) -> RequestFailed:
+    with pytest.raises(RequestFailed) as error:
+        reader.read(name, offset, size, field="mm_features[0].data[x].shared_memory")
+    return error.value
+
+
+def test_what_was_written_is_read_and_gone(tmp_path: Path) -> None:
+    writer, reader = SegmentWriter("f", root=tmp_path), SegmentReader("f", root=tmp_path)
+    ref = written(writer, bytes(range(256)) * 1000)
+    assert (tmp_path / ref.name).stat().st_mode & 0o777 == 0o600
+    assert reader.read(ref.name, 0, ref.size, field="f") == bytes(range(256)) * 1000
+    assert names(tmp_path) == [f"penstock-{owner_of('f')}.lock"]
+    writer.close()
+    assert names(tmp_path) == []
+
+
+def test_bytes_may_begin_behind_an_offset(tmp_path: Path) -> None:
+    ref = written(SegmentWriter("f", root=tmp_path), b"abcdef")
+    assert SegmentReader("f", root=tmp_path).read(ref.name, 2, 4, field="f") == b"cdef"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "..",
+        "../etc/passwd",
+        "/etc/passwd",
+        f"penstock-{owner_of('f')}-1/../../x",
+        f"penstock-{owner_of('f')}-1\n",
+        f"penstock-{owner_of('f')}-",
+        f"penstock-{owner_of('f')}.lock",
+        f"penstock-{owner_of('other')}-1",
+    ],
+)
+def test_names_that_are_not_of_the_session_are_refused_and_stay(tmp_path: Path, name: str) -> None:
+    written(SegmentWriter("f", root=tmp_path), b"abc")
+    written(SegmentWriter("other", root=tmp_path), b"abc")
+    before = names(tmp_path)
+    reader = SegmentReader("f", root=tmp_path)
+    error = refusal(reader, name, 3)
+    assert isinstance(error, InvalidArgument)
+    assert "it is no segment of this session's" in error.message
+    reader.discard(name)
+    assert names(tmp_path) == before
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, 2), (0, 4), (1, 3), (2**60, 3), (0, 0)])
+def test_a_segment_of_another_size_is_refused_and_removed(tmp_path: Path, offset: int, size: int) -> None:
+    ref = written(SegmentWriter("f", root=tmp_path), b"abc")
+    error = refusal(SegmentReader("f", root=tmp_path), ref.name, size, offset)
+    assert isinstance(error, InvalidArgument)
+    assert f"the segment has 3 bytes; offset and size say {offset + size}" in error.message
+    assert ref.name not in names(tmp_path)
+
+
+def test_a_segment_that_is_not_there_can_be_sent_otherwise(tmp_path: Path) -> None:
+    error = refusal(SegmentReader("f", root=tmp_path), f"penstock-{owner_of('f')}-7", 3)
+    assert isinstance(error, FailedPrecondition)
+    assert error.reason == UNREADABLE
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"abc")
+    name = f"penstock-{owner_of('f')}-7"
+    (tmp_path / name).symlink_to(secret)
+    assert refusal(SegmentReader("f", root=tmp_path), name, 3).reason == UNREADABLE
+    assert secret.exists()
+
+
+def test_a_pipe_in_place_of_a_segment_is_refused_at_once(tmp_path: Path) -> None:
+    name = f"penstock-{owner_of('f')}-7"
+    os.mkfifo(tmp_path / name)
+    assert "is no file" in refusal(SegmentReader("f", root=tmp_path), name, 3).message
+
+
+def test_what_is_read_is_bounded(tmp_path: Path) -> None:
+    error = refusal(SegmentReader("f", root=tmp_path, max_bytes=10), f"penstock-{owner_of('f')}-7", 11)
+    assert isinstance(error, ResourceExhausted)
+
+
+def test_what_nobody_has_read_is_bounded(tmp_path: Path) -> None:
+    writer = SegmentWriter("f", root=tmp_path, max_bytes=10)
+    first = written(writer, b"abcdef")
+    assert writer.write(b"12345") is None
+    SegmentReader("f", root=tmp_path).read(first.name, 0, 6, field="f")
+    written(writer, b"12345")
+    assert writer.num_bytes == 5
+
+
+def test_what_nobody_reads_is_removed_in_the_end(tmp_path: Path) -> None:
+    clock = FakeClock()
+    writer = SegmentWriter("f", root=tmp_path, clock=clock)
+    old = written(writer, b"old")
+    clock.now += KEPT_FOR / 2
+    new = written(writer, b"new")
+    clock.now += KEPT_FOR / 2 + 1
+    writer.remove_old()
+    assert old.name not in names(tmp_path)
+    assert new.name in names(tmp_path)
+    assert writer.num_bytes == 3
+
+
+def test_where_nothing_can_be_written_nothing_is_tried_for_a_while(tmp_path: Path) -> None:
+    clock = FakeClock()
+    writer = SegmentWriter("f", root=tmp_path / "missing", clock=clock)
+    assert writer.write(b"abc") is None
+    (tmp_path / "missing").mkdir()
+    assert writer.broken
+    assert writer.write(b"abc") is None
+    clock.now += PAUSE + 1
+    written(writer, b"abc")
+
+
+def test_a_segment_that_cannot_be_filled_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int, data: memoryview) -> int:
+        raise OSError(28, "No space left on device")
+
+    writer = SegmentWriter("f", root=tmp_path)
+    monkeypatch.setattr("penstock_common.tensors.shared_memory.os.write", full)
+    assert writer.write(b"abc") is None
+    assert names(tmp_path) == [f"penstock-{owner_of('f')}.lock"]
+    assert writer.num_bytes == 0
+
+
+def test_what_a_dead_process_has_left_is_removed_and_a_living_ones_stays(tmp_path: Path) -> None:
+    living = SegmentWriter("living", root=tmp_path)
+    kept = written(living, b"abc")
+    (tmp_path / "somebody-elses").write_bytes(b"x")
+    code = (
+        "import os, pathlib\n"
+        "from penstock_common.tensors.shared_memory import SegmentWriter\n"
+        f"writer = SegmentWriter('dead', root=pathlib.Path({str(tmp_path)!r}))\n"
+        "writer.write(b'abc'), writer.write(b'def')\n"
+        "os._exit(9)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=False, env=os.environ)
+    assert sum(owner_of("dead") in name for name in names(tmp_path)) == 3
+    assert remove_orphans(tmp_path) == 2
+    assert names(tmp_path) == sorted([kept.name, f"penstock-{owner_of('living')}.lock", "somebody-elses"])
+    living.close()
+
+
+def test_segments_without_a_lock_are_removed(tmp_path: Path) -> None:
+    (tmp_path / f"penstock-{owner_of('x')}-3").write_bytes(b"abc")
+    assert remove_orphans(tmp_path) == 1
+    assert names(tmp_path) == []
+
+
+def test_who_writes_first_removes_what_others_have_left(tmp_path: Path) -> None:
+    (tmp_path / f"penstock-{owner_of('x')}-3").write_bytes(b"abc")
+    written(SegmentWriter("f", root=tmp_path), b"abc")
+    assert not any(owner_of("x") in name for name in names(tmp_path))
+
+
+def test_the_memory_has_a_name_where_it_can_be_used(tmp_path: Path) -> None:
+    assert shared_memory_id(tmp_path / "missing") == ""
+    assert shared_memory_id(tmp_path) == shared_memory_id(tmp_path) != ""
+    (tmp_path / "other").mkdir()
+    assert shared_memory_id(tmp_path) != shared_memory_id(tmp_path / "other")
