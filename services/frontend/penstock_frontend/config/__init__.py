@@ -10,8 +10,9 @@ from penstock_frontend.config.frontend import (
     RetriesConfig,
 )
 from penstock_frontend.config.http import HttpConfig, ResponsesConfig
-from penstock_frontend.config.limits import LimitsConfig
+from penstock_frontend.config.limits import LimitsConfig, MaxMediaConfig
 from penstock_frontend.config.lora import LoraConfig
+from penstock_frontend.config.media import MediaConfig
 from penstock_frontend.config.routing import RoutingConfig, RoutingPolicy
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "JwtConfig",
     "LimitsConfig",
     "LoraConfig",
+    "MaxMediaConfig",
+    "MediaConfig",
     "ModelConfig",
     "ResponsesConfig",
     "RetriesConfig",

@@ -31,6 +31,7 @@ from penstock_frontend.config.auth import AuthConfig
 from penstock_frontend.config.http import HttpConfig
 from penstock_frontend.config.limits import LimitsConfig
 from penstock_frontend.config.lora import LoraConfig
+from penstock_frontend.config.media import MediaConfig
 from penstock_frontend.config.routing import RoutingConfig
 
 Weight = Annotated[float, Meta(ge=MIN_TENANT_WEIGHT, le=MAX_TENANT_WEIGHT)]
@@ -213,6 +214,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     limits: Annotated[LimitsConfig, REREAD] = LimitsConfig()
     fairness: Annotated[FairnessConfig, REREAD] = FairnessConfig()
     lora: LoraConfig = LoraConfig()
+    media: MediaConfig = MediaConfig()
     routing: RoutingConfig = RoutingConfig()
     retries: RetriesConfig = RetriesConfig()
     detection: DetectionConfig = DetectionConfig()

@@ -7,6 +7,22 @@ from msgspec import Meta
 
 from penstock_common.config.checks import check_fields
 from penstock_common.config.sizes import ByteSize
+from penstock_common.types.media import Modality
+
+
+class MaxMediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many media one request may have, for models that take them."""
+
+    image: Annotated[int, Meta(ge=0, description="Images of one request; 0: none are taken.")] = 16
+    audio: Annotated[int, Meta(ge=0, description="Sounds of one request; 0: none are taken.")] = 4
+    video: Annotated[int, Meta(ge=0, description="Videos of one request; 0: none are taken.")] = 2
+
+    def __post_init__(self) -> None:
+        check_fields("limits.max_media", self)
+
+    def of(self, modality: Modality) -> int:
+        """Items of that modality."""
+        return {"image": self.image, "audio": self.audio, "video": self.video}[modality]
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,6 +47,15 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "their answers are encoded; they take about three times as much memory.",
         ),
     ] = 512 * 1024 * 1024
+    max_media_bytes_in_flight: Annotated[
+        ByteSize,
+        Meta(
+            ge=1,
+            description="Bytes of the encoded images, sounds and videos of all requests at once, from when they are there until "
+            "they are processed.",
+        ),
+    ] = 512 * 1024 * 1024
+    max_media: MaxMediaConfig = MaxMediaConfig()
     max_prompt_length_in_flight: Annotated[
         int, Meta(ge=1, description="Characters, token ids and bytes of vectors of all prompts at once.")
     ] = 256 * 1024 * 1024
