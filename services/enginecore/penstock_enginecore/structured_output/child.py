@@ -5,7 +5,7 @@ import resource
 import signal
 from pathlib import Path
 
-from penstock_enginecore.child_process import end_with_parent
+from penstock_common.child_process import end_with_parent
 
 NICENESS = 10
 """Of a child: it takes no core that the engine's steps could have."""

@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from penstock_common.child_process import start_python
 from penstock_common.errors import Internal, Unavailable
-from penstock_enginecore.child_process import start_python
 from penstock_enginecore.config import StructuredOutputConfig
 from penstock_enginecore.structured_output.constraints.source import FIELD
 from penstock_enginecore.structured_output.messages import (

@@ -8,7 +8,7 @@ from functools import partial
 
 import msgspec
 
-from penstock_enginecore.child_process import end_with_parent
+from penstock_common.child_process import end_with_parent
 from penstock_enginecore.executor.multiproc.messages import Start, decode_call
 from penstock_enginecore.executor.multiproc.ring import RingReader, RingWriter
 from penstock_enginecore.executor.multiproc.ring_memory import RingMemory

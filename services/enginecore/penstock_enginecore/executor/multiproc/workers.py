@@ -13,7 +13,7 @@ from functools import partial
 
 import msgspec
 
-from penstock_enginecore.child_process import start_python
+from penstock_common.child_process import start_python
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.executor.multiproc.failures import WorkersGone

@@ -1,23 +1,27 @@
-"""The engine's child processes: how they are started, and that they end with it."""
+"""Child processes of services: how they are started, and that they end with their service."""
 
 import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _PR_SET_PDEATHSIG = 1
 
 
-def start_python(module: str, arguments: Sequence[str], descriptors: Sequence[int]) -> "subprocess.Popen[bytes]":
-    """Run ``module`` with this interpreter's packages. The thread that calls must outlive the process."""
+def start_python(
+    module: str, arguments: Sequence[str], descriptors: Sequence[int], environ: Mapping[str, str] | None = None
+) -> "subprocess.Popen[bytes]":
+    """Run ``module`` with this interpreter's packages. The thread that calls must outlive the process. ``environ``: its
+    environment; None: this process's.
+    """
     # Not a multiprocessing.Process: that would import the main module again, which may be anybody's script.
     return subprocess.Popen(  # noqa: S603 - nothing in it comes from a request
         [sys.executable, "-P", "-m", module, *arguments],
         pass_fds=list(descriptors),
         stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={**(os.environ if environ is None else environ), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
 
 
