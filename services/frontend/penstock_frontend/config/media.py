@@ -27,8 +27,8 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     allowed_domains: Annotated[
         tuple[str, ...],
         Meta(
-            description="Hosts that URLs of media may name: images.example.org means that host, *.example.org every host below it, "
-            "* every host. :PORT behind one means that port, else 443 of https and 80 of http. Addresses must be public. Empty: "
+            description="Hosts that URLs of media may name: images.example.org means that host, *.example.org every host below "
+            "it, * every host. :PORT behind one means that port, else 443 of https and 80 of http. Addresses must be public. Empty: "
             "only data: URLs are taken."
         ),
     ] = ()
@@ -75,15 +75,19 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 2 * 1024 * 1024 * 1024
     worker_timeout: Annotated[
         float,
-        Meta(gt=0, le=3600, description="Seconds that a media worker may take for one item. What takes longer is refused."),
+        Meta(
+            gt=0,
+            le=3600,
+            description="Seconds that a media worker may take for one item. What takes longer is refused.",
+        ),
     ] = 30.0
     max_queued: Annotated[int, Meta(ge=1, le=1_000_000, description="Items that may wait for a media worker.")] = 512
     store_bytes: Annotated[
         ByteSize,
         Meta(
             ge=0,
-            description="Bytes of processed items that are kept for requests to come, which have the same media; those of running "
-            "requests are found beside these. 0: none are kept.",
+            description="Bytes of processed items that are kept for requests to come, which have the same media; those of "
+            "running requests are found beside these. 0: none are kept.",
         ),
     ] = 1024 * 1024 * 1024
     allow_features: Annotated[
@@ -100,7 +104,8 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             match = _DOMAIN.fullmatch(domain)
             if match is None or not 0 < int((match["port"] or ":1")[1:]) <= 65_535:
                 raise ConfigError(
-                    f"media.allowed_domains: {domain!r} must be a host in lower case, *.HOST or *, with :PORT behind it or without"
+                    f"media.allowed_domains: {domain!r} must be a host in lower case, *.HOST or *, with :PORT behind it or "
+                    "without"
                 )
         self.private_networks  # noqa: B018 - it looks at each
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL.Image import Image
 
-from penstock_common.types.media import Modality
+from penstock_common.types.media import Modality, TensorData
 from penstock_frontend.processing.media.item import ProcessedItem, Replacement
 
 Encode = Callable[[str], list[int]]
@@ -15,8 +15,8 @@ Encode = Callable[[str], list[int]]
 
 
 class FamilyProcessor(Protocol):
-    """The half that runs in a media worker: decoded media to the model's inputs. It may import transformers, numpy and Pillow, and never
-    torch. Made once per worker, of a checkpoint's directory.
+    """The half that runs in a media worker: decoded media to the model's inputs. It may import transformers, numpy and Pillow,
+    and never torch. Made once per worker, of a checkpoint's directory.
     """
 
     def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
@@ -37,12 +37,19 @@ class Family(Protocol):
     """What rows depend on besides an item's bytes and arguments: processor class and configuration."""
     sampling_rate: int
     """Of sound, in Hz; 0 where none is taken."""
+    media_tokens: tuple[str, ...]
+    """Tokens that stand for media and for nothing else. The same characters in a client's text are text."""
 
     def placeholder(self, modality: Modality) -> str:
         """What stands in a text for an item, one for each: what the model's chat template writes for it."""
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
         """What stands in the prompt for each item of a request, in order, in place of its placeholder."""
+
+    def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
+        """An item that its client has processed. Raises ValueError, naming the tensor, for what the processor would not give, and
+        for modalities and families that cannot be told from their tensors.
+        """
 
     def max_tokens(self, modality: Modality) -> int:
         """Positions of the largest item."""

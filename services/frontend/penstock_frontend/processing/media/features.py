@@ -1,0 +1,49 @@
+"""Tensors that clients have processed themselves: what must be so whatever the model is."""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from penstock_common.types.media import DTYPE_BYTES, TensorData
+from penstock_frontend.processing.media import refusals
+
+_MAX_TENSORS = 64
+_MAX_DIMENSIONS = 8
+_EXPONENT_OF_BFLOAT16 = 0x7F80
+
+
+def check_tensors(tensors: Mapping[str, TensorData], *, field: str, max_bytes: int) -> None:
+    """Raise InvalidArgument for too many or too large ones, for bytes that are not those of the shape, and for numbers that are
+    not finite. Looks at every number: for a thread, where they are many.
+    """
+    if not tensors:
+        raise refusals.unreadable(field, "has no tensors")
+    if len(tensors) > _MAX_TENSORS:
+        raise refusals.too_large(field, f"has {len(tensors)} tensors", "the limit", _MAX_TENSORS)
+    size = sum(len(tensor.data) for tensor in tensors.values())
+    if size > max_bytes:
+        raise refusals.too_large(field, f"has {size} bytes", "media.max_bytes", max_bytes)
+    for name, tensor in tensors.items():
+        where = f"{field}.tensors[{name[:64]!r}]"
+        if len(tensor.shape) > _MAX_DIMENSIONS or any(length < 0 for length in tensor.shape):
+            raise refusals.unreadable(field, f"has a tensor {name[:64]!r} of the shape {list(tensor.shape[:16])}")
+        needed = math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
+        if len(tensor.data) != needed:
+            raise refusals.unreadable(
+                where,
+                f"has {len(tensor.data)} bytes; {tensor.dtype} of the shape {list(tensor.shape)} has {needed}",
+            )
+        if not needed:
+            raise refusals.unreadable(where, "is empty")
+        if not _is_finite(tensor):
+            raise refusals.unreadable(where, "has numbers that are not finite")
+
+
+def _is_finite(tensor: TensorData) -> bool:
+    if tensor.dtype == "bfloat16":
+        bits = np.frombuffer(tensor.data, "<u2")
+        return bool(((bits & _EXPONENT_OF_BFLOAT16) != _EXPONENT_OF_BFLOAT16).all())
+    if not tensor.dtype.startswith("float"):
+        return True
+    return bool(np.isfinite(np.frombuffer(tensor.data, np.dtype(tensor.dtype).newbyteorder("<"))).all())

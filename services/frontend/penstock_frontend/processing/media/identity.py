@@ -1,0 +1,61 @@
+"""What a medium is known by in every store and cache."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from penstock_common.types.media import Modality, TensorData
+from penstock_frontend.processing.media.part import EncodedFile, Features, Frames
+
+_KEY_BYTES = hashlib.blake2b.MAX_KEY_SIZE
+_LENGTH_BYTES = 8
+_canonical = msgspec.json.Encoder(order="deterministic")
+
+Content = EncodedFile | Frames | Features
+"""A medium that is here."""
+
+
+def identifier(
+    modality: Modality,
+    content: Content,
+    *,
+    family: bytes,
+    processor_kwargs: Mapping[str, Any],
+    cache_salt: str,
+) -> str:
+    """64 hexadecimal digits: BLAKE2b-256, keyed with the salt, over all that the medium's embeddings depend on, each with its
+    length.
+
+    ``family``: ``Family.identity``. What clients call a medium is no part of it.
+    """
+    hashed = hashlib.blake2b(digest_size=32, key=_key(cache_salt))
+    kwargs = _canonical.encode(dict(processor_kwargs))
+    for field in (modality.encode(), family, kwargs, *_fields(content)):
+        hashed.update(len(field).to_bytes(_LENGTH_BYTES, "little"))
+        hashed.update(field)
+    return hashed.hexdigest()
+
+
+def _key(cache_salt: str) -> bytes:
+    salt = cache_salt.encode()
+    return salt if len(salt) <= _KEY_BYTES else hashlib.blake2b(salt, digest_size=32).digest()
+
+
+def _fields(content: Content) -> Iterator[bytes | bytearray]:
+    """Begins with the kind, so that none can be taken for another."""
+    if isinstance(content, EncodedFile):
+        yield from (b"file", content.data)
+    elif isinstance(content, Frames):
+        yield b"frames"
+        for frame in content.frames:
+            yield from (repr(float(frame.timestamp)).encode(), frame.data)
+    else:
+        yield b"features"
+        yield from _tensors(content.tensors.items())
+
+
+def _tensors(tensors: Iterable[tuple[str, TensorData]]) -> Iterator[bytes | bytearray]:
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+        yield from (name.encode(), tensor.dtype.encode(), _canonical.encode(tensor.shape), tensor.data)

@@ -1,0 +1,50 @@
+"""Which format a file has, by its first bytes: what it is called or declared as means nothing."""
+
+from typing import Literal
+
+from penstock_common.types.media import Modality
+
+ImageFormat = Literal["JPEG", "PNG", "WEBP", "GIF"]
+SoundFormat = Literal["WAV", "FLAC", "OGG", "MP3"]
+
+FORMATS: dict[Modality, tuple[str, ...]] = {
+    "image": ("JPEG", "PNG", "WebP", "GIF"),
+    "audio": ("WAV", "FLAC", "Ogg", "MP3"),
+    "video": ("JPEG", "PNG", "WebP", "GIF"),
+}
+"""What files of each modality may be, as people write it; a video's are those of its frames."""
+
+
+def image_format(data: bytes) -> ImageFormat | None:
+    """The picture's format, under Pillow's name; None for any other."""
+    if data.startswith(b"\xff\xd8\xff"):
+        return "JPEG"
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "PNG"
+    if data.startswith((b"GIF87a", b"GIF89a")):
+        return "GIF"
+    return "WEBP" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
+
+
+def sound_format(data: bytes) -> SoundFormat | None:
+    """The sound's format, under libsndfile's name; None for any other."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
+        return "WAV"
+    if data.startswith(b"fLaC"):
+        return "FLAC"
+    if data.startswith(b"OggS"):
+        return "OGG"
+    return "MP3" if data.startswith(b"ID3") or _is_mp3_frame(data) else None
+
+
+def _is_mp3_frame(data: bytes) -> bool:
+    """The header of a frame of layer III: 11 bits set, a known version, layer, bit rate and sampling rate."""
+    if len(data) < 4 or data[0] != 0xFF or data[1] & 0xE0 != 0xE0:
+        return False
+    version, layer = data[1] >> 3 & 3, data[1] >> 1 & 3
+    return version != 1 and layer == 1 and data[2] >> 4 not in (0, 15) and data[2] >> 2 & 3 != 3
+
+
+def is_of(modality: Modality, data: bytes) -> bool:
+    """Whether a file of that modality may begin so."""
+    return (sound_format(data) if modality == "audio" else image_format(data)) is not None

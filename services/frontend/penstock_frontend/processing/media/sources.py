@@ -1,0 +1,208 @@
+"""Where media may be: ``data:`` URLs, and hosts that the configuration names at addresses that are public."""
+
+import asyncio
+import binascii
+import ipaddress
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+from urllib.parse import quote, urlsplit
+
+from penstock_common.errors import InvalidArgument
+from penstock_frontend.config.media import ANY_DOMAIN, Network
+from penstock_frontend.processing.media import refusals
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_DATA = re.compile(r"data:[\x21-\x2b\x2d-\x7e]{0,256}?;base64,", re.IGNORECASE)
+_SLICE = 1024 * 1024
+"""Characters of base64 that are decoded in one go, a multiple of four: the interpreter does nothing else meanwhile."""
+_LONGEST_URL = 8192
+_PORTS = {"https": 443, "http": 80}
+_HOST = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
+_SAFE = "/%:@!$&'()*+,;=~-._"
+"""Characters of paths that go out as they are."""
+_NUMERIC = re.compile(r"([0-9]+|0x[0-9a-f]*)")
+"""A last label that makes a host an IPv4 address, in one of the many ways that C libraries read."""
+
+_NOT_PUBLIC = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        "0.0.0.0/8",  # this host
+        "10.0.0.0/8",
+        "100.64.0.0/10",  # carriers' NAT
+        "127.0.0.0/8",
+        "169.254.0.0/16",  # link-local, clouds' metadata
+        "172.16.0.0/12",
+        "192.0.0.0/24",
+        "192.0.2.0/24",
+        "192.88.99.0/24",  # 6to4 relays
+        "192.168.0.0/16",
+        "198.18.0.0/15",
+        "198.51.100.0/24",
+        "203.0.113.0/24",
+        "224.0.0.0/4",  # multicast
+        "240.0.0.0/4",
+        "2001::/23",  # Teredo and other protocols' own
+        "2001:db8::/32",
+        "2002::/16",  # 6to4: an IPv4 address within
+        "3fff::/20",
+    )
+)
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+"""All else of IPv6 is special: mapped IPv4 addresses, NAT64, unique local, link-local, multicast."""
+
+
+class Target(NamedTuple):
+    """What a URL asks which host for."""
+
+    scheme: str
+    host: str
+    """In lower case: a name, or an address without brackets."""
+    port: int
+    path: str
+    """With its query, encoded."""
+
+    @property
+    def is_tls(self) -> bool:
+        """Whether the connection is encrypted and the host proves its name."""
+        return self.scheme == "https"
+
+    @property
+    def authority(self) -> str:
+        """What the header Host says."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
+
+    @property
+    def address(self) -> Address | None:
+        """Where the URL gives an address in place of a name."""
+        return _address(self.host)
+
+    @property
+    def url(self) -> str:
+        """To join redirects with."""
+        return f"{self.scheme}://{self.authority}{self.path}"
+
+
+def is_data_url(url: str) -> bool:
+    """Whether the medium is in the URL itself."""
+    return url[:5].lower() == "data:"
+
+
+async def read_data_url(url: str, *, field: str, max_bytes: int) -> bytes:
+    """The bytes in a ``data:`` URL. What it says of their type is not looked at: the bytes show it.
+
+    Raises InvalidArgument for what is not base64 to the letter (RFC 4648: no line breaks, padded), and before it is decoded for
+    more than ``max_bytes``.
+    """
+    if (match := _DATA.match(url)) is None:
+        raise refusals.unreadable(field, "is no data: URL with ;base64,")
+    start = match.end()
+    if (size := (len(url) - start) // 4 * 3) - 2 > max_bytes:
+        raise refusals.too_large(field, f"has {size} bytes", "media.max_bytes", max_bytes)
+    if len(url) == start:
+        raise refusals.unreadable(field, "is empty")
+    if len(url) - start <= _SLICE:
+        return _decode(url, start, field)
+    return await asyncio.to_thread(_decode, url, start, field)
+
+
+def _decode(url: str, start: int, field: str) -> bytes:
+    decoded, last = [], len(url)
+    try:
+        for begin in range(start, last, _SLICE):
+            piece = binascii.a2b_base64(url[begin : begin + _SLICE], strict_mode=True)
+            if begin + _SLICE < last and len(piece) != _SLICE // 4 * 3:  # padding that is not at the end
+                raise refusals.unreadable(field, "is not base64")
+            decoded.append(piece)
+    except ValueError:  # its message may have some of the text
+        raise refusals.unreadable(field, "is not base64") from None
+    return decoded[0] if len(decoded) == 1 else b"".join(decoded)
+
+
+def read_url(url: str, *, field: str) -> Target:
+    """What an ``http:`` or ``https:`` URL asks for. Raises PermissionDenied for other schemes and credentials, InvalidArgument
+    for what is no URL: also hosts with characters beyond ASCII, which are to be written as in DNS (``xn--``).
+    """
+    if len(url) > _LONGEST_URL:
+        raise refusals.too_large(field, f"is a URL of {len(url)} characters", "the limit", _LONGEST_URL)
+    if any(character <= " " or character in "\\\x7f" for character in url):  # urlsplit takes some of them out
+        raise _no_url(field)
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise _no_url(field) from None
+    scheme = parts.scheme.lower()
+    if scheme not in _PORTS:
+        raise refusals.not_allowed(field, "must be a URL with data:, https: or http:")
+    if "@" in parts.netloc:
+        raise refusals.not_allowed(field, "is a URL with credentials, which are never sent")
+    if (host := _host(parts.netloc)) is None or port == 0:
+        raise _no_url(field)
+    path = quote(parts.path or "/", safe=_SAFE)
+    query = "?" + quote(parts.query, safe=_SAFE + "?[]") if parts.query else ""
+    return Target(scheme, host, port if port is not None else _PORTS[scheme], path + query)
+
+
+def _host(netloc: str) -> str | None:
+    """In lower case; None for what is neither a name nor an address in its only written form."""
+    netloc = netloc.lower()
+    if netloc.startswith("["):
+        inner, bracket, port = netloc[1:].partition("]")
+        address = _address(inner)
+        well_formed = bracket and (not port or port[0] == ":") and isinstance(address, ipaddress.IPv6Address)
+        return str(address) if well_formed and "%" not in inner else None
+    host = netloc.partition(":")[0]
+    if len(host) > 253 or _HOST.fullmatch(host) is None:
+        return None
+    if _NUMERIC.fullmatch(host.rpartition(".")[2]):
+        address = _address(host)
+        return host if address is not None and str(address) == host else None
+    return host
+
+
+def _address(host: str) -> Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _no_url(field: str) -> InvalidArgument:
+    return refusals.unreadable(field, "is no URL that can be fetched")
+
+
+def check_domain(target: Target, allowed: Sequence[str], *, field: str) -> None:
+    """Raise PermissionDenied unless one of ``media.allowed_domains`` names the host and the port."""
+    if not any(_names(domain, target) for domain in allowed):
+        raise refusals.not_allowed(
+            field,
+            f"is on {target.authority!r}, which is not in media.allowed_domains"
+            if allowed
+            else "is a URL, and media.allowed_domains is empty: give the file itself, or a data: URL",
+        )
+
+
+def _names(domain: str, target: Target) -> bool:
+    pattern, _, port = domain.rpartition(":") if re.search(r":[0-9]+$", domain) else (domain, "", "")
+    if target.port != (int(port) if port else _PORTS[target.scheme]):
+        return False
+    if pattern == ANY_DOMAIN:
+        return True
+    if pattern.startswith("*."):
+        return target.address is None and target.host.endswith(pattern[1:])
+    return target.host == pattern or _address(pattern.strip("[]")) == target.address is not None
+
+
+def is_allowed_address(text: str, private: Sequence[Network]) -> bool:
+    """Whether a connection may be made to that address: it is public, or in one of the ``private`` networks."""
+    address = _address(text)
+    if address is None or getattr(address, "scope_id", None):
+        return False
+    if any(address in network for network in private):
+        return True
+    if isinstance(address, ipaddress.IPv6Address) and address not in _GLOBAL_UNICAST:
+        return False
+    return address.is_global and not any(address in network for network in _NOT_PUBLIC)

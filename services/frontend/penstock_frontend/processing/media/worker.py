@@ -1,0 +1,170 @@
+"""The process that decodes media and prepares them for the model: ``python -m penstock_frontend.processing.media.worker SOCKET``.
+
+What a client sends is opened here and nowhere else. torch cannot be imported, whether it is installed or not: transformers then
+uses numpy and Pillow.
+"""
+
+import contextlib
+import math
+import os
+import pickle
+import resource
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock_common.child_process import end_with_parent
+from penstock_common.process import name_process
+from penstock_frontend.processing.media.decode import VideoFrames, decode_image, decode_sound, open_image
+from penstock_frontend.processing.media.decode_limits import TooLarge, Unreadable
+from penstock_frontend.processing.media.families.base import FamilyProcessor
+from penstock_frontend.processing.media.item import ProcessedItem
+from penstock_frontend.processing.media.worker_messages import (
+    LENGTH,
+    JobHead,
+    Processed,
+    Ready,
+    Refused,
+    Setup,
+    TensorHead,
+    decode_job,
+    decode_setup,
+    framed,
+)
+
+_BLOCKED = ("torch", "torchvision", "torchaudio", "torchcodec", "tensorflow", "jax")
+_NICENESS = 10
+_LONGEST_REASON = 300
+"""Characters of what a processor says of arguments that it does not take."""
+
+
+class MediaWorker:
+    """Takes items from its socket, one after the other, until the other end closes it."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+
+    def run(self) -> None:
+        """Raises EOFError when the frontend has gone."""
+        setup = decode_setup(self._head())
+        try:
+            make_processor = pickle.loads(setup.make_processor)  # noqa: S301 - the frontend's own
+            processor: FamilyProcessor = make_processor()
+        except Exception as e:
+            traceback.print_exc()
+            self._channel.sendall(framed(Ready(error=f"{type(e).__name__}: {e}")))
+            return
+        _limit_memory(setup.memory)
+        self._channel.sendall(framed(Ready()))
+        while True:
+            job = decode_job(self._head())
+            files = [self._take(size) for size in job.sizes]
+            _limit_seconds(setup.seconds)
+            if not self._answer(processor, setup, job, files):
+                return
+
+    def _answer(self, processor: FamilyProcessor, setup: Setup, job: JobHead, files: Sequence[bytes]) -> bool:
+        """Whether the worker goes on."""
+        started = time.perf_counter()
+        try:
+            item = _process(processor, setup, job, files)
+        except TooLarge as e:
+            return self._refuse(Refused(kind="too_large", what=e.what, setting=e.setting, limit=e.limit))
+        except Unreadable as e:
+            return self._refuse(Refused(kind="unreadable", what=str(e)))
+        except MemoryError:
+            what = "needs more memory than a media worker may ask for"
+            limit = setup.memory
+            return self._refuse(
+                Refused(kind="too_large", what=what, setting="media.worker_memory", limit=limit, ends=True)
+            )
+        except ValueError as e:  # what the processor is asked to do it cannot do
+            return self._refuse(
+                Refused(kind="unreadable", what=f"cannot be processed: {e}"[:_LONGEST_REASON], unexpected=_where(e))
+            )
+        except Exception as e:
+            return self._refuse(Refused(kind="unreadable", what="cannot be processed", unexpected=_where(e)))
+        tensors = tuple(TensorHead(name, t.dtype, t.shape, len(t.data)) for name, t in item.data.items())
+        head = Processed(
+            modality=item.modality,
+            tensors=tensors,
+            num_embeds=item.num_embeds,
+            layout=item.layout,
+            seconds=time.perf_counter() - started,
+        )
+        self._channel.sendall(framed(head))
+        for tensor in item.data.values():
+            self._channel.sendall(tensor.data)
+        return True
+
+    def _refuse(self, refused: Refused) -> bool:
+        self._channel.sendall(framed(refused))
+        return not refused.ends
+
+    def _head(self) -> bytes:
+        (length,) = LENGTH.unpack(self._take(LENGTH.size))
+        return self._take(length)
+
+    def _take(self, size: int) -> bytes:
+        taken = bytearray(size)
+        view = memoryview(taken)
+        while len(view):
+            if not (count := self._channel.recv_into(view)):
+                raise EOFError
+            view = view[count:]
+        return bytes(taken)
+
+
+def _process(processor: FamilyProcessor, setup: Setup, job: JobHead, files: Sequence[bytes]) -> ProcessedItem:
+    if job.modality == "audio":
+        return processor.audio(decode_sound(files[0], setup.sampling_rate, setup.limits), job.processor_kwargs)
+    if job.modality == "video":
+        return processor.video(VideoFrames(files, setup.limits), job.timestamps, job.processor_kwargs)
+    with open_image(files[0], setup.limits) as image:
+        return processor.image(decode_image(image), job.processor_kwargs)
+
+
+def _where(error: Exception) -> str:
+    """The error's kind and place. What it says is left out: it may quote the medium."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-3:]]
+    return f"{type(error).__name__} at {' > '.join(places)}"
+
+
+def _limit_memory(beyond: int) -> None:
+    """Let the process ask for so many bytes more than it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
+    if pages:
+        _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + beyond)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_FSIZE, 0)
+
+
+def _limit_seconds(seconds: float) -> None:
+    """Let the process compute for so long from now on; the frontend looks at the clock, this at a frontend that cannot."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    _limit(resource.RLIMIT_CPU, math.ceil(usage.ru_utime + usage.ru_stime + seconds) + 1)
+
+
+def _limit(kind: int, soft: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def main(argv: Sequence[str]) -> None:
+    """``argv``: the number of the socket."""
+    end_with_parent()
+    for module in _BLOCKED:
+        sys.modules[module] = None  # type: ignore[assignment]  # which makes its import fail
+    name_process("media-worker")
+    os.nice(_NICENESS)
+    # Also where the frontend was killed, or has given up.
+    with socket.socket(fileno=int(argv[0])) as channel, contextlib.suppress(EOFError, ConnectionError):
+        MediaWorker(channel).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
