@@ -99,26 +99,23 @@ async def read_data_url(url: str, *, field: str, max_bytes: int) -> bytes:
     if (match := _DATA.match(url)) is None:
         raise refusals.unreadable(field, "is no data: URL with ;base64,")
     start = match.end()
-    if (size := (len(url) - start) // 4 * 3) - 2 > max_bytes:
-        raise refusals.too_large(field, f"has {size} bytes", "media.max_bytes", max_bytes)
     if len(url) == start:
         raise refusals.unreadable(field, "is empty")
-    if len(url) - start <= _SLICE:
-        return _decode(url, start, field)
-    return await asyncio.to_thread(_decode, url, start, field)
+    padding = url.count("=", len(url) - 2)
+    if (size := (len(url) - start) // 4 * 3 - padding) > max_bytes:
+        raise refusals.too_large(field, f"has {size} bytes", "media.max_bytes", max_bytes)
+    data = await asyncio.to_thread(_decode, url, start) if size > _SLICE else _decode(url, start)
+    if data is None or len(data) != size:
+        raise refusals.unreadable(field, "is not base64")
+    return data
 
 
-def _decode(url: str, start: int, field: str) -> bytes:
-    decoded, last = [], len(url)
+def _decode(url: str, start: int) -> bytes | None:
     try:
-        for begin in range(start, last, _SLICE):
-            piece = binascii.a2b_base64(url[begin : begin + _SLICE], strict_mode=True)
-            if begin + _SLICE < last and len(piece) != _SLICE // 4 * 3:  # padding that is not at the end
-                raise refusals.unreadable(field, "is not base64")
-            decoded.append(piece)
-    except ValueError:  # its message may have some of the text
-        raise refusals.unreadable(field, "is not base64") from None
-    return decoded[0] if len(decoded) == 1 else b"".join(decoded)
+        slices = range(start, len(url), _SLICE)
+        return b"".join(binascii.a2b_base64(url[begin : begin + _SLICE], strict_mode=True) for begin in slices)
+    except ValueError:
+        return None
 
 
 def read_url(url: str, *, field: str) -> Target:

@@ -1,0 +1,50 @@
+"""Small files of media."""
+
+import struct
+import zlib
+from io import BytesIO
+
+import numpy as np
+import soundfile
+from PIL import Image
+
+
+def image_file(kind: str = "PNG", size: tuple[int, int] = (8, 6), seed: int = 0, mode: str = "RGB", **options: object) -> bytes:
+    """A picture of random pixels."""
+    channels = {"RGB": 3, "RGBA": 4, "L": 1, "CMYK": 4}[mode]
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], channels), np.uint8)
+    return saved(Image.fromarray(pixels.squeeze(), mode), kind, **options)
+
+
+def saved(image: Image.Image, kind: str, **options: object) -> bytes:
+    """The picture as a file."""
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def sound_file(kind: str = "WAV", seconds: float = 0.1, rate: int = 16_000, channels: int = 1, subtype: str | None = None) -> bytes:
+    """A tone of 440 Hz, the same in all channels."""
+    time = np.arange(int(seconds * rate)) / rate
+    tone = (0.5 * np.sin(2 * np.pi * 440 * time)).astype(np.float32)
+    file = BytesIO()
+    soundfile.write(file, np.repeat(tone[:, None], channels, axis=1), rate, format=kind, subtype=subtype)
+    return file.getvalue()
+
+
+def png_bomb(width: int, height: int) -> bytes:
+    """A PNG file of so many black pixels that is a thousandth of their size."""
+    squeezed = zlib.compressobj(9)
+    row = b"\0" * (1 + width * 3)
+    data = b"".join(squeezed.compress(row) for _ in range(height)) + squeezed.flush()
+    return png(width, height, data)
+
+
+def png(width: int, height: int, data: bytes) -> bytes:
+    """A PNG file whose header says so many pixels, whatever its data have."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", head) + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

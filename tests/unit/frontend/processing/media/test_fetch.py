@@ -1,0 +1,314 @@
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock_common.errors import InvalidArgument, PermissionDenied, RequestFailed, ResourceExhausted, Unavailable
+from penstock_frontend.config import MediaConfig
+from penstock_frontend.processing.media.fetch import Fetcher
+from tests.fakes.network.certificates import Authority
+from tests.fakes.network.file_server import FileServer, answer
+from tests.fakes.patience import PATIENCE
+
+BODY = b"a file" * 1000
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FileServer]:
+    async with FileServer() as server:
+        yield server
+
+
+class Names:
+    """A resolver that is asked for names and never for what it has said."""
+
+    def __init__(self, *addresses: Sequence[str]) -> None:
+        self.asked: list[str] = []
+        self._addresses = list(addresses) or [["127.0.0.1"]]
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        self.asked.append(host)
+        return self._addresses[min(len(self.asked), len(self._addresses)) - 1]
+
+
+def fetcher(server: FileServer, names: Names | None = None, **settings: Any) -> Fetcher:
+    allowed = {
+        "allowed_domains": (f"images.test:{server.port}", f"*.other.test:{server.port}"),
+        "allowed_private_networks": ("127.0.0.1/32",),
+        "fetch_timeout": PATIENCE,
+    }
+    return Fetcher(MediaConfig(**{**allowed, **settings}), names or Names())
+
+
+def url(server: FileServer, path: str = "/a.png", host: str = "images.test", scheme: str = "http") -> str:
+    return f"{scheme}://{host}:{server.port}{path}"
+
+
+async def refused(fetcher: Fetcher, url: str) -> RequestFailed:
+    with pytest.raises(RequestFailed) as error:
+        await fetcher.fetch(url, field="the.field")
+    assert error.value.field == "the.field"
+    assert "secret" not in error.value.message
+    return error.value
+
+
+async def test_a_file_comes_from_a_host_that_is_allowed(server: FileServer) -> None:
+    server.answers["/a.png?secret=1"] = answer(BODY)
+    names = Names()
+    assert await fetcher(server, names).fetch(url(server, "/a.png?secret=1#x"), field="url") == BODY
+    assert names.asked == ["images.test"]
+
+
+async def test_a_request_says_nothing_but_what_it_asks_for(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    server.answers["/a.png"] = answer(BODY, Set_Cookie="a=b")
+    each = fetcher(server)
+    for _ in range(2):
+        await each.fetch(url(server), field="url")
+    first, second = server.requests
+    assert first == second
+    lines = dict(line.split(": ", 1) for line in first.strip().split("\r\n")[1:])
+    assert lines == {
+        "Host": f"images.test:{server.port}",
+        "User-Agent": "penstock",
+        "Accept": "*/*",
+        "Accept-Encoding": "identity",
+        "Connection": "close",
+    }
+
+
+async def test_a_file_in_chunks_comes_whole(server: FileServer) -> None:
+    server.answers["/a.png"] = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+    assert await fetcher(server).fetch(url(server), field="url") == b"abcde"
+
+
+async def test_a_host_that_is_not_allowed_is_not_even_looked_up(server: FileServer) -> None:
+    names = Names()
+    for host in ("example.org", "images.test.example.org", "127.0.0.1", "localhost", "other.test"):
+        error = await refused(fetcher(server, names), url(server, "/?secret", host))
+        assert isinstance(error, PermissionDenied)
+        assert error.reason == "MEDIA_NOT_ALLOWED"
+    assert names.asked == []
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    "addresses",
+    [["127.0.0.1"], ["10.0.0.1"], ["93.184.216.34", "10.0.0.1"], ["::1"], ["::ffff:127.0.0.1"], ["fe80::1%1"]],
+    ids=str,
+)
+async def test_a_host_with_an_address_that_is_not_public_is_not_dialled(
+    server: FileServer, addresses: list[str]
+) -> None:
+    error = await refused(fetcher(server, Names(addresses), allowed_private_networks=()), url(server))
+    assert error.reason == "MEDIA_NOT_ALLOWED"
+    assert not any(address in error.message for address in addresses)
+    assert server.requests == []
+
+
+async def test_a_name_that_answers_otherwise_the_second_time_is_asked_once(server: FileServer) -> None:
+    server.answers["/a.png"] = answer(BODY)
+    names = Names(["127.0.0.1"], ["10.0.0.1"])
+    assert await fetcher(server, names).fetch(url(server), field="url") == BODY
+    assert names.asked == ["images.test"]
+
+
+async def test_a_redirect_is_looked_up_and_checked_anew(server: FileServer) -> None:
+    server.answers["/a.png"] = answer(status="302 Found", Location=url(server, "/b.png", "b.other.test"))
+    server.answers["/b.png"] = answer(BODY)
+    names = Names()
+    assert await fetcher(server, names).fetch(url(server), field="url") == BODY
+    assert names.asked == ["images.test", "b.other.test"]
+
+
+async def test_a_redirect_to_an_address_that_is_not_public_is_refused(server: FileServer) -> None:
+    server.answers["/a.png"] = answer(status="302 Found", Location="/b.png")
+    server.answers["/b.png"] = answer(BODY)
+    error = await refused(fetcher(server, Names(["127.0.0.1"], ["169.254.169.254"])), url(server))
+    assert error.reason == "MEDIA_NOT_ALLOWED"
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "http://169.254.169.254/latest/meta-data",
+        "http://localhost/",
+        "http://2130706433/",
+        "http://example.org/",
+        "file:///etc/passwd",
+        "//127.0.0.1/",
+        "http://user:secret@images.test/",
+        "http://[::1]/",
+        "http://[",
+        "gopher://images.test/",
+        "data:image/png;base64,abcd",
+        "\\\\127.0.0.1\\a",
+    ],
+)
+async def test_a_redirect_to_what_may_not_be_fetched_is_refused(server: FileServer, location: str) -> None:
+    server.answers["/a.png"] = answer(status="307 Temporary Redirect", Location=location)
+    error = await refused(fetcher(server), url(server))
+    assert error.reason in ("MEDIA_NOT_ALLOWED", "MEDIA_UNREADABLE", "MEDIA_FETCH_FAILED")
+    assert len(server.requests) == 1
+
+
+async def test_redirects_are_bounded(server: FileServer) -> None:
+    server.answers["/a.png"] = answer(status="301 Moved", Location="/a.png")
+    error = await refused(fetcher(server, max_redirects=2), url(server))
+    assert error.reason == "MEDIA_FETCH_FAILED"
+    assert len(server.requests) == 3
+
+
+async def test_a_file_that_says_it_is_too_large_is_not_read(server: FileServer) -> None:
+    server.answers["/a.png"] = answer(Content_Length="101")
+    error = await refused(fetcher(server, max_bytes=100), url(server))
+    assert isinstance(error, InvalidArgument)
+    assert error.reason == "MEDIA_TOO_LARGE"
+    assert "media.max_bytes is 100" in error.message
+
+
+async def test_a_body_without_end_is_given_up_at_the_limit(server: FileServer) -> None:
+    async def endless(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        while True:
+            writer.write(bytes(4096))
+            await writer.drain()
+
+    server.answers["/a.png"] = endless
+    assert (await refused(fetcher(server, max_bytes=100_000), url(server))).reason == "MEDIA_TOO_LARGE"
+    while server.num_open:
+        await asyncio.sleep(0.01)
+
+
+async def test_headers_without_end_are_given_up(server: FileServer) -> None:
+    async def endless(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n")
+        while True:
+            writer.write(b"X: " + b"y" * 1000 + b"\r\n")
+            await writer.drain()
+
+    server.answers["/a.png"] = endless
+    assert (await refused(fetcher(server), url(server))).reason == "MEDIA_FETCH_FAILED"
+
+
+@pytest.mark.parametrize("first", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
+async def test_a_host_that_drips_is_given_up_in_time(server: FileServer, first: bytes) -> None:
+    async def drip(writer: asyncio.StreamWriter) -> None:
+        writer.write(first)
+        while True:
+            writer.write(b"H" if not first else b"x" if first.endswith(b"\r\n\r\n") else b"A: b\r\n")
+            await writer.drain()
+            await asyncio.sleep(0.05)
+
+    server.answers["/a.png"] = drip
+    error = await refused(fetcher(server, fetch_timeout=0.3), url(server))
+    assert error.reason == "MEDIA_FETCH_FAILED"
+    assert error.code == "UNAVAILABLE" or not first
+
+
+async def test_a_name_that_takes_too_long_is_given_up(server: FileServer) -> None:
+    async def slow(host: str, port: int) -> list[str]:
+        await asyncio.sleep(PATIENCE)
+        return []
+
+    each = fetcher(server, slow, fetch_timeout=0.1)  # type: ignore[arg-type]
+    assert isinstance(await refused(each, url(server)), Unavailable)
+
+
+@pytest.mark.parametrize("status", ["404 Not Found", "500 Oops", "204 No Content", "206 Partial", "304 Not Modified"])
+async def test_an_answer_that_is_no_file_is_told_with_its_status(server: FileServer, status: str) -> None:
+    server.answers["/a.png"] = answer(status=status, Content_Length="")
+    error = await refused(fetcher(server), url(server))
+    assert error.reason == "MEDIA_FETCH_FAILED"
+    assert status[:3] in error.message
+    assert error.code == ("UNAVAILABLE" if status[0] == "5" else "INVALID_ARGUMENT")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        answer(BODY, Content_Encoding="gzip"),
+        answer(BODY, Content_Encoding="br"),
+        answer(b""),
+        answer(BODY, Content_Length="99999"),
+        answer(status="302 Found"),
+        b"",
+        b"not http at all\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\nab",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"\x00" * 100,
+    ],
+    ids=range(11),
+)
+async def test_an_answer_that_is_wrong_is_a_failed_fetch(server: FileServer, given: bytes) -> None:
+    server.answers["/a.png"] = given
+    assert (await refused(fetcher(server), url(server))).reason in ("MEDIA_FETCH_FAILED", "MEDIA_UNREADABLE")
+
+
+async def test_a_host_that_takes_no_connections_is_unavailable(server: FileServer) -> None:
+    each = fetcher(server, Names(["127.0.0.2"]), allowed_private_networks=("127.0.0.2/32",))
+    assert isinstance(await refused(each, url(server)), Unavailable)
+
+
+async def test_the_next_address_is_dialled_when_the_first_takes_no_connections(server: FileServer) -> None:
+    server.answers["/a.png"] = answer(BODY)
+    each = fetcher(server, Names(["127.0.0.2", "127.0.0.1"]), allowed_private_networks=("127.0.0.0/8",))
+    assert await each.fetch(url(server), field="url") == BODY
+
+
+async def test_a_name_without_addresses_is_unavailable(server: FileServer) -> None:
+    async def unknown(host: str, port: int) -> list[str]:
+        raise OSError("no such name")
+
+    assert isinstance(await refused(fetcher(server, unknown), url(server)), Unavailable)  # type: ignore[arg-type]
+
+
+async def test_fetches_at_once_are_bounded_and_so_are_those_that_wait(server: FileServer) -> None:
+    release = asyncio.Event()
+
+    async def held(writer: asyncio.StreamWriter) -> None:
+        await release.wait()
+        writer.write(answer(BODY))
+
+    server.answers["/a.png"] = held
+    each = fetcher(server, max_fetches=2, max_queued=1)
+    fetches = [asyncio.create_task(each.fetch(url(server), field="url")) for _ in range(3)]
+    while len(server.requests) < 2:
+        await asyncio.sleep(0.01)
+    assert each.num_waiting == 1
+    assert isinstance(await refused(each, url(server)), ResourceExhausted)
+    release.set()
+    assert await asyncio.gather(*fetches) == [BODY] * 3
+
+
+async def test_what_comes_is_counted_as_it_comes(server: FileServer) -> None:
+    server.answers["/a.png"] = answer(BODY)
+    server.answers["/b.png"] = b"HTTP/1.1 200 OK\r\n\r\n" + BODY
+    counts: dict[str, list[int]] = {"/a.png": [], "/b.png": []}
+    for path, counted in counts.items():
+        await fetcher(server).fetch(url(server, path), field="url", counted=counted.append)
+    assert counts["/a.png"] == [len(BODY)]
+    assert sum(counts["/b.png"]) == len(BODY)
+
+
+async def test_a_host_is_known_by_its_certificate_for_its_name(tmp_path: Path) -> None:
+    authority = Authority()
+    files = authority.issue("images.test").write(tmp_path)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(files.certificate, files.key)
+    async with FileServer(tls) as server:
+        server.answers["/a.png"] = answer(BODY)
+        server.answers["/down.png"] = answer(status="302 Found", Location=url(server))
+        each = fetcher(server, ca=files.ca)
+        assert await each.fetch(url(server, scheme="https"), field="url") == BODY
+        assert (await refused(each, url(server, "/down.png", scheme="https"))).reason == "MEDIA_NOT_ALLOWED"
+        for other in (fetcher(server), each):
+            host = "b.other.test" if other is each else "images.test"
+            error = await refused(other, url(server, host=host, scheme="https"))
+            assert (error.reason, error.code) == ("MEDIA_FETCH_FAILED", "INVALID_ARGUMENT")

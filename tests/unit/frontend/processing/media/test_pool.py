@@ -1,0 +1,212 @@
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock_common.errors import ConfigError, ResourceExhausted, Unavailable
+from penstock_frontend.config import MediaConfig
+from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.processing.media.decode_limits import TooLarge, Unreadable
+from penstock_frontend.processing.media.item import ProcessedItem
+from penstock_frontend.processing.media.metrics import MediaMetrics
+from penstock_frontend.processing.media.pool import WorkerPool
+from penstock_frontend.processing.media.worker_process import Job
+from tests.fakes.media_family import RATE, PlainFamily
+from tests.fakes.media_files import image_file, png_bomb, sound_file
+from tests.fakes.patience import PATIENCE
+
+MakePool = Callable[..., WorkerPool]
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[MakePool]:
+    pools: list[WorkerPool] = []
+
+    def make(fault: str = "", **settings: Any) -> WorkerPool:
+        config = MediaConfig(**{"workers": 1, "worker_timeout": PATIENCE, **settings})
+        metrics = MediaMetrics(FrontendMetrics("m").registry, "m")
+        pools.append(WorkerPool(PlainFamily(fault).make_processor(), RATE, config, metrics))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pids = pool.pids
+        await pool.close()
+        assert not any(is_alive(pid) for pid in pids)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def image(data: bytes | None = None, **kwargs: Any) -> Job:
+    return Job("image", [data if data is not None else image_file()], [], kwargs)
+
+
+def array(item: ProcessedItem, name: str) -> "np.ndarray[Any, Any]":
+    tensor = item.data[name]
+    return np.frombuffer(tensor.data, tensor.dtype).reshape(tensor.shape)
+
+
+async def test_an_item_comes_back_as_the_processor_made_it(make: MakePool) -> None:
+    pool = make()
+    await pool.start()
+    item = await pool.process(image(image_file(size=(8, 6))))
+    assert array(item, "pixel_values").shape == (1, 3, 6, 8)
+    assert item.modality == "image"
+
+
+async def test_a_video_has_all_its_frames_and_their_times(make: MakePool) -> None:
+    pool = make()
+    await pool.start()
+    item = await pool.process(Job("video", [image_file(seed=n) for n in range(3)], [0.0, 0.5, 1.0], {}))
+    assert array(item, "pixel_values_videos").shape == (3, 6, 8, 3)
+    assert array(item, "timestamps").tolist() == [0.0, 0.5, 1.0]
+
+
+async def test_sound_comes_at_the_rate_of_the_model(make: MakePool) -> None:
+    pool = make()
+    await pool.start()
+    item = await pool.process(Job("audio", [sound_file(rate=48_000, seconds=0.5, channels=2)], [], {}))
+    assert array(item, "input_features").shape == (1, 1, RATE // 2)
+
+
+async def test_a_worker_has_no_torch_whatever_is_installed(make: MakePool) -> None:
+    pool = make()
+    await pool.start()
+    assert array(await pool.process(image(torch=True)), "loaded").tolist() == [0]
+
+
+@pytest.mark.parametrize("fault", ["exit", "kill"])
+async def test_a_file_that_ends_its_worker_twice_costs_its_own_request_alone(make: MakePool, fault: str) -> None:
+    pool = make()
+    await pool.start()
+    outcomes = await asyncio.gather(
+        pool.process(image()), pool.process(image(fault=fault)), pool.process(image()), return_exceptions=True
+    )
+    assert [type(each) for each in outcomes] == [ProcessedItem, Unreadable, ProcessedItem]
+
+
+async def test_an_item_outlives_a_worker_that_ends_by_itself(make: MakePool, tmp_path: Path) -> None:
+    pool = make()
+    await pool.start()
+    (before,) = pool.pids
+    assert isinstance(await pool.process(image(fault="kill", once=str(tmp_path / "once"))), ProcessedItem)
+    assert before not in pool.pids
+
+
+@pytest.mark.parametrize("fault", ["hang", "spin"])
+async def test_an_item_that_takes_too_long_is_refused_and_its_worker_replaced(make: MakePool, fault: str) -> None:
+    pool = make(worker_timeout=0.5)
+    await pool.start()
+    (before,) = pool.pids
+    with pytest.raises(TooLarge) as error:
+        await pool.process(image(fault=fault))
+    assert (error.value.setting, error.value.limit) == ("media.worker_timeout", 0.5)
+    while not pool.pids or before in pool.pids:
+        await asyncio.sleep(0.01)
+    assert not is_alive(before)
+
+
+async def test_an_item_that_needs_too_much_memory_is_refused(make: MakePool) -> None:
+    pool = make(worker_memory=256 * 1024 * 1024)
+    await pool.start()
+    with pytest.raises(TooLarge) as error:
+        await pool.process(image(fault="memory"))
+    assert error.value.setting == "media.worker_memory"
+    assert isinstance(await pool.process(image()), ProcessedItem)
+
+
+async def test_a_picture_that_fits_the_pixels_and_not_the_memory_is_refused(make: MakePool) -> None:
+    pool = make(worker_memory=64 * 1024 * 1024, max_pixels=64_000_000)
+    await pool.start()
+    with pytest.raises(TooLarge):
+        await pool.process(image(png_bomb(8000, 8000)))
+    assert isinstance(await pool.process(image()), ProcessedItem)
+
+
+async def test_what_a_processor_says_of_its_arguments_is_told(make: MakePool) -> None:
+    pool = make()
+    await pool.start()
+    with pytest.raises(Unreadable, match=r"processor_kwargs.fault is 'wrong'"):
+        await pool.process(image(fault="wrong"))
+
+
+async def test_what_an_unexpected_error_says_is_not_told(make: MakePool) -> None:
+    pool = make()
+    await pool.start()
+    with pytest.raises(Unreadable) as error:
+        await pool.process(image(fault="raise"))
+    assert "secret" not in str(error.value)
+
+
+async def test_a_full_queue_refuses_with_a_time_to_come_back(make: MakePool) -> None:
+    pool = make(max_queued=2)
+    await pool.start()
+    running = asyncio.create_task(pool.process(image(fault="hang")))
+    await asyncio.sleep(0)
+    while pool.num_queued:
+        await asyncio.sleep(0.01)
+    waiting = [asyncio.create_task(pool.process(image())) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(ResourceExhausted) as error:
+        await pool.process(image())
+    assert error.value.retry_after is not None
+    assert "media.max_queued is 2" in error.value.message
+    await pool.close()
+    ended = await asyncio.gather(running, *waiting, return_exceptions=True)
+    assert [type(each) for each in ended] == [Unavailable] * 3
+
+
+async def test_what_nobody_waits_for_any_more_is_not_processed(make: MakePool, tmp_path: Path) -> None:
+    pool = make()
+    await pool.start()
+    running = asyncio.create_task(pool.process(image(fault="hang")))
+    given_up = asyncio.create_task(pool.process(image(fault="exit", once=str(tmp_path / "processed"))))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    for _ in range(2):
+        while not pool.pids or pool.num_queued > 1:
+            await asyncio.sleep(0.01)
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGKILL)
+        while pid in pool.pids:
+            await asyncio.sleep(0.01)
+    with pytest.raises(Unreadable):
+        await running
+    assert isinstance(await pool.process(image()), ProcessedItem)
+    assert not (tmp_path / "processed").exists()
+
+
+async def test_a_processor_that_cannot_be_made_is_an_error_of_the_configuration(make: MakePool) -> None:
+    with pytest.raises(ConfigError, match="no such checkpoint"):
+        await make(fault="no such checkpoint").start()
+
+
+async def test_a_pool_of_two_works_at_two_items_at_once(make: MakePool) -> None:
+    pool = make(workers=2)
+    await pool.start()
+    while len(pool.pids) < 2:
+        await asyncio.sleep(0.01)
+    hanging = asyncio.create_task(pool.process(image(fault="hang")))
+    assert isinstance(await pool.process(image()), ProcessedItem)
+    assert not hanging.done()
+    hanging.cancel()
+
+
+async def test_workers_know_nothing_of_the_frontends_environment(make: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_SECRET", "a-secret")
+    pool = make()
+    await pool.start()
+    (pid,) = pool.pids
+    assert b"a-secret" not in Path(f"/proc/{pid}/environ").read_bytes()
+    assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
