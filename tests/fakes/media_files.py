@@ -9,7 +9,9 @@ import soundfile
 from PIL import Image
 
 
-def image_file(kind: str = "PNG", size: tuple[int, int] = (8, 6), seed: int = 0, mode: str = "RGB", **options: object) -> bytes:
+def image_file(
+    kind: str = "PNG", size: tuple[int, int] = (8, 6), seed: int = 0, mode: str = "RGB", **options: object
+) -> bytes:
     """A picture of random pixels."""
     channels = {"RGB": 3, "RGBA": 4, "L": 1, "CMYK": 4}[mode]
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], channels), np.uint8)
@@ -23,7 +25,9 @@ def saved(image: Image.Image, kind: str, **options: object) -> bytes:
     return file.getvalue()
 
 
-def sound_file(kind: str = "WAV", seconds: float = 0.1, rate: int = 16_000, channels: int = 1, subtype: str | None = None) -> bytes:
+def sound_file(
+    kind: str = "WAV", seconds: float = 0.1, rate: int = 16_000, channels: int = 1, subtype: str | None = None
+) -> bytes:
     """A tone of 440 Hz, the same in all channels."""
     time = np.arange(int(seconds * rate)) / rate
     tone = (0.5 * np.sin(2 * np.pi * 440 * time)).astype(np.float32)

@@ -40,7 +40,9 @@ _LONGEST_KWARGS = 64 * 1024
 
 
 class MediaService:
-    """The MediaPreparer of a frontend whose model takes media. It starts with the first request that has any, or by ``start``."""
+    """The MediaPreparer of a frontend whose model takes media. It starts with the first that is to be processed,
+    or by ``start``.
+    """
 
     def __init__(
         self,
@@ -92,7 +94,6 @@ class MediaService:
         if not parts:
             return []
         self._check(parts)
-        await self.start()
         room = asyncio.Semaphore(_AT_ONCE)
         try:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.time())):
@@ -221,7 +222,12 @@ class MediaService:
         files = [frame.data for frame in content.frames] if isinstance(content, Frames) else [content.data]
         timestamps = [frame.timestamp for frame in content.frames] if isinstance(content, Frames) else []
         job = Job(part.modality, files, timestamps, part.processor_kwargs)
-        return lambda: self._pool.process(job)
+
+        async def process() -> ProcessedItem:
+            await self.start()
+            return await self._pool.process(job)
+
+        return process
 
 
 class _Counted:

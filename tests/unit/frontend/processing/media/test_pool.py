@@ -203,10 +203,13 @@ async def test_a_pool_of_two_works_at_two_items_at_once(make: MakePool) -> None:
     hanging.cancel()
 
 
-async def test_workers_know_nothing_of_the_frontends_environment(make: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_workers_know_nothing_of_the_frontends_environment(
+    make: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PENSTOCK_SECRET", "a-secret")
     pool = make()
     await pool.start()
     (pid,) = pool.pids
-    assert b"a-secret" not in Path(f"/proc/{pid}/environ").read_bytes()
+    environ = await asyncio.to_thread(Path(f"/proc/{pid}/environ").read_bytes)
+    assert b"a-secret" not in environ
     assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)

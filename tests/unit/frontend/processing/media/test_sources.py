@@ -181,7 +181,10 @@ def test_without_domains_no_url_is_fetched() -> None:
         check_domain(read_url("https://example.org/", field="url"), [], field="url")
 
 
-@pytest.mark.parametrize("domain", ["Example.org", "https://example.org", "example.org/", "*example.org", "a.*.org", "", "x:0", "x:65536", "user@x"])
+@pytest.mark.parametrize(
+    "domain",
+    ["Example.org", "https://example.org", "example.org/", "*example.org", "a.*.org", "", "x:0", "x:65536", "user@x"],
+)
 def test_a_domain_that_is_written_wrong_is_refused(domain: str) -> None:
     with pytest.raises(ConfigError, match="media.allowed_domains"):
         MediaConfig(allowed_domains=(domain,))
@@ -247,7 +250,9 @@ def test_an_address_that_is_not_public_is_not_dialled(address: str) -> None:
     assert not is_allowed_address(address, [])
 
 
-@pytest.mark.parametrize("address", ["1.1.1.1", "93.184.216.34", "172.32.0.1", "100.128.0.1", "2606:4700::1111", "2a00:1450::1"])
+@pytest.mark.parametrize(
+    "address", ["1.1.1.1", "93.184.216.34", "172.32.0.1", "100.128.0.1", "2606:4700::1111", "2a00:1450::1"]
+)
 def test_a_public_address_is_dialled(address: str) -> None:
     assert is_allowed_address(address, [])
 

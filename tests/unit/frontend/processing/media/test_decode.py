@@ -1,0 +1,146 @@
+from io import BytesIO
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from penstock_frontend.processing.media.decode import VideoFrames, decode_image, decode_sound, open_image
+from penstock_frontend.processing.media.decode_limits import DecodeLimits, TooLarge, Unreadable
+from tests.fakes.media_files import image_file, png, png_bomb, saved, sound_file
+
+LIMITS = DecodeLimits(max_pixels=10_000, max_frames=4, max_audio_seconds=2.0)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_a_picture_without_loss_comes_as_it_was(kind: str) -> None:
+    data = image_file(kind, lossless=True)
+    decoded = decode_image(open_image(data, LIMITS))
+    assert decoded.mode == "RGB"
+    assert np.array_equal(np.asarray(decoded), np.asarray(Image.open(BytesIO(data)).convert("RGB")))
+
+
+@pytest.mark.parametrize(("width", "height"), [(10_001, 1), (101, 100), (2**31 - 1, 2**31 - 1), (60_000, 60_000)])
+def test_pixels_are_refused_from_the_header(width: int, height: int) -> None:
+    with pytest.raises(TooLarge) as error:
+        open_image(png(width, height, b""), LIMITS)
+    assert (error.value.setting, error.value.limit) == ("media.max_pixels", 10_000)
+    assert str(width * height) in error.value.what
+
+
+def test_a_picture_of_as_many_pixels_as_are_allowed_is_decoded() -> None:
+    assert decode_image(open_image(png_bomb(100, 100), LIMITS)).size == (100, 100)
+
+
+@pytest.mark.parametrize("kind", ["BMP", "TIFF", "ICO", "PPM", "TGA", "PCX", "JPEG2000"])
+def test_other_formats_are_not_opened(kind: str) -> None:
+    with pytest.raises(Unreadable, match="no JPEG, PNG, WebP or GIF"):
+        open_image(saved(Image.new("RGB", (4, 4)), kind), LIMITS)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF"])
+def test_a_truncated_picture_is_unreadable(kind: str) -> None:
+    data = image_file(kind, size=(64, 64))
+    for length in (len(data) // 2, 20, 12):
+        with pytest.raises(Unreadable):
+            decode_image(open_image(data[:length], LIMITS))
+
+
+@pytest.mark.parametrize("inside", ["BMP", "TIFF"])
+def test_a_format_is_not_guessed_behind_anothers_first_bytes(inside: str) -> None:
+    data = saved(Image.new("RGB", (4, 4)), inside)
+    with pytest.raises(Unreadable):
+        open_image(b"\xff\xd8\xff" + data[3:], LIMITS)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_of_an_animation_the_first_picture_is_taken(kind: str) -> None:
+    first, second = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "blue")
+    data = saved(first, kind, save_all=True, append_images=[second], duration=10, lossless=True)
+    assert Image.open(BytesIO(data)).n_frames == 2
+    pixel = decode_image(open_image(data, LIMITS)).getpixel((0, 0))
+    assert isinstance(pixel, tuple)
+    assert pixel[0] > 200 > 50 > pixel[2]
+
+
+def test_frames_are_decoded_one_by_one_when_they_are_asked_for() -> None:
+    broken = image_file("PNG", size=(64, 64))[:200]
+    frames = VideoFrames([image_file("PNG", size=(64, 64)), broken], LIMITS)
+    assert len(frames) == 2
+    assert frames[0].size == (64, 64)
+    with pytest.raises(Unreadable):
+        frames[1]
+    assert [frame.size for frame in frames[:1]] == [(64, 64)]
+
+
+def test_frames_of_different_sizes_are_unreadable() -> None:
+    with pytest.raises(Unreadable, match="more than one size"):
+        VideoFrames([image_file(size=(8, 6)), image_file(size=(6, 8))], LIMITS)
+
+
+def test_too_many_frames_are_refused() -> None:
+    with pytest.raises(TooLarge) as error:
+        VideoFrames([image_file()] * 5, LIMITS)
+    assert error.value.setting == "media.max_frames"
+
+
+@pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
+def test_sound_comes_as_mono_at_the_rate_asked_for(kind: str) -> None:
+    samples = decode_sound(sound_file(kind, seconds=1.0, rate=32_000, channels=2), 16_000, LIMITS)
+    assert samples.dtype == np.float32
+    assert abs(len(samples) - 16_000) <= (0 if kind in ("WAV", "FLAC") else 1600)
+    spectrum = np.abs(np.fft.rfft(samples))
+    assert abs(np.argmax(spectrum) * 16_000 / len(samples) - 440) < 2
+
+
+def test_channels_are_averaged() -> None:
+    import soundfile
+
+    file = BytesIO()
+    soundfile.write(
+        file, np.stack([np.full(800, 0.5), np.full(800, -0.25)], axis=1), 16_000, format="WAV", subtype="FLOAT"
+    )
+    assert np.allclose(decode_sound(file.getvalue(), 16_000, LIMITS), 0.125)
+
+
+@pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
+def test_too_many_seconds_are_refused(kind: str) -> None:
+    with pytest.raises(TooLarge) as error:
+        decode_sound(sound_file(kind, seconds=2.5), 16_000, LIMITS)
+    assert error.value.setting == "media.max_audio_seconds"
+
+
+def test_a_header_that_says_nothing_of_the_length_does_not_help() -> None:
+    data = bytearray(sound_file("FLAC", seconds=2.5))
+    data[21] &= 0xF0  # total samples in STREAMINFO: 36 bits
+    data[22:26] = bytes(4)
+    with pytest.raises((TooLarge, Unreadable)):
+        decode_sound(bytes(data), 16_000, LIMITS)
+
+
+@pytest.mark.parametrize("kind", ["AIFF", "AU", "CAF", "W64", "RF64"])
+def test_other_sounds_are_not_opened(kind: str) -> None:
+    with pytest.raises(Unreadable, match="no WAV, FLAC, Ogg or MP3"):
+        decode_sound(sound_file(kind), 16_000, LIMITS)
+
+
+@pytest.mark.parametrize(
+    "data", [sound_file()[:44], sound_file()[:20], b"RIFF\0\0\0\0WAVE", b"fLaC" + bytes(100), b"OggS" + bytes(60)]
+)
+def test_sound_without_samples_is_unreadable(data: bytes) -> None:
+    with pytest.raises(Unreadable):
+        decode_sound(data, 16_000, LIMITS)
+
+
+def test_samples_that_are_no_numbers_are_unreadable() -> None:
+    import soundfile
+
+    file = BytesIO()
+    soundfile.write(file, np.array([0.0, np.nan, np.inf]), 16_000, format="WAV", subtype="FLOAT")
+    with pytest.raises(Unreadable, match="no numbers"):
+        decode_sound(file.getvalue(), 16_000, LIMITS)
+
+
+@pytest.mark.parametrize("rate", [1, 999, 1_000_000])
+def test_a_rate_beyond_reason_is_unreadable(rate: int) -> None:
+    with pytest.raises(Unreadable, match="samples a second"):
+        decode_sound(sound_file(seconds=100 / rate, rate=rate), 16_000, LIMITS)

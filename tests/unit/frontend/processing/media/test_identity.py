@@ -1,0 +1,69 @@
+import itertools
+from typing import Any
+
+from penstock_common.types.media import Modality, TensorData
+from penstock_frontend.processing.media.identity import Content, identifier
+from penstock_frontend.processing.media.part import EncodedFile, Features, Frame, Frames
+
+FILE = EncodedFile(b"data")
+
+
+def name(
+    content: Content = FILE,
+    modality: Modality = "image",
+    family: bytes = b"family",
+    salt: str = "",
+    **kwargs: Any,
+) -> str:
+    return identifier(modality, content, family=family, processor_kwargs=kwargs, cache_salt=salt)
+
+
+def test_an_identifier_is_the_same_for_the_same_and_has_64_digits() -> None:
+    assert name() == name()
+    assert len(name()) == 64
+    assert set(name()) <= set("0123456789abcdef")
+
+
+def test_whatever_rows_depend_on_gives_another() -> None:
+    tensor = TensorData("float32", (2,), b"\0" * 8)
+    names = [
+        name(),
+        name(EncodedFile(b"datb")),
+        name(EncodedFile(b"")),
+        name(modality="audio"),
+        name(family=b"famil"),
+        name(salt="a"),
+        name(salt="a" * 64),
+        name(salt="a" * 65),
+        name(salt="a" * 66),
+        name(max_pixels=1),
+        name(max_pixels=2),
+        name(max_pixels="1"),
+        name(Frames([Frame(b"data", 0.0)])),
+        name(Frames([Frame(b"data", 0.5)])),
+        name(Frames([Frame(b"da", 0.0), Frame(b"ta", 0.0)])),
+        name(Frames([Frame(b"d", 0.0), Frame(b"ata", 0.0)])),
+        name(Features({"a": tensor})),
+        name(Features({"b": tensor})),
+        name(Features({"a": TensorData("int32", (2,), b"\0" * 8)})),
+        name(Features({"a": TensorData("float32", (2, 1), b"\0" * 8)})),
+        name(Features({"a": TensorData("float32", (2,), b"\0" * 7 + b"\1")})),
+        name(Features({"a": tensor, "b": tensor})),
+    ]
+    assert len(set(names)) == len(names)
+
+
+def test_the_bound_between_two_fields_is_part_of_it() -> None:
+    assert name(EncodedFile(b"b"), family=b"a" + b"{}") != name(EncodedFile(b"{}b"), family=b"a")
+
+
+def test_the_order_in_which_arguments_and_tensors_are_given_is_not() -> None:
+    assert name(a=1, b={"c": 2, "d": 3}) == name(b={"d": 3, "c": 2}, a=1)
+    tensors = {each: TensorData("uint8", (1,), each.encode()) for each in "abc"}
+    orders = itertools.permutations(tensors.items())
+    assert len({name(Features(dict(order))) for order in orders}) == 1
+
+
+def test_bytes_of_either_kind_are_the_same() -> None:
+    one, other = (TensorData("uint8", (3,), kind(b"abc")) for kind in (bytes, bytearray))
+    assert name(Features({"a": one})) == name(Features({"a": other}))
