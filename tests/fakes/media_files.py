@@ -15,7 +15,7 @@ def image_file(
     """A picture of random pixels."""
     channels = {"RGB": 3, "RGBA": 4, "L": 1, "CMYK": 4}[mode]
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], channels), np.uint8)
-    return saved(Image.fromarray(pixels.squeeze(), mode), kind, **options)
+    return saved(Image.fromarray(pixels[..., 0] if channels == 1 else pixels, mode), kind, **options)
 
 
 def saved(image: Image.Image, kind: str, **options: object) -> bytes:

@@ -35,7 +35,7 @@ def test_each_format(kind: str, size: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-@pytest.mark.parametrize("orientation", range(0, 10))
+@pytest.mark.parametrize("orientation", range(10))
 def test_each_orientation(kind: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
@@ -61,6 +61,7 @@ def test_each_mode_of_png(image: Image.Image) -> None:
     assert_same(saved(image, "PNG"))
 
 
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
 @pytest.mark.parametrize("transparency", [0, 3, bytes(range(0, 250, 25))])
 def test_palettes_with_transparency(transparency: Any) -> None:
     image = Image.fromarray(random((8, 8, 3))).quantize(10)

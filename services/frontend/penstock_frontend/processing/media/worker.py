@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -159,6 +160,7 @@ def main(argv: Sequence[str]) -> None:
     end_with_parent()
     for module in _BLOCKED:
         sys.modules[module] = None  # type: ignore[assignment]  # which makes its import fail
+    warnings.filterwarnings("ignore", module="PIL")  # of what is odd in a file, which is its client's affair
     name_process("media-worker")
     os.nice(_NICENESS)
     # Also where the frontend was killed, or has given up.
