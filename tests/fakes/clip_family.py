@@ -1,0 +1,42 @@
+"""A family with CLIP's image processor of transformers, as a media worker has it."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from PIL.Image import Image
+
+from penstock_common.types.media import TensorData
+from penstock_frontend.processing.media.families.base import FamilyProcessor
+from penstock_frontend.processing.media.item import ProcessedItem
+from tests.fakes.media_family import PlainFamily, PlainProcessor
+
+
+class ClipFamily(PlainFamily):
+    """``folder``: with a preprocessor_config.json."""
+
+    identity = b"clip"
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def make_processor(self) -> Callable[[], FamilyProcessor]:
+        return partial(ClipProcessor, self._folder)
+
+
+class ClipProcessor(PlainProcessor):
+    """Tells what is loaded, too: where its arguments have ``modules``."""
+
+    def __init__(self, folder: str) -> None:
+        from transformers import AutoImageProcessor
+
+        super().__init__("")
+        self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+
+    def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
+        if kwargs.get("modules"):
+            return super().image(image, {"torch": True})
+        made = self._processor(images=[image], return_tensors="np", do_rescale=False, do_normalize=False)
+        data = {name: TensorData(str(a.dtype), a.shape, a.tobytes()) for name, a in made.items()}  # type: ignore[arg-type]
+        return ProcessedItem(modality="image", data=data, num_embeds=1)

@@ -1,0 +1,93 @@
+"""Media workers with a processor of transformers, in a process that has torch installed and loads it nowhere."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from penstock_common.config.reread import Reread
+from penstock_frontend.config import LimitsConfig, MediaConfig
+from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.processing.media.metrics import MediaMetrics
+from penstock_frontend.processing.media.part import EncodedFile, MediaPart
+from penstock_frontend.processing.media.service import MediaService
+from tests.fakes.clip_family import ClipFamily
+from tests.fakes.media_files import image_file
+from tests.fakes.patience import PATIENCE
+
+CONFIG = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 32},
+    "crop_size": {"height": 32, "width": 32},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+async def test_pixels_are_those_of_the_models_processor(folder: Path) -> None:
+    from transformers import AutoImageProcessor
+
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    service = MediaService(
+        ClipFamily(str(folder)),
+        MediaConfig(workers=1, worker_timeout=PATIENCE),
+        Reread(LimitsConfig()),
+        MediaMetrics(FrontendMetrics("m").registry, "m"),
+    )
+    files = [image_file("PNG", size, seed=n) for n, size in enumerate([(40, 30), (33, 100), (32, 32), (7, 9)])]
+    try:
+        parts = [MediaPart(modality="image", source=EncodedFile(file), field="f") for file in files]
+        prepared = await service.prepare(parts, cache_salt="", deadline=None)
+    finally:
+        await service.close()
+    for size, made in zip([(40, 30), (33, 100), (32, 32), (7, 9)], prepared, strict=True):
+        seed = prepared.index(made)
+        image = Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), np.uint8))
+        expected = processor(images=[image], return_tensors="np", do_rescale=False, do_normalize=False)
+        (name,) = made.item.data
+        tensor = made.item.data[name]
+        assert (name, tensor.dtype, tensor.shape) == ("pixel_values", "uint8", (1, 3, 32, 32))
+        assert np.array_equal(np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape), expected["pixel_values"])
+
+
+def test_neither_the_frontend_nor_its_workers_load_torch(folder: Path) -> None:
+    check = f"""
+import asyncio, sys
+import penstock_frontend.app
+from penstock_common.config.reread import Reread
+from penstock_frontend.config import LimitsConfig, MediaConfig
+from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.processing.media.metrics import MediaMetrics
+from penstock_frontend.processing.media.part import EncodedFile, MediaPart
+from penstock_frontend.processing.media.service import MediaService
+from tests.fakes.clip_family import ClipFamily
+from tests.fakes.media_files import image_file
+
+async def main():
+    service = MediaService(
+        ClipFamily({str(folder)!r}), MediaConfig(workers=1, worker_timeout=300.0), Reread(LimitsConfig()),
+        MediaMetrics(FrontendMetrics("m").registry, "m"),
+    )
+    parts = [
+        MediaPart(modality="image", source=EncodedFile(image_file()), field="f", processor_kwargs=kwargs)
+        for kwargs in ({{}}, {{"modules": True}})
+    ]
+    _, loaded = await service.prepare(parts, cache_salt="", deadline=None)
+    await service.close()
+    in_worker = bytes(loaded.item.data["loaded"].data)
+    return in_worker, sorted({{"torch", "torchvision", "transformers"}} & set(sys.modules))
+
+import importlib.util
+assert importlib.util.find_spec("torch") is not None
+print(asyncio.run(main()))
+"""
+    run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=PATIENCE)
+    assert run.stdout == "(b'\\x00', [])\n", run.stdout + run.stderr
