@@ -8,8 +8,9 @@ from penstock_common.config.reread import Reread
 from penstock_common.drain_rate import DrainRate, retry_after
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_frontend.call_types import ChatRequest, GenerateRequest, MixedPrompt, Part, PoolingRequest
+from penstock_frontend.call_types import ChatRequest, GenerateRequest, MixedPrompt, Part, PoolingPrompt, PoolingRequest
 from penstock_frontend.config import LimitsConfig
+from penstock_frontend.processing.media.part import MediaPart
 
 Clock = Callable[[], float]
 
@@ -159,11 +160,11 @@ class Admission:
 
 def demand_of(request: GenerateRequest | ChatRequest | PoolingRequest) -> Demand:
     """What a request takes up, without looking at its text."""
+    parts: Sequence[Part]
     if isinstance(request, GenerateRequest):
-        prompt = request.prompt
-        parts: Sequence[Part] = prompt.parts if isinstance(prompt, MixedPrompt) else [prompt]
+        parts = _parts(request.prompt)
     elif isinstance(request, PoolingRequest):
-        parts = [*request.inputs, *request.seconds]
+        parts = [*(part for prompt in request.inputs for part in _parts(prompt)), *request.seconds]
     else:
         parts = list(_texts(request))
     if not isinstance(request, PoolingRequest) and request.prediction is not None:
@@ -178,8 +179,13 @@ def check_deadline(deadline: float | None) -> None:
         raise DeadlineExceeded(f"the deadline passed {late:.3f} s before the request was begun")
 
 
+def _parts(prompt: PoolingPrompt) -> Sequence[Part]:
+    return prompt.parts if isinstance(prompt, MixedPrompt) else [prompt]
+
+
 def _texts(request: ChatRequest) -> Sequence[str]:
-    texts = [message.reasoning for message in request.messages]
+    """Media are counted by those who fetch them."""
+    texts: list[str] = [message.reasoning for message in request.messages]
     for message in request.messages:
         if isinstance(message.content, str):
             texts.append(message.content)
@@ -190,5 +196,9 @@ def _texts(request: ChatRequest) -> Sequence[str]:
 
 
 def _length(part: Part) -> int:
-    """Vectors count as what engines compute with, however few bits they came with, and their places as tokens do."""
+    """Vectors count as what engines compute with, however few bits they came with, and their places as tokens do. Media are
+    counted by those who fetch them.
+    """
+    if isinstance(part, MediaPart):
+        return 0
     return part.num_tokens * (part.hidden_size * _COMPUTED_BYTES + 1) if isinstance(part, PromptEmbeds) else len(part)

@@ -7,12 +7,14 @@ import msgspec
 
 from penstock_common.in_flight import Held
 from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.media import Modality
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason
 from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request_context import RequestContext
+from penstock_frontend.processing.media.part import MediaPart
 
-Part = str | Sequence[int] | PromptEmbeds
+Part = str | Sequence[int] | PromptEmbeds | MediaPart
 Prediction = str | Sequence[int]
 """What an output may turn out to be: text, or token ids. Drafts are looked up in it; it changes no token."""
 
@@ -24,9 +26,19 @@ class MixedPrompt(msgspec.Struct, frozen=True):
     fields: tuple[str, ...]
     """What each part is called in the request, for errors."""
 
+    @property
+    def text(self) -> str:
+        """Its texts, without what stands between them."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def media(self) -> list[MediaPart]:
+        """Its images, sounds and videos, in order."""
+        return [part for part in self.parts if isinstance(part, MediaPart)]
+
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt to continue: text, token ids, or parts of these and vectors."""
+    """A prompt to continue: text, token ids, or parts of these, vectors and media."""
 
     prompt: str | Sequence[int] | MixedPrompt
     sampling: dict[str, Any] = {}
@@ -48,6 +60,8 @@ class Usage(msgspec.Struct, frozen=True):
     engine was lost, or a stop string or the client ended it here."""
     rejected_draft_tokens: int = 0
     """Drafted tokens that the model did not choose, known as the accepted ones are."""
+    media_tokens: dict[Modality, int] = {}
+    """Of the prompt tokens, those that media stand at; a modality that the prompt does not have is left out."""
 
 
 class Finish(msgspec.Struct, frozen=True):
@@ -78,8 +92,10 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a message, as OpenAI's protocol has them."""
 
     type: str
-    """Must be ``text``."""
+    """``text`` or ``media``; another is refused."""
     text: str = ""
+    media: MediaPart | None = None
+    """Set where the type is ``media``."""
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +112,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str
     content: str | Sequence[ContentPart] | None = None
-    """Parts are joined with line breaks."""
+    """Texts of parts are joined with line breaks, unless the model's chat template reads parts."""
     tool_calls: Sequence[ToolCall] = ()
     tool_call_id: str = ""
     reasoning: str = ""
@@ -139,12 +155,14 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 Prompt = str | Sequence[int]
 """Text, or token ids used as they are."""
+PoolingPrompt = Prompt | MixedPrompt
+"""The same, or text and media one after the other."""
 
 
 class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Inputs to embed, classify or score, each on its own."""
 
-    inputs: Sequence[Prompt]
+    inputs: Sequence[PoolingPrompt]
     fields: Sequence[str]
     """What each input is called in the request, for errors, as ``inputs[0].text``."""
     params: PoolingParams
@@ -164,6 +182,8 @@ class PoolingResult(msgspec.Struct, frozen=True):
     """Of all inputs."""
     held: Held | None = None
     """Counts the bytes of the outputs for as long as this is there; None where nobody counts them."""
+    media_tokens: dict[Modality, int] = {}
+    """Of the prompt tokens, those that media stand at."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):

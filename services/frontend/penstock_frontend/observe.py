@@ -13,8 +13,16 @@ from penstock_common.errors import RequestFailed
 from penstock_common.observability.logging import get_logger
 from penstock_common.observability.tracing import Headers, Span, Tracer, current_call, trace_headers
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part, PoolingRequest, RequestOutput
+from penstock_frontend.call_types import (
+    GenerateRequest,
+    MixedPrompt,
+    Part,
+    PoolingPrompt,
+    PoolingRequest,
+    RequestOutput,
+)
 from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.processing.media.part import MediaPart
 from penstock_frontend.processing.outputs.processor import RequestState
 
 R = TypeVar("R", GenerateRequest, PoolingRequest)
@@ -164,13 +172,17 @@ def _attributes(
 def _prompt(request: GenerateRequest | PoolingRequest) -> object:
     """The text or the token ids, of pooling requests and mixed prompts a list of them, as plain data."""
     if isinstance(request, PoolingRequest):
-        return [_plain(each) for each in request.inputs]
-    if isinstance(request.prompt, MixedPrompt):
-        return [_plain(part) for part in request.prompt.parts]
-    return _plain(request.prompt)
+        return [_whole(each) for each in request.inputs]
+    return _whole(request.prompt)
+
+
+def _whole(prompt: PoolingPrompt) -> object:
+    return [_plain(part) for part in prompt.parts] if isinstance(prompt, MixedPrompt) else _plain(prompt)
 
 
 def _plain(part: Part) -> object:
+    if isinstance(part, MediaPart):
+        return f"{part.modality} at {part.field}"  # never what it shows, nor where it is
     if isinstance(part, PromptEmbeds):
         return f"{part.num_tokens} vectors"
     return part if isinstance(part, str) else list(part)

@@ -8,8 +8,8 @@ from penstock_common.types.media import EmbedRun, Modality, TensorData
 class ProcessedItem(msgspec.Struct, frozen=True, kw_only=True):
     """A medium as the model takes it.
 
-    ``data``: what the model's processor in transformers gives for this item alone, under its names, with its leading dimension of 1 where
-    it has one. Pixels are uint8: neither rescaled nor normalized. ``num_embeds``: rows that the model's tower makes of it.
+    ``data``: what the model's processor in transformers gives for this item alone, under its names, with its leading dimension
+    of 1 where it has one. Pixels are uint8: neither rescaled nor normalized. ``num_embeds``: rows that the model's tower makes of it.
     ``layout``: what else its family needs to know to put it into a prompt, as numbers (rows and columns of tiles, ...).
     """
 
@@ -25,7 +25,17 @@ class ProcessedItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replacement(msgspec.Struct, frozen=True):
-    """What stands in a prompt for an item: ``token_ids``, of which those at ``embed_runs`` (empty: all) are replaced by rows."""
+    """What stands in a prompt for an item: ``token_ids``, of which those at ``embed_runs`` (empty: all) are replaced by rows.
+
+    ``before`` and ``after``: texts that stand around it, tokenized together with the prompt's own text there.
+    """
 
     token_ids: list[int]
     embed_runs: tuple[EmbedRun, ...] = ()
+    before: str = ""
+    after: str = ""
+
+    @property
+    def num_embeds(self) -> int:
+        """Rows that are put into it."""
+        return sum(run.count for run in self.embed_runs) if self.embed_runs else len(self.token_ids)

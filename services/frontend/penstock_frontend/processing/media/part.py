@@ -34,8 +34,8 @@ class Frames(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Processed already: the model's own inputs, by the names of its processor in transformers; ``embeds`` alone is what the tower
-    would give.
+    """Processed already: the model's own inputs, by the names of its processor in transformers; ``embeds`` alone is what the
+    tower would give.
     """
 
     tensors: Mapping[str, TensorData]
@@ -47,11 +47,24 @@ Source = EncodedFile | Url | Frames | Features
 class MediaPart(msgspec.Struct, frozen=True, kw_only=True):
     """An image, a sound or a video of a request.
 
-    ``field``: its path in the request, for errors (``messages[0].content[1].image_url``). ``processor_kwargs``: more arguments of the
-    model's processor.
+    ``field``: its path in the request, for errors (``messages[0].content[1].image_url``). ``processor_kwargs``: more arguments of
+    the model's processor.
     """
 
     modality: Modality
     source: Source
     field: str
     processor_kwargs: dict[str, Any] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what the client sent."""
+        match self.source:
+            case EncodedFile(data):
+                return len(data)
+            case Url(url):
+                return len(url)
+            case Frames(frames):
+                return sum(len(frame.data) for frame in frames)
+            case Features(tensors):
+                return sum(len(tensor.data) for tensor in tensors.values())

@@ -1,0 +1,46 @@
+"""The family of a checkpoint."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+
+from penstock_common.errors import ConfigError
+from penstock_frontend.processing.media.families.base import Encode, Family
+from penstock_frontend.processing.media.families.checkpoint import Checkpoint, read_checkpoint
+
+_PACKAGE = "penstock_frontend.processing.media.families"
+_FAMILIES: Mapping[str, str] = {
+    "llava": "llava:Llava",
+}
+"""Module and class by the model's type in config.json."""
+_REFUSED: Mapping[str, str] = {
+    "mllama": "its text model attends to images in layers of their own",
+    "paligemma": "its prompts attend both ways",
+    "paligemma2": "its prompts attend both ways",
+}
+
+
+def load_family(folder: Path, encode: Encode) -> Family | None:
+    """The family of the checkpoint in ``folder``; None for models that read text alone. ``encode``: of its tokenizer.
+
+    Raises ConfigError, naming the model, where its media are not served: unknown families, and processors that exist for
+    torchvision only.
+    """
+    checkpoint = read_checkpoint(folder, encode)
+    if not reads_media(checkpoint):
+        return None
+    model_type = checkpoint.model_type
+    if (why := _REFUSED.get(model_type)) is not None:
+        raise ConfigError(f"{folder}: media of {model_type} are not served: {why}")
+    if (name := _FAMILIES.get(model_type)) is None:
+        raise ConfigError(f"{folder}: media of {model_type} are not served; those of {', '.join(_FAMILIES)} are")
+    module, _, attribute = name.partition(":")
+    make: Callable[[Checkpoint], Family] = getattr(import_module(f"{_PACKAGE}.{module}"), attribute)
+    return make(checkpoint)
+
+
+def reads_media(checkpoint: Checkpoint) -> bool:
+    """Whether a model has a tower, as its configuration says."""
+    return any(checkpoint.sub_config(name) for name in ("vision_config", "audio_config")) or (
+        checkpoint.model_type in _FAMILIES or checkpoint.model_type in _REFUSED
+    )
