@@ -21,6 +21,9 @@ from penstock_frontend.ports import EngineClient, OutputHandler
 from penstock_frontend.processing.chat.reasoning import reasoning_of
 from penstock_frontend.processing.chat.rendering import ChatRenderer
 from penstock_frontend.processing.chat.templates import load_chat_templates
+from penstock_frontend.processing.media.base import MediaPreparer
+from penstock_frontend.processing.media.families.base import Family
+from penstock_frontend.processing.media.families.factory import load_family
 from penstock_frontend.processing.outputs.processor import OutputProcessor
 from penstock_frontend.processing.parsers import registry
 from penstock_frontend.processing.pooling.inputs import PoolingInputs, load_labels
@@ -70,8 +73,11 @@ def assemble(
     lora: LoraConfig = LoraConfig(),  # noqa: B008 - it is not changed
     frontend_id: str = "",
     on_full: Callable[[], None] = lambda: None,
+    media: Callable[[Family], MediaPreparer] | None = None,
 ) -> Assembly[E]:
     """Read the model's files, which may take long, and put everything together. Raises ConfigError.
+
+    ``media``: makes what prepares media, for a model that takes some; None: it is served for text alone.
 
     ``engines`` makes the client of the engines, whose outputs go to the handler; it is called when the model's files are read.
     ``frontend_id``: under which this end registers adapters.
@@ -85,6 +91,9 @@ def assemble(
     generation_config = (
         read_json(resolve(model) / "generation_config.json") if tokenizer_path else files.generation_config
     )
+    family = load_family(resolve(model), tokenizer.literal) if media is not None else None
+    if family is not None:
+        tokenizer.hide(family.media_tokens)
     templates = load_chat_templates(texts)
     parsers = registry.pick(tool=model.tool_parser, reasoning=model.reasoning_parser, template=templates.source)
     adapters = Adapters(lora, model=model.name, frontend_id=frontend_id)
@@ -96,6 +105,7 @@ def assemble(
         fairness=settings.fairness,
         reasoning=reasoning_of(parsers.reasoning, tokenizer),
         adapters=adapters,
+        media=media(family) if media is not None and family is not None else None,
     )
     outputs = OutputProcessor(tokenizer, metrics)
     pooled = PooledOutputs(lambda state, engine: metrics.engine(engine).pooled(state.started, state.num_prompt))
@@ -122,7 +132,7 @@ def assemble(
         adapters=adapter_calls,
         on_full=on_full,
     )
-    renderer = ChatRenderer(templates, tokenizer, settings.limits, tool_parser=model.tool_parser)
+    renderer = ChatRenderer(templates, tokenizer, settings.limits, tool_parser=model.tool_parser, family=family)
     return Assembly(
         tokenizer=tokenizer,
         generation_config=generation_config,

@@ -9,7 +9,7 @@ from penstock_common.errors import InvalidArgument
 from penstock_common.types.sampling import OutputKind, StructuredOutput
 from penstock_frontend.admission import check_deadline
 from penstock_frontend.async_llm import AsyncLLM
-from penstock_frontend.call_types import ChatRequest, GenerateRequest
+from penstock_frontend.call_types import ChatRequest, GenerateRequest, MixedPrompt
 from penstock_frontend.live_request import LiveRequest
 from penstock_frontend.processing.chat.answers import ChatOutput, ChatOutputs
 from penstock_frontend.processing.chat.rendering import ChatRenderer
@@ -38,7 +38,7 @@ class ChatCalls:
         check_choice(request.tools, request.tool_choice, request.named_tool)
         parsers = self._parsers if request.may_call else self._parsers._replace(tool=None)
         rendered = self._constrained(request, await self.renderer.render(request), parsers)
-        prompt = str(rendered.prompt)
+        prompt = text_of(rendered)
 
         def make_parser() -> AnswerParser:
             reasoning = parsers.reasoning(prompt) if parsers.reasoning is not None else None
@@ -65,7 +65,7 @@ class ChatCalls:
             parsers.tool,
             named=request.named_tool,
             reasoning=parsers.reasoning if self._llm.inputs.reasoning is None else None,
-            prompt=str(rendered.prompt),
+            prompt=text_of(rendered),
         )
         if constraint is not None:
             given: StructuredOutput = sampling.get("structured_output", StructuredOutput())
@@ -79,3 +79,8 @@ class ChatCalls:
         if any(self._tokenizer.is_special(tag) for tag in tags):
             sampling.setdefault("skip_special_tokens", False)
         return msgspec.structs.replace(rendered, sampling=sampling)
+
+
+def text_of(rendered: GenerateRequest) -> str:
+    """What a rendered conversation says, without its media."""
+    return rendered.prompt.text if isinstance(rendered.prompt, MixedPrompt) else str(rendered.prompt)

@@ -16,6 +16,7 @@ from penstock_frontend.pace import SEQUENCES_PER_TURN, Pace
 from penstock_frontend.ports import EngineClient
 from penstock_frontend.processing.pooling.inputs import PoolingInputs, answer_bytes
 from penstock_frontend.processing.pooling.outputs import PooledOutputs, PooledState
+from penstock_frontend.processing.prompts.media_text import media_tokens
 
 _AS_MANY_AS_FIT = -1
 
@@ -65,7 +66,12 @@ class PoolingCalls:
             if isinstance(e, RequestFailed):
                 self._adapters.refused(lora, e)
             raise
-        return PoolingResult(answers, sum(len(each.prompt_token_ids) for each in core_requests), held)
+        return PoolingResult(
+            answers,
+            sum(len(each.prompt_token_ids) for each in core_requests),
+            held,
+            media_tokens(feature for each in core_requests for feature in each.mm_features),
+        )
 
     async def _answered(
         self, request: PoolingRequest, core_requests: Sequence[EngineCoreRequest]

@@ -1,20 +1,23 @@
 """Conversations: checked, and rendered by the model's own chat template into a prompt."""
 
-import json
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
 from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument
-from penstock_frontend.call_types import ChatMessage, ChatRequest, ContentPart, GenerateRequest, Tool, ToolCall
+from penstock_frontend.call_types import ChatRequest, GenerateRequest, MixedPrompt, Tool
 from penstock_frontend.config import LimitsConfig
+from penstock_frontend.processing.chat.messages import MessageReader, add_text, media_of, size_of
+from penstock_frontend.processing.chat.places import Places
 from penstock_frontend.processing.chat.templates import ChatTemplates
+from penstock_frontend.processing.media.families.base import Family
+from penstock_frontend.processing.media.part import MediaPart
 from penstock_frontend.processing.parsers import registry
 from penstock_frontend.processing.prompts.counts import check_conversation
+from penstock_frontend.processing.prompts.media_inputs import check_media
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 _NOT_SHOWN = (
     "tools: the model's chat template does not show them to the model, which would not know of them. Leave them out, or set "
     "tool_choice to 'none'. Where messages tell the model of its tools, its calls can be read with "
@@ -27,7 +30,7 @@ class ChatRenderer:
     """Conversations to prompts. Every error names the message, its field and what is wrong with it.
 
     ``tool_parser``: the one that the configuration names. Tools that the template cannot show are refused, unless it names one:
-    then messages tell the model of its tools.
+    then messages tell the model of its tools. ``family``: None for a model that reads text alone.
     """
 
     def __init__(
@@ -37,12 +40,14 @@ class ChatRenderer:
         limits: Reread[LimitsConfig],
         *,
         tool_parser: str = registry.AUTO,
+        family: Family | None = None,
     ) -> None:
         self.templates = templates
         takes_tools = not templates.hides_tools or tool_parser not in (registry.AUTO, registry.NONE)
         self._why_no_tools = "" if takes_tools else _NOT_SHOWN + ", ".join(registry.tool_parser_names())
         self._tokenizer = tokenizer
         self._limits = limits
+        self._family = family
 
     async def render(self, request: ChatRequest) -> GenerateRequest:
         """The request with its conversation as a prompt. Raises InvalidArgument."""
@@ -57,24 +62,18 @@ class ChatRenderer:
             context=request.context,
         )
 
-    def _prompt(self, request: ChatRequest) -> str:
+    def _prompt(self, request: ChatRequest) -> str | MixedPrompt:
         _check_turns(request)
-        limit = self._limits.now.max_prompt_length
-        size = 0
-        messages = []
-        for index, message in enumerate(request.messages):
-            messages.append(_message_variable(message, f"messages[{index}]"))
-            size += len(messages[-1]["content"])
-            if size > limit:
-                field = f"messages[{index}].content"
-                raise InvalidArgument(
-                    f"{field}: the messages have {size} characters up to here; the limit is {limit}", field=field
-                )
+        media = media_of(request.messages)
+        check_media(media, self._family)
+        form = self.templates.content_format(with_tools=request.may_call)
+        places = Places(self._family, media) if self._family is not None and media else None
+        messages = self._messages(request, MessageReader(form, places, by_parts=self._family is not None))
         # A mark that no conversation has shows where the template wrote the end of the last message; the blank behind it,
         # whether the template trims messages.
         mark = uuid.uuid4().hex if request.continue_final_message else ""
         if mark:
-            messages[-1]["content"] += f"{mark} "
+            messages[-1]["content"] = add_text(messages[-1]["content"], f"{mark} ")
         variables = {
             **_checked_kwargs(request.template_kwargs),
             "messages": messages,
@@ -82,14 +81,30 @@ class ChatRenderer:
             "documents": request.template_kwargs.get("documents"),
             "add_generation_prompt": request.add_generation_prompt and not request.continue_final_message,
         }
-        prompt = self.templates.render(variables, max_chars=limit)
+        if places is not None and form.reads_parts:
+            variables = places.guarded(variables)
+        prompt = self.templates.render(variables, max_chars=self._limits.now.max_prompt_length)
         if mark:
             prompt = _up_to(mark, prompt)
         if not prompt:
             raise InvalidArgument("messages: the model's chat template makes an empty prompt of them", field="messages")
         if not prompt.isascii():
             _check_unicode(prompt)
-        return prompt
+        return prompt if places is None else _mixed(places.split(prompt, by_name=not form.reads_parts))
+
+    def _messages(self, request: ChatRequest, reader: MessageReader) -> list[dict[str, Any]]:
+        limit = self._limits.now.max_prompt_length
+        size = 0
+        messages = []
+        for index, message in enumerate(request.messages):
+            messages.append(reader.variable(message, f"messages[{index}]"))
+            size += size_of(messages[-1]["content"])
+            if size > limit:
+                field = f"messages[{index}].content"
+                raise InvalidArgument(
+                    f"{field}: the messages have {size} characters up to here; the limit is {limit}", field=field
+                )
+        return messages
 
 
 def tool_variables(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -107,6 +122,10 @@ def tool_variables(tools: Sequence[Tool]) -> list[dict[str, Any]]:
         function = {"name": tool.name, "description": tool.description, "parameters": parameters}
         variables.append({"type": "function", "function": function})
     return variables
+
+
+def _mixed(parts: Sequence[str | MediaPart]) -> MixedPrompt:
+    return MixedPrompt(tuple(parts), tuple("messages" if isinstance(part, str) else part.field for part in parts))
 
 
 def _up_to(mark: str, prompt: str) -> str:
@@ -139,53 +158,6 @@ def _check_turns(request: ChatRequest) -> None:
             f"continue_final_message is set; messages[{index}].role is {request.messages[-1].role!r}, not 'assistant'",
             field="continue_final_message",
         )
-
-
-def _message_variable(message: ChatMessage, path: str) -> dict[str, Any]:
-    """A message as chat templates read it: a key is there only where it says something, ``content`` always."""
-    if message.role not in ROLES:
-        raise InvalidArgument(f"{path}.role is {message.role!r}; known: {', '.join(ROLES)}", field=f"{path}.role")
-    variable: dict[str, Any] = {"role": message.role, "content": _text(message.content, path)}
-    if message.tool_calls:
-        if message.role != "assistant":
-            raise InvalidArgument(
-                f"{path}.tool_calls is set; a message with role {message.role!r} has none", field=f"{path}.tool_calls"
-            )
-        variable["tool_calls"] = [
-            _call_variable(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
-        ]
-    if message.reasoning:
-        # Templates have not agreed on its name.
-        variable["reasoning_content"] = variable["reasoning"] = variable["thinking"] = message.reasoning
-    if message.tool_call_id:
-        variable["tool_call_id"] = message.tool_call_id
-    if message.name:
-        variable["name"] = message.name
-    return variable
-
-
-def _text(content: str | Sequence[ContentPart] | None, path: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    for index, part in enumerate(content):
-        if part.type != "text":
-            field = f"{path}.content[{index}].type"
-            raise InvalidArgument(f"{field} is {part.type!r}; this model takes text", field=field)
-    return "\n".join(part.text for part in content)
-
-
-def _call_variable(call: ToolCall, path: str) -> dict[str, Any]:
-    if not call.name:
-        raise InvalidArgument(f"{path}.name is empty", field=f"{path}.name")
-    try:
-        arguments = json.loads(call.arguments or "{}")
-    except (ValueError, RecursionError) as e:
-        raise InvalidArgument(f"{path}.arguments is no JSON: {e}", field=f"{path}.arguments") from None
-    if not isinstance(arguments, dict):
-        raise InvalidArgument(f"{path}.arguments is no JSON object", field=f"{path}.arguments")
-    function = {"name": call.name, "arguments": arguments}
-    # Most templates read calls in OpenAI's form.
-    return {"id": call.id, "type": "function", "function": function}
 
 
 def _checked_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from penstock_common.errors import ConfigError, InvalidArgument
 from penstock_common.observability.logging import get_logger
 from penstock_frontend.config import ModelConfig
+from penstock_frontend.processing.chat.content_format import ContentFormat, content_format
 from penstock_frontend.processing.prompts.tokenizer import read_json, resolve
 
 TIME_LIMIT = 5.0
@@ -46,11 +47,13 @@ class ChatTemplates:
         self._templates: dict[str, jinja2.Template] = {}
         self._broken: dict[str, str] = {}
         self._showing_tools: set[str] = set()
+        self._formats: dict[str, ContentFormat] = {}
         for name, source in sources.items():
             try:
                 self._templates[name] = self._environment.from_string(source)
-                names = self._environment.parse(source).find_all(nodes.Name)
-                if any(each.name == _TOOLS and each.ctx == "load" for each in names):
+                tree = self._environment.parse(source)
+                self._formats[name] = content_format(tree)
+                if any(each.name == _TOOLS and each.ctx == "load" for each in tree.find_all(nodes.Name)):
                     self._showing_tools.add(name)
             except TemplateError as e:
                 self._broken[name] = _first_line(e)
@@ -66,6 +69,10 @@ class ChatTemplates:
         """Whether conversations with tools are rendered by a template that does not look at the tools."""
         name = self._name_of(with_tools=True)
         return name in self._templates and name not in self._showing_tools
+
+    def content_format(self, *, with_tools: bool) -> ContentFormat:
+        """How contents are read by the template that renders conversations with tools, or without."""
+        return self._formats.get(self._name_of(with_tools=with_tools), ContentFormat(False, True))
 
     def render(self, variables: Mapping[str, Any], *, max_chars: int) -> str:
         """The prompt. Raises InvalidArgument when there is no template, or it refuses the conversation."""

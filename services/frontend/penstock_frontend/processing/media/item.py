@@ -9,8 +9,8 @@ class ProcessedItem(msgspec.Struct, frozen=True, kw_only=True):
     """A medium as the model takes it.
 
     ``data``: what the model's processor in transformers gives for this item alone, under its names, with its leading dimension
-    of 1 where it has one. Pixels are uint8: neither rescaled nor normalized. ``num_embeds``: rows that the model's tower makes of it.
-    ``layout``: what else its family needs to know to put it into a prompt, as numbers (rows and columns of tiles, ...).
+    of 1 where it has one. Pixels are uint8: neither rescaled nor normalized. ``num_embeds``: rows that the model's tower makes of
+    it. ``layout``: what else its family needs to know to put it into a prompt, as numbers (rows and columns of tiles, ...).
     """
 
     modality: Modality

@@ -1,39 +1,39 @@
 """A medium as a client gives it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from penstock_common.types.media import Modality, TensorData
 
 
-class EncodedFile(NamedTuple):
+class EncodedFile(msgspec.Struct, frozen=True, tag=True):
     """An encoded file's bytes."""
 
     data: bytes
 
 
-class Url(NamedTuple):
+class Url(msgspec.Struct, frozen=True, tag=True):
     """Where the file is: ``data:``, ``https:`` or ``http:``."""
 
     url: str
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True):
     """A picture of a video: an encoded file, and when it is seen in seconds."""
 
     data: bytes
     timestamp: float
 
 
-class Frames(NamedTuple):
+class Frames(msgspec.Struct, frozen=True, tag=True):
     """A video as pictures."""
 
     frames: Sequence[Frame]
 
 
-class Features(NamedTuple):
+class Features(msgspec.Struct, frozen=True, tag=True):
     """Processed already: the model's own inputs, by the names of its processor in transformers; ``embeds`` alone is what the
     tower would give.
     """

@@ -23,6 +23,7 @@ from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokeni
 from penstock_frontend.processing.outputs.logprobs_reader import LogprobsReader
 from penstock_frontend.processing.outputs.request_states import RequestStates, failure_of
 from penstock_frontend.processing.outputs.text import OutputText
+from penstock_frontend.processing.prompts.media_text import media_tokens
 from penstock_frontend.processing.prompts.mixed_prompt import text_context
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
@@ -51,6 +52,7 @@ class RequestState:
         "last_token_time",
         "logprobs",
         "max_tokens",
+        "media_tokens",
         "num_cached",
         "num_nans",
         "num_preemptions",
@@ -72,6 +74,7 @@ class RequestState:
         self.external_id = request.context.external_request_id
         self.engine_id = ""
         self.num_prompt = len(request.prompt_token_ids)
+        self.media_tokens = media_tokens(request.mm_features)
         self.num_cached = 0
         self.num_nans = 0
         self.num_preemptions = 0
@@ -110,6 +113,7 @@ class RequestState:
             # Behind a stop string there may have been more, which are none of its output.
             min(drafts.num_accepted_tokens, num_tokens),
             drafts.num_draft_tokens - drafts.num_accepted_tokens,
+            self.media_tokens,
         )
 
     def fail(self, error: RequestFailed) -> None:

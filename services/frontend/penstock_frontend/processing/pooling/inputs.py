@@ -3,22 +3,35 @@
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from penstock_common.config.reread import Reread
 from penstock_common.errors import WRONG_MODEL_KIND, ConfigError, InvalidArgument
+from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.request import EngineCoreRequest
-from penstock_frontend.call_types import PoolingRequest
+from penstock_common.types.request_context import RequestContext
+from penstock_frontend.call_types import MixedPrompt, PoolingRequest
 from penstock_frontend.config import LimitsConfig, ModelConfig
 from penstock_frontend.ports import ModelLimits
+from penstock_frontend.processing.media.part import MediaPart
 from penstock_frontend.processing.prompts.input import InputProcessor, check_size, check_token_ids, longest_text
+from penstock_frontend.processing.prompts.media_inputs import no_media_with
+from penstock_frontend.processing.prompts.media_text import media_tokens
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer, resolve
 
 POOLING_WORDS = tuple(task.name.lower() for task in PoolingTask)
 """Capabilities of engines that pool."""
+
+
+class _Tokenized(NamedTuple):
+    """An input as an engine gets it."""
+
+    ids: list[int]
+    second_text_start: int | None = None
+    features: Sequence[MultiModalFeature] = ()
 
 
 class PoolingInputs:
@@ -52,17 +65,18 @@ class PoolingInputs:
         for index in range(len(request.inputs)):
             self._check_input(request, index, limits)
         self._check_longest(request)
-        tokenized = await (self._pairs(request) if request.seconds else self._singles(request))
+        tokenized = await (self._pairs(request) if request.seconds else self._singles(request, context, limits))
         return [
             EngineCoreRequest(
                 # Unique even where a client uses an id again.
                 request_id=f"{request_id}-p{next(self._serial):x}",
-                prompt_token_ids=ids,
+                prompt_token_ids=each.ids,
                 pooling_params=request.params,
-                second_text_start=second_text_start,
+                second_text_start=each.second_text_start,
+                mm_features=list(each.features),
                 context=context,
             )
-            for ids, second_text_start in tokenized
+            for each in tokenized
         ]
 
     def check(
@@ -78,14 +92,19 @@ class PoolingInputs:
             prompt = core_request.prompt_token_ids
             check_token_ids(prompt, limits.vocab_size, field=field)
             if len(prompt) > limits.max_model_len:
+                of_media = sum(media_tokens(core_request.mm_features).values())
                 raise InvalidArgument(
-                    f"{field} is {len(prompt)} tokens; max_model_len is {limits.max_model_len}",
+                    f"{field} is {len(prompt)} tokens{f', {of_media} of them media' if of_media else ''}; "
+                    f"max_model_len is {limits.max_model_len}",
                     field=field,
                     reason="PROMPT_TOO_LONG",
                 )
 
     def _check_input(self, request: PoolingRequest, index: int, limits: ModelLimits | None) -> None:
         prompt, field = request.inputs[index], request.fields[index]
+        if isinstance(prompt, MixedPrompt):
+            _check_mixed(request, prompt, field)
+            return
         if not prompt:
             raise InvalidArgument(f"{field} is empty: there is nothing to compute", field=field)
         self._inputs.check_length(prompt, field=field)
@@ -104,25 +123,45 @@ class PoolingInputs:
                 field="truncate_prompt_tokens",
             )
 
-    async def _singles(self, request: PoolingRequest) -> list[tuple[list[int], int | None]]:
-        """Token ids of the inputs. All texts go to one thread at once: a task for each would hold the loop up."""
+    async def _singles(
+        self, request: PoolingRequest, context: RequestContext, limits: ModelLimits | None
+    ) -> list[_Tokenized]:
+        """The inputs as engines get them. All texts go to one thread at once: a task for each would hold the loop up."""
         texts = [prompt for prompt in request.inputs if isinstance(prompt, str)]
         longest = request.truncate_prompt_tokens
         encoded = await self._tokenizer.encode_all(texts, add_special_tokens=True, longest=longest) if texts else []
         of_texts = iter(encoded)
-        ids = [next(of_texts) if isinstance(prompt, str) else list(prompt[:longest]) for prompt in request.inputs]
-        for each, field in zip(ids, request.fields, strict=True):
-            if not each:
+        tokenized = []
+        for prompt, field in zip(request.inputs, request.fields, strict=True):
+            if isinstance(prompt, MixedPrompt):
+                joined = await self._inputs.join(prompt, context, limits)
+                tokenized.append(_Tokenized(joined.token_ids, features=joined.features))
+            else:
+                tokenized.append(_Tokenized(next(of_texts) if isinstance(prompt, str) else list(prompt[:longest])))
+            if not tokenized[-1].ids:
                 raise InvalidArgument(f"{field} has no tokens: there is nothing to compute", field=field)
-        return [(each, None) for each in ids]
+        return tokenized
 
-    async def _pairs(self, request: PoolingRequest) -> list[tuple[list[int], int | None]]:
+    async def _pairs(self, request: PoolingRequest) -> list[_Tokenized]:
         """Token ids of the pairs, and where the second text of each begins."""
         pairs = zip(request.inputs, request.seconds, strict=True)
         encoded = await self._tokenizer.encode_pairs(
             [(str(first), second) for first, second in pairs], longest=request.truncate_prompt_tokens
         )
-        return [(pair.ids, pair.second_text_start) for pair in encoded]
+        return [_Tokenized(pair.ids, pair.second_text_start) for pair in encoded]
+
+
+def _check_mixed(request: PoolingRequest, prompt: MixedPrompt, field: str) -> None:
+    """Raise InvalidArgument for what an input of several parts cannot have, Unimplemented for what is not served of one."""
+    if request.seconds:
+        raise InvalidArgument(f"{field}: a pair is read as texts, not as text with media between", field=field)
+    for part, part_field in zip(prompt.parts, prompt.fields, strict=True):
+        if not isinstance(part, (str, MediaPart)):
+            raise InvalidArgument(
+                f"{part_field} is neither text nor media; an input is made of these", field=part_field
+            )
+    if request.truncate_prompt_tokens is not None:
+        raise no_media_with("truncate_prompt_tokens", field)
 
 
 def _shortened(request: PoolingRequest, longest: int) -> PoolingRequest:

@@ -10,6 +10,7 @@ import msgspec
 
 from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
@@ -19,7 +20,11 @@ from penstock_frontend.config import FairnessConfig, LimitsConfig, LoraConfig
 from penstock_frontend.engine.adapters import Adapters
 from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.chat.reasoning import Reasoning
+from penstock_frontend.processing.media.base import MediaPreparer
+from penstock_frontend.processing.media.part import MediaPart
 from penstock_frontend.processing.prompts import sampling_params
+from penstock_frontend.processing.prompts.media_inputs import MediaInputs, check_beside_media, check_media
+from penstock_frontend.processing.prompts.media_text import PlacedMedia
 from penstock_frontend.processing.prompts.mixed_prompt import JoinedPrompt, join_parts
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
@@ -40,9 +45,11 @@ class InputProcessor:
         fairness: Reread[FairnessConfig],
         reasoning: Reasoning | None = None,
         adapters: Adapters | None = None,
+        media: MediaPreparer | None = None,
     ) -> None:
-        """``reasoning``: behind it constraints hold. ``adapters``: those that requests may name; None: none. Raises ConfigError
-        when the model's own defaults are out of range.
+        """``reasoning``: behind it constraints hold. ``adapters``: those that requests may name; None: none. ``media``: None
+        for a model that reads text alone; the tokenizer has its tokens hidden. Raises ConfigError when the model's own defaults
+        are out of range.
         """
         self._tokenizer = tokenizer
         self.defaults: Mapping[str, Any] = sampling_params.model_defaults(generation_config)
@@ -52,6 +59,7 @@ class InputProcessor:
         self.reasoning = reasoning
         self._fairness = fairness
         self._serial = itertools.count(1)
+        self.media = MediaInputs(tokenizer, media) if media is not None else None
 
     def check_model(self, name: str, lora: str = "", *, field: str = "model") -> str:
         """The name of what answers a request for ``name`` with ``lora``: the LoRA adapter that one of them names, else the served
@@ -119,7 +127,9 @@ class InputProcessor:
         if limits is not None:
             _check_early(request.prompt, limits.max_model_len, truncated=params.truncate_prompt_tokens is not None)
             _check_parts(request.prompt, limits)
-        prompt = await self._prompt(request, limits, truncated=params.truncate_prompt_tokens is not None)
+        if isinstance(request.prompt, MixedPrompt) and request.prompt.media:
+            check_beside_media(request.prompt, params)
+        prompt = await self._prompt(request, context, limits, truncated=params.truncate_prompt_tokens is not None)
         if params.truncate_prompt_tokens is not None:
             prompt = prompt.last(params.truncate_prompt_tokens)
         prediction = [] if request.prediction is None else await self._prediction(request.prediction, limits)
@@ -129,10 +139,11 @@ class InputProcessor:
             request_id=f"{request_id}-{next(self._serial):x}",
             prompt_token_ids=prompt.token_ids,
             prompt_embeds=prompt.embeds,
+            mm_features=list(prompt.features),
             sampling_params=params,
             context=context,
-            reasoning_ended=reasoning.parser.ended_by(request.prompt)
-            if reasoning is not None and isinstance(request.prompt, str)
+            reasoning_ended=reasoning.parser.ended_by(text)
+            if reasoning is not None and (text := _text_of(request.prompt))
             else None,
             reasoning_parser_kwargs=reasoning.tokens if reasoning is not None else None,
             prediction_token_ids=prediction,
@@ -147,7 +158,7 @@ class InputProcessor:
         sampling_params.check_vocabulary(params, limits.vocab_size)
         check_prediction(request.prediction_token_ids, limits)
         if len(prompt) >= limits.max_model_len:
-            raise _too_long(len(prompt), limits.max_model_len)
+            raise _too_long(len(prompt), limits.max_model_len, request.mm_features)
         room_left = limits.max_model_len - len(prompt)
         if params.min_tokens > room_left:
             raise InvalidArgument(
@@ -174,13 +185,14 @@ class InputProcessor:
         unique = dict.fromkeys([*params.bad_word_token_ids, *(tuple(token_ids) for token_ids in tokenized)])
         return msgspec.structs.replace(params, bad_word_token_ids=tuple(unique))
 
-    async def _prompt(self, request: GenerateRequest, limits: ModelLimits | None, *, truncated: bool) -> JoinedPrompt:
+    async def _prompt(
+        self, request: GenerateRequest, context: RequestContext, limits: ModelLimits | None, *, truncated: bool
+    ) -> JoinedPrompt:
         prompt = request.prompt
         if isinstance(prompt, MixedPrompt):
-            longest, what = self._limits.now.max_prompt_length, "limits.max_prompt_length"
-            if limits is not None and not truncated and limits.max_model_len < longest:
-                longest, what = limits.max_model_len, "max_model_len"
-            return await self._mixed(prompt, longest, what, add_special_tokens=request.add_special_tokens)
+            return await self.join(
+                prompt, context, None if truncated else limits, add_special_tokens=request.add_special_tokens
+            )
         field = "text" if isinstance(prompt, str) else "token_ids.ids"
         if not prompt:
             raise InvalidArgument(f"{field} is empty: there is no prompt", field=field)
@@ -205,17 +217,36 @@ class InputProcessor:
             check_size(prediction, limits.max_model_len, field=field, reason="")
         return (await self._tokenizer.encode(prediction, add_special_tokens=False)).ids
 
-    async def _mixed(self, prompt: MixedPrompt, longest: int, what: str, *, add_special_tokens: bool) -> JoinedPrompt:
+    async def join(
+        self,
+        prompt: MixedPrompt,
+        context: RequestContext,
+        limits: ModelLimits | None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> JoinedPrompt:
+        """A prompt of several parts as one. ``limits``: of the engines where they are known, and the prompt is not cut
+        afterwards. Raises InvalidArgument, and what becomes of its media.
+        """
+        longest, what = self._limits.now.max_prompt_length, "limits.max_prompt_length"
+        if limits is not None and limits.max_model_len < longest:
+            longest, what = limits.max_model_len, "max_model_len"
         if not prompt.parts:
             raise InvalidArgument("mixed.parts is empty: there is no prompt", field="mixed.parts")
         for part, field in zip(prompt.parts, prompt.fields, strict=True):
-            if not isinstance(part, PromptEmbeds):
+            if not isinstance(part, (PromptEmbeds, MediaPart)):
                 self.check_length(part, field=field)
 
         async def encode(text: str, is_first: bool) -> list[int]:
             return (await self._tokenizer.encode(text, add_special_tokens=add_special_tokens and is_first)).ids
 
-        return await join_parts(prompt, encode, max_positions=longest, what=what)
+        media: Sequence[PlacedMedia] = ()
+        if prompt.media:
+            if self.media is None:
+                check_media(prompt.media, None)
+            else:
+                media = await self.media.placed(prompt, context)
+        return await join_parts(prompt, encode, max_positions=longest, what=what, media=media)
 
 
 def longest_text(max_model_len: int) -> int:
@@ -272,10 +303,18 @@ def check_hidden_size(embeds: PromptEmbeds, hidden_size: int | None, *, field: s
         )
 
 
-def _too_long(num_tokens: int, max_model_len: int) -> InvalidArgument:
+def _text_of(prompt: str | Sequence[int] | MixedPrompt) -> str:
+    """What a prompt says in words, where it is given in words."""
+    if isinstance(prompt, MixedPrompt):
+        return prompt.text if prompt.media else ""
+    return prompt if isinstance(prompt, str) else ""
+
+
+def _too_long(num_tokens: int, max_model_len: int, features: Sequence[MultiModalFeature] = ()) -> InvalidArgument:
     room = " and leaves no room for output" if num_tokens == max_model_len else ""
+    of_media = f", {sum(feature.length for feature in features)} of them media" if features else ""
     return InvalidArgument(
-        f"prompt is {num_tokens} tokens; max_model_len is {max_model_len}{room}",
+        f"prompt is {num_tokens} tokens{of_media}; max_model_len is {max_model_len}{room}",
         field="prompt",
         reason="PROMPT_TOO_LONG",
     )

@@ -14,6 +14,7 @@ import tokenizers
 from penstock_common.errors import ConfigError, Unimplemented
 from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.prompts.byte_level import ByteLevelDecoder, OddTokenError, is_byte_level
+from penstock_frontend.processing.prompts.hidden_tokens import hide
 from penstock_frontend.processing.prompts.truncation import encode_cut, encode_pair_cut
 
 P = ParamSpec("P")
@@ -69,6 +70,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._reader = backend
+        self._stand_ins: dict[str, str] = {}
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         self._long_threads = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
@@ -76,6 +79,21 @@ class Tokenizer:
         self._byte_level = ByteLevelDecoder(backend, self._decode) if is_byte_level(backend) else None
         self._texts: dict[int, str] = {}
         self._anchor = self._find_anchor()
+
+    def hide(self, tokens: Sequence[str]) -> None:
+        """From now on the characters of these tokens are text, and their ``stand_in`` is the token. To be called before any text
+        comes. Raises ConfigError.
+        """
+        self._reader, self._stand_ins = hide(self._backend, tokens)
+
+    def stand_in(self, token: str) -> str:
+        """What a hidden token is called in a text. No client can know it."""
+        return self._stand_ins[token]
+
+    def literal(self, text: str) -> list[int]:
+        """Token ids of a text that is no client's: the model's own tokens are found in it, hidden ones, too."""
+        with _no_panic():
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, with_tokens: bool = False) -> Encoded:
         """Tokenize ``text``. Without ``with_tokens`` there are only ids."""
@@ -147,9 +165,9 @@ class Tokenizer:
         def encode() -> list[list[int]]:
             with _no_panic():
                 if add_special_tokens and longest is not None:
-                    return [encode_cut(self._backend, text, longest).ids for text in texts]
+                    return [encode_cut(self._reader, text, longest).ids for text in texts]
                 return [
-                    self._backend.encode(text, add_special_tokens=add_special_tokens).ids[:longest] for text in texts
+                    self._reader.encode(text, add_special_tokens=add_special_tokens).ids[:longest] for text in texts
                 ]
 
         threads = self._threads_for(sum(map(len, texts)))
@@ -189,16 +207,16 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool, with_tokens: bool) -> Encoded:
         with _no_panic():
-            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            ids = self._reader.encode(text, add_special_tokens=add_special_tokens).ids
         # One by one: the library's own list of them keeps the interpreter from all other threads until it is made.
         return Encoded(ids, [self._backend.id_to_token(i) or "" for i in ids] if with_tokens else ())
 
     def _encode_pair(self, text: str, second: str, longest: int | None) -> EncodedPair:
         with _no_panic():
             if longest is None:
-                encoding = self._backend.encode(text, second)
+                encoding = self._reader.encode(text, second)
             else:
-                encoding = encode_pair_cut(self._backend, text, second, longest)
+                encoding = encode_pair_cut(self._reader, text, second, longest)
         types = encoding.type_ids
         start = types.index(1) if 1 in types else len(types)
         if any(types[:start]) or set(types[start:]) - {1}:

@@ -1,0 +1,45 @@
+"""Tokens that stand for media, and that no text of a client's becomes."""
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+from penstock_common.errors import ConfigError
+
+
+def hide(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """A copy of a tokenizer that knows ``tokens`` by other names, which nobody can guess, and these names by token. Their ids
+    are the same, and so is what they do to the text beside them; to the copy their own characters are text.
+
+    Raises ConfigError for a token that is none, or that cannot be told from text.
+    """
+    described = json.loads(backend.to_str())
+    names = {token: f"<|{uuid.uuid4().hex}|>" for token in tokens}
+    added = {entry["content"]: entry for entry in described["added_tokens"]}
+    for token, name in names.items():
+        if token not in added:
+            raise ConfigError(f"the tokenizer has no added token {token!r}, which stands for media")
+        added[token]["content"] = name
+    _rename(described["model"], names)
+    try:
+        copy = tokenizers.Tokenizer.from_str(json.dumps(described))
+    except Exception as e:  # tokenizers raises nothing narrower
+        raise ConfigError(f"the tokenizer cannot be told to take {', '.join(tokens)} for text: {e}") from e
+    for token, name in names.items():
+        if copy.token_to_id(name) != backend.token_to_id(token):
+            raise ConfigError(f"the tokenizer cannot be told to take {token!r} for text: its id would be another one")
+    return copy, names
+
+
+def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
+    """A model may know added tokens, too: as keys of a vocabulary, or in a list of pieces and scores."""
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        for token, name in names.items():
+            if token in vocabulary:
+                vocabulary[name] = vocabulary.pop(token)
+    elif isinstance(vocabulary, list):
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
