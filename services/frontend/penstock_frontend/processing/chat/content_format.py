@@ -45,8 +45,8 @@ class _Contents:
         node = _base(node)
         if isinstance(node, nodes.Name):
             return node.name in self._names
-        attribute = _attribute(node)
-        return attribute == _CONTENT and self._is_message(node.node)  # type: ignore[attr-defined]
+        owner = _owner_of(node, _CONTENT)
+        return owner is not None and self._is_message(owner)
 
     def _learn(self, target: str, value: nodes.Node) -> None:
         if self.has(value):
@@ -91,10 +91,16 @@ def _inner(node: nodes.Node) -> nodes.Node | None:
     return node.expr1 if isinstance(node, nodes.CondExpr) else None
 
 
-def _attribute(node: nodes.Node) -> str | None:
-    """What of something an expression is: ``x.y``, ``x['y']``, ``x.get('y')``."""
+def _owner_of(node: nodes.Node, name: str) -> nodes.Node | None:
+    """What has an attribute of that name which an expression is: ``x.name``, ``x['name']``, ``x.get('name')``."""
     if isinstance(node, nodes.Getattr):
-        return node.attr
-    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str):
-        return node.arg.value
+        return node.node if node.attr == name else None
+    if isinstance(node, nodes.Getitem):
+        return node.node if _is(node.arg, name) else None
+    if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "get":
+        return node.node.node if node.args and _is(node.args[0], name) else None
     return None
+
+
+def _is(node: nodes.Node, text: str) -> bool:
+    return isinstance(node, nodes.Const) and node.value == text

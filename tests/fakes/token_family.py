@@ -1,0 +1,37 @@
+"""A family of which only the tokens matter."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from penstock_common.types.media import Modality, TensorData
+from penstock_frontend.processing.media.families.base import FamilyProcessor
+from penstock_frontend.processing.media.item import ProcessedItem, Replacement
+
+
+class TokenFamily:
+    """Takes images and sound, which stand at ``<image>`` and ``<audio>``."""
+
+    modalities: frozenset[Modality] = frozenset({"image", "audio"})
+    identity = b""
+    sampling_rate = 16_000
+    media_tokens: tuple[str, ...] = ("<image>", "<audio>")
+
+    def placeholder(self, modality: Modality) -> str:
+        """Its name in angle brackets."""
+        return f"<{modality}>"
+
+    def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
+        """One token for each row."""
+        return [Replacement([1] * item.num_embeds) for item in items]
+
+    def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
+        """None is told."""
+        raise ValueError(f"{modality} cannot be told from {sorted(data)}")
+
+    def max_tokens(self, modality: Modality) -> int:
+        """A few."""
+        del modality
+        return 4
+
+    def make_processor(self) -> Callable[[], FamilyProcessor]:
+        """It has none."""
+        raise NotImplementedError
