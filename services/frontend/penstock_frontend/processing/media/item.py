@@ -27,13 +27,15 @@ class ProcessedItem(msgspec.Struct, frozen=True, kw_only=True):
 class Replacement(msgspec.Struct, frozen=True):
     """What stands in a prompt for an item: ``token_ids``, of which those at ``embed_runs`` (empty: all) are replaced by rows.
 
-    ``before`` and ``after``: texts that stand around it, tokenized together with the prompt's own text there.
+    ``before`` and ``after``: texts that stand around it, tokenized together with the prompt's own text there. ``data``: what the
+    tower gets in place of the item's, where the other items of the prompt change that; empty: the item's.
     """
 
     token_ids: list[int]
     embed_runs: tuple[EmbedRun, ...] = ()
     before: str = ""
     after: str = ""
+    data: dict[str, TensorData] = {}
 
     @property
     def num_embeds(self) -> int:

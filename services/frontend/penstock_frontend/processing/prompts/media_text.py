@@ -74,14 +74,14 @@ def feature_of(placed: PlacedMedia, offset: int) -> MultiModalFeature:
         offset=offset + start,
         length=end - start,
         embed_runs=tuple(EmbedRun(run.start - start, run.count) for run in runs) if len(runs) > 1 else (),
-        data=item.data,
+        data=replacement.data or item.data,
     )
 
 
 def identifier_of(placed: PlacedMedia) -> str:
-    """The item's own, or one derived of it where the media beside it change how many rows it has."""
-    item, identifier, rows = placed.prepared.item, placed.prepared.identifier, placed.replacement.num_embeds
-    if rows == item.num_embeds:
+    """The item's own, or one derived of it where the media beside it change what the tower gets."""
+    identifier, rows = placed.prepared.identifier, placed.replacement.num_embeds
+    if not placed.replacement.data:
         return identifier
     return hashlib.blake2b(f"{identifier}:{rows}".encode(), digest_size=32).hexdigest()
 

@@ -11,8 +11,21 @@ from penstock_frontend.processing.media.families.checkpoint import Checkpoint, r
 _PACKAGE = "penstock_frontend.processing.media.families"
 _FAMILIES: Mapping[str, str] = {
     "llava": "llava:Llava",
+    "llava_next": "llava_next:LlavaNext",
+    "llava_onevision": "llava_onevision:LlavaOnevision",
+    "internvl": "internvl:InternVL",
+    "aya_vision": "aya_vision:AyaVision",
+    "mistral3": "pixtral:Pixtral",
+    "idefics3": "idefics3:Idefics3",
+    "smolvlm": "idefics3:Idefics3",
+    "qwen2_vl": "qwen_vl:QwenVL",
+    "qwen2_5_vl": "qwen_vl:QwenVL",
+    "qwen3_vl": "qwen_vl:QwenVL",
+    "gemma3": "gemma3:Gemma3",
 }
 """Module and class by the model's type in config.json."""
+_PIXTRAL = "pixtral:Pixtral"
+"""Of that tower, whatever model it is in."""
 _REFUSED: Mapping[str, str] = {
     "mllama": "its text model attends to images in layers of their own",
     "paligemma": "its prompts attend both ways",
@@ -32,7 +45,8 @@ def load_family(folder: Path, encode: Encode) -> Family | None:
     model_type = checkpoint.model_type
     if (why := _REFUSED.get(model_type)) is not None:
         raise ConfigError(f"{folder}: media of {model_type} are not served: {why}")
-    if (name := _FAMILIES.get(model_type)) is None:
+    tower = checkpoint.sub_config("vision_config").get("model_type")
+    if (name := _PIXTRAL if tower == "pixtral" else _FAMILIES.get(model_type)) is None:
         raise ConfigError(f"{folder}: media of {model_type} are not served; those of {', '.join(_FAMILIES)} are")
     module, _, attribute = name.partition(":")
     make: Callable[[Checkpoint], Family] = getattr(import_module(f"{_PACKAGE}.{module}"), attribute)

@@ -1,95 +1,64 @@
-"""LLaVA with a CLIP or SigLIP tower: an image of one size is a fixed number of rows.
+"""LLaVA with a CLIP or SigLIP tower: every image is as many rows.
 
 https://huggingface.co/docs/transformers/model_doc/llava
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from PIL.Image import Image
-
 from penstock_common.errors import ConfigError
-from penstock_common.types.media import Modality, TensorData
+from penstock_common.types.media import EMBEDS, Modality, TensorData
 from penstock_frontend.processing.media.families import arguments, tensors
-from penstock_frontend.processing.media.families.base import FamilyProcessor
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
-from penstock_frontend.processing.media.families.processors import MediaProcessor, PilImages
+from penstock_frontend.processing.media.families.single_images import ImageFamily
 from penstock_frontend.processing.media.item import ProcessedItem, Replacement
 
 
-class Grid(NamedTuple):
-    """How many rows the tower makes of pixels. ``extra``: of them that are no patches."""
+class Square(NamedTuple):
+    """Images of one ``size`` (height, width), each of ``max_rows``."""
 
-    patch_size: int
-    extra: int
+    size: tuple[int, int]
+    max_rows: int
+    names: tuple[str, ...] = ("pixel_values",)
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of ``pixel_values`` ``[1, 3, height, width]``."""
-        height, width = tensors.taken(data, "pixel_values", (1, 3, None, None)).shape[2:]
-        return ProcessedItem(modality="image", data=dict(data), num_embeds=self.rows(height, width))
+        """Of ``pixel_values`` ``[1, 3, height, width]``. Others of ``names`` are not the model's."""
+        pixels = tensors.taken(data, "pixel_values", (1, 3, *self.size))
+        return ProcessedItem(modality="image", data={"pixel_values": pixels}, num_embeds=self.max_rows)
 
-    def rows(self, height: int, width: int) -> int:
-        """Of an image of so many pixels."""
-        return (height // self.patch_size) * (width // self.patch_size) + self.extra
+    def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """None: the tower has one size."""
+        arguments.check_names(kwargs, ())
+        return {}
 
 
-class Llava:
+class Llava(ImageFamily):
     """One image token for each row."""
 
-    modalities: frozenset[Modality] = frozenset({"image"})
-    sampling_rate = 0
-
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.identity = checkpoint.identity
-        self._folder = checkpoint.folder
-        self._token = checkpoint.token("image_token", "<image>")
-        self._token_id = checkpoint.token_id(self._token)
-        self.media_tokens = (self._token,)
-        self._grid = Grid(
-            checkpoint.number("patch_size", checkpoint.processor, checkpoint.sub_config("vision_config")),
-            extra_rows(checkpoint),
-        )
-        self._size = image_size(checkpoint)
-
-    def placeholder(self, modality: Modality) -> str:
-        """The image token."""
-        del modality
-        return self._token
+        size, patch = image_size(checkpoint), patch_size(checkpoint)
+        self._rows = (size[0] // patch) * (size[1] // patch) + extra_rows(checkpoint)
+        super().__init__(checkpoint, checkpoint.token("image_token", "<image>"), Square(size, self._rows))
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
         """Image tokens, each of them a row."""
-        return [Replacement([self._token_id] * item.num_embeds) for item in items]
+        return [Replacement([self.token_id] * item.num_embeds) for item in items]
 
-    def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of ``pixel_values``."""
-        del modality
-        tensors.check_names(data, ("pixel_values",))
-        tensors.taken(data, "pixel_values", (1, 3, *self._size))
-        return self._grid.item(data)
+    def embedded(self, data: Mapping[str, TensorData]) -> ProcessedItem:
+        """As many rows as every image has."""
+        tensors.check_names(data, (EMBEDS,))
+        tensors.taken(data, EMBEDS, (self._rows, None))
+        return ProcessedItem(modality="image", data=dict(data), num_embeds=self._rows)
 
     def max_tokens(self, modality: Modality) -> int:
-        """Of every image: they have one size."""
+        """Of every image."""
         del modality
-        return self._grid.rows(*self._size)
-
-    def make_processor(self) -> Callable[[], FamilyProcessor]:
-        """A ``LlavaProcessor``."""
-        return partial(LlavaProcessor, self._folder, self._grid)
+        return self._rows
 
 
-class LlavaProcessor(MediaProcessor):
-    """Resizes, and crops to what the tower sees."""
-
-    def __init__(self, folder: Path, grid: Grid) -> None:
-        self._images = PilImages(folder)
-        self._grid = grid
-
-    def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """One picture. Takes no arguments: the tower has one size."""
-        arguments.check_names(kwargs, ())
-        return self._grid.item(self._images([image]))
+def patch_size(checkpoint: Checkpoint) -> int:
+    """Pixels of the side of a patch, as the processor says it, else the tower."""
+    return checkpoint.number("patch_size", checkpoint.processor, checkpoint.sub_config("vision_config"))
 
 
 def extra_rows(checkpoint: Checkpoint) -> int:

@@ -51,4 +51,4 @@ class PilImages:
             do_convert_rgb=False,
             **kwargs,
         )
-        return from_arrays(given)
+        return from_arrays({name: np.asarray(value) for name, value in given.items()})

@@ -1,0 +1,89 @@
+"""Pixtral, as a tower of LLaVA and in Mistral 3: images keep their shape, rows of patches end in tokens of their own.
+
+https://huggingface.co/docs/transformers/model_doc/pixtral
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from penstock_common.errors import ConfigError
+from penstock_common.types.media import EmbedRun, Modality, TensorData
+from penstock_frontend.processing.media.families import arguments, tensors
+from penstock_frontend.processing.media.families.checkpoint import Checkpoint
+from penstock_frontend.processing.media.families.single_images import ImageFamily
+from penstock_frontend.processing.media.item import ProcessedItem, Replacement
+
+
+class Patches(NamedTuple):
+    """A row stands for ``patch_size`` pixels squared; ``longest_edge``: of an image, in pixels."""
+
+    patch_size: int
+    longest_edge: int
+    names: tuple[str, ...] = ("pixel_values", "image_sizes")
+
+    @property
+    def max_side(self) -> int:
+        """Rows of the tower along the longest edge."""
+        return (self.longest_edge - 1) // self.patch_size + 1
+
+    @property
+    def max_rows(self) -> int:
+        """Of a square."""
+        return self.max_side**2
+
+    def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
+        """Of ``pixel_values`` ``[1, 3, height, width]`` and ``image_sizes`` ``[1, 2]``. ``layout``: its rows and columns."""
+        height, width = tensors.numbers(data, "image_sizes", (1, 2))
+        tensors.taken(data, "pixel_values", (1, 3, height, width))
+        rows, columns = height // self.patch_size, width // self.patch_size
+        if rows * self.patch_size != height or columns * self.patch_size != width or not rows * columns:
+            raise ValueError(f"image_sizes is {height}, {width}; the model takes multiples of {self.patch_size}")
+        return ProcessedItem(modality="image", data=dict(data), num_embeds=rows * columns, layout=(rows, columns))
+
+    def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """``size`` with a ``longest_edge`` up to the checkpoint's own."""
+        arguments.check_names(kwargs, ("size",))
+        size = arguments.size(kwargs, {"longest_edge": self.longest_edge}) or {"longest_edge": self.longest_edge}
+        return {"size": size, "patch_size": self.patch_size}
+
+
+class Pixtral(ImageFamily):
+    """Image tokens row by row, a break behind each row but the last, an end behind that."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        tokens = [
+            checkpoint.token(name, default)
+            for name, default in (
+                ("image_token", "[IMG]"),
+                ("image_break_token", "[IMG_BREAK]"),
+                ("image_end_token", "[IMG_END]"),
+            )
+        ]
+        patch = checkpoint.number("patch_size", checkpoint.processor, checkpoint.sub_config("vision_config"))
+        merge = checkpoint.number("spatial_merge_size", checkpoint.processor, checkpoint.config, default=1)
+        self._patches = Patches(patch * merge, longest_edge(checkpoint))
+        super().__init__(checkpoint, tokens[0], self._patches, media_tokens=tuple(tokens[1:]))
+        self._break, self._end = (checkpoint.token_id(token) for token in tokens[1:])
+
+    def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
+        """A line of tokens for each row of the image."""
+        return [self._replacement(*item.layout) for item in items]
+
+    def _replacement(self, rows: int, columns: int) -> Replacement:
+        token_ids = ([self.token_id] * columns + [self._break]) * rows
+        token_ids[-1] = self._end
+        return Replacement(token_ids, tuple(EmbedRun(row * (columns + 1), columns) for row in range(rows)))
+
+    def max_tokens(self, modality: Modality) -> int:
+        """Of a square."""
+        del modality
+        return (self._patches.max_side + 1) * self._patches.max_side
+
+
+def longest_edge(checkpoint: Checkpoint) -> int:
+    """Pixels of the longest edge of an image. Raises ConfigError."""
+    size = checkpoint.image_processor.get("size", {"longest_edge": 1024})
+    edges = [size] if isinstance(size, int) else list(size.values()) if isinstance(size, dict) else []
+    if not edges or not all(isinstance(edge, int) for edge in edges):
+        raise ConfigError(f"{checkpoint.folder}: the image processor's size is {size!r}; it must have a longest edge")
+    return max(edges)

@@ -1,0 +1,95 @@
+"""Families that take images and nothing else, as far as they are the same."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from PIL.Image import Image
+
+from penstock_common.types.media import EMBEDS, Modality, TensorData
+from penstock_frontend.processing.media.families import tensors
+from penstock_frontend.processing.media.families.base import FamilyProcessor
+from penstock_frontend.processing.media.families.checkpoint import Checkpoint
+from penstock_frontend.processing.media.families.processors import MediaProcessor, PilImages
+from penstock_frontend.processing.media.item import ProcessedItem
+
+
+class Images(Protocol):
+    """What a family knows of images in both halves; it can be pickled."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tensors."""
+
+    @property
+    def max_rows(self) -> int:
+        """Of the largest image."""
+
+    def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
+        """Of a processed image. Raises ValueError for tensors that the processor would not give."""
+
+    def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """What the image processor is called with: what a request says, and what the checkpoint says. Raises ValueError."""
+
+
+class ImageFamily:
+    """What is said of images alone. ``token``: the placeholder."""
+
+    modalities: frozenset[Modality] = frozenset({"image"})
+    sampling_rate = 0
+
+    def __init__(
+        self, checkpoint: Checkpoint, token: str, images: Images, *, media_tokens: tuple[str, ...] = ()
+    ) -> None:
+        """``media_tokens``: beside the placeholder."""
+        self.identity = checkpoint.identity
+        self.media_tokens = tuple(dict.fromkeys((token, *media_tokens)))
+        self.token_id = checkpoint.token_id(token)
+        self._token = token
+        self._folder = checkpoint.folder
+        self._images = images
+
+    def placeholder(self, modality: Modality) -> str:
+        """One for all."""
+        del modality
+        return self._token
+
+    def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
+        """Of the tensors that the image processor gives. Embeddings of any image may take their place where all have as many."""
+        del modality
+        if EMBEDS in data:
+            return self.embedded(data)
+        tensors.check_names(data, self._images.names)
+        return checked(self._images, data)
+
+    def embedded(self, data: Mapping[str, TensorData]) -> ProcessedItem:
+        """Of what the tower would give. Raises ValueError where that does not say what the image looks like in a prompt."""
+        del data
+        raise ValueError(f"{EMBEDS} does not say how the image is laid out in a prompt of this model")
+
+    def make_processor(self) -> Callable[[], FamilyProcessor]:
+        """An ``ImageProcessor``."""
+        return partial(ImageProcessor, self._folder, self._images)
+
+
+class ImageProcessor(MediaProcessor):
+    """The image processor of transformers, and what the family says of what it gives."""
+
+    def __init__(self, folder: Path, images: Images) -> None:
+        self._processor = PilImages(folder)
+        self._images = images
+
+    def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
+        """One image, with the arguments that the family takes."""
+        return checked(self._images, self._processor([image], **self._images.arguments(kwargs)))
+
+
+def checked(images: Images, data: Mapping[str, TensorData]) -> ProcessedItem:
+    """The item of ``data``. Raises ValueError for one that is larger than any that the model is prepared for."""
+    item = images.item(data)
+    if item.num_embeds > images.max_rows:
+        raise ValueError(
+            f"it comes to {item.num_embeds} embeddings; an image has at most {images.max_rows} in this model"
+        )
+    return item

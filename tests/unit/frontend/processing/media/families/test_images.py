@@ -1,0 +1,172 @@
+"""Images of every family: tokens as transformers' own processor makes them, tensors as its Pillow backend gives them."""
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import tokenizers
+from PIL import Image
+from transformers import AutoImageProcessor, AutoProcessor
+from transformers.models.smolvlm import processing_smolvlm as smolvlm
+
+from penstock_common.config.reread import Reread
+from penstock_common.types.media import TensorData
+from penstock_common.types.request import EngineCoreRequest
+from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part
+from penstock_frontend.config import FairnessConfig, LimitsConfig, ModelConfig
+from penstock_frontend.processing.media.families.base import Family, FamilyProcessor
+from penstock_frontend.processing.media.families.factory import load_family
+from penstock_frontend.processing.media.families.tensors import to_array
+from penstock_frontend.processing.prompts.input import InputProcessor
+from penstock_frontend.processing.prompts.tokenizer import load_model_files
+from tests.fakes.multimodal_models import IMAGE_FAMILIES, make_image, save_multimodal_model
+from tests.fakes.prepared_media import InProcessPreparer, image_part
+
+SIZES = [(1, 1), (32, 32), (64, 32), (33, 97), (7, 190), (200, 11), (96, 96), (300, 260), (1, 40)]
+"""Widths and heights that are not drawn."""
+PIECES = ("", " ", "what", "\n", "\n\n", " of\n", "is 7", "<|im_start|>", ".\n\n\n", "und ä")
+FAST, ALL = 24, 200
+NARROW = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_next", "llava_onevision", "idefics3", "smolvlm"}
+"""Take no image that is 30 times as wide as high, or are not made for it."""
+
+
+class Model(NamedTuple):
+    name: str
+    folder: Path
+    family: Family
+    processor: FamilyProcessor
+    theirs: Any
+
+
+@pytest.fixture(scope="module", params=IMAGE_FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    name, folder = request.param, tmp_path_factory.mktemp("models") / request.param
+    save_multimodal_model(name, folder)
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    family = load_family(folder, lambda text: list(backend.encode(text, add_special_tokens=False).ids))
+    assert family is not None
+    theirs_of_smolvlm: Any = smolvlm
+    if theirs_of_smolvlm.num2words is None:
+        theirs_of_smolvlm.num2words = str  # counts frames of videos, which are not looked at here
+    load: Any = AutoProcessor.from_pretrained
+    theirs, load = load(folder), AutoImageProcessor.from_pretrained
+    theirs.image_processor = load(folder, backend="pil")
+    return Model(name, folder, family, family.make_processor()(), theirs)
+
+
+@pytest.fixture
+def inputs(model: Model) -> Iterator[InputProcessor]:
+    tokenizer = load_model_files(ModelConfig(path=str(model.folder)), num_threads=1).tokenizer
+    tokenizer.hide(model.family.media_tokens)
+    limits, fairness = Reread(LimitsConfig()), Reread(FairnessConfig())
+    media = InProcessPreparer(model.family)
+    yield InputProcessor(tokenizer, {}, model_name="demo", limits=limits, fairness=fairness, media=media)
+    tokenizer.close()
+
+
+@cache
+def picture(width: int, height: int) -> Image.Image:
+    return make_image(width, height, width * 1000 + height)
+
+
+def size(model: Model, index: int, rng: random.Random) -> tuple[int, int]:
+    if index < len(SIZES):
+        width, height = SIZES[index]
+        return (width, height) if model.name not in NARROW else (max(width, 24), max(height, 24))
+    return rng.randint(24, 260), rng.randint(24, 260)
+
+
+async def ours(inputs: InputProcessor, texts: list[str], images: list[Image.Image]) -> EngineCoreRequest:
+    parts: list[Part] = [texts[0]]
+    for image, text in zip(images, texts[1:], strict=True):
+        parts += [image_part(image), text]
+    kept = tuple(part for part in parts if part)
+    fields = tuple(f"parts[{i}]" for i in range(len(kept)))
+    request = GenerateRequest(prompt=MixedPrompt(kept, fields), add_special_tokens=True)
+    return await inputs.process(request, "r")
+
+
+def their_ids(model: Model, texts: list[str], images: list[Image.Image]) -> list[int]:
+    token = model.family.placeholder("image")
+    # One list of images for each prompt: a flat list is as many prompts' to some processors.
+    return [int(i) for i in model.theirs(text=token.join(texts), images=[images])["input_ids"][0]]
+
+
+async def check_tokens(model: Model, inputs: InputProcessor, count: int) -> None:
+    rng = random.Random(47)
+    for index in range(count):
+        images = [picture(*size(model, index + i, rng)) for i in range(rng.choice((1, 1, 1, 2, 3)))]
+        texts = [rng.choice(PIECES) for _ in images] + ["what"]
+        request = await ours(inputs, texts, images)
+        assert request.prompt_token_ids == their_ids(model, texts, images), (index, texts, [i.size for i in images])
+        check_places(model, request, len(images))
+
+
+def check_places(model: Model, request: EngineCoreRequest, count: int) -> None:
+    """Rows stand at the model's own image tokens, and all of them have rows."""
+    token = model.theirs.image_token_id if model.name != "gemma3" else model.theirs.tokenizer.image_token_id
+    places: list[int] = []
+    for feature in request.mm_features:
+        runs = feature.embed_runs or ()
+        for start, length in [(run.start, run.count) for run in runs] or [(0, feature.length)]:
+            places += range(feature.offset + start, feature.offset + start + length)
+        assert feature.length <= model.family.max_tokens("image")
+        assert not runs or (runs[0].start == 0 and runs[-1].start + runs[-1].count == feature.length)
+    assert places == [i for i, each in enumerate(request.prompt_token_ids) if each == token]
+    assert len(request.mm_features) == count
+
+
+async def test_tokens_are_those_of_transformers(model: Model, inputs: InputProcessor) -> None:
+    await check_tokens(model, inputs, FAST)
+
+
+@pytest.mark.slow
+async def test_tokens_are_those_of_transformers_for_many_images(model: Model, inputs: InputProcessor) -> None:
+    await check_tokens(model, inputs, ALL)
+
+
+def test_tensors_are_those_of_the_pillow_backend(model: Model) -> None:
+    rng = random.Random(48)
+    for index in range(FAST):
+        image = picture(*size(model, index, rng))
+        item = model.processor.image(image, {})
+        kwargs = {"return_tensors": "np", "do_rescale": False, "do_normalize": False}
+        if model.name in ("internvl", "aya_vision"):
+            kwargs["crop_to_patches"] = True  # as their processors say
+        if model.name in ("llava_pixtral", "mistral3"):
+            kwargs["patch_size"] = model.theirs.patch_size * model.theirs.spatial_merge_size
+        theirs = model.theirs.image_processor(images=[image], **kwargs)
+        assert set(item.data) == set(theirs) - {"num_crops", "num_patches"}  # which are for the processor alone
+        for name, tensor in item.data.items():
+            assert np.array_equal(to_array(tensor), np.asarray(theirs[name])), (name, image.size)
+        assert item.data["pixel_values"].dtype == "uint8"
+
+
+def test_what_a_client_processed_is_the_same_item(model: Model) -> None:
+    item = model.processor.image(picture(90, 60), {})
+    data = dict(item.data)
+    if model.name in ("idefics3", "smolvlm"):  # what its tensors do not show
+        data |= {
+            name: TensorData("int64", (1, 1), number.to_bytes(8, "little"))
+            for name, number in zip(("rows", "cols"), item.layout, strict=True)
+        }
+    assert model.family.described("image", data) == item
+
+
+@pytest.mark.parametrize("change", ["missing", "shape", "more"])
+def test_tensors_that_the_model_does_not_take_are_refused(model: Model, change: str) -> None:
+    data = dict(model.processor.image(picture(90, 60), {}).data)
+    pixels = data.pop("pixel_values")
+    if change == "shape":
+        data["pixel_values"] = TensorData(pixels.dtype, (*pixels.shape, 1), pixels.data)
+    elif change == "more":
+        data |= {"pixel_values": pixels, "input_ids": TensorData("int64", (1,), bytes(8))}
+    names = {"missing": "pixel_values is missing", "shape": "pixel_values has shape", "more": "input_ids is no input"}
+    if model.name in ("idefics3", "smolvlm") and change != "more":
+        names[change] = "rows is missing"
+    with pytest.raises(ValueError, match=names[change]):
+        model.family.described("image", data)
