@@ -92,8 +92,6 @@ def assemble(
         read_json(resolve(model) / "generation_config.json") if tokenizer_path else files.generation_config
     )
     family = load_family(resolve(model), tokenizer.literal) if media is not None else None
-    if family is not None:
-        tokenizer.hide(family.media_tokens)
     templates = load_chat_templates(texts)
     parsers = registry.pick(tool=model.tool_parser, reasoning=model.reasoning_parser, template=templates.source)
     adapters = Adapters(lora, model=model.name, frontend_id=frontend_id)

@@ -14,14 +14,15 @@ def hide(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> tuple[tokenize
     """A copy of a tokenizer that knows ``tokens`` by other names, which nobody can guess, and these names by token. Their ids
     are the same, and so is what they do to the text beside them; to the copy their own characters are text.
 
-    Raises ConfigError for a token that is none, or that cannot be told from text.
+    Tokens that were not added to the model's own are left as they are. Raises ConfigError where none was, or one cannot be told
+    from text.
     """
     described = json.loads(backend.to_str())
-    names = {token: f"<|{uuid.uuid4().hex}|>" for token in tokens}
     added = {entry["content"]: entry for entry in described["added_tokens"]}
+    names = {token: f"<|{uuid.uuid4().hex}|>" for token in tokens if token in added}
+    if not names:
+        raise ConfigError(f"the tokenizer has no added token {' or '.join(map(repr, tokens))}, which stand for media")
     for token, name in names.items():
-        if token not in added:
-            raise ConfigError(f"the tokenizer has no added token {token!r}, which stands for media")
         added[token]["content"] = name
     _rename(described["model"], names)
     try:

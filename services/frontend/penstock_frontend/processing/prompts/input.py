@@ -47,9 +47,9 @@ class InputProcessor:
         adapters: Adapters | None = None,
         media: MediaPreparer | None = None,
     ) -> None:
-        """``reasoning``: behind it constraints hold. ``adapters``: those that requests may name; None: none. ``media``: None
-        for a model that reads text alone; the tokenizer has its tokens hidden. Raises ConfigError when the model's own defaults
-        are out of range.
+        """``reasoning``: behind it constraints hold. ``adapters``: those that requests may name; None: none. ``media``: None for
+        a model that reads text alone; else the tokenizer hides its tokens from now on. Raises ConfigError when the model's own
+        defaults are out of range, or its tokens cannot be hidden.
         """
         self._tokenizer = tokenizer
         self.defaults: Mapping[str, Any] = sampling_params.model_defaults(generation_config)
@@ -59,7 +59,12 @@ class InputProcessor:
         self.reasoning = reasoning
         self._fairness = fairness
         self._serial = itertools.count(1)
-        self.media = MediaInputs(tokenizer, media) if media is not None else None
+        self.media: MediaInputs | None = None
+        if media is not None:
+            tokenizer.hide(media.family.media_tokens)
+            for modality in media.family.modalities:
+                tokenizer.stand_in(media.family.placeholder(modality))
+            self.media = MediaInputs(tokenizer, media)
 
     def check_model(self, name: str, lora: str = "", *, field: str = "model") -> str:
         """The name of what answers a request for ``name`` with ``lora``: the LoRA adapter that one of them names, else the served

@@ -87,7 +87,9 @@ class Tokenizer:
         self._reader, self._stand_ins = hide(self._backend, tokens)
 
     def stand_in(self, token: str) -> str:
-        """What a hidden token is called in a text. No client can know it."""
+        """What a hidden token is called in a text. No client can know it. Raises ConfigError for one that is not hidden."""
+        if token not in self._stand_ins:
+            raise ConfigError(f"the tokenizer has no added token {token!r}, which stands for media")
         return self._stand_ins[token]
 
     def literal(self, text: str) -> list[int]:

@@ -49,7 +49,6 @@ def tokenizer(llava: Path) -> Iterator[Tokenizer]:
 def preparer(llava: Path, tokenizer: Tokenizer) -> InProcessPreparer:
     family = load_family(llava, tokenizer.literal)
     assert family is not None
-    tokenizer.hide(family.media_tokens)
     return InProcessPreparer(family)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL.Image import Image
 
+from penstock_common.errors import ConfigError
 from penstock_common.types.media import TensorData
 from penstock_frontend.processing.media.families.tensors import from_arrays
 from penstock_frontend.processing.media.item import ProcessedItem
@@ -36,10 +37,17 @@ class PilImages:
     """The image processor of a checkpoint in transformers, on numpy and Pillow alone."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises ConfigError where transformers has none, or one for torchvision only."""
         from transformers import AutoImageProcessor  # half a second: in media workers alone
 
         load: Any = AutoImageProcessor.from_pretrained
-        self._processor = load(str(folder), backend="pil", local_files_only=True)
+        try:
+            self._processor = load(str(folder), backend="pil", local_files_only=True)
+        except Exception as e:  # an ImportError without a backend, an OSError without a file, what its class raises
+            raise ConfigError(f"{folder}: its image processor cannot be made with numpy and Pillow alone: {e}") from e
+        if self._processor.backend != "pil":
+            name = type(self._processor).__name__
+            raise ConfigError(f"{folder}: its image processor, {name}, exists for torchvision only, which is not served")
 
     def __call__(self, images: Sequence[Image], **kwargs: Any) -> dict[str, TensorData]:
         """What it gives for these images together, pixels as bytes: neither rescaled nor normalized."""

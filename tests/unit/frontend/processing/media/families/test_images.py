@@ -61,7 +61,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture
 def inputs(model: Model) -> Iterator[InputProcessor]:
     tokenizer = load_model_files(ModelConfig(path=str(model.folder)), num_threads=1).tokenizer
-    tokenizer.hide(model.family.media_tokens)
     limits, fairness = Reread(LimitsConfig()), Reread(FairnessConfig())
     media = InProcessPreparer(model.family)
     yield InputProcessor(tokenizer, {}, model_name="demo", limits=limits, fairness=fairness, media=media)
