@@ -1,0 +1,157 @@
+"""Positions in time, height and width are those of transformers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from penstock_common.types.media import EmbedRun, MultiModalFeature, TensorData
+from penstock_enginecore.config import ModelConfig
+from penstock_enginecore.models.loader import load_model
+from penstock_enginecore.models.multimodal.base import MediaEncoder, RopePositions
+from penstock_enginecore.models.multimodal.tensors import to_data
+from tests.fakes.multimodal_models import save_multimodal_model
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+TEXT, TIME = 7, 9
+SECONDS = "second_per_grid_ts"
+
+
+class Model(NamedTuple):
+    family: str
+    oracle: PreTrainedModel
+    encoder: MediaEncoder
+
+
+class Part(NamedTuple):
+    """``count`` tokens of text, or where that is 0 a grid of embeddings. ``frames``: 0 for an image."""
+
+    count: int = 0
+    frames: int = 0
+    height: int = 1
+    width: int = 1
+    seconds: float = 1.0
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    directory = tmp_path_factory.mktemp(request.param)
+    oracle = save_multimodal_model(request.param, directory)
+    loaded = load_model(ModelConfig(path=str(directory)), torch.device("cpu"), lambda line: None, with_towers=True)
+    assert loaded.encoder is not None
+    return Model(request.param, oracle, loaded.encoder)
+
+
+def prompt(model: Model, parts: Sequence[Part]) -> tuple[list[int], list[MultiModalFeature]]:
+    """Tokens and features as a frontend would have them."""
+    config: Any = model.oracle.config
+    tokens: list[int] = []
+    features: list[MultiModalFeature] = []
+    for number, part in enumerate(parts):
+        if part.count:
+            tokens += [TEXT] * part.count
+            continue
+        offset, per_frame = len(tokens), part.height * part.width
+        pad = config.video_token_id if part.frames else config.image_token_id
+        runs: tuple[EmbedRun, ...] = ()
+        if part.frames and model.family == "qwen3_vl":
+            for _ in range(part.frames):
+                tokens += [TIME, TIME, config.vision_start_token_id]
+                runs += (EmbedRun(len(tokens) - offset, per_frame),)
+                tokens += [pad] * per_frame + [config.vision_end_token_id]
+        else:
+            tokens += [pad] * (per_frame * max(part.frames, 1))
+        grid = torch.tensor([[max(part.frames, 1), 2 * part.height, 2 * part.width]])
+        data: dict[str, TensorData] = {"video_grid_thw" if part.frames else "image_grid_thw": to_data(grid)}
+        if part.frames and model.family != "qwen3_vl":
+            data[SECONDS] = to_data(torch.tensor([part.seconds]))
+        features.append(
+            MultiModalFeature(
+                modality="video" if part.frames else "image",
+                identifier=f"{number:064x}",
+                offset=offset,
+                length=len(tokens) - offset,
+                embed_runs=runs,
+                data=data,
+            )
+        )
+    return tokens, features
+
+
+def of_transformers(model: Model, tokens: list[int], parts: Sequence[Part]) -> RopePositions:
+    """By the model's ``get_rope_index``."""
+    config, base = model.oracle.config, model.oracle.model  # type: ignore[attr-defined]  # of the class
+    kinds = {config.image_token_id: 1, config.video_token_id: 2}
+    arguments: dict[str, Any] = {}
+    for name, chosen in (
+        ("image_grid_thw", [part for part in parts if not part.count and not part.frames]),
+        ("video_grid_thw", [part for part in parts if part.frames]),
+    ):
+        if chosen:
+            arguments[name] = torch.tensor([[max(p.frames, 1), 2 * p.height, 2 * p.width] for p in chosen])
+    if model.family == "qwen2_5_vl":
+        arguments[SECONDS] = torch.tensor([part.seconds for part in parts if part.frames])
+    positions, delta = base.get_rope_index(
+        torch.tensor([tokens]), mm_token_type_ids=torch.tensor([[kinds.get(t, 0) for t in tokens]]), **arguments
+    )
+    return RopePositions(positions[:, 0].numpy(), int(delta))
+
+
+texts = st.integers(1, 6).map(Part)
+grids = st.tuples(
+    st.just(0), st.integers(0, 3), st.integers(1, 4), st.integers(1, 4), st.sampled_from([0.1, 0.5, 1.0, 1.3, 2.0])
+).map(Part._make)
+
+
+@given(items=st.lists(st.tuples(texts, grids), max_size=5), last=st.integers(0, 4))
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_positions_are_those_of_transformers(model: Model, items: list[tuple[Part, Part]], last: int) -> None:
+    parts = [part for pair in items for part in pair] + [Part(count=last)] * bool(last)
+    if not parts:
+        parts = [Part(count=1)]
+    tokens, features = prompt(model, parts)
+    expected = of_transformers(model, tokens, parts)
+    found = model.encoder.rope_positions(tokens, features)
+    np.testing.assert_array_equal(found.positions, expected.positions)
+    assert found.positions.dtype == np.int64
+    assert found.delta == expected.delta
+
+
+def test_images_that_stand_side_by_side_are_two(model: Model) -> None:
+    """Where transformers would take them for one."""
+    apart = [Part(count=2), Part(height=2, width=3), Part(count=1), Part(height=2, width=1), Part(count=2)]
+    together = [part for part in apart if part != Part(count=1)]
+    tokens, features = prompt(model, together)
+    found = model.encoder.rope_positions(tokens, features)
+    expected = model.encoder.rope_positions(*prompt(model, apart)).positions
+    expected = np.delete(expected, 2 + 6, axis=1)  # the token between them
+    expected[:, 2 + 6 :] -= 1
+    np.testing.assert_array_equal(found.positions, expected)
+
+
+def test_a_grid_that_does_not_fill_its_positions_is_refused(model: Model) -> None:
+    tokens, features = prompt(model, [Part(height=2, width=3)])
+    wrong = MultiModalFeature(modality="image", identifier="0" * 64, offset=0, length=5, data=features[0].data)
+    with pytest.raises(ValueError, match="a grid of 6 embeddings stands at 5 positions"):
+        model.encoder.rope_positions(tokens, [wrong])
+
+
+def test_positions_have_sections_and_rows_are_as_wide_as_deepstack_wants(model: Model) -> None:
+    assert model.encoder.has_sections
+    assert model.encoder.num_deepstack == (2 if model.family == "qwen3_vl" else 0)
+    assert model.encoder.width == 64 * (1 + model.encoder.num_deepstack)
+
+
+def test_other_families_have_one_position_a_token(tmp_path: Path) -> None:
+    save_multimodal_model("llava", tmp_path)
+    loaded = load_model(ModelConfig(path=str(tmp_path)), torch.device("cpu"), lambda line: None, with_towers=True)
+    assert loaded.encoder is not None
+    assert not loaded.encoder.has_sections
+    with pytest.raises(NotImplementedError, match="positions of one dimension"):
+        loaded.encoder.rope_positions([1], [])
