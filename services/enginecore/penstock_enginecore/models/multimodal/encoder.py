@@ -74,7 +74,7 @@ class TowerEncoder:
                     done.append(self._finish(item, self._given(item)))
                     continue
                 begun = self._begin(item)
-                blocks = min(budget // begun.block_cost, begun.run.blocks_left)
+                blocks = min(max(budget, 0) // begun.block_cost, begun.run.blocks_left)
                 if blocks == 0 and computed:
                     break
                 before = begun.run.blocks_left

@@ -1,0 +1,184 @@
+"""Checkpoints with towers are loaded once, as a text model of its own class; what is not served is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from penstock_enginecore.config import ModelConfig
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.loader import LoadedModel, load_model
+from penstock_enginecore.models.multimodal.families.factory import family_of
+from penstock_enginecore.models.narrow_weight import NarrowWeight
+from tests.fakes.multimodal_items import features, image_tensors, item
+from tests.fakes.multimodal_models import save_multimodal_model
+
+CPU = torch.device("cpu")
+
+
+def load(path: Path, *, with_towers: bool = True, widen: bool = False, **model: object) -> LoadedModel:
+    return load_model(
+        ModelConfig(path=str(path), **model), CPU, lambda line: None, with_towers=with_towers, widen=widen
+    )
+
+
+def edit_config(path: Path, **changes: object) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def rows(model: LoadedModel, tensors: dict[str, torch.Tensor], count: int) -> torch.Tensor:
+    assert model.encoder is not None
+    model.encoder.start(item(tensors, count))
+    (done,) = model.encoder.advance(10**9)
+    assert done.rows is not None, done.failure
+    return done.rows
+
+
+@pytest.mark.parametrize("with_towers", [False, True])
+def test_the_text_model_has_its_own_class_limits_and_end_tokens(tmp_path: Path, with_towers: bool) -> None:
+    oracle = save_multimodal_model("llava", tmp_path)
+    model = load(tmp_path, with_towers=with_towers)
+    assert type(model.module).__name__ == "LlamaForCausalLM"
+    assert (model.max_len, model.vocab_size, model.hidden_size) == (2048, 512, 64)
+    assert model.eos_token_ids == {oracle.config.text_config.eos_token_id}
+    assert model.module.config._attn_implementation == "penstock"
+    assert (model.encoder is not None) is with_towers
+
+
+def test_the_tower_keeps_an_attention_of_torchs(tmp_path: Path) -> None:
+    save_multimodal_model("llava", tmp_path)
+    encoder = load(tmp_path).encoder
+    assert encoder is not None
+    (towers,) = encoder.modules
+    tower: Any = towers.vision_tower
+    assert tower.config._attn_implementation == "sdpa"
+
+
+def test_without_towers_their_weights_are_not_read(tmp_path: Path) -> None:
+    save_multimodal_model("llava", tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(
+        {name: each for name, each in load_file(file).items() if "vision_tower" not in name}, file, {"format": "pt"}
+    )
+    assert load(tmp_path, with_towers=False).vocab_size == 512
+    with pytest.raises(ModelLoadError, match="weights are missing"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+@pytest.mark.parametrize("with_towers", [False, True])
+def test_embeddings_that_are_tied_to_the_head_stay_so(tmp_path: Path, family: str, with_towers: bool) -> None:
+    save_multimodal_model(family, tmp_path, text={"tie_word_embeddings": True})
+    module: Any = load(tmp_path, with_towers=with_towers).module
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+
+
+def test_embeddings_that_are_not_tied_are_two(tmp_path: Path) -> None:
+    save_multimodal_model("llava", tmp_path)
+    module: Any = load(tmp_path).module
+    assert module.lm_head.weight.data_ptr() != module.model.embed_tokens.weight.data_ptr()
+
+
+_FORMS = {
+    "language_model.model.": "model.language_model.",
+    "language_model.lm_head.": "lm_head.",
+    "vision_tower.": "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+}
+"""How weights' names begin in older checkpoints, and in newer ones."""
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_names_of_older_and_newer_checkpoints_are_known(tmp_path: Path, older: bool) -> None:
+    oracle = save_multimodal_model("llava", tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    for old, new in _FORMS.items():
+        begins, wanted = (new, old) if older else (old, new)
+        weights = {
+            wanted + name.removeprefix(begins) if name.startswith(begins) else name: each
+            for name, each in weights.items()
+        }
+    assert {f"{name.split('.')[0]}." for name in weights} == (
+        {"language_model.", "vision_tower.", "multi_modal_projector."} if older else {"model.", "lm_head."}
+    )
+    save_file(weights, file, {"format": "pt"})
+    expected = features(oracle, "image", image_tensors("llava", tmp_path, raw=False))
+    assert torch.equal(rows(load(tmp_path), image_tensors("llava", tmp_path), len(expected)), expected)
+    assert load(tmp_path, with_towers=False).vocab_size == 512
+
+
+def test_weights_of_16_bits_stay_narrow_in_the_text_model_alone(tmp_path: Path) -> None:
+    oracle = save_multimodal_model("llava", tmp_path)
+    oracle.to(torch.bfloat16).save_pretrained(tmp_path)
+    model = load(tmp_path, widen=True)
+    assert model.dtype == torch.float32
+    layers: Any = model.module.model.layers  # type: ignore[union-attr]  # of Llama
+    assert isinstance(layers[0].mlp.up_proj.weight, NarrowWeight)
+    assert model.encoder is not None
+    (towers,) = model.encoder.modules
+    assert {each.dtype for each in towers.parameters()} == {torch.float32}
+    assert not any(isinstance(each, NarrowWeight) for each in towers.parameters())
+    expected = features(oracle.float(), "image", image_tensors("llava", tmp_path, raw=False))
+    assert torch.equal(rows(model, image_tensors("llava", tmp_path), len(expected)), expected)
+
+
+def test_random_weights_need_no_files(tmp_path: Path) -> None:
+    save_multimodal_model("llava", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    model = load(tmp_path, load_format="dummy")
+    assert rows(model, image_tensors("llava", tmp_path), 16).shape == (16, 64)
+
+
+def test_a_length_that_is_set_limits_items_too(tmp_path: Path) -> None:
+    save_multimodal_model("qwen2_vl", tmp_path)
+    encoder = load(tmp_path, max_model_len=10).encoder
+    assert encoder is not None
+    assert {info.max_embeds for info in encoder.media} == {10}
+
+
+def test_a_tower_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+    save_multimodal_model("llava", tmp_path)
+    vision = {"model_type": "dinov2", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    edit_config(tmp_path, vision_config=vision)
+    with pytest.raises(ModelLoadError, match="LlavaForConditionalGeneration is not supported: its tower is dinov2"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("mllama", "mllama is not supported: its layers see images by cross-attention"),
+        ("paligemma", "paligemma is not supported: tokens of its prompts see those behind them"),
+        ("chameleon", "chameleon is not supported: its towers are not known; those of aya_vision, "),
+    ],
+)
+def test_families_that_are_not_served_are_refused_with_the_reason(kind: str, said: str) -> None:
+    with pytest.raises(ModelLoadError, match=said):
+        family_of(AutoConfig.for_model(kind))
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    save_multimodal_model("llava", tmp_path)
+    edit_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    with pytest.raises(
+        ModelLoadError,
+        match=r"llava is not supported: its weights are quantized \(fp8 by blocks of 128x128\), and it has towers",
+    ):
+        load(tmp_path)
+
+
+def test_rows_have_the_models_dtype(tmp_path: Path) -> None:
+    save_multimodal_model("llava", tmp_path)
+    model = load(tmp_path, dtype="bfloat16")
+    assert rows(model, image_tensors("llava", tmp_path), 16).dtype == torch.bfloat16
+    assert model.encoder is not None
+    model.encoder.start(item({"embeds": torch.zeros(3, 64)}, 3))
+    (done,) = model.encoder.advance(0)
+    assert done.rows is not None
+    assert done.rows.dtype == torch.bfloat16
