@@ -25,9 +25,7 @@ from penstock_enginecore.models.dtypes import Dtypes, resolve_dtypes
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.multimodal.base import MediaEncoder
 from penstock_enginecore.models.multimodal.composite import Composite
-from penstock_enginecore.models.multimodal.encoder import TowerEncoder
-from penstock_enginecore.models.multimodal.families.base import Checkpoint
-from penstock_enginecore.models.narrow_weight import as_stored, narrow, widen_all
+from penstock_enginecore.models.narrow_weight import as_stored, narrow
 from penstock_enginecore.models.placement import check_weights_fit, place, read_to
 from penstock_enginecore.models.quantization.kv_scales import read_kv_scales
 from penstock_enginecore.models.quantization.loading import QuantizedCheckpoint, load_quantized
@@ -98,9 +96,8 @@ def load_model(
     model_class = _model_class(hf_config, config) if composite is None else composite.text_class
     check_supported(text_config, model_class)
     scheme = quantization_of(hf_config)
-    if composite is not None and (scheme is not None or make_share is not None):
-        what = "its experts are shared by ranks" if scheme is None else f"its weights are quantized ({scheme.name})"
-        raise ModelLoadError(f"{hf_config.model_type} is not supported: {what}, and it has towers")
+    if composite is not None:
+        composite.check_weights(scheme, shared=make_share is not None)
     widen = widen and (scheme is None or not keep(scheme))  # what is kept quantized is multiplied as it is
     dtypes = resolve_dtypes(config.dtype, hf_config, device, widen=widen)
     max_len = config_max_len(text_config, config)
@@ -111,24 +108,15 @@ def load_model(
         device = host
     first = device if split is None else host
     share = None if make_share is None else make_share(model_class, hf_config)
-    module: Any
-    towers: Any = None
-    if composite is None:
-        module = load_weights(config, dtypes, first, progress, keep=keep, share=share)
-    else:
-        whole = load_weights(config, dtypes, first, progress, composite)
-        module, towers = composite.separate(whole)
+    auto_class: Any = composite or AutoModelForCausalLM
+    whole: Any = load_weights(config, dtypes, first, progress, auto_class, keep=keep, share=share)
+    module, towers = (whole, None) if composite is None else composite.separate(whole)
     vocab_size = module.get_output_embeddings().weight.shape[0]
     if split is not None:
         split(module)
     place(module, config.path, device)
-    prepare_decoder(module, config.max_model_len or max_len, device)
-    encoder: MediaEncoder | None = None
-    if composite is not None and with_towers:
-        widen_all(towers)
-        place(towers, config.path, device)
-        checkpoint = Checkpoint(hf_config, weight_files(config), config.max_model_len or max_len, device)
-        encoder = TowerEncoder(composite.family(towers, checkpoint), device, dtypes.computed)
+    limit = config.max_model_len or max_len
+    prepare_decoder(module, limit, device)
     return LoadedModel(
         module=module,
         dtype=dtypes.computed,
@@ -137,7 +125,7 @@ def load_model(
         vocab_size=vocab_size,
         eos_token_ids=_eos_token_ids(module),
         kv_scales=_kv_scales(config, hf_config),
-        encoder=encoder,
+        encoder=None if composite is None else composite.encoder(towers, weight_files(config), limit, device, dtypes),
     )
 
 

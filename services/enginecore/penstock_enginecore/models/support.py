@@ -69,7 +69,7 @@ def _unsupported(config: PretrainedConfig, model_class: type[PreTrainedModel]) -
     if not getattr(model_class, "_supports_attention_backend", False):
         return "it does not dispatch its attention through transformers' attention interface"
     if config.get_text_config() is not config:
-        return "its configuration has that of another model in it"
+        return "it is a multimodal or composite model, which is not served so"
     if other := sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
         return f"it has layers of type {', '.join(other)}"
     if getattr(config, "num_kv_shared_layers", 0):

@@ -2,15 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
 
+from penstock_enginecore.models.dtypes import Dtypes
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.multimodal.families.base import Family
+from penstock_enginecore.models.multimodal.encoder import TowerEncoder
+from penstock_enginecore.models.multimodal.families.base import Checkpoint, Family
 from penstock_enginecore.models.multimodal.families.factory import family_of
 from penstock_enginecore.models.multimodal.text_models import text_class
+from penstock_enginecore.models.narrow_weight import widen_all
+from penstock_enginecore.models.placement import place
+from penstock_enginecore.models.quantization.scheme import Scheme
 
 _TOWERS_ATTEND = "sdpa"
 _TEXT_SECTION = "text_config"
@@ -20,7 +26,7 @@ class Separated(NamedTuple):
     """``text``: a causal language model of its own, with the checkpoint's weights. ``towers``: what is left of the whole."""
 
     text: PreTrainedModel
-    towers: torch.nn.Module
+    towers: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,8 @@ class Composite:
     @classmethod
     def of(cls, config: PretrainedConfig, *, with_towers: bool) -> "Composite | None":
         """None for a text model. Raises ModelLoadError for what is not served."""
+        if getattr(config, "is_encoder_decoder", False):
+            return None
         text = config.get_text_config()
         if text is config:
             return None
@@ -82,6 +90,25 @@ class Composite:
         module.set_output_embeddings(head)
         module.generation_config = whole.generation_config
         return Separated(module, towers)
+
+    def check_weights(self, scheme: Scheme | None, *, shared: bool) -> None:
+        """Raise ModelLoadError for weights quantized by ``scheme``, and for experts that ranks share."""
+        if scheme is not None or shared:
+            what = "its experts are shared by ranks" if scheme is None else f"its weights are quantized ({scheme.name})"
+            raise ModelLoadError(f"{self.config.model_type} is not supported: {what}, and it has towers")
+
+    def encoder(
+        self, towers: torch.nn.Module, directory: Path, max_tokens: int, device: torch.device, dtypes: Dtypes
+    ) -> TowerEncoder | None:
+        """What computes with ``towers`` on ``device``, by the processors' files in ``directory``. For them, no weights are kept
+        narrow. ``max_tokens``: of a prompt. None if there are to be none. Raises ModelLoadError.
+        """
+        if not self.with_towers:
+            return None
+        widen_all(towers)
+        place(towers, str(directory), device)
+        checkpoint = Checkpoint(self.config, directory, max_tokens, device)
+        return TowerEncoder(self.family(towers, checkpoint), device, dtypes.computed)
 
     def _class(self) -> type[PreTrainedModel]:
         mapping: Any = AutoModelForMultimodalLM._model_mapping

@@ -20,7 +20,7 @@ from tests.fakes.multimodal_models import save_multimodal_model
 CPU = torch.device("cpu")
 
 
-def load(path: Path, *, with_towers: bool = True, widen: bool = False, **model: object) -> LoadedModel:
+def load(path: Path, *, with_towers: bool = True, widen: bool = False, **model: Any) -> LoadedModel:
     return load_model(
         ModelConfig(path=str(path), **model), CPU, lambda line: None, with_towers=with_towers, widen=widen
     )
@@ -114,12 +114,12 @@ def test_names_of_older_and_newer_checkpoints_are_known(tmp_path: Path, older: b
 
 
 def test_weights_of_16_bits_stay_narrow_in_the_text_model_alone(tmp_path: Path) -> None:
-    oracle = save_multimodal_model("llava", tmp_path)
+    oracle: Any = save_multimodal_model("llava", tmp_path)
     oracle.to(torch.bfloat16).save_pretrained(tmp_path)
     model = load(tmp_path, widen=True)
     assert model.dtype == torch.float32
-    layers: Any = model.module.model.layers  # type: ignore[union-attr]  # of Llama
-    assert isinstance(layers[0].mlp.up_proj.weight, NarrowWeight)
+    module: Any = model.module
+    assert isinstance(module.model.layers[0].mlp.up_proj.weight, NarrowWeight)
     assert model.encoder is not None
     (towers,) = model.encoder.modules
     assert {each.dtype for each in towers.parameters()} == {torch.float32}

@@ -274,7 +274,7 @@ def test_what_an_item_came_in_may_be_overwritten_behind_its_first_slice(encoder:
     wanted = image("a")
     pixels = wanted.data["pixel_values"]
     memory = bytearray(pixels.data)
-    encoder.start(with_data(wanted, pixel_values=TensorData(pixels.dtype, pixels.shape, memoryview(memory))))
+    encoder.start(with_data(wanted, pixel_values=TensorData(pixels.dtype, pixels.shape, memory)))
     encoder.advance(0)
     memory[:] = bytes(len(memory))
     (found,) = finish(encoder)

@@ -30,9 +30,9 @@ class Model(NamedTuple):
 
 
 class Part(NamedTuple):
-    """``count`` tokens of text, or where that is 0 a grid of embeddings. ``frames``: 0 for an image."""
+    """``tokens`` of text, or where that is 0 a grid of embeddings. ``frames``: 0 for an image."""
 
-    count: int = 0
+    tokens: int = 0
     frames: int = 0
     height: int = 1
     width: int = 1
@@ -54,8 +54,8 @@ def prompt(model: Model, parts: Sequence[Part]) -> tuple[list[int], list[MultiMo
     tokens: list[int] = []
     features: list[MultiModalFeature] = []
     for number, part in enumerate(parts):
-        if part.count:
-            tokens += [TEXT] * part.count
+        if part.tokens:
+            tokens += [TEXT] * part.tokens
             continue
         offset, per_frame = len(tokens), part.height * part.width
         pad = config.video_token_id if part.frames else config.image_token_id
@@ -86,11 +86,12 @@ def prompt(model: Model, parts: Sequence[Part]) -> tuple[list[int], list[MultiMo
 
 def of_transformers(model: Model, tokens: list[int], parts: Sequence[Part]) -> RopePositions:
     """By the model's ``get_rope_index``."""
-    config, base = model.oracle.config, model.oracle.model  # type: ignore[attr-defined]  # of the class
+    oracle: Any = model.oracle
+    config, base = oracle.config, oracle.model
     kinds = {config.image_token_id: 1, config.video_token_id: 2}
     arguments: dict[str, Any] = {}
     for name, chosen in (
-        ("image_grid_thw", [part for part in parts if not part.count and not part.frames]),
+        ("image_grid_thw", [part for part in parts if not part.tokens and not part.frames]),
         ("video_grid_thw", [part for part in parts if part.frames]),
     ):
         if chosen:
@@ -112,9 +113,9 @@ grids = st.tuples(
 @given(items=st.lists(st.tuples(texts, grids), max_size=5), last=st.integers(0, 4))
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_positions_are_those_of_transformers(model: Model, items: list[tuple[Part, Part]], last: int) -> None:
-    parts = [part for pair in items for part in pair] + [Part(count=last)] * bool(last)
+    parts = [part for pair in items for part in pair] + [Part(tokens=last)] * bool(last)
     if not parts:
-        parts = [Part(count=1)]
+        parts = [Part(tokens=1)]
     tokens, features = prompt(model, parts)
     expected = of_transformers(model, tokens, parts)
     found = model.encoder.rope_positions(tokens, features)
@@ -125,8 +126,8 @@ def test_positions_are_those_of_transformers(model: Model, items: list[tuple[Par
 
 def test_images_that_stand_side_by_side_are_two(model: Model) -> None:
     """Where transformers would take them for one."""
-    apart = [Part(count=2), Part(height=2, width=3), Part(count=1), Part(height=2, width=1), Part(count=2)]
-    together = [part for part in apart if part != Part(count=1)]
+    apart = [Part(tokens=2), Part(height=2, width=3), Part(tokens=1), Part(height=2, width=1), Part(tokens=2)]
+    together = [part for part in apart if part != Part(tokens=1)]
     tokens, features = prompt(model, together)
     found = model.encoder.rope_positions(tokens, features)
     expected = model.encoder.rope_positions(*prompt(model, apart)).positions
