@@ -98,7 +98,7 @@ class Composite:
             raise ModelLoadError(f"{self.config.model_type} is not supported: {what}, and it has towers")
 
     def encoder(
-        self, towers: torch.nn.Module, directory: Path, max_tokens: int, device: torch.device, dtypes: Dtypes
+        self, towers: Any, directory: Path, max_tokens: int, device: torch.device, dtypes: Dtypes
     ) -> TowerEncoder | None:
         """What computes with ``towers`` on ``device``, by the processors' files in ``directory``. For them, no weights are kept
         narrow. ``max_tokens``: of a prompt. None if there are to be none. Raises ModelLoadError.
