@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoImageProcessor
-
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.multimodal.pixels import Normalization
 
@@ -50,6 +48,8 @@ class ProcessorSettings:
 
     def _default(self, key: str) -> Any:
         """What the class of the checkpoint's image processor has, where its files do not say. It needs Pillow."""
+        from transformers import AutoImageProcessor
+
         make: Any = AutoImageProcessor
         try:
             return getattr(make.from_pretrained(self.directory, backend="pil"), key)

@@ -1,22 +1,28 @@
 """Causal language models of text models for which transformers has none: they live in models with towers alone."""
 
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.auto import AutoModelForCausalLM
-from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5_vl
-from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
-from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
 from penstock_enginecore.models.errors import ModelLoadError
 
+_OURS = {
+    "qwen2_5_vl_text": ("qwen2_5_vl", "Qwen2_5_VL"),
+    "qwen2_vl_text": ("qwen2_vl", "Qwen2VL"),
+    "qwen3_vl_text": ("qwen3_vl", "Qwen3VL"),
+}
+"""By the model type of their configuration: transformers' package, and what its classes begin with."""
 
-def _for_causal_lm(name: str, pretrained: Any, model_class: Any) -> type[PreTrainedModel]:
-    """A class called ``name``: a ``model`` of ``model_class`` with a head, as transformers' own are. Positions may be
-    ``[3, 1, tokens]``.
-    """
+
+@cache
+def _for_causal_lm(package: str, prefix: str) -> type[PreTrainedModel]:
+    """``{prefix}ForCausalLM``: a ``{prefix}TextModel`` with a head, as transformers' own are. Positions may be ``[3, 1, tokens]``."""
+    modeling: Any = import_module(f"transformers.models.{package}.modeling_{package}")
+    pretrained, model_class = (getattr(modeling, f"{prefix}{kind}") for kind in ("PreTrainedModel", "TextModel"))
 
     def init(self: Any, config: Any) -> None:
         pretrained.__init__(self, config)
@@ -40,22 +46,13 @@ def _for_causal_lm(name: str, pretrained: Any, model_class: Any) -> type[PreTrai
         "_tied_weights_keys": {"lm_head.weight": "model.embed_tokens.weight"},
         "_tp_plan": {"lm_head": "colwise_gather_output"},
     }
-    return type(name, (pretrained, GenerationMixin), members)
-
-
-_OURS = {
-    "qwen2_5_vl_text": _for_causal_lm(
-        "Qwen2_5_VLForCausalLM", qwen2_5_vl.Qwen2_5_VLPreTrainedModel, qwen2_5_vl.Qwen2_5_VLTextModel
-    ),
-    "qwen2_vl_text": _for_causal_lm("Qwen2VLForCausalLM", qwen2_vl.Qwen2VLPreTrainedModel, qwen2_vl.Qwen2VLTextModel),
-    "qwen3_vl_text": _for_causal_lm("Qwen3VLForCausalLM", qwen3_vl.Qwen3VLPreTrainedModel, qwen3_vl.Qwen3VLTextModel),
-}
+    return type(f"{prefix}ForCausalLM", (pretrained, GenerationMixin), members)
 
 
 def text_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """Of the configuration of a text model. Raises ModelLoadError where there is none."""
     if ours := _OURS.get(config.model_type):
-        return ours
+        return _for_causal_lm(*ours)
     mapping: Any = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         raise ModelLoadError(f"{config.model_type} is not supported: there is no causal language model for it")
