@@ -124,7 +124,7 @@ class Caller {
       decoder_->forward({tokens, 1, starts, lens, &group, zeros, caches, x.data(), nullptr, nullptr, 0, 1.0f, positions.data(), &rotary,
                          static_cast<int64_t>(rows.size()), rows.data(), logits.data(), keep_states, 0, kLayers, nullptr, nullptr, nullptr,
                          0, nullptr, nullptr, static_cast<int64_t>(segments.size()), segments.data(), nullptr, 0, key_ends,
-                         deepstack != nullptr, deepstack});
+                         deepstack == nullptr ? 0 : kLayers, deepstack});
       return x;
     };
     std::vector<float> logits(rows.size() * qkv_.linear.n), kept(logits.size()), again(logits.size());
@@ -137,17 +137,21 @@ class Caller {
     see(tokens, x, logits, forward);
   }
 
-  // The same with an image in it, whose tokens see each other and have more rows behind the first layer. Those before it are as without.
+  // The same with an image in it, whose tokens see each other and have more rows behind all layers. Those before it are as without.
   template <class Forward>
   void see(int64_t tokens, const std::vector<float>& plain, std::vector<float>& logits, const Forward& forward) {
     const int64_t first = tokens / 3, end = std::max(first + 1, tokens / 2);
     std::vector<int64_t> ends(tokens);
     for (int64_t i = 0; i < tokens; ++i) ends[i] = i + 1;
-    std::vector<float> none(tokens * kHidden), deepstack(none);
+    std::vector<float> none(kLayers * tokens * kHidden), deepstack(none);
     check(plain == forward(1, logits, {}, ends.data(), none.data()), "rows of nothing change something");
     std::fill(ends.begin() + first, ends.begin() + end, end);
-    std::fill(deepstack.begin() + first * kHidden, deepstack.begin() + end * kHidden, 1.5f);
+    for (int64_t layer = 0; layer < kLayers; ++layer)
+      std::fill_n(deepstack.begin() + (layer * tokens + first) * kHidden, (end - first) * kHidden, 1.5f);
     const std::vector<float> x = forward(1, logits, {}, ends.data(), deepstack.data());
+    std::vector<float> few(logits.size());
+    forward(0, few, {}, ends.data(), deepstack.data());
+    check(few == logits, "logits with an image depend on whether states are kept");
     check(std::equal(plain.begin(), plain.begin() + first * kHidden, x.begin()), "an image changes tokens before it");
     check(plain != x, "an image changes nothing");
   }

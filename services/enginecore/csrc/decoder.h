@@ -82,7 +82,7 @@ class Decoder {
 
   void forward(const Step& step) {
     const int64_t calls = std::min<int64_t>(step.last + 1, model_.num_layers) - step.first;
-    pool_.prepare(kPhases * static_cast<int>(calls) + 3 + kHeadPhases);
+    pool_.prepare(kPhases * static_cast<int>(calls) + 4 + kHeadPhases);
     step_ = step;
     first_ = step.first, last_layer_ = step.last;
     num_embedded_ = step.first == 0 && step.embedding != nullptr ? step.num_tokens : 0;
@@ -177,6 +177,10 @@ class Decoder {
       }
       if (!mlp(cursor, i)) return;
     }
+    if (is_deep(layers_.size()) && !each_token(cursor, kLast, [this](int64_t t) {
+          add_deepstack(layers_.size() - 1, gathered_ ? step_.rows[t] : t, states_[kLast] + t * model_.hidden);
+        }))
+      return;
     logits(cursor);
   }
 
@@ -328,10 +332,10 @@ class Decoder {
     }
   }
 
-  // What comes of media beside the embeddings.
-  void add_deepstack(size_t layer, int64_t token) const {
-    const int64_t n = model_.hidden;
-    add_row(states_[kAll] + token * n, step_.deepstack + (static_cast<int64_t>(layer) * step_.num_tokens + token) * n, nullptr);
+  // Whether something of media is added before a layer: behind the one before it.
+  bool is_deep(size_t layer) const { return layer > 0 && static_cast<int64_t>(layer) <= step_.num_deepstack; }
+  void add_deepstack(size_t layer, int64_t token, float* to) const {
+    add_row(to, step_.deepstack + (static_cast<int64_t>(layer) * step_.num_tokens + token) * model_.hidden, nullptr);
   }
 
   // Rows that no token's task of its own has put there.
@@ -396,7 +400,7 @@ class Decoder {
     const auto attended = [this, part]() -> const Buffer& { return *heads_[part]; };
     if (!each_token(cursor, kAll, [&](int64_t t) {
           give_hidden(index, t);
-          if (index > 0 && static_cast<int64_t>(index) <= step_.num_deepstack) add_deepstack(index - 1, t);
+          if (is_deep(index)) add_deepstack(index - 1, t, states_[kAll] + t * model_.hidden);
           if (both) norm_both(t, l.qkv);
           else norm_row(kAll, t, l.input_norm, l.qkv);
         }))

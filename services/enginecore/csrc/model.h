@@ -195,7 +195,7 @@ struct Rotary {
 // `segments`: tokens with adapters, in order.
 // `key_ends` [tokens]: a query sees the keys of its request up to this position, which is behind its own and no smaller than that of the
 // token before; null: none behind itself.
-// `deepstack` [num_deepstack, tokens, hidden] is added to what comes out of the first layers, which are fewer than all.
+// `deepstack` [num_deepstack, tokens, hidden] is added to what comes out of the first layers.
 struct Step {
   int64_t num_tokens;
   int64_t num_requests;

@@ -96,8 +96,6 @@ class NativeForward:
         reason = unsuitable(library, module, calls, probed.specs) or unsuitable_part(probed.model, part)
         if seams is not None and probed.model.dtype != torch.float32:
             reason = reason or f"its stages pass on {str(probed.model.dtype).removeprefix('torch.')}"
-        if probed.demands.num_deepstack >= len(calls):
-            reason = reason or f"rows are added behind all of its {len(calls)} layers"
         if reason:
             raise UnsuitableError(reason)
         # What products round is kept rounded.

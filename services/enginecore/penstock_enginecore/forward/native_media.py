@@ -16,7 +16,7 @@ def give_media(step: Step, batch: ForwardBatch, num_layers: int) -> torch.Tensor
         return None
     rows = batch.deepstack.float().contiguous()
     embedded = None if batch.embedded is None else batch.embedded.shape
-    if len(rows) >= num_layers or rows.shape[1:] != embedded:
+    if len(rows) > num_layers or rows.shape[1:] != embedded:
         raise ValueError(f"rows {list(rows.shape)} do not go behind the first of {num_layers} layers of {embedded}")
     step.num_deepstack, step.deepstack = len(rows), rows.data_ptr()
     return rows
