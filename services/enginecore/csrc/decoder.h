@@ -87,6 +87,7 @@ class Decoder {
     first_ = step.first, last_layer_ = step.last;
     num_embedded_ = step.first == 0 && step.embedding != nullptr ? step.num_tokens : 0;
     if (step.first == 0) begin(step);
+    num_deep_ = step.last == model_.num_layers && step.num_deepstack == model_.num_layers ? int64_t{counts_[kLast]} : 0;
     pool_.run(forward_job_);
   }
 
@@ -177,7 +178,7 @@ class Decoder {
       }
       if (!mlp(cursor, i)) return;
     }
-    if (is_deep(layers_.size()) && !each_token(cursor, kLast, [this](int64_t t) {
+    if (!cursor(num_deep_, [this](int64_t t) {
           add_deepstack(layers_.size() - 1, gathered_ ? step_.rows[t] : t, states_[kLast] + t * model_.hidden);
         }))
       return;
@@ -538,6 +539,7 @@ class Decoder {
   std::vector<Layer> layers_;
   Step step_{};
   Count first_, last_layer_, num_embedded_, num_fused_;  // of this call
+  Count num_deep_;                 // tokens to which rows of media are added behind the last layer
   Count counts_[2], num_attentions_[2], num_merges_[2], num_rows_, num_gathered_, num_shrinkings_[3];
   float* states_[2] = {};          // the hidden states
   const Buffer* heads_[2] = {};    // what the heads put out
