@@ -8,9 +8,13 @@ import msgspec
 
 from penstock_common.block_hash import DIGEST_SIZE, BlockHasher
 from penstock_common.lora.registration import LoraAdapter
+from penstock_common.types.kv_events import BlockStored
+from penstock_common.types.media import EmbedRun
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_enginecore.core.request import Request
+from penstock_frontend.engine.prefix_caches import PrefixCaches
 from tests.fakes.engines.engine_harness import make_request
+from tests.fakes.engines.fake_encoder import make_feature
 
 
 def hashes(prompt, *, block_size=4, cache_salt="", num_tokens=None, lora=b""):
@@ -126,3 +130,44 @@ def test_each_block_of_a_mixed_prompt_covers_its_own_vectors_and_their_places():
     moved = hashed(embedded(bytes(range(8)), bytes([1, 0, *mask[2:]])))
     assert [a == b for a, b in zip(base, changed, strict=True)] == [True, True, False]
     assert base[0] != moved[0]
+
+
+def of_media(*features, prompt=(0,) * 12, block_size=4):
+    request = Request(make_request(list(prompt), mm_features=features), client_id="c", max_model_len=1000)
+    BlockHasher(block_size).extend(request, len(prompt))
+    return request.block_hashes
+
+
+def test_a_medium_changes_the_blocks_in_which_it_lies_and_those_behind():
+    plain, one, other = of_media(), of_media(make_feature(1, 5, 4)), of_media(make_feature(2, 5, 4))
+    assert plain[0] == one[0] == other[0]
+    for block in (1, 2):
+        assert len({plain[block], one[block], other[block]}) == 3
+    assert of_media(make_feature(1, 5, 4)) == one
+
+
+def test_it_matters_where_a_medium_begins_and_which_positions_have_its_embeddings():
+    features = [
+        make_feature(1, 0, 8),
+        make_feature(1, 1, 8),
+        make_feature(1, 0, 9),
+        make_feature(1, 0, 8, embed_runs=(EmbedRun(0, 8),)),
+        make_feature(1, 0, 8, embed_runs=(EmbedRun(0, 2), EmbedRun(3, 5))),
+    ]
+    every = [of_media(feature)[0] for feature in features]
+    assert every[0] == every[2]  # what is behind a block does not matter to it
+    assert len(set(every)) == len(features) - 1
+    inside = [of_media(make_feature(1, offset, 8 - offset))[1] for offset in (0, 4)]
+    assert len(set(inside)) == 2
+
+
+def test_frontends_hash_media_as_engines_do():
+    request = make_request([0] * 12, mm_features=[make_feature(1, 3, 4)])
+    caches = PrefixCaches(100)
+    caches.begin("e", 4)
+    caches.settle("e", b"")
+    hashed = of_media(make_feature(1, 3, 4))
+    caches.apply("e", [BlockStored(block_hashes=hashed, parent_hash=b"", token_ids=[0] * 12, block_size=4)])
+    assert caches.cached_tokens(request) == {"e": 11}
+    other = make_request([0] * 12, mm_features=[make_feature(2, 3, 4)])
+    assert caches.cached_tokens(other) == {}

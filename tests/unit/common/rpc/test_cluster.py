@@ -7,7 +7,7 @@ from penstock_common.errors import InvalidArgument
 from penstock_common.lora.held import MAX_HELD, LoraHeld
 from penstock_common.rpc import cluster, stats
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
-from penstock_common.types.outputs import LoraStats, SchedulerStats, SpecDecodingStats
+from penstock_common.types.outputs import LoraStats, MediaStats, SchedulerStats, SpecDecodingStats
 from penstock_common.types.view_delta import changed_by, difference
 
 
@@ -57,6 +57,15 @@ CANNOT_BE_COUNTS = {
         num_requests=8,
         num_found=5,
         held=LoraHeld(version=1, active=(2,), held=(2, 1), max_loras=4),
+    ),
+    "media": MediaStats(
+        pending_embeds=5,
+        encoded_embeds=2**40,
+        encoder_cache_queries=7,
+        encoder_cache_hits=3,
+        encoder_cache_usage=0.75,
+        receiver_cache_bytes=2**41,
+        num_waiting_reqs=2,
     ),
 }
 

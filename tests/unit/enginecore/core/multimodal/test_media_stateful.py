@@ -1,4 +1,6 @@
-"""Random lives of an engine whose prompts have media: rows are there for every token that needs them, and every request ends once."""
+"""Random lives of an engine whose prompts have media: rows are there for every token that needs them, and every request ends
+once.
+"""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -46,7 +48,9 @@ def poisoned(scheduled):
 
 
 class MediaMachine(RuleBasedStateMachine):
-    """The fake executor encodes as workers do, and checks each step's contract. Prompts may have more media than there is room for."""
+    """The fake executor encodes as workers do, and checks each step's contract. Prompts may have more media than there is room
+    for.
+    """
 
     requests = Bundle("requests")
 
