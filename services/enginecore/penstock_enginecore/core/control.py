@@ -15,7 +15,7 @@ from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.lora.intake import LoraIntake
 from penstock_enginecore.core.model_info import ModelInfo
-from penstock_enginecore.core.scheduler.base import Scheduler
+from penstock_enginecore.core.multimodal.control import HasMedia, MediaControl
 from penstock_enginecore.core.scheduler.pause import PauseState
 from penstock_enginecore.core.spec_decode.facts import speculation_facts
 from penstock_enginecore.core.step_counts import StepCounts
@@ -42,17 +42,15 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     drafter_failure: str | None = None
 
 
-class Controllable(Protocol):
+class Controllable(HasMedia, Protocol):
     """What ``EngineControl`` needs of an engine."""
 
     config: EngineCoreConfig
-    scheduler: Scheduler
     executor: Executor
     kv_cache_config: KVCacheConfig
     model: ModelInfo
     counts: StepCounts
     loras: LoraIntake
-    reset_receiver_cache: Callable[[], None]
 
     @property
     def max_model_len(self) -> int:
@@ -101,6 +99,7 @@ class EngineControl:
         self.on_drain: Callable[[float], None] = _cannot_drain
         utilities = UtilityRegistry(self)
         utilities.include(engine.loras)
+        utilities.include(MediaControl(engine))
         self.utilities = extend(utilities, "engine")
         """What frontends can call by name: the methods of this class that are marked so, and what plugins add."""
 
@@ -267,18 +266,6 @@ class EngineControl:
         if preempt_running:
             self._engine.scheduler.preempt_all()
         return self._engine.scheduler.reset_prefix_cache()
-
-    @utility
-    def reset_mm_cache(self) -> None:
-        """Forget the inputs of media that are kept for frontends: what a request needs is sent again. Requests that were added
-        keep theirs.
-        """
-        self._engine.reset_receiver_cache()
-
-    @utility
-    def reset_encoder_cache(self) -> None:
-        """Forget the embeddings of media. Those that running requests need stay until they have passed them."""
-        self._engine.scheduler.reset_encoder_cache()
 
     @utility
     def cached_blocks(self, part: int = 0, num_parts: int = 1) -> bytes:

@@ -2,6 +2,7 @@
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import SchedulerConfig
+from penstock_enginecore.core.scheduler.base import SchedulerContext
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 
 _PIECES = 4
@@ -61,3 +62,14 @@ class StepBudget:
         if 0 < self._max_prompt_tokens < num_tokens:
             num_tokens = self._max_prompt_tokens
         return min(num_tokens, self.max_num_tokens - output.total_num_scheduled_tokens)
+
+
+def budget_of(context: SchedulerContext) -> StepBudget:
+    """Of the steps of a scheduler. Raises as StepBudget does."""
+    return StepBudget(
+        context.config,
+        supports_chunked_prefill=context.supports_chunked_prefill,
+        max_model_len=context.kv_cache.max_model_len,
+        num_stages=context.num_stages,
+        largest_span=max((info.max_tokens for info in context.media if info.attends_both_ways), default=0),
+    )

@@ -1,6 +1,6 @@
 """What is encoded when, and which tokens of media can be computed. A part of the scheduler; it computes nothing itself."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from penstock_common.errors import ConfigError, InvalidArgument
@@ -207,10 +207,23 @@ class EncoderWork:
                 if feature.identifier in self._queue and not self._cache.is_wanted(feature.identifier):
                     self._remove(feature.identifier)
 
-    def failed(self, identifier: str) -> None:
-        """An item could not be encoded, and the requests that have it have ended."""
-        if identifier in self._cache:
-            self._remove(identifier)
+    def fail(
+        self,
+        failures: Mapping[str, str],
+        requests: Mapping[str, Request],
+        end: Callable[[Request, RequestError], object],
+    ) -> None:
+        """Items could not be encoded: ``end`` those of the living ``requests`` that have them, before anything of their positions
+        is taken in. ``failures``: why, by identifier.
+        """
+        for request in list(requests.values()):
+            for index, feature in enumerate(request.mm_features):
+                if (why := failures.get(feature.identifier)) is not None:
+                    end(request, _unreadable(feature, index, why))
+                    break
+        for identifier in failures:
+            if identifier in self._cache:
+                self._remove(identifier)
 
     def reset(self) -> None:
         """Forget every item that no running request needs."""
@@ -319,22 +332,10 @@ def plan_encoder_work(context: SchedulerContext, budget: StepBudget, waiting: Wa
     return EncoderWork(context, budget, waiting) if context.media else None
 
 
-def having(requests: Mapping[str, Request], identifier: str) -> list[Request]:
-    """Those of the ``requests`` that have an item."""
-    return [
-        request
-        for request in requests.values()
-        if any(feature.identifier == identifier for feature in request.mm_features)
-    ]
-
-
-def unreadable(request: Request, identifier: str, why: str) -> RequestError:
-    """What ends a request of whose media the model could make nothing."""
-    index = next(i for i, feature in enumerate(request.mm_features) if feature.identifier == identifier)
-    modality = request.mm_features[index].modality
+def _unreadable(feature: MultiModalFeature, index: int, why: str) -> RequestError:
     return RequestError(
         code=InvalidArgument.code,
-        message=f"mm_features[{index}] is {modality} that the model cannot encode: {why}",
+        message=f"mm_features[{index}] is {feature.modality} that the model cannot encode: {why}",
         field=f"mm_features[{index}]",
         reason="MEDIA_UNREADABLE",
     )

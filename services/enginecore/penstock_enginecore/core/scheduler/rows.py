@@ -36,3 +36,24 @@ def count_as_computed(output: SchedulerOutput, requests: Mapping[str, Request], 
             request.sampled_step = output.step
             if expect_tokens:
                 request.num_placeholders += 1 + num_drafts
+
+
+def count_as_not_computed(output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+    """A step that ``count_as_computed`` has seen, the last one, was not computed, and nothing of it stays."""
+    for key, count in output.num_scheduled_tokens.items():
+        if (request := requests.get(key)) is not None:
+            request.num_computed_tokens -= count
+            request.unsettled = False
+            request.spec_token_ids = []
+
+
+def sampled_by_grammar(output: SchedulerOutput, requests: Mapping[str, Request]) -> list[Request]:
+    """Those of the ``requests`` that get a token in the step which a grammar decides on, in batch order."""
+    found: list[Request] = []
+    for key in output.num_scheduled_tokens:
+        request = requests.get(key)
+        if request is None or request.grammar is None or output.step < request.valid_from_step:
+            continue
+        if request.num_computed_tokens >= request.num_tokens:
+            found.append(request)
+    return found

@@ -57,8 +57,12 @@ class WaitingScheduler:
             if not self.try_start(request, output):
                 break
 
-    def give_slots(self, requests: Mapping[str, Request]) -> None:
-        """Let those go on whose adapters have got a slot. ``requests``: the living ones by key."""
+    def begin_step(self, requests: Mapping[str, Request]) -> None:
+        """Let those go on whose adapters have got a slot, and whose media are encoded before the step's forward pass.
+        ``requests``: the living ones by key.
+        """
+        if self._encoder is not None:
+            self._encoder.begin_step()
         if self._lora_slots is not None:
             for key in self._lora_slots.settle(self._clock()):
                 self._waiting.release(requests[key], Hold.LORA_SLOT)

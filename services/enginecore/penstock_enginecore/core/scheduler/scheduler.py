@@ -9,7 +9,7 @@ asynchronous scheduling a request also gets the step behind a token that is not 
 the worker, which runs steps in order, has the token by then.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
@@ -18,18 +18,18 @@ from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.admission import QueueAdmission
 from penstock_enginecore.core.scheduler.base import Scheduler, SchedulerContext
-from penstock_enginecore.core.scheduler.budget import StepBudget
+from penstock_enginecore.core.scheduler.budget import budget_of
 from penstock_enginecore.core.scheduler.client_outputs import ClientOutputs
 from penstock_enginecore.core.scheduler.dealing import DecodeDealer
 from penstock_enginecore.core.scheduler.drafting import plan_drafts
-from penstock_enginecore.core.scheduler.encoder_work import having, plan_encoder_work, unreadable
+from penstock_enginecore.core.scheduler.encoder_work import plan_encoder_work
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
 from penstock_enginecore.core.scheduler.preemption import Preemption
 from penstock_enginecore.core.scheduler.requests import RequestTable
 from penstock_enginecore.core.scheduler.results import StepResults
-from penstock_enginecore.core.scheduler.rows import count_as_computed
+from penstock_enginecore.core.scheduler.rows import count_as_computed, count_as_not_computed, sampled_by_grammar
 from penstock_enginecore.core.scheduler.running import RunningRequests
 from penstock_enginecore.core.scheduler.schedule_running import RunningScheduler
 from penstock_enginecore.core.scheduler.schedule_waiting import WaitingScheduler
@@ -48,13 +48,7 @@ class DefaultScheduler(Scheduler):
         config = context.config
         self._clock = context.monotonic_clock
         self._async = bool(config.async_scheduling)
-        budget = StepBudget(
-            config,
-            supports_chunked_prefill=context.supports_chunked_prefill,
-            max_model_len=context.kv_cache.max_model_len,
-            num_stages=context.num_stages,
-            largest_span=max((info.max_tokens for info in context.media if info.attends_both_ways), default=0),
-        )
+        budget = budget_of(context)
         self.kv_cache = kv_cache = KVCacheManager(
             context.kv_cache,
             enable_prefix_caching=context.enable_prefix_caching,
@@ -163,9 +157,7 @@ class DefaultScheduler(Scheduler):
         output = SchedulerOutput(step=self._next_step, num_scheduled_tokens={})
         output.preempted_request_ids = self._preemption.take_preempted_keys()
         if self.pause_state is not PauseState.PAUSED:
-            if self._encoder is not None:
-                self._encoder.begin_step()
-            self._start_waiting.give_slots(self._requests.by_key)
+            self._start_waiting.begin_step(self._requests.by_key)
             if self._trial:
                 self._schedule_in_turns(output)
             else:
@@ -222,35 +214,17 @@ class DefaultScheduler(Scheduler):
 
     def constrained(self, scheduler_output: SchedulerOutput) -> list[Request]:
         """Requests of a step that get a token which a grammar decides on, in batch order."""
-        requests = self._requests.by_key
-        found: list[Request] = []
-        if not self._requests.num_constrained:
-            return found
-        for key in scheduler_output.num_scheduled_tokens:
-            request = requests.get(key)
-            if request is None or request.grammar is None or scheduler_output.step < request.valid_from_step:
-                continue
-            if request.num_computed_tokens >= request.num_tokens:
-                found.append(request)
-        return found
+        return sampled_by_grammar(scheduler_output, self._requests.by_key) if self._requests.num_constrained else []
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
         """Append the sampled tokens, check stops, and make computed blocks findable."""
         self._trial.step_done()
-        if model_output.encoder_failures:
-            self._fail_media(model_output.encoder_failures)
+        if self._encoder is not None and model_output.encoder_failures:
+            self._encoder.fail(model_output.encoder_failures, self._requests.by_key, self._lifecycle.fail)
         ended = self._results.take(scheduler_output, model_output, self._requests.by_key)
         if self._drafting is not None:
             self._drafting.stepped(scheduler_output, model_output, self._requests.by_key)
         self._lifecycle.ended_by_step(ended)
-
-    def _fail_media(self, failures: Mapping[str, str]) -> None:
-        """Requests with an item that could not be encoded end before what came of its positions is taken in."""
-        for identifier, why in failures.items():
-            for request in having(self._requests.by_key, identifier):
-                self._lifecycle.fail(request, unreadable(request, identifier, why))
-            if self._encoder is not None:
-                self._encoder.failed(identifier)
 
     def update_draft_token_ids(self, scheduler_output: SchedulerOutput, drafts: DraftTokenIds) -> None:
         """Remember the drafts until the next step of each request."""
@@ -264,11 +238,7 @@ class DefaultScheduler(Scheduler):
 
     def roll_back(self, scheduler_output: SchedulerOutput) -> None:
         """Its tokens count as computed no more."""
-        for key, count in scheduler_output.num_scheduled_tokens.items():
-            if (request := self._requests.by_key.get(key)) is not None:
-                request.num_computed_tokens -= count
-                request.unsettled = False
-                request.spec_token_ids = []
+        count_as_not_computed(scheduler_output, self._requests.by_key)
         if self._encoder is not None:
             self._encoder.begin_again()
 

@@ -193,7 +193,7 @@ class MediaMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_encoder_cache(self):
-        self.control.reset_encoder_cache()
+        self.engine.scheduler.reset_encoder_cache()
 
     @rule()
     def unreadable_items_change(self):

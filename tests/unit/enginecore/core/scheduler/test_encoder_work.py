@@ -127,7 +127,7 @@ def test_what_a_prefix_hit_covers_is_not_encoded():
     engine = media_engine(max_num_encoder_tokens=100)
     first = images(1, 2, length=4, behind=4, max_tokens=1)
     run_to_end(engine, first)
-    EngineControl(engine).reset_encoder_cache()
+    engine.scheduler.reset_encoder_cache()
     second = images(1, 2, length=4, behind=9, max_tokens=1)
     transcript = run_to_end(engine, second)
     assert_as_expected(engine, transcript, second)
@@ -139,7 +139,7 @@ def test_what_a_prefix_hit_covers_is_not_encoded():
 def test_a_hit_that_ends_in_an_item_needs_its_rows():
     engine = media_engine(max_num_encoder_tokens=100)
     run_to_end(engine, images(1, length=8, behind=0, max_tokens=1))  # two blocks of four, and half of the item
-    EngineControl(engine).reset_encoder_cache()
+    engine.scheduler.reset_encoder_cache()
     request = images(1, length=8, behind=1, max_tokens=1)
     transcript = run_to_end(engine, request)
     assert transcript.outputs[request.request_id][0].prefill_stats.num_cached_tokens == 8
