@@ -40,10 +40,10 @@ class StepRecovery:
         """Go on after a failed step, the oldest in flight, without the request that failed it. No step may run behind it.
 
         Every request is computed again, and the scheduler tries those of the step in ever smaller groups until one fails alone:
-        that one ends. Raises EngineDeadError when a step without requests failed, when the executor cannot compute any more,
+        that one ends. Raises EngineDeadError when a step that computes nothing failed, when the executor cannot compute any more,
         and when a step fails again and again of no single request.
         """
-        if not scheduled.num_scheduled_tokens:
+        if not (scheduled.num_scheduled_tokens or scheduled.encoder_budget or scheduled.encoder_starts):
             raise self._dead(scheduled, error) from error
         try:
             self._executor.recover()

@@ -53,6 +53,8 @@ class WaitingScheduler:
 
     def schedule(self, output: SchedulerOutput) -> None:
         """Start requests in the order of the policy until one has no room."""
+        if self._encoder is not None:
+            self._encoder.serve()
         while self.has_room(output) and (request := self._waiting.head()) is not None:
             if not self.try_start(request, output):
                 break

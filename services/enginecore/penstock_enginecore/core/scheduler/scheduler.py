@@ -181,8 +181,6 @@ class DefaultScheduler(Scheduler):
         if self._drafting is not None:
             self._drafting.plan(running)
         left_out = self._continue_running.schedule(output, running)
-        if self._encoder is not None:
-            self._encoder.serve()
         if self._preemption.num_preemptions == had_preempted:
             start_waiting(output)
         if left_out and not output.num_scheduled_tokens:
@@ -243,11 +241,13 @@ class DefaultScheduler(Scheduler):
             self._encoder.begin_again()
 
     def step_failed(self, scheduler_output: SchedulerOutput) -> Request | None:
-        """Let every request be computed again, those of the failed step in subsets of their own."""
+        """All requests are computed again, those of the step in subsets. Text is not to blame for what is encoded beside it."""
         requests = self._requests.by_key
         targets = {key: count for key, count in scheduler_output.num_tokens_after.items() if key in requests}
         began = {new.request_id for new in scheduler_output.new_requests}
-        culprit = self._trial.failed(targets, new=began, alone=len(scheduler_output.num_scheduled_tokens) == 1)
+        may_blame = not scheduler_output.encoder_budget or any(requests[key].mm_features for key in targets)
+        alone = len(scheduler_output.num_scheduled_tokens) == 1 and may_blame
+        culprit = self._trial.failed(targets, new=began, alone=alone)
         self.preempt_all()
         if self._encoder is not None:
             self._encoder.begin_again()

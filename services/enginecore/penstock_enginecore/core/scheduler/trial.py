@@ -26,7 +26,7 @@ class StepTrial:
         self._suspects_turn = True
         self._num_good_steps = 0
         self.num_unexplained = 0
-        """Trials in a row in which each suspect passed alone."""
+        """Trials in a row in which each suspect passed alone, and failed steps that had no requests."""
 
     def __bool__(self) -> bool:
         """Whether there are suspects."""
@@ -57,8 +57,9 @@ class StepTrial:
         half = len(began) if 0 < len(began) < len(keys) else (len(keys) + 1) // 2
         subsets = [{key: targets[key] for key in part} for part in (keys[:half], keys[half:]) if part]
         self._subsets.extendleft(reversed(subsets))
-        if not subsets:
-            self._conclude()
+        if not targets:
+            self._found = False
+            self.num_unexplained += 1
         return None
 
     def settle(self, requests: Mapping[str, Request]) -> None:

@@ -227,7 +227,7 @@ class MediaMachine(RuleBasedStateMachine):
     def a_step_loses_its_peers(self):
         """It is scheduled, and then taken back."""
         executor = self.engine.executor
-        if self.engine._steps or executor._late or self.engine.config.scheduler.async_scheduling:
+        if self.engine._steps or executor._late or executor.fails_late or self.engine.config.scheduler.async_scheduling:
             return
         sample, executor.sample_tokens = executor.sample_tokens, _lose_peers
         try:

@@ -11,6 +11,7 @@ from penstock_enginecore.config import MultimodalConfig, SpeculativeConfig
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.core.scheduler.fair_queue import FairQueue
+from penstock_enginecore.core.step_recovery import EngineDeadError
 from tests.fakes.engines.engine_harness import (
     CLIENT,
     Transcript,
@@ -309,6 +310,32 @@ def test_a_request_that_loses_its_blocks_finds_its_rows_again():
     assert_as_expected(engine, run_to_end(engine, *requests), *requests)
     assert engine.scheduler.stats().num_preemptions > 0
     assert sorted(engine.executor.encoder.encoded) == [identifier_of(1), identifier_of(2)]
+
+
+def test_a_step_that_encodes_and_fails_is_tried_again():
+    failing = [True, False, True]
+    fails = {"fails": lambda scheduled: bool(scheduled.encoder_budget and failing and failing.pop())}
+    engine = media_engine(executor=fails)
+    requests = [images(1, max_tokens=2), make_request(5, max_tokens=3)]
+    assert_as_expected(engine, run_to_end(engine, *requests), *requests)
+    assert_nothing_left(engine)
+    assert not failing
+    assert engine.executor.num_failures == 2
+
+
+def test_an_engine_whose_every_step_that_encodes_fails_ends():
+    engine = media_engine(executor={"fails": lambda scheduled: bool(scheduled.encoder_budget)})
+    with pytest.raises(EngineDeadError):
+        run_to_end(engine, images(1))
+
+
+def test_a_request_that_steps_with_its_media_fail_of_ends_alone():
+    poison, others = images(1, request_id="poison"), [images(2, max_tokens=4), make_request(5, max_tokens=9)]
+    fails = {"fails": lambda step: any(key.startswith("poison") for key in step.num_scheduled_tokens)}
+    engine = media_engine(executor=fails, max_num_encoder_tokens=1000)
+    transcript = run_to_end(engine, poison, *others)
+    assert transcript.ends["poison"].error.reason == "STEP_FAILED"
+    assert_as_expected(engine, transcript, *others)
 
 
 # Order, shares, drafts, events.
