@@ -1,7 +1,6 @@
 """What is encoded when, and which tokens of media can be computed. A part of the scheduler; it computes nothing itself."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 from penstock_common.errors import ConfigError, InvalidArgument
 from penstock_common.types.media import EMBEDS, MultiModalFeature
@@ -13,15 +12,9 @@ from penstock_enginecore.core.multimodal.places import embeds_from, embeds_span,
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.base import SchedulerContext
 from penstock_enginecore.core.scheduler.budget import StepBudget
+from penstock_enginecore.core.scheduler.media_line import MediaLine, Wanted
 from penstock_enginecore.core.scheduler.output import EncoderStart, SchedulerOutput
 from penstock_enginecore.core.scheduler.waiting import WaitingRequests
-
-
-class _Wanted(NamedTuple):
-    """A waiting request, and the item that it needs first."""
-
-    request: Request
-    feature: MultiModalFeature
 
 
 class EncoderWork:
@@ -41,13 +34,12 @@ class EncoderWork:
         """``context.media`` must not be empty. Raises ConfigError for a model that a step's limits cannot serve."""
         self._infos = {info.modality: info for info in context.media}
         self._waiting = waiting
-        self._by_priority = context.config.policy == "priority"
         self._budget = budget
         self._receiver_cache_bytes = context.receiver_cache_bytes
         self._cache = EncoderCache(context.encoder_cache_size)
         self._queue = EncoderQueue(context.config.max_num_encoder_tokens or context.config.step_tokens)
-        self._line: dict[str, _Wanted] = {}
-        self._claimed: dict[str, _Wanted] = {}
+        self._line = MediaLine(by_priority=context.config.policy == "priority", fair=context.config.fairness)
+        self._claimed: dict[str, Wanted] = {}
         self._pins: dict[str, list[int]] = {}
         """By request, the indices of the features whose items it has pinned, in order."""
         self._starts: dict[str, EncoderStart] = {}
@@ -133,7 +125,7 @@ class EncoderWork:
                 if not self._claim(request, feature) or feature.identifier in self._queue:
                     self._waiting.hold(request, Hold.MEDIA)
                     if request.key not in self._claimed:
-                        self._line.setdefault(request.key, _Wanted(request, feature))
+                        self._line.add(Wanted(request, feature))
                     return 0
             elif not self._is_there(feature.identifier):
                 return position - start
@@ -152,22 +144,13 @@ class EncoderWork:
             request.num_asked_media += 1
 
     def serve(self) -> None:
-        """See about the waiting requests in the line: begin what they wait for, while there is nothing to encode."""
-        if not self._line:
-            return
-        line = list(self._line.values())
-        if self._by_priority:
-            line.sort(key=lambda wanted: self._waiting.rank(wanted.request))
-        is_open = True
-        for request, feature in line:
-            if feature.identifier in self._cache or (is_open and self._begin(request, feature, urgent=False)):
-                del self._line[request.key]
-                self._claimed[request.key] = _Wanted(request, feature)
-                self._cache.claim(feature.identifier, request.key)
-                if feature.identifier not in self._queue:
-                    self._waiting.release(request, Hold.MEDIA)
-            else:
-                is_open = False  # what is small must not keep what is large waiting for ever
+        """See about the waiting requests in the line: begin what they wait for, while there is nothing to encode. What is small
+        does not pass by what is large, or that might wait for ever.
+        """
+        while self._line:
+            request, feature = self._line.head()
+            if not self._begin(request, feature, urgent=False):
+                break
 
     def end_step(self, output: SchedulerOutput) -> None:
         """Say what the workers encode and forget in the step."""
@@ -197,7 +180,7 @@ class EncoderWork:
         """A request has ended, or lost its turn."""
         if not request.mm_features:
             return
-        self._line.pop(request.key, None)
+        self._line.remove(request)
         self._unclaim(request.key)
         for index in self._pins.pop(request.key, ()):
             self._cache.unpin(request.mm_features[index].identifier)
@@ -280,7 +263,7 @@ class EncoderWork:
         if feature.identifier not in self._cache and (self._line or not self._begin(request, feature, urgent=False)):
             return False
         self._cache.claim(feature.identifier, request.key)
-        self._claimed[request.key] = _Wanted(request, feature)
+        self._claimed[request.key] = Wanted(request, feature)
         return True
 
     def _unclaim(self, key: str) -> None:
@@ -301,9 +284,15 @@ class EncoderWork:
         self._starts[identifier] = EncoderStart(
             identifier=identifier, modality=feature.modality, num_embeds=num_embeds, data=feature.data
         )
-        if EMBEDS not in feature.data:
+        is_done = EMBEDS in feature.data
+        if not is_done:
             request.num_uncharged_embeds += num_embeds
-            self._queue.add(identifier, num_embeds, self._infos[feature.modality].num_blocks)
+            is_done = self._queue.add(identifier, num_embeds, self._infos[feature.modality].num_blocks)
+        for wanted in self._line.take(identifier) if self._line else ():
+            self._claimed[wanted.request.key] = wanted
+            self._cache.claim(identifier, wanted.request.key)
+        if is_done:
+            self._done(identifier)
         return True
 
     def _done(self, identifier: str) -> None:
@@ -312,15 +301,11 @@ class EncoderWork:
             self._waiting.release(self._claimed[key].request, Hold.MEDIA)
 
     def _remove(self, identifier: str) -> None:
-        """Have the workers forget an item, which nobody needs to run. Those that were to start with it are in the line again,
-        before others.
-        """
-        back: dict[str, _Wanted] = {}
+        """Have the workers forget an item, which nobody needs to run. Those that were to start with it are in the line again."""
         for key in self._cache.claims(identifier):
             claimed = self._claimed.pop(key)
             if claimed.request.hold & Hold.MEDIA:
-                back[key] = claimed
-        self._line = back | self._line if back else self._line
+                self._line.add(claimed)
         self._cache.remove(identifier)
         self._queue.remove(identifier)
         if self._starts.pop(identifier, None) is None:

@@ -1,5 +1,7 @@
 """The queue of all waiting requests."""
 
+from collections.abc import Callable
+
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.fair_shares import FairShares
 from penstock_enginecore.core.scheduler.keyed_heap import KeyedHeap
@@ -14,7 +16,11 @@ class FairQueue:
     with one tenant, that order is all there is. Nothing is remembered of tenants once nothing waits.
     """
 
-    def __init__(self, *, by_priority: bool, fair: bool) -> None:
+    def __init__(
+        self, *, by_priority: bool, fair: bool, cost: Callable[[Request], float] = Request.take_uncharged_tokens
+    ) -> None:
+        """``cost``: what a tenant is charged for a request that is taken out to start, or has ended."""
+        self._cost = cost
         self._by_priority = by_priority
         self._fair = fair
         self._levels: dict[int, FairShares] = {}
@@ -34,7 +40,7 @@ class FairQueue:
         level = self._level(request)
         shares = self._levels.get(level)
         if shares is None:
-            shares = self._levels[level] = FairShares(by_priority=self._by_priority)
+            shares = self._levels[level] = FairShares(by_priority=self._by_priority, cost=self._cost)
             self._order.set(level, level)
         shares.add(self._tenant(request), request)
         self._num_requests += 1

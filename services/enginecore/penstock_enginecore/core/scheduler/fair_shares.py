@@ -1,6 +1,7 @@
 """Waiting requests of one urgency, shared out between tenants by their weights."""
 
 import math
+from collections.abc import Callable
 
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.keyed_heap import KeyedHeap
@@ -32,7 +33,8 @@ class FairShares:
     than its share is remembered until the others have caught up, and starts where it left.
     """
 
-    def __init__(self, *, by_priority: bool) -> None:
+    def __init__(self, *, by_priority: bool, cost: Callable[[Request], float] = Request.take_uncharged_tokens) -> None:
+        self._cost = cost
         self._by_priority = by_priority
         self._tenants: dict[str, _Tenant] = {}
         self._turns: KeyedHeap[str] = KeyedHeap()
@@ -85,14 +87,14 @@ class FairShares:
     def take(self, name: str, request: Request) -> None:
         """Take out a request that starts: its tenant gets the tokens that it brings."""
         tenant = self._tenants[name]
-        tokens = request.take_uncharged_tokens()
+        tokens = self._cost(request)
         tenant.virtual_time += tokens / tenant.weight
         self._virtual_time += tokens / max(self._weights, tenant.weight)
         self.remove(name, request)
 
     def charge(self, name: str, request: Request) -> None:
         """A request that had started has ended: its tenant has got its output."""
-        tokens = request.take_uncharged_tokens()
+        tokens = self._cost(request)
         tenant = self._tenants.get(name)
         if tenant is None:
             self._ahead.set(name, self._start_of(name) + tokens / request.context.tenant_weight)

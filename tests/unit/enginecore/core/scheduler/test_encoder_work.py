@@ -369,6 +369,26 @@ def test_encoding_counts_for_the_tenants_share():
     assert order == ["a", "b", "b", "b", "a"]  # 14 tokens against 5, 10 and 15
 
 
+def test_tenants_take_turns_at_being_encoded():
+    engine = media_engine()
+    many = [images(10 + i, tenant="a", max_tokens=1) for i in range(8)]
+    one = images(1, tenant="b", max_tokens=1)
+    transcript = run_to_end(engine, *many, one)
+    # The first of them was being encoded already.
+    assert list(transcript.ends).index(one.request_id) <= 2
+    assert_as_expected(engine, transcript, *many, one)
+
+
+def test_under_priority_the_urgent_are_encoded_first():
+    engine = media_engine(policy="priority")
+    transcript = Transcript()
+    later = [images(10 + i, priority=5, max_tokens=1) for i in range(4)]
+    add(engine, *later)
+    step(engine, transcript)
+    run_to_end(engine, urgent := images(1, priority=1, max_tokens=1), transcript=transcript)
+    assert list(transcript.ends).index(urgent.request_id) == 1
+
+
 def test_an_aborted_request_is_charged_for_what_was_encoded():
     engine = media_engine()
     request = prepared(images(1, request_id="r", tenant="a"))
