@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from penstock_common.errors import DataLoss
-from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
+from penstock_common.types.kv_events import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
 
 FIRST_SEQUENCE = 1 << 20
 """Below it is room for the numbers of the batches that tell a state."""
@@ -137,6 +137,7 @@ class _Block(NamedTuple):
     parent_hash: bytes
     token_ids: "array[int]"
     lora_name: str
+    media: "list[BlockMedia]"
 
 
 class _Cache:
@@ -153,7 +154,8 @@ class _Cache:
                 parent, size = event.parent_hash, event.block_size
                 for index, block_hash in enumerate(event.block_hashes):
                     token_ids = array("I", event.token_ids[index * size : (index + 1) * size])
-                    self.blocks[block_hash] = _Block(parent, token_ids, event.lora_name)
+                    media = event.extra_keys[index] if event.extra_keys else []
+                    self.blocks[block_hash] = _Block(parent, token_ids, event.lora_name, media)
                     parent = block_hash
             case BlockRemoved():
                 for block_hash in event.block_hashes:
@@ -192,6 +194,7 @@ class _Cache:
             token_ids=[token_id for block in blocks for token_id in block.token_ids],
             block_size=len(blocks[0].token_ids),
             lora_name=blocks[0].lora_name,
+            extra_keys=[block.media for block in blocks] if any(block.media for block in blocks) else [],
         )
 
 

@@ -7,7 +7,7 @@ import pytest
 from penstock.common.v1 import tensor_pb2
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc import outputs as parts
-from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
+from penstock_common.types.kv_events import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 
@@ -67,6 +67,13 @@ def test_pooling_parameters_survive_the_wire(params: PoolingParams) -> None:
     [
         BlockStored(block_hashes=[b"a", b"b"], parent_hash=b"", token_ids=[1, 2], block_size=1),
         BlockStored(block_hashes=[b"a"], parent_hash=b"p", token_ids=[1], block_size=1, lora_name="pirate"),
+        BlockStored(
+            block_hashes=[b"a", b"b"],
+            parent_hash=b"p",
+            token_ids=[1, 2],
+            block_size=1,
+            extra_keys=[[BlockMedia("i", -3), BlockMedia("j", 0)], []],
+        ),
         BlockRemoved(block_hashes=[b"a"]),
         AllBlocksCleared(),
     ],

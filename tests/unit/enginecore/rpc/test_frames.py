@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from penstock_common.types.kv_events import BlockRemoved, BlockStored
+from penstock_common.types.kv_events import BlockMedia, BlockRemoved, BlockStored
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import (
     EngineCoreOutput,
@@ -115,8 +115,14 @@ def test_an_answer_to_a_call_that_no_frame_holds_is_an_error() -> None:
 
 def test_blocks_that_were_stored_together_are_told_in_a_chain() -> None:
     hashes = [bytes([i % 256] * 15 + [i // 256]) for i in range(3000)]
+    media = [[BlockMedia(f"{i:064x}", -(2**31) + i), BlockMedia("other", i)] for i in range(3000)]
     event = BlockStored(
-        block_hashes=hashes, parent_hash=b"p", token_ids=[2**31] * 12_000, block_size=4, lora_name="\N{SHIP}" * 256
+        block_hashes=hashes,
+        parent_hash=b"p",
+        token_ids=[2**31] * 12_000,
+        block_size=4,
+        lora_name="\N{SHIP}" * 256,
+        extra_keys=media,
     )
     events = [e for frame in frames(EngineCoreOutputs(kv_events=[event])) for e in frame.kv_events]
     parent = b"p"
@@ -127,6 +133,7 @@ def test_blocks_that_were_stored_together_are_told_in_a_chain() -> None:
         assert len(each.token_ids) == 4 * len(each.block_hashes)
         parent = each.block_hashes[-1]
     assert [h for each in events if isinstance(each, BlockStored) for h in each.block_hashes] == hashes
+    assert [keys for each in events if isinstance(each, BlockStored) for keys in each.extra_keys] == media
 
 
 def test_blocks_that_were_removed_together_are_told_in_order() -> None:

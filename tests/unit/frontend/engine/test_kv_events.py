@@ -3,7 +3,7 @@
 import pytest
 
 from penstock_common.errors import DataLoss
-from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
+from penstock_common.types.kv_events import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
 from penstock_frontend.engine import kv_events
 from penstock_frontend.engine.kv_events import FIRST_SEQUENCE, KvEventBatch, KvEventFeed, KvSubscription
 
@@ -109,3 +109,14 @@ async def test_a_subscriber_too_far_behind_is_told_to_begin_again(monkeypatch: p
         await anext(slow)
     feed.publish("a", 0, [stored(9)])
     assert numbers(list((await take(quick, 1))[0].events)) == [[9]]
+
+
+async def test_a_state_says_which_media_are_in_blocks() -> None:
+    feed = KvEventFeed()
+    media = [[BlockMedia("i", 1)], [BlockMedia("i", -1)]]
+    event = BlockStored(
+        block_hashes=[name(1), name(2)], parent_hash=b"", token_ids=[0] * 4, block_size=2, extra_keys=media
+    )
+    feed.publish("a", 0, [event, stored(9)])
+    (state,) = await take(feed.subscribe(), 1)
+    assert [e.extra_keys for e in state.events if isinstance(e, BlockStored)] == [media, []]
