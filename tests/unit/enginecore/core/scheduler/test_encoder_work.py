@@ -8,6 +8,7 @@ from penstock_common.types.kv_events import BlockMedia, BlockStored
 from penstock_common.types.media import EmbedRun
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.config import MultimodalConfig, SpeculativeConfig
+from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.core.scheduler.fair_queue import FairQueue
@@ -40,6 +41,21 @@ def media_engine(*, size=0, media=(IMAGE,), unreadable=None, executor=None, **co
     engine = make_engine(executor, **config)
     executor.encoder.capacity = max(size or 64, 16)
     return engine
+
+
+class StopsAtTheEnd:
+    """Ends a loop once a request has ended."""
+
+    def __init__(self):
+        self.transcript = Transcript()
+
+    def emit(self, client_id, outputs):
+        self.transcript.add(outputs)
+        if self.transcript.ends:
+            self.loop.request_shutdown()
+
+    def draining(self, timeout):
+        pass
 
 
 def images(*numbers, before=2, length=8, behind=3, **fields):
@@ -336,6 +352,25 @@ def test_a_request_that_steps_with_its_media_fail_of_ends_alone():
     transcript = run_to_end(engine, poison, *others)
     assert transcript.ends["poison"].error.reason == "STEP_FAILED"
     assert_as_expected(engine, transcript, *others)
+
+
+def test_a_rank_of_a_group_computes_a_blank_beside_what_it_encodes():
+    engine = media_engine()
+    add(engine, images(1, max_tokens=1))
+    for _ in range(3):
+        engine.step_together(lambda: None)
+    assert steps_of(engine) == [(0, 8, 1), (0, 8, 0), (13, 8, 0)]
+    assert engine.executor.num_dummy_steps == 2
+
+
+def test_a_loop_goes_on_while_there_is_nothing_but_media_to_compute():
+    engine = media_engine()
+    sink = StopsAtTheEnd()
+    sink.loop = loop = BusyLoop(engine, EngineControl(engine), sink)
+    loop.add(CLIENT, request := images(1, 2, max_tokens=2))
+    loop.run()
+    assert_as_expected(engine, sink.transcript, request)
+    assert engine.executor.encoder.encoded == [identifier_of(1), identifier_of(2)]
 
 
 # Order, shares, drafts, events.
