@@ -10,6 +10,7 @@ from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.config import MultimodalConfig, SpeculativeConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.control import EngineControl
+from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
 from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.core.scheduler.fair_queue import FairQueue
 from penstock_enginecore.core.step_recovery import EngineDeadError
@@ -352,6 +353,33 @@ def test_a_request_that_steps_with_its_media_fail_of_ends_alone():
     transcript = run_to_end(engine, poison, *others)
     assert transcript.ends["poison"].error.reason == "STEP_FAILED"
     assert_as_expected(engine, transcript, *others)
+
+
+def test_a_running_request_takes_the_room_that_a_waiting_one_was_to_start_with():
+    engine = media_engine(size=16, max_num_seqs=1, max_num_batched_tokens=16)
+    waits = images(1, max_tokens=1)
+    runs = images(2, before=70, length=16, max_tokens=1)
+    transcript = run_to_end(engine, waits, runs)
+    assert_as_expected(engine, transcript, waits, runs)
+    assert list(transcript.ends) == [runs.request_id, waits.request_id]
+    assert engine.executor.encoder.encoded == [identifier_of(number) for number in (1, 2, 1)]
+
+
+def test_what_a_step_that_lost_its_peers_had_encoded_is_encoded_again():
+    engine = media_engine(max_num_batched_tokens=8, max_num_encoder_tokens=1000)
+    request = images(1, max_tokens=1)
+    add(engine, request)
+    step(engine, Transcript())  # 6 of 8 of its embeddings
+    sample, engine.executor.sample_tokens = engine.executor.sample_tokens, _lose_peers
+    with pytest.raises(CollectiveBroken):
+        engine.step(lambda: None)
+    engine.executor.sample_tokens = sample
+    assert_as_expected(engine, run_to_end(engine), request)
+    assert engine.executor.encoder.encoded == [identifier_of(1)] * 2
+
+
+def _lose_peers(grammar=None):
+    raise CollectiveBroken("a rank has gone")
 
 
 def test_a_rank_of_a_group_computes_a_blank_beside_what_it_encodes():
