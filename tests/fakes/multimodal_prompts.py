@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, PreTrainedModel
+from transformers.models.smolvlm import processing_smolvlm
 
 from penstock_common.types.media import EmbedRun, MultiModalFeature, TensorData
 from penstock_common.types.request import EngineCoreRequest
@@ -47,7 +48,9 @@ class MediaPrompt:
         """The prompt up to its last item, and these tokens behind it."""
         kept = self.features[-1].end
         inputs = {name: value[:, :kept] if _is_of_tokens(name) else value for name, value in self.inputs.items()}
-        behind = {name: torch.full((1, len(token_ids)), name == "attention_mask") for name in inputs if _is_of_tokens(name)}
+        behind = {
+            name: torch.full((1, len(token_ids)), name == "attention_mask") for name in inputs if _is_of_tokens(name)
+        }
         behind["input_ids"] = torch.tensor([token_ids])
         joined = {
             name: torch.cat([value, behind[name].to(value.dtype)], dim=1) if name in behind else value
@@ -61,14 +64,18 @@ class PromptMaker:
 
     def __init__(self, directory: Path, model: PreTrainedModel) -> None:
         self.model = model
-        self.processor: Any = AutoProcessor.from_pretrained(directory)
+        smolvlm: Any = processing_smolvlm
+        smolvlm.num2words = smolvlm.num2words or str  # it asks for a package that it needs for videos alone
+        processors: Any = AutoProcessor
+        self.processor = processors.from_pretrained(directory)
         self._marks = {modality: self._mark(modality) for modality in ("image", "audio")}
         config: Any = model.config
         self._tokens = {
             modality: getattr(config, f"{modality}_token_id", None) for modality in ("image", "audio", "video")
         }
         if self._marks["image"]:
-            self._pixels: Any = AutoImageProcessor.from_pretrained(directory, backend="pil")
+            image_processors: Any = AutoImageProcessor
+            self._pixels = image_processors.from_pretrained(directory, backend="pil")
             self.processor.image_processor = self._pixels
 
     def _mark(self, modality: str) -> str:
@@ -95,7 +102,9 @@ class PromptMaker:
         """The next one from position ``start`` on."""
         modality = _modality(item)
         token = self._tokens[modality]
-        alone = self._processed(self._marks[modality], *(([item], []) if modality == "image" else ([], [item])))
+        images = [item] if isinstance(item, Image.Image) else []
+        sounds = [] if isinstance(item, Image.Image) else [item]
+        alone = self._processed(self._marks[modality], images, sounds)
         count = int((alone["input_ids"] == token).sum())
         places = [place for place in range(start, len(token_ids)) if token_ids[place] == token][:count]
         offset = places[0]

@@ -12,11 +12,13 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.models.errors import ModelLoadError
-from tests.fakes.engines.in_process import build_engine, generate
+from tests.fakes.engines.in_process import answer, build_engine, generate
 from tests.fakes.engines.late_device import LastMoment, choose_on_device
 from tests.fakes.models.fake_driver import FakeDriver
 from tests.fakes.models.fused_models import offer_fused, save_varied_model
 from tests.fakes.models.quantized_models import save_quantized_model
+from tests.fakes.multimodal_models import make_image, save_multimodal_model
+from tests.fakes.multimodal_prompts import PromptMaker
 
 OPEN = "penstock_enginecore.executor.kept_sleep.open_driver"
 KEPT = {"executor": {"keep_addresses": True}, "cache": {"block_size": 16, "num_blocks": 40}}
@@ -82,6 +84,22 @@ def test_modules_wake_as_the_fused_decoder_does(
         control.sleep(level).result()
         control.wake_up()
         assert tokens(engine, f"after level {level}, ") == expected
+    engine.shutdown()
+    assert driver.is_clean
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_towers_keep_their_addresses_too(level: int, tmp_path: Path, driver: FakeDriver) -> None:
+    prompt = PromptMaker(tmp_path, save_multimodal_model("llava", tmp_path)).make("See ", make_image(40, 40), "?")
+    expected = {"a": prompt.expected(8)}
+    engine = build_engine(tmp_path, **KEPT)
+    assert answer(engine, [prompt.request("a", 8)]).tokens == expected
+    awake, control = driver.used, EngineControl(engine)
+    control.sleep(level).result()
+    assert driver.used == 0
+    control.wake_up()
+    assert driver.used == awake
+    assert answer(engine, [prompt.request("a", 8)]).tokens == expected
     engine.shutdown()
     assert driver.is_clean
 

@@ -12,7 +12,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.engines.in_process import Run, answer, build_engine
-from tests.fakes.multimodal_models import make_image, save_multimodal_model
+from tests.fakes.multimodal_models import IMAGE_FAMILIES, make_image, save_multimodal_model
 from tests.fakes.multimodal_prompts import MediaPrompt, PromptMaker
 
 COUNT = 8
@@ -20,7 +20,8 @@ TEXT = "How many of the animals in the picture are asleep?"
 SMALL, WIDE, TALL = make_image(40, 40, 1), make_image(70, 36, 2), make_image(30, 61, 3)
 LARGEST_SPAN = 18
 """Tokens of a gemma3 image, with those around it."""
-FAMILIES = ("llava",)
+SLIDING = ("gemma3", "aya_vision")
+"""Have two groups of layers, which share the blocks."""
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
     "decoder": {"cache": {"block_size": 16}},
@@ -60,7 +61,15 @@ class Case:
         return build_engine(self.path, **sections)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+every_family = pytest.mark.parametrize("case", IMAGE_FAMILIES, indirect=True)
+llava_soon = pytest.mark.parametrize(
+    "case",
+    [family if family == "llava" else pytest.param(family, marks=pytest.mark.slow) for family in IMAGE_FAMILIES],
+    indirect=True,
+)
+
+
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     torch.set_num_threads(1)
     return Case(request.param, tmp_path_factory.mktemp(request.param))
@@ -73,16 +82,25 @@ def run(engine: EngineCore, requests: Sequence[EngineCoreRequest], **options: An
         engine.shutdown()
 
 
+@every_family
+def test_tokens_are_those_of_transformers_whatever_is_cut(case: Case) -> None:
+    engine = case.engine(scheduler={"max_num_batched_tokens": 7, "max_num_encoder_tokens": 1})
+    assert run(engine, case.requests()).tokens == case.expected
+
+
+@llava_soon
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_those_of_transformers(case: Case, way: str) -> None:
     assert run(case.engine(**WAYS[way]), case.requests()).tokens == case.expected
 
 
+@every_family
 def test_other_images_give_other_tokens(case: Case) -> None:
     tokens = case.expected
     assert len({tuple(found) for found in tokens.values()}) == len(tokens)
 
 
+@llava_soon
 def test_prompts_that_are_cached_up_to_the_middle_of_an_image_go_on_from_there(case: Case) -> None:
     engine = case.engine(scheduler={"max_num_batched_tokens": 64})
     first = answer(engine, case.requests())
@@ -95,9 +113,11 @@ def test_prompts_that_are_cached_up_to_the_middle_of_an_image_go_on_from_there(c
     assert again.stats.prefix_cache_hits > 0
 
 
+@llava_soon
 def test_requests_that_lose_their_blocks_come_back(case: Case) -> None:
     requests = [case.prompts[name].request(f"{name}{i}", COUNT) for i in range(3) for name in case.prompts]
-    blocks = max(len(prompt.token_ids) for prompt in case.prompts.values()) // 4 + 14
+    longest = max(len(prompt.token_ids) for prompt in case.prompts.values())
+    blocks = (longest // 4 + 4) * (1 + (case.family in SLIDING))
     engine = case.engine(cache={"num_blocks": blocks, "enable_prefix_caching": False}, scheduler={"watermark": 0.0})
     found = run(engine, requests)
     assert found.stats.num_preemptions > 0
@@ -106,11 +126,13 @@ def test_requests_that_lose_their_blocks_come_back(case: Case) -> None:
     }
 
 
+@llava_soon
 def test_a_cache_that_holds_one_image_serves_prompts_with_several(case: Case) -> None:
     engine = case.engine(multimodal={"encoder_cache_size": 1}, cache={"enable_prefix_caching": False})
     assert run(engine, case.requests()).tokens == case.expected
 
 
+@llava_soon
 def test_text_beside_images_has_the_bits_that_it_has_beside_text(case: Case) -> None:
     image, plain = case.prompts["two"], case.prompts["text"].request("text", COUNT, logprobs=0)
     text = MediaPrompt([token % 200 for token in image.token_ids], [], {}, None)
@@ -122,6 +144,7 @@ def test_text_beside_images_has_the_bits_that_it_has_beside_text(case: Case) -> 
     assert beside_image.logprobs["text"] == beside_text.logprobs["text"]
 
 
+@llava_soon
 def test_text_beside_images_has_the_bits_that_it_has_alone_where_kernels_see_to_that(case: Case) -> None:
     plain = case.prompts["text"].request("text", COUNT, logprobs=0)
     sections = {"kernels": {"batch_invariant": True}, "cache": {"block_size": 16}}
@@ -131,8 +154,9 @@ def test_text_beside_images_has_the_bits_that_it_has_alone_where_kernels_see_to_
     assert beside.logprobs["text"] == alone.logprobs["text"]
 
 
+@llava_soon
 @pytest.mark.parametrize("level", [1, 2])
-def test_towers_sleep_with_the_model_and_rows_are_forgotten(case: Case, level: int) -> None:
+def test_towers_sleep_with_the_model_and_rows_are_forgotten(case: Case, level: Any) -> None:
     engine = case.engine()
     before = answer(engine, case.requests())
     control = EngineControl(engine)
@@ -144,6 +168,7 @@ def test_towers_sleep_with_the_model_and_rows_are_forgotten(case: Case, level: i
     assert before.tokens == after.tokens == case.expected
 
 
+@llava_soon
 def test_an_image_that_cannot_be_encoded_ends_its_own_request_alone(case: Case) -> None:
     engine = case.engine()
     broken = case.prompts["last"].request("broken", COUNT)
@@ -155,6 +180,7 @@ def test_an_image_that_cannot_be_encoded_ends_its_own_request_alone(case: Case) 
     assert {name: found.tokens[name] for name in case.expected} == case.expected
 
 
+@llava_soon
 def test_the_text_model_alone_serves_text(case: Case) -> None:
     engine = case.engine(multimodal={"enabled": False})
     assert engine.model.media == ()

@@ -56,10 +56,10 @@ class StepEmbeddings:
         if not found:
             return batch
         embedded = forward.embed(batch.token_ids)
-        deepstack = None
+        deepstack: torch.Tensor | None = None
         for each in found:
-            embedded, of_media = each.into(embedded)
-            deepstack = deepstack if of_media is None else of_media
+            embedded, deeper = each.into(embedded)
+            deepstack = deepstack if deeper is None else deeper
         return replace(batch, embedded=embedded, deepstack=deepstack)
 
     def profile(self, run: Callable[[], None]) -> None:

@@ -24,4 +24,5 @@ def embed_positions(feature: MultiModalFeature) -> IntArray:
     starts = np.array([run.start for run in runs], dtype=np.int64) + feature.offset
     counts = np.array([run.count for run in runs], dtype=np.int64)
     before = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
+    positions: IntArray = np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
+    return positions

@@ -126,7 +126,7 @@ def tokens(runner: GenerationRunner, sizes: tuple[int, ...], **fields: Any) -> l
 
 def expected(path: Path, rows: torch.Tensor) -> list[int]:
     """By transformers, with these rows in place of the prompt's embeddings."""
-    module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    module: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     ids = torch.tensor([token if token != OUT_OF_VOCABULARY else 0 for token in PROMPT])
     with torch.no_grad():
         x = module.get_input_embeddings()(ids).clone()
