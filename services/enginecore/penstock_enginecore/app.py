@@ -110,8 +110,7 @@ def serve(
         rank = EngineRank(config, engine, ready, make_meets)
         io.registry.register(GroupCollector(lambda: rank.driver.state, lambda: rank.target_size, ready))
     group = None if rank is None else rank.driver
-    engine.receiver_cache_bytes = lambda: io.sessions.received.num_bytes
-    engine.reset_receiver_cache = io.sessions.clear_media
+    keep_media(engine, io)
     control = EngineControl(engine, group)
     busy_loop = BusyLoop(engine, control, io.sessions, group=group)
     workers = engine.executor.worker_stats
@@ -129,6 +128,12 @@ def serve(
         if group is not None:
             group.links.close()
         metrics.stop()
+
+
+def keep_media(engine: EngineCore, io: IoThread) -> None:
+    """Let the engine know what its sessions keep of media, and reset that."""
+    engine.receiver_cache_bytes = lambda: io.sessions.received.num_bytes
+    engine.reset_receiver_cache = io.sessions.clear_media
 
 
 def _capabilities(config: EngineCoreConfig, engine: EngineCore) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import msgspec
 from penstock_common.tensors.sizes import DEFAULT_MAX_MESSAGE_BYTES
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
+from penstock_frontend.engine.media_transport import MediaTransport
 from penstock_frontend.rpc.engine_session import EngineSession
 from tests.fakes.patience import PATIENCE
 
@@ -17,7 +18,9 @@ from tests.fakes.patience import PATIENCE
 class Pair:
     """A frontend's session with an engine, and what came over it."""
 
-    def __init__(self, address: str, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self, address: str, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, media: MediaTransport | None = None
+    ) -> None:
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
         self.finished: list[str] = []
         self.frames: list[EngineCoreOutputs] = []
@@ -29,6 +32,7 @@ class Pair:
             incarnation="1",
             on_outputs=self._take,
             on_draining=lambda time_left: None,
+            media=media,
             max_message_bytes=max_message_bytes,
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock_enginecore.app import build_engine, describe
+from penstock_enginecore.app import build_engine, describe, keep_media
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.control import EngineControl
@@ -43,6 +43,7 @@ class EngineServer:
         """Load the model and serve."""
         self.engine = build_engine(self.config, self.executor, self.make_grammars, lambda line: None)
         self.engine.warm_up()
+        keep_media(self.engine, self.io)
         self.control = EngineControl(self.engine)
         self.busy_loop = BusyLoop(self.engine, self.control, self.io.sessions)
         self.thread = threading.Thread(target=self._run, name="busy-loop", daemon=True)

@@ -7,6 +7,8 @@ set: then each call of ``step`` runs one.
 Its log-probability is ``logprob_of(token)``, so the likeliest tokens are 0, 1, ...: one position has the chosen token and as
 many of those as the request asks for.
 
+With media (``serve_media``) the seed is another one for each list of features and bytes: ``media_seed`` is added to it.
+
 A request ends with LENGTH at ``max_tokens`` (``DEFAULT_MAX_TOKENS`` when unset, never past ``max_model_len``), or, from
 ``min_tokens`` on, with STOP at a token of ``stop_token_ids`` or at ``eos_token_id`` where a script produces it. Prior output
 counts as output.
@@ -24,10 +26,18 @@ from penstock.common.v1 import finish_pb2, logprobs_pb2, stats_pb2, tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.config.sections import ServerConfig, TlsConfig
+from penstock_common.errors import RequestFailed, Unimplemented
 from penstock_common.rpc.columns import fill_columns
+from penstock_common.rpc.outputs import take_chunk
 from penstock_common.rpc.revision import COLUMNS_SINCE, PROTOCOL_REVISION
 from penstock_common.rpc.server import RpcServer
+from penstock_common.tensors.incoming import IncomingTensors
+from penstock_common.tensors.shared_memory import SegmentReader, shared_memory_id
+from penstock_common.tensors.sizes import MAX_TENSOR_BYTES
+from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.token_columns import TokenColumns
+from penstock_enginecore.core.multimodal.receiver_cache import ReceiverCache
+from penstock_enginecore.rpc.features import FeatureReader
 from tests.fakes.patience import PATIENCE
 
 DEFAULT_MAX_TOKENS = 16
@@ -59,6 +69,19 @@ def token_at(seed: int, index: int, *, vocab_size: int = 256) -> int:
     return int.from_bytes(digest[:8], "big") % vocab_size
 
 
+def media_seed(features: Sequence[MultiModalFeature]) -> int:
+    """What features do to a request's seed: it depends on each byte and each place; 0 without features."""
+    if not features:
+        return 0
+    digest = hashlib.sha256()
+    for feature in features:
+        digest.update(f"{feature.modality} {feature.identifier} {feature.offset} {feature.length}".encode())
+        for name, tensor in sorted(feature.data.items()):
+            digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+            digest.update(tensor.data)
+    return int.from_bytes(digest.digest()[:4], "big")
+
+
 def logprob_of(token: int) -> float:
     """The log-probability of a token wherever it stands; its rank is token + 1."""
     return -token / 1024  # exact as float32
@@ -84,10 +107,17 @@ def is_plain(output: pb.EngineCoreOutput) -> bool:
 class FakeRequest:
     """A running request and how many tokens of it are out."""
 
-    def __init__(self, message: pb.EngineCoreRequest, session: "FakeSession", script: Sequence[int] | None) -> None:
+    def __init__(
+        self,
+        message: pb.EngineCoreRequest,
+        session: "FakeSession",
+        script: Sequence[int] | None,
+        features: Sequence[MultiModalFeature] = (),
+    ) -> None:
         self.message = message
         self.session = session
         self.script = script
+        self.media_seed = media_seed(features)
         self.num_sent = len(message.prior_output_token_ids)
 
     @property
@@ -98,7 +128,7 @@ class FakeRequest:
     def token(self, index: int, vocab_size: int) -> int:
         if self.script is not None:
             return self.script[index]
-        return token_at(self.message.sampling_params.seed, index, vocab_size=vocab_size)
+        return token_at(self.message.sampling_params.seed + self.media_seed, index, vocab_size=vocab_size)
 
     def limit(self, max_model_len: int) -> int:
         """How long the output can get, in tokens."""
@@ -129,6 +159,8 @@ class FakeSession:
         self.queue: asyncio.Queue[pb.SessionResponse | Exception | None] = asyncio.Queue()
         self.numbers: dict[tuple[str, int], int] = {}
         """By request and attempt, what columns call them."""
+        self.tensors = IncomingTensors(MAX_TENSOR_BYTES)
+        self.features: FeatureReader | None = None
 
     def send(self, **message: Any) -> None:
         self.queue.put_nowait(pb.SessionResponse(**message))
@@ -172,6 +204,8 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             max_num_seqs=8,
         )
         self.script = script
+        self.received: ReceiverCache | None = None
+        """What is kept of media; None: none are taken."""
         self.eos_token_id = -1
         self.tokens_per_step = 1
         self.num_cached_tokens = 0
@@ -199,6 +233,24 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         self._steps: asyncio.Task[None] | None = None
         self._notifications: set[asyncio.Task[None]] = set()
         self.port = 0
+
+    def serve_media(self, receiver_cache_bytes: int = 1024 * 1024, *, shared_memory: bool = False) -> "FakeEngine":
+        """Take images in requests, and keep so many bytes of them for each session."""
+        self.received = ReceiverCache(receiver_cache_bytes)
+        self.ready.receiver_cache_bytes = receiver_cache_bytes
+        self.ready.max_tensor_bytes = MAX_TENSOR_BYTES
+        self.ready.media.add(modality="image", max_items=16, max_tokens=1024)
+        self.ready.capabilities.append("image")
+        if shared_memory:
+            self.ready.shared_memory_id = shared_memory_id()
+        return self
+
+    def clear_media(self) -> None:
+        """Forget what is kept of media, and say so."""
+        if self.received is not None:
+            self.received.clear()
+            for session in self.sessions:
+                session.send(media_cleared=pb.MediaCleared())
 
     @property
     def address(self) -> str:
@@ -306,6 +358,9 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
     ) -> AsyncIterator[pb.SessionResponse]:
         first = await anext(aiter(request_iterator))
         session = FakeSession(first.hello)
+        if self.received is not None:
+            segments = SegmentReader(first.hello.incarnation) if self.ready.shared_memory_id else None
+            session.features = FeatureReader(session.tensors, self.received.session(), segments)
         self._reached("before_ready")
         self._greet(session)
         self.sessions.append(session)
@@ -322,6 +377,8 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
                     self._reached("after_ready")
         finally:
             reader.cancel()
+            if session.features is not None:
+                session.features.kept.clear()
             if session in self.sessions:
                 self.sessions.remove(session)
             self.running = {k: r for k, r in self.running.items() if r.session is not session}
@@ -348,6 +405,9 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
                 self._answer(message.utility, session)
             elif kind == "tensor_chunk":
                 self.chunks.append(message.tensor_chunk)
+                take_chunk(session.tensors, message.tensor_chunk)
+            elif kind == "drop_media" and session.features is not None:
+                session.features.kept.drop(message.drop_media.identifiers)
             self._wake.set()
             self._notify()
 
@@ -355,6 +415,12 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         self.requests.append(message)
         session.numbers[message.request_id, message.attempt] = message.request_number
         request = FakeRequest(message, session, self.script(message))
+        try:
+            request = FakeRequest(message, session, self.script(message), _features(message, session))
+        except RequestFailed as e:
+            error = finish_pb2.RequestError(code=e.code, message=e.message, field=e.field, reason=e.reason)
+            self._refuse(request, error)
+            return
         if self.refusal is not None:
             self._refuse(request, self.refusal)
         elif (end := self._end_of_prior(request)) is not None:
@@ -388,6 +454,8 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         arguments = msgspec.msgpack.decode(call.arguments)
         self.utility_calls.append((call.method, arguments))
         self.on_utility(call.method)
+        if call.method == "reset_mm_cache":
+            self.clear_media()
         answer = self.utilities.get(call.method)
         if callable(answer):
             answer = answer(*arguments)
@@ -483,3 +551,12 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         task = asyncio.create_task(notify())
         self._notifications.add(task)
         task.add_done_callback(self._notifications.discard)
+
+
+def _features(message: pb.EngineCoreRequest, session: FakeSession) -> list[MultiModalFeature]:
+    """Raises RequestFailed."""
+    if session.features is not None:
+        return session.features.read(message)
+    if message.mm_features:
+        raise Unimplemented("this engine takes no media", field="mm_features")
+    return []
