@@ -239,8 +239,9 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         self.received = ReceiverCache(receiver_cache_bytes)
         self.ready.receiver_cache_bytes = receiver_cache_bytes
         self.ready.max_tensor_bytes = MAX_TENSOR_BYTES
+        del self.ready.media[:]
         self.ready.media.add(modality="image", max_items=16, max_tokens=1024)
-        self.ready.capabilities.append("image")
+        self.ready.capabilities[:] = sorted({*self.ready.capabilities, "image"})
         if shared_memory:
             self.ready.shared_memory_id = shared_memory_id()
         return self

@@ -1,0 +1,225 @@
+"""Requests with media on engines that are lost, reset and chosen: no token is lost, repeated or another one.
+
+The tokens of the fake engines depend on each byte of a request's media and on their places.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from penstock.common.v1 import stats_pb2
+from penstock.enginecore.v1 import messages_pb2 as pb
+from penstock_common.errors import RequestFailed
+from penstock_common.security.certificates import Certificates
+from penstock_common.types.media import MultiModalFeature
+from penstock_common.types.outputs import EngineCoreOutput, FinishReason
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.sampling import SamplingParams
+from penstock_common.types.token_columns import NewTokens
+from penstock_frontend.config import FrontendConfig, ModelConfig, RetriesConfig
+from penstock_frontend.engine.client import GrpcEngineClient
+from penstock_frontend.engine.kv_events import KvEventFeed
+from tests.fakes.engines.fake_engine import FakeEngine, media_seed, token_at
+from tests.fakes.patience import PATIENCE
+from tests.fakes.systems.media_session import item
+
+LENGTH = 30
+
+
+class Outputs:
+    """The OutputHandler of a client, and what came of each request."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.ends: dict[str, FinishReason | RequestFailed] = {}
+        self._changed = asyncio.Event()
+
+    def process(
+        self,
+        outputs: Sequence[EngineCoreOutput],
+        engine: str,
+        timestamp: float,
+        tokens: Sequence[NewTokens] = (),
+        drafts: Sequence[Any] = (),
+    ) -> Sequence[str]:
+        for request_id, new in tokens:
+            self.tokens[request_id] += new
+        for output in outputs:
+            self.tokens[output.request_id] += output.new_token_ids
+            if output.error is not None:
+                self.ends[output.request_id] = output.error.to_exception()
+            elif output.finish_reason is not None:
+                self.ends[output.request_id] = output.finish_reason
+        self._changed.set()
+        return ()
+
+    def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
+        for request_id in request_ids:
+            self.ends[request_id] = error
+        self._changed.set()
+
+    def fail_all(self, error: RequestFailed) -> Sequence[str]:
+        return ()
+
+    def moved(self, request_ids: Iterable[str]) -> None:
+        pass
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@asynccontextmanager
+async def client_of(*engines: FakeEngine) -> AsyncIterator[Any]:
+    outputs, moves = Outputs(), list[int]()
+    config = FrontendConfig(
+        model=ModelConfig(path="model", served_model_name="model"),
+        engines=tuple(engine.address for engine in engines),
+        retries=RetriesConfig(max_strikes=100),  # engines are killed faster than they begin
+    )
+    client = GrpcEngineClient(
+        config,
+        incarnation="f",
+        outputs=outputs,
+        on_change=lambda: None,
+        on_moved=moves.append,
+        kv_events=KvEventFeed(),
+        certificates=Certificates(),
+    )
+    client.outputs, client.moves = outputs, moves  # type: ignore[attr-defined]
+    client.follow(config.engines)
+    try:
+        for engine in engines:
+            await engine.until(lambda e: e.sessions)
+        await client.wait_until_usable()
+        async with asyncio.timeout(PATIENCE):
+            while len([c for c in client._pool.connected() if c.ready]) < len(engines):
+                await asyncio.sleep(0.01)
+        yield client
+    finally:
+        await client.close()
+
+
+def asked(request_id: str, *features: MultiModalFeature, seed: int = 0) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=[1] * 20,
+        sampling_params=SamplingParams(seed=seed, max_tokens=LENGTH),
+        mm_features=list(features),
+    )
+
+
+def expected(request: EngineCoreRequest) -> list[int]:
+    seed = (request.sampling_params.seed or 0) + media_seed(request.mm_features)
+    return [token_at(seed, index) for index in range(LENGTH)]
+
+
+def images(*names: str, size: int = 100_000) -> list[MultiModalFeature]:
+    return [item(name, size, 24, offset=2 + 3 * place, length=3) for place, name in enumerate(names)]
+
+
+def make_requests(count: int) -> dict[str, EngineCoreRequest]:
+    """Of two images each, which most share with others, and some of text alone."""
+    requests = [asked(f"r{n}", *images(f"i{n % 5}", f"i{n * 7 % 11}") if n % 4 else (), seed=n) for n in range(count)]
+    return {request.request_id: request for request in requests}
+
+
+def assert_as_expected(outputs: Outputs, requests: dict[str, EngineCoreRequest]) -> None:
+    for request_id, request in requests.items():
+        assert outputs.ends[request_id] is FinishReason.LENGTH, outputs.ends[request_id]
+        assert outputs.tokens[request_id] == expected(request)
+
+
+@pytest.fixture
+async def engines() -> AsyncIterator[list[FakeEngine]]:
+    made = [FakeEngine(name, incarnation=name).serve_media(700_000) for name in "abc"]
+    for engine in made:
+        engine.eos_token_id = -1
+        await engine.start()
+    yield made
+    for engine in made:
+        await engine.kill()
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+async def test_requests_outlive_engines_that_are_killed(engines: list[FakeEngine], shared_memory: bool) -> None:
+    if shared_memory:
+        for engine in engines:
+            engine.serve_media(700_000, shared_memory=True)
+    async with client_of(*engines) as client:
+        requests = make_requests(32)
+        client.add(*list(requests.values())[:2])
+        for request in list(requests.values())[2:]:
+            client.add(request)
+        for killed in range(5):
+            engine, port = engines[killed % 3], engines[killed % 3].port
+            await client.outputs.until(lambda: sum(map(len, client.outputs.tokens.values())) > 100 * (killed + 1))
+            await engine.kill(grace=0)
+            engine.ready.incarnation += "+"
+            await engine.start(port)
+        await client.outputs.until(lambda: len(client.outputs.ends) == len(requests))
+        assert_as_expected(client.outputs, requests)
+        assert sum(client.moves) > 0
+        assert client.media_counts.num_bytes["shared_memory" if shared_memory else "chunks"] > 0
+
+
+async def test_engines_that_forget_media_again_and_again_are_sent_them_again(engines: list[FakeEngine]) -> None:
+    async with client_of(*engines) as client:
+        requests = make_requests(48)
+        for number, request in enumerate(requests.values()):
+            client.add(request)
+            if number % 4 == 3:
+                await asyncio.sleep(0.005)
+                results = await client.call_utility("reset_mm_cache")
+                assert set(results.values()) == {None}
+        await client.outputs.until(lambda: len(client.outputs.ends) == len(requests))
+        assert_as_expected(client.outputs, requests)
+        assert client.moves == []
+
+
+async def test_an_engine_that_takes_no_media_gets_none() -> None:
+    async with FakeEngine("text", incarnation="1") as text, FakeEngine("images", incarnation="2") as seeing:
+        seeing.serve_media()
+        async with client_of(text) as client:
+            client.follow([text.address, seeing.address])
+            await seeing.until(lambda e: e.sessions)
+            requests = {f"r{n}": asked(f"r{n}", *images("x"), seed=n) for n in range(6)}
+            for request in requests.values():
+                client.add(request)
+            await client.outputs.until(lambda: len(client.outputs.ends) == len(requests))
+            assert_as_expected(client.outputs, requests)
+            assert (len(text.requests), len(seeing.requests)) == (0, 6)
+            assert [limit.max_items for limit in client.view.limits.media] == [16]
+
+
+async def test_a_request_goes_to_the_engine_that_has_its_media(engines: list[FakeEngine]) -> None:
+    async with client_of(*engines) as client:
+        large = [item("large", 100_000, offset=2, length=600)]
+        for number in range(6):
+            client.add(asked(f"r{number}", *large, seed=number))
+            await client.outputs.until(lambda: len(client.outputs.ends) == number + 1)
+        assert sorted(len(engine.requests) for engine in engines) == [0, 0, 6]
+        counts = client.media_counts
+        assert (counts.num_queries, counts.num_hits) == (6, 5)
+        assert counts.num_bytes == {"chunks": 100_000}
+
+
+async def test_embeddings_that_are_to_be_computed_are_load(engines: list[FakeEngine]) -> None:
+    async with client_of(*engines) as client:
+        for engine in engines[:2]:
+            stats = stats_pb2.SchedulerStats(media=stats_pb2.MediaStats(pending_embeds=5000))
+            engine.sessions[0].send(outputs=pb.EngineCoreOutputs(scheduler_stats=stats))
+        addresses = [engine.address for engine in engines[:2]]
+        async with asyncio.timeout(PATIENCE):
+            while any(client._dispatch._router.load(address).pending_embeds != 5000 for address in addresses):
+                await asyncio.sleep(0.01)
+        for number in range(3):
+            client.add(asked(f"r{number}", seed=number))
+        await client.outputs.until(lambda: len(client.outputs.ends) == 3)
+        assert len(engines[2].requests) == 3
