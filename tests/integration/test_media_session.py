@@ -16,7 +16,7 @@ from penstock_common.types.outputs import FinishReason
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.config import MultimodalConfig
 from penstock_enginecore.core.model_info import MediaInfo
-from penstock_frontend.engine.media_transport import MediaTransport
+from penstock_frontend.rpc.media_transport import MediaTransport
 from penstock_frontend.rpc.session_messages import add_request
 from tests.fakes.clients.session_client import connected
 from tests.fakes.clients.session_pair import Pair, paired

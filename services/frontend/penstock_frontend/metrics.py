@@ -11,7 +11,7 @@ from penstock_common.observability.engine_metrics import LABELS, EngineLoad, Fam
 from penstock_common.observability.histogram import Histogram
 from penstock_common.observability.metrics import service_registry
 from penstock_common.types.outputs import FinishReason
-from penstock_frontend.engine.media_transport import TRANSPORTS, MediaCounts
+from penstock_frontend.rpc.media_transport import TRANSPORTS, MediaCounts
 
 # Upper ends of buckets are vLLM's, so that the quantiles of both can be compared. Its counts of tokens end at the model's
 # length, which a frontend learns later than it makes its metrics.

@@ -17,8 +17,8 @@ from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, E
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.multimodal.receiver_cache import ReceiverCache
 from penstock_enginecore.rpc.features import FeatureReader
-from penstock_frontend.engine.media_mirror import MediaMirror
-from penstock_frontend.engine.media_transport import MediaTransport
+from penstock_frontend.rpc.media_mirror import MediaMirror
+from penstock_frontend.rpc.media_transport import MediaTransport
 from penstock_frontend.rpc.outgoing_requests import OutgoingRequests
 
 MEMORY_ID = "the same memory"

@@ -17,11 +17,11 @@ from penstock_frontend.engine.dispatch import Dispatch
 from penstock_frontend.engine.events import EngineEvents
 from penstock_frontend.engine.kv_events import KvEventListener
 from penstock_frontend.engine.loads import EngineLoads
-from penstock_frontend.engine.media_transport import MediaCounts
 from penstock_frontend.engine.pool import EnginePool
 from penstock_frontend.engine.prefix_caches import PrefixCaches
 from penstock_frontend.engine.router import Router
 from penstock_frontend.ports import ModelLimits, OutputHandler
+from penstock_frontend.rpc.media_transport import MediaCounts
 
 _OF_GROUPS = ("pause", "resume")
 """Methods that ranks of a data-parallel group carry out together; who gets a place in it is told of them then."""

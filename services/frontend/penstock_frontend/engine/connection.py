@@ -15,9 +15,9 @@ from penstock_common.types.data_parallel import StartWave, rank_name
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, SchedulerStats
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.journal_entry import EngineFaultError
-from penstock_frontend.engine.media_transport import MediaTransport
 from penstock_frontend.engine.watchdog import Watchdog, wedged
 from penstock_frontend.rpc.engine_session import EngineSession
+from penstock_frontend.rpc.media_transport import MediaTransport
 
 _CHECKS_PER_SILENCE = 4
 _MAX_RECONNECT_DELAY = 2.0

@@ -4,43 +4,26 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
 from penstock_common.observability.incidents import STEP_FAILED, incident
 from penstock_common.observability.logging import get_logger
-from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import RetriesConfig
 from penstock_frontend.engine.drain import Drain
+from penstock_frontend.engine.engines import Engines
 from penstock_frontend.engine.held import HeldRequests
 from penstock_frontend.engine.journal import LORA_UNAVAILABLE, Journal, Refusal
 from penstock_frontend.engine.journal_entry import JournalEntry
 from penstock_frontend.engine.prefix_caches import PrefixCaches, with_media
 from penstock_frontend.engine.retries import Blame, Retries
-from penstock_frontend.engine.router import Candidate, Router
+from penstock_frontend.engine.router import Candidate, Router, takers
 from penstock_frontend.ports import OutputHandler
 
 _SHORTEST_EXCLUSION = 0.1
 _USUAL_EXCLUSION = 1.0
 """Seconds for which a full engine that names no time gets nothing more of a request."""
-
-
-class Engines(Protocol):
-    """The engines as the dispatch needs them, by their keys."""
-
-    def candidates(self) -> Sequence[Candidate]:
-        """Those that there are, connected or not."""
-
-    def send(self, engine: str, request: EngineCoreRequest, *, first: bool) -> None:
-        """Start a request on an engine with a session. ``first``: it had nothing to do for this frontend."""
-
-    def abort_on(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
-        """End requests of an engine, if there is a session with it."""
-
-    def holding(self, features: Sequence[MultiModalFeature]) -> Mapping[str, Sequence[MultiModalFeature]]:
-        """By engine, those of the features that it keeps; engines that keep none are not in it."""
 
 
 class Dispatch:
@@ -278,21 +261,17 @@ class Dispatch:
 
     def _cached_tokens(self, entry: JournalEntry) -> Mapping[str, int]:
         """By engine, the tokens that it need not compute for an entry."""
-        request = entry.request
+        features = entry.request.mm_features
         try:
-            cached = self._caches.cached_tokens(request, entry.token_ids)
-            return with_media(cached, self._engines.holding(request.mm_features)) if request.mm_features else cached
+            cached = self._caches.cached_tokens(entry.request, entry.token_ids)
+            return with_media(cached, self._engines.holding(features)) if features else cached
         except Exception as e:  # it goes to the least loaded engine then
             incident(e, request=entry.request.context.external_request_id, doing="looking for its prefix")
             return {}
 
     def _others(self, entry: JournalEntry) -> Sequence[Candidate]:
         """The engines that it may be sent to."""
-        candidates = self._engines.candidates()
-        if entry.request.lora is not None:
-            candidates = [c for c in candidates if c.applies_lora]
-        if modalities := {feature.modality for feature in entry.request.mm_features}:
-            candidates = [c for c in candidates if modalities.issubset(c.modalities)]
+        candidates = takers(self._engines.candidates(), entry.request)
         if not entry.excluded:
             return candidates
         now = _now()

@@ -14,9 +14,9 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.connection import ConnectionListener, EngineConnection
 from penstock_frontend.engine.groups import EngineGroups
-from penstock_frontend.engine.media_transport import MediaCounts, MediaTransport
 from penstock_frontend.engine.router import Candidate
 from penstock_frontend.engine.subset import Subset
+from penstock_frontend.rpc.media_transport import MediaCounts, MediaTransport
 
 LORA = "lora"
 """The capability of engines that apply LoRA adapters."""

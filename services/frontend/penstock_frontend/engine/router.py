@@ -9,6 +9,7 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, Unavailable
 from penstock_common.types.media import Modality
+from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import RoutingPolicy
 from penstock_frontend.engine.lora_places import LoraPlaces
 
@@ -40,6 +41,15 @@ class Candidate(msgspec.Struct, frozen=True):
     """Whether requests with LoRA adapters may go there."""
     modalities: tuple[Modality, ...] = ()
     """Media that requests which go there may have."""
+
+
+def takers(candidates: Sequence[Candidate], request: EngineCoreRequest) -> Sequence[Candidate]:
+    """Those that take requests of this kind."""
+    if request.lora is not None:
+        candidates = [c for c in candidates if c.applies_lora]
+    if modalities := {feature.modality for feature in request.mm_features}:
+        candidates = [c for c in candidates if modalities.issubset(c.modalities)]
+    return candidates
 
 
 class Load(msgspec.Struct):

@@ -28,9 +28,9 @@ from penstock_common.types.outputs import (
     UtilityOutput,
 )
 from penstock_common.types.request import EngineCoreRequest
-from penstock_frontend.engine.media_mirror import MediaMirror
-from penstock_frontend.engine.media_transport import MediaTransport
 from penstock_frontend.rpc import session_messages
+from penstock_frontend.rpc.media_mirror import MediaMirror
+from penstock_frontend.rpc.media_transport import MediaTransport
 from penstock_frontend.rpc.outgoing_requests import OutgoingRequests
 
 _HANDSHAKE_TIMEOUT = 10.0

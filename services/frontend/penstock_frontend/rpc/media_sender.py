@@ -11,8 +11,8 @@ from penstock_common.tensors.sizes import Buffer, Limits
 from penstock_common.types.media import MultiModalFeature, TensorData
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason
 from penstock_common.types.request import EngineCoreRequest
-from penstock_frontend.engine.media_mirror import MediaMirror, Sent
-from penstock_frontend.engine.media_transport import MediaTransport
+from penstock_frontend.rpc.media_mirror import MediaMirror, Sent
+from penstock_frontend.rpc.media_transport import MediaTransport
 
 NOT_CACHED = "MEDIA_NOT_CACHED"
 CACHE_FULL = "MEDIA_CACHE_FULL"

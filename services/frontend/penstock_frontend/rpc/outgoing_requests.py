@@ -14,10 +14,10 @@ from penstock_common.tensors.sizes import Buffer, Limits
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, RequestError
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
-from penstock_frontend.engine.media_mirror import MediaMirror
-from penstock_frontend.engine.media_transport import MediaTransport
 from penstock_frontend.rpc import session_messages
+from penstock_frontend.rpc.media_mirror import MediaMirror
 from penstock_frontend.rpc.media_sender import MediaSender, NotWrittenError
+from penstock_frontend.rpc.media_transport import MediaTransport
 
 
 class _NotSentError(Exception):
