@@ -6,7 +6,8 @@ The tokens of the fake engines depend on each byte of a request's media and on t
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from penstock.common.v1 import stats_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import RequestFailed
 from penstock_common.security.certificates import Certificates
+from penstock_common.tensors.shared_memory import owner_of
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason
 from penstock_common.types.request import EngineCoreRequest
@@ -24,6 +26,8 @@ from penstock_frontend.config import FrontendConfig, ModelConfig, RetriesConfig
 from penstock_frontend.engine.client import GrpcEngineClient
 from penstock_frontend.engine.kv_events import KvEventFeed
 from tests.fakes.engines.fake_engine import FakeEngine, media_seed, token_at
+from tests.fakes.engines.oracle_engine import outputs as oracle
+from tests.fakes.engines.oracle_process import OracleProcess
 from tests.fakes.patience import PATIENCE
 from tests.fakes.systems.media_session import item
 
@@ -68,7 +72,15 @@ class Outputs:
     def moved(self, request_ids: Iterable[str]) -> None:
         pass
 
-    async def until(self, condition: Callable[[], object]) -> None:
+    async def until_ended(self, count: int) -> None:
+        """So many requests."""
+        await self._until(lambda: len(self.ends) >= count)
+
+    async def until_tokens(self, count: int) -> None:
+        """So many, of all requests."""
+        await self._until(lambda: sum(map(len, self.tokens.values())) >= count)
+
+    async def _until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(PATIENCE):
             while not condition():
                 self._changed.clear()
@@ -76,7 +88,7 @@ class Outputs:
 
 
 @asynccontextmanager
-async def client_of(*engines: FakeEngine) -> AsyncIterator[Any]:
+async def client_of(*engines: FakeEngine | OracleProcess) -> AsyncIterator[Any]:
     outputs, moves = Outputs(), list[int]()
     config = FrontendConfig(
         model=ModelConfig(path="model", served_model_name="model"),
@@ -95,8 +107,6 @@ async def client_of(*engines: FakeEngine) -> AsyncIterator[Any]:
     client.outputs, client.moves = outputs, moves  # type: ignore[attr-defined]
     client.follow(config.engines)
     try:
-        for engine in engines:
-            await engine.until(lambda e: e.sessions)
         await client.wait_until_usable()
         async with asyncio.timeout(PATIENCE):
             while len([c for c in client._pool.connected() if c.ready]) < len(engines):
@@ -115,9 +125,9 @@ def asked(request_id: str, *features: MultiModalFeature, seed: int = 0) -> Engin
     )
 
 
-def expected(request: EngineCoreRequest) -> list[int]:
+def expected(request: EngineCoreRequest, token: Callable[[int, int], int] = token_at) -> list[int]:
     seed = (request.sampling_params.seed or 0) + media_seed(request.mm_features)
-    return [token_at(seed, index) for index in range(LENGTH)]
+    return [token(seed, index) for index in range(LENGTH)]
 
 
 def images(*names: str, size: int = 100_000) -> list[MultiModalFeature]:
@@ -130,10 +140,12 @@ def make_requests(count: int) -> dict[str, EngineCoreRequest]:
     return {request.request_id: request for request in requests}
 
 
-def assert_as_expected(outputs: Outputs, requests: dict[str, EngineCoreRequest]) -> None:
+def assert_as_expected(
+    outputs: Outputs, requests: dict[str, EngineCoreRequest], token: Callable[[int, int], int] = token_at
+) -> None:
     for request_id, request in requests.items():
         assert outputs.ends[request_id] is FinishReason.LENGTH, outputs.ends[request_id]
-        assert outputs.tokens[request_id] == expected(request)
+        assert outputs.tokens[request_id] == expected(request, token)
 
 
 @pytest.fixture
@@ -159,11 +171,11 @@ async def test_requests_outlive_engines_that_are_killed(engines: list[FakeEngine
             client.add(request)
         for killed in range(5):
             engine, port = engines[killed % 3], engines[killed % 3].port
-            await client.outputs.until(lambda: sum(map(len, client.outputs.tokens.values())) > 100 * (killed + 1))
+            await client.outputs.until_tokens(100 * (killed + 1))
             await engine.kill(grace=0)
             engine.ready.incarnation += "+"
             await engine.start(port)
-        await client.outputs.until(lambda: len(client.outputs.ends) == len(requests))
+        await client.outputs.until_ended(len(requests))
         assert_as_expected(client.outputs, requests)
         assert sum(client.moves) > 0
         assert client.media_counts.num_bytes["shared_memory" if shared_memory else "chunks"] > 0
@@ -178,7 +190,7 @@ async def test_engines_that_forget_media_again_and_again_are_sent_them_again(eng
                 await asyncio.sleep(0.005)
                 results = await client.call_utility("reset_mm_cache")
                 assert set(results.values()) == {None}
-        await client.outputs.until(lambda: len(client.outputs.ends) == len(requests))
+        await client.outputs.until_ended(len(requests))
         assert_as_expected(client.outputs, requests)
         assert client.moves == []
 
@@ -192,7 +204,7 @@ async def test_an_engine_that_takes_no_media_gets_none() -> None:
             requests = {f"r{n}": asked(f"r{n}", *images("x"), seed=n) for n in range(6)}
             for request in requests.values():
                 client.add(request)
-            await client.outputs.until(lambda: len(client.outputs.ends) == len(requests))
+            await client.outputs.until_ended(len(requests))
             assert_as_expected(client.outputs, requests)
             assert (len(text.requests), len(seeing.requests)) == (0, 6)
             assert [limit.max_items for limit in client.view.limits.media] == [16]
@@ -203,7 +215,7 @@ async def test_a_request_goes_to_the_engine_that_has_its_media(engines: list[Fak
         large = [item("large", 100_000, offset=2, length=600)]
         for number in range(6):
             client.add(asked(f"r{number}", *large, seed=number))
-            await client.outputs.until(lambda: len(client.outputs.ends) == number + 1)
+            await client.outputs.until_ended(number + 1)
         assert sorted(len(engine.requests) for engine in engines) == [0, 0, 6]
         counts = client.media_counts
         assert (counts.num_queries, counts.num_hits) == (6, 5)
@@ -221,5 +233,30 @@ async def test_embeddings_that_are_to_be_computed_are_load(engines: list[FakeEng
                 await asyncio.sleep(0.01)
         for number in range(3):
             client.add(asked(f"r{number}", seed=number))
-        await client.outputs.until(lambda: len(client.outputs.ends) == 3)
+        await client.outputs.until_ended(3)
         assert len(engines[2].requests) == 3
+
+
+def segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(f"penstock-{owner_of('f')}")}
+
+
+@pytest.mark.slow
+async def test_processes_that_are_killed_leave_no_request_and_no_shared_memory() -> None:
+    async with AsyncExitStack() as stack:
+        made = [OracleProcess(name, receiver_cache_bytes=700_000, step_seconds=0.02) for name in "abc"]
+        engines = [await stack.enter_async_context(engine) for engine in made]
+        await asyncio.gather(*(engine.serving() for engine in engines))
+        client = await stack.enter_async_context(client_of(*engines))
+        requests = make_requests(32)
+        for request in requests.values():
+            client.add(request)
+        for killed in range(5):
+            await client.outputs.until_tokens(100 * (killed + 1))
+            await client.call_utility("reset_mm_cache")
+            await engines[killed % 3].restart()
+        await client.outputs.until_ended(len(requests))
+        assert_as_expected(client.outputs, requests, oracle.token)
+        assert sum(client.moves) > 0
+        assert client.media_counts.num_bytes["shared_memory"] > 0
+    assert segments() == set()

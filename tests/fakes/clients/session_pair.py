@@ -10,8 +10,8 @@ import msgspec
 from penstock_common.tensors.sizes import DEFAULT_MAX_MESSAGE_BYTES
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
-from penstock_frontend.rpc.media_transport import MediaTransport
 from penstock_frontend.rpc.engine_session import EngineSession
+from penstock_frontend.rpc.media_transport import MediaTransport
 from tests.fakes.patience import PATIENCE
 
 

@@ -7,7 +7,8 @@ set: then each call of ``step`` runs one.
 Its log-probability is ``logprob_of(token)``, so the likeliest tokens are 0, 1, ...: one position has the chosen token and as
 many of those as the request asks for.
 
-With media (``serve_media``) the seed is another one for each list of features and bytes: ``media_seed`` is added to it.
+With media (``serve_media``) the seed is another one for each list of features and their bytes: ``media_seed`` is added to it as
+the request comes in.
 
 A request ends with LENGTH at ``max_tokens`` (``DEFAULT_MAX_TOKENS`` when unset, never past ``max_model_len``), or, from
 ``min_tokens`` on, with STOP at a token of ``stop_token_ids`` or at ``eos_token_id`` where a script produces it. Prior output
@@ -43,6 +44,7 @@ from tests.fakes.patience import PATIENCE
 DEFAULT_MAX_TOKENS = 16
 PLAIN = {"request_id", "attempt", "offset", "new_token_ids"}
 FLUSH_SECONDS = 1.0
+MAX_MEDIA_SEED = 900_000
 UTILITIES: dict[str, Any] = {
     "pause": None,
     "resume": None,
@@ -70,7 +72,7 @@ def token_at(seed: int, index: int, *, vocab_size: int = 256) -> int:
 
 
 def media_seed(features: Sequence[MultiModalFeature]) -> int:
-    """What features do to a request's seed: it depends on each byte and each place; 0 without features."""
+    """What is added to a request's seed, up to MAX_MEDIA_SEED: it depends on each byte and each place; 0 without features."""
     if not features:
         return 0
     digest = hashlib.sha256()
@@ -79,7 +81,7 @@ def media_seed(features: Sequence[MultiModalFeature]) -> int:
         for name, tensor in sorted(feature.data.items()):
             digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
             digest.update(tensor.data)
-    return int.from_bytes(digest.digest()[:4], "big")
+    return 1 + int.from_bytes(digest.digest()[:8], "big") % MAX_MEDIA_SEED
 
 
 def logprob_of(token: int) -> float:
@@ -107,17 +109,10 @@ def is_plain(output: pb.EngineCoreOutput) -> bool:
 class FakeRequest:
     """A running request and how many tokens of it are out."""
 
-    def __init__(
-        self,
-        message: pb.EngineCoreRequest,
-        session: "FakeSession",
-        script: Sequence[int] | None,
-        features: Sequence[MultiModalFeature] = (),
-    ) -> None:
+    def __init__(self, message: pb.EngineCoreRequest, session: "FakeSession", script: Sequence[int] | None) -> None:
         self.message = message
         self.session = session
         self.script = script
-        self.media_seed = media_seed(features)
         self.num_sent = len(message.prior_output_token_ids)
 
     @property
@@ -128,7 +123,7 @@ class FakeRequest:
     def token(self, index: int, vocab_size: int) -> int:
         if self.script is not None:
             return self.script[index]
-        return token_at(self.message.sampling_params.seed + self.media_seed, index, vocab_size=vocab_size)
+        return token_at(self.message.sampling_params.seed, index, vocab_size=vocab_size)
 
     def limit(self, max_model_len: int) -> int:
         """How long the output can get, in tokens."""
@@ -396,7 +391,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         async for message in requests:
             kind = message.WhichOneof("message")
             if kind == "add":
-                self._add(message.add, session)
+                self._take(message.add, session)
             elif kind == "abort":
                 self._reached("on_abort")
                 self.aborted.extend(message.abort.request_ids)
@@ -412,16 +407,20 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             self._wake.set()
             self._notify()
 
+    def _take(self, message: pb.EngineCoreRequest, session: FakeSession) -> None:
+        try:
+            message.sampling_params.seed += media_seed(_features(message, session))
+        except RequestFailed as e:
+            self.requests.append(message)
+            error = finish_pb2.RequestError(code=e.code, message=e.message, field=e.field, reason=e.reason)
+            self._refuse(FakeRequest(message, session, None), error)
+        else:
+            self._add(message, session)
+
     def _add(self, message: pb.EngineCoreRequest, session: FakeSession) -> None:
         self.requests.append(message)
         session.numbers[message.request_id, message.attempt] = message.request_number
         request = FakeRequest(message, session, self.script(message))
-        try:
-            request = FakeRequest(message, session, self.script(message), _features(message, session))
-        except RequestFailed as e:
-            error = finish_pb2.RequestError(code=e.code, message=e.message, field=e.field, reason=e.reason)
-            self._refuse(request, error)
-            return
         if self.refusal is not None:
             self._refuse(request, self.refusal)
         elif (end := self._end_of_prior(request)) is not None:

@@ -14,8 +14,10 @@ from tests.fakes.processes import Service
 class OracleProcess(Service):
     """``reached_at``: the address that frontends are given, of a proxy before the engine once that was started."""
 
-    def __init__(self, engine_id: str, *, drain_timeout: float = 30.0, **knobs: Any) -> None:
-        """``knobs``: those of every start."""
+    def __init__(
+        self, engine_id: str, *, drain_timeout: float = 30.0, receiver_cache_bytes: int = -1, **knobs: Any
+    ) -> None:
+        """``knobs``: those of every start. ``receiver_cache_bytes``: what it keeps of media; below 0: it takes none."""
         self.engine_id = engine_id
         self.control_port = free_port()
         super().__init__(
@@ -23,6 +25,7 @@ class OracleProcess(Service):
             engine_id=engine_id,
             control_port=self.control_port,
             drain_timeout=drain_timeout,
+            receiver_cache_bytes=receiver_cache_bytes,
             knobs=msgspec.json.encode(knobs).decode(),
         )
         self.proxy = TcpProxy(self.port)

@@ -33,6 +33,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--coordinator.address", dest="coordinator", default="")
     parser.add_argument("--coordinator.advertise", dest="advertise", default="")
     parser.add_argument("--control-port", type=int, default=0, help="where control.py calls; 0: nowhere")
+    parser.add_argument("--receiver-cache-bytes", type=int, default=-1, help="kept of media; below 0: none are taken")
     parser.add_argument("--knobs", default="{}", help="knobs.Knobs as JSON")
     parser.add_argument("--log.level", dest="log_level", help="taken, as every service does; there is no log")
     return parser.parse_args(arguments)
@@ -47,6 +48,8 @@ async def main(flags: argparse.Namespace) -> None:
         max_model_len=flags.max_model_len,
         drain_timeout=flags.drain_timeout,
     )
+    if flags.receiver_cache_bytes >= 0:
+        engine.serve_media(flags.receiver_cache_bytes, shared_memory=True)
     engine.set(**msgspec.json.decode(flags.knobs))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, engine.request_drain)
