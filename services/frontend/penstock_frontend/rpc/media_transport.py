@@ -10,6 +10,11 @@ from penstock_common.types.outputs import EngineReady
 Transport = Literal["inline", "chunks", "shared_memory"]
 TRANSPORTS: tuple[Transport, ...] = ("inline", "chunks", "shared_memory")
 
+MAX_SHARED_BYTES = 8 * 1024 * 1024
+"""Of one request: writing or reading so much keeps either end's loop busy for some 3 ms. What is larger goes in chunks, between
+which others have their turns.
+"""
+
 
 class MediaCounts:
     """Since the start of the frontend. ``num_queries``: items of requests that were sent to engines, ``num_hits`` those of them
@@ -58,8 +63,8 @@ class SessionSegments:
         return not (self._refused or self._segments.broken)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether so many bytes may be written now."""
-        return self.usable and self._segments.has_room(num_bytes)
+        """Whether so many bytes, of one request, may be written now."""
+        return num_bytes <= MAX_SHARED_BYTES and self.usable and self._segments.has_room(num_bytes)
 
     def write(self, data: Buffer) -> SegmentRef | None:
         """A segment with these bytes; None where none can be made."""
