@@ -25,7 +25,7 @@ class PlainFamily:
     modalities: frozenset[Modality] = frozenset({"image", "audio", "video"})
     identity = b"plain"
     sampling_rate = RATE
-    media_tokens = ("<media>",)
+    media_tokens: tuple[str, ...] = ("<media>",)
 
     def __init__(self, fault: str = "") -> None:
         """``fault``: what making the processor raises; empty: nothing."""

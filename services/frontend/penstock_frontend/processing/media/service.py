@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
 
 from penstock_common.config.reread import Reread
-from penstock_common.errors import DeadlineExceeded, InvalidArgument, RequestFailed, ResourceExhausted
+from penstock_common.errors import DeadlineExceeded, InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
 from penstock_common.in_flight import BytesInFlight, Held
 from penstock_frontend.config import LimitsConfig, MediaConfig
 from penstock_frontend.processing.media import refusals
@@ -66,7 +67,10 @@ class MediaService:
         self.in_flight = BytesInFlight(
             lambda: limits.now.max_media_bytes_in_flight, "limits.max_media_bytes_in_flight", what="media"
         )
+        # One: several that want the interpreter would keep it from the event loop all the longer.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="media-bytes")
         self._starting: asyncio.Task[None] | None = None
+        self._closed = False
 
     @property
     def worker_pids(self) -> list[int]:
@@ -81,11 +85,13 @@ class MediaService:
 
     async def close(self) -> None:
         """End the media workers; what still comes fails as Unavailable. Idempotent."""
+        self._closed = True
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)
         await self._pool.close()
         self._fetcher.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def prepare(
         self, parts: Sequence[MediaPart], *, cache_salt: str, deadline: float | None
@@ -93,6 +99,8 @@ class MediaService:
         """As ``MediaPreparer`` has it."""
         if not parts:
             return []
+        if self._closed:
+            raise Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
         self._check(parts)
         room = asyncio.Semaphore(_AT_ONCE)
         try:
@@ -100,6 +108,9 @@ class MediaService:
                 return await _all([self._prepare(part, cache_salt, room) for part in parts])
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before the request's media were processed") from None
+
+    async def _off_loop(self, is_long: bool, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work) if is_long else work()
 
     def _check(self, parts: Sequence[MediaPart]) -> None:
         """What can be said before anything is read."""
@@ -124,7 +135,7 @@ class MediaService:
         with _refused_as(self._metrics, part), _Counted(self.in_flight, part.field) as counted:
             async with room:
                 content = await self._read(part, counted)
-                name = await _off_loop(_size(content) > _LONG, lambda: self._name(part, content, cache_salt))
+                name = await self._off_loop(_size(content) > _LONG, lambda: self._name(part, content, cache_salt))
             try:
                 item = await self.store.get(name, self._making(part, content))
             except TooLarge as e:
@@ -139,7 +150,7 @@ class MediaService:
         if isinstance(source, Features):
             size = _size(source)
             counted(size)
-            await _off_loop(
+            await self._off_loop(
                 size > _LONG,
                 lambda: check_tensors(source.tensors, field=part.field, max_bytes=self._config.max_bytes),
             )
@@ -164,7 +175,7 @@ class MediaService:
     async def _url(self, part: MediaPart, url: str, counted: "_Counted") -> bytes:
         if is_data_url(url):
             counted(len(url) // 4 * 3)
-            return await read_data_url(url, field=part.field, max_bytes=self._config.max_bytes)
+            return await read_data_url(url, field=part.field, max_bytes=self._config.max_bytes, thread=self._thread)
         started = time.perf_counter()
         data = await self._fetcher.fetch(url, field=part.field, counted=counted)
         self._metrics.took(part.modality, "fetch", time.perf_counter() - started)
@@ -266,10 +277,6 @@ def _refused_as(metrics: MediaMetrics, part: MediaPart) -> Any:
     except RequestFailed as e:
         metrics.refused(part.modality, e.reason)
         raise
-
-
-async def _off_loop(is_long: bool, work: Callable[[], T]) -> T:
-    return await asyncio.to_thread(work) if is_long else work()
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

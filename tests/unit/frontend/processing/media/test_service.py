@@ -301,4 +301,6 @@ async def test_after_closing_media_are_unavailable(make: Make) -> None:
     await made.service.close()
     with pytest.raises(Unavailable):
         await running
-    assert isinstance(await made.refused(image(2)), Unavailable)
+    large = part(data_url(image_file(size=(512, 512))))
+    for late in (image(2), large, part(Url("https://example.org/"))):
+        assert isinstance(await made.refused(late), Unavailable)
