@@ -28,9 +28,11 @@ class MediaMetrics:
         )
         labels = ["model_name"]
         self._queries = Counter(
-            "vllm:mm_cache_queries", "Items looked up among those processed before", labels, registry=registry
+            "penstock:media_store_queries", "Items looked up among those processed before", labels, registry=registry
         ).labels(model_name)
-        self._hits = Counter("vllm:mm_cache_hits", "Items found there", labels, registry=registry).labels(model_name)
+        self._hits = Counter("penstock:media_store_hits", "Items found there", labels, registry=registry).labels(
+            model_name
+        )
         self._stored = Gauge(
             "penstock:media_store_bytes", "Bytes of processed items that are kept", labels, registry=registry
         ).labels(model_name)

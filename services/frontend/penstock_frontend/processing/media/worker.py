@@ -83,9 +83,7 @@ class MediaWorker:
                 Refused(kind="too_large", what=what, setting="media.worker_memory", limit=limit, ends=True)
             )
         except ValueError as e:  # what the processor is asked to do it cannot do
-            return self._refuse(
-                Refused(kind="unreadable", what=f"cannot be processed: {e}"[:_LONGEST_REASON], unexpected=_where(e))
-            )
+            return self._refuse(Refused(kind="unreadable", what=f"cannot be processed: {e}"[:_LONGEST_REASON]))
         except Exception as e:
             return self._refuse(Refused(kind="unreadable", what="cannot be processed", unexpected=_where(e)))
         tensors = tuple(TensorHead(name, t.dtype, t.shape, len(t.data)) for name, t in item.data.items())

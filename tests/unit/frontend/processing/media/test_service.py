@@ -118,7 +118,7 @@ async def test_the_same_image_is_decoded_once(make: Make) -> None:
     again = await made.prepare(image(1))
     assert all(each[0].item is again[0].item for each in first)
     assert made.value("penstock:media_seconds_count", modality="image", stage="process") == 1
-    assert (made.value("vllm:mm_cache_queries_total"), made.value("vllm:mm_cache_hits_total")) == (6, 5)
+    assert (made.value("penstock:media_store_queries_total"), made.value("penstock:media_store_hits_total")) == (6, 5)
     assert made.value("penstock:media_store_bytes") == again[0].item.num_bytes
 
 
@@ -126,7 +126,7 @@ async def test_another_salt_shares_nothing(make: Make) -> None:
     made = make()
     one, other = [await made.prepare(image(1), salt=salt) for salt in ("a", "b")]
     assert one[0].identifier != other[0].identifier
-    assert made.value("vllm:mm_cache_hits_total") == 0
+    assert made.value("penstock:media_store_hits_total") == 0
 
 
 async def test_other_arguments_of_the_processor_make_another_item(make: Make) -> None:
