@@ -24,6 +24,13 @@ _DOMAIN = re.compile(
 class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Images, sound and video of requests, for models that take them."""
 
+    enabled: Annotated[
+        bool,
+        Meta(
+            description="Take media where the model does; false: it is served for text alone, as by engines with "
+            "multimodal.enabled: false."
+        ),
+    ] = True
     allowed_domains: Annotated[
         tuple[str, ...],
         Meta(
