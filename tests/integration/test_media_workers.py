@@ -1,8 +1,12 @@
 """Media workers with a processor of transformers, in a process that has torch installed and loads it nowhere."""
 
+import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +14,17 @@ import pytest
 from PIL import Image
 
 from penstock_common.config.reread import Reread
+from penstock_common.errors import RequestFailed
+from penstock_common.rpc.loop import GrpcEventLoop
 from penstock_frontend.config import LimitsConfig, MediaConfig
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.media.metrics import MediaMetrics
-from penstock_frontend.processing.media.part import EncodedFile, MediaPart
+from penstock_frontend.processing.media.part import EncodedFile, MediaPart, Url
 from penstock_frontend.processing.media.service import MediaService
 from tests.fakes.clip_family import ClipFamily
+from tests.fakes.media_family import PlainFamily
 from tests.fakes.media_files import image_file
+from tests.fakes.network.file_server import FileServer, answer
 from tests.fakes.patience import PATIENCE
 
 CONFIG = {
@@ -91,3 +99,113 @@ print(asyncio.run(main()))
 """
     run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=PATIENCE)
     assert run.stdout == "(b'\\x00', [])\n", run.stdout + run.stderr
+
+
+def test_all_of_it_works_on_the_frontends_own_event_loop() -> None:
+    async def resolver(host: str, port: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    async def run(server: FileServer) -> list[str]:
+        service = MediaService(
+            PlainFamily(),
+            MediaConfig(
+                workers=1,
+                worker_timeout=PATIENCE,
+                fetch_timeout=0.5,
+                allowed_domains=(f"*:{server.port}",),
+                allowed_private_networks=("127.0.0.0/8",),
+            ),
+            Reread(LimitsConfig()),
+            MediaMetrics(FrontendMetrics("m").registry, "m"),
+            resolver=resolver,
+        )
+        outcomes = []
+        for path, kwargs in [
+            ("large", {}),
+            ("large", {"fault": "kill"}),
+            ("slow", {}),
+            ("nowhere", {}),
+            ("large", {"a": 1}),
+        ]:
+            url = Url(f"http://images.test:{server.port}/{path}")
+            part = MediaPart(modality="image", source=url, field="f", processor_kwargs=kwargs)
+            try:
+                (prepared,) = await service.prepare([part], cache_salt="", deadline=None)
+            except RequestFailed as e:
+                outcomes.append(f"{e.code} {e.reason}")
+            else:
+                outcomes.append(str(prepared.item.num_bytes))
+        await service.close()
+        return outcomes
+
+    async def main() -> list[str]:
+        done = asyncio.Event()
+
+        async def never(writer: asyncio.StreamWriter) -> None:
+            await done.wait()
+
+        async with FileServer() as server:
+            server.answers |= {"/large": answer(image_file(size=(1000, 800))), "/slow": never}
+            outcomes = await run(server)
+            done.set()
+            while server.num_open:
+                await asyncio.sleep(0.01)
+        return outcomes
+
+    with asyncio.Runner(loop_factory=GrpcEventLoop) as runner:
+        outcomes = runner.run(main())
+    assert outcomes == [
+        "2400000",
+        "INVALID_ARGUMENT MEDIA_UNREADABLE",
+        "UNAVAILABLE MEDIA_FETCH_FAILED",
+        "INVALID_ARGUMENT MEDIA_FETCH_FAILED",
+        "2400000",
+    ]
+
+
+@pytest.mark.parametrize("fault", ["", "spin"])
+def test_workers_end_with_a_frontend_that_is_killed(fault: str) -> None:
+    program = f"""
+import asyncio
+from penstock_common.config.reread import Reread
+from penstock_frontend.config import LimitsConfig, MediaConfig
+from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.processing.media.metrics import MediaMetrics
+from penstock_frontend.processing.media.part import EncodedFile, MediaPart
+from penstock_frontend.processing.media.service import MediaService
+from tests.fakes.media_family import PlainFamily
+from tests.fakes.media_files import image_file
+
+async def main():
+    service = MediaService(
+        PlainFamily(), MediaConfig(workers=1), Reread(LimitsConfig()), MediaMetrics(FrontendMetrics("m").registry, "m")
+    )
+    await service.start()
+    kwargs = {{"fault": {fault!r}}}
+    part = MediaPart(modality="image", source=EncodedFile(image_file()), field="f", processor_kwargs=kwargs)
+    busy = asyncio.create_task(service.prepare([part], cache_salt="", deadline=None))
+    await asyncio.sleep(0.2)
+    print(*service.worker_pids, flush=True)
+    await asyncio.sleep(300)
+
+asyncio.run(main())
+"""
+    frontend = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert frontend.stdout is not None
+    with frontend, frontend.stdout:
+        worker = int(frontend.stdout.readline())
+        os.kill(worker, 0)
+        frontend.send_signal(signal.SIGKILL)
+        frontend.wait()
+    until = time.monotonic() + PATIENCE
+    while is_running(worker):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Whether it has not ended; one that nobody waits for is a zombie then."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
