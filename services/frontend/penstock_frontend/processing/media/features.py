@@ -13,17 +13,14 @@ _MAX_DIMENSIONS = 8
 _EXPONENT_OF_BFLOAT16 = 0x7F80
 
 
-def check_tensors(tensors: Mapping[str, TensorData], *, field: str, max_bytes: int) -> None:
-    """Raise InvalidArgument for too many or too large ones, for bytes that are not those of the shape, and for numbers that are
+def check_tensors(tensors: Mapping[str, TensorData], *, field: str) -> None:
+    """Raise InvalidArgument for too many, for bytes that are not those of the shape, and for numbers that are
     not finite. Looks at every number: for a thread, where they are many.
     """
     if not tensors:
         raise refusals.unreadable(field, "has no tensors")
     if len(tensors) > _MAX_TENSORS:
         raise refusals.too_large(field, f"has {len(tensors)} tensors", "the limit", _MAX_TENSORS)
-    size = sum(len(tensor.data) for tensor in tensors.values())
-    if size > max_bytes:
-        raise refusals.too_large(field, f"has {size} bytes", "media.max_bytes", max_bytes)
     for name, tensor in tensors.items():
         where = f"{field}.tensors[{name[:64]!r}]"
         if len(tensor.shape) > _MAX_DIMENSIONS or any(length < 0 for length in tensor.shape):

@@ -10,7 +10,7 @@ from urllib.parse import urljoin
 
 import h11
 
-from penstock_common.errors import ResourceExhausted
+from penstock_common.errors import ConfigError, ResourceExhausted
 from penstock_frontend.config.media import MediaConfig
 from penstock_frontend.processing.media import refusals
 from penstock_frontend.processing.media.sources import Target, check_domain, is_allowed_address, read_url
@@ -35,12 +35,15 @@ class Fetcher:
     """
 
     def __init__(self, config: MediaConfig, resolver: Resolver | None = None) -> None:
-        """``resolver``: in place of the system's. Raises OSError or ssl.SSLError where ``media.ca`` cannot be read."""
+        """``resolver``: in place of the system's. Raises ConfigError."""
         self._config = config
         self._private = config.private_networks
         self._resolver = resolver or self._resolve
         self._threads = ThreadPoolExecutor(_RESOLVING_THREADS, thread_name_prefix="media-names")
-        self._tls = ssl.create_default_context(cafile=config.ca or None)
+        try:
+            self._tls = ssl.create_default_context(cafile=config.ca or None)
+        except OSError as e:  # SSLError is one
+            raise ConfigError(f"media.ca: {config.ca} has no certificates that can be read: {e}") from None
         self._room = asyncio.Semaphore(config.max_fetches)
         self.num_waiting = 0
 

@@ -25,7 +25,7 @@ from penstock_frontend.processing.media.metrics import MediaMetrics
 from penstock_frontend.processing.media.part import EncodedFile, Features, Frames, MediaPart, Url
 from penstock_frontend.processing.media.pool import WorkerPool
 from penstock_frontend.processing.media.sniff import FORMATS, is_of
-from penstock_frontend.processing.media.sources import is_data_url, read_data_url
+from penstock_frontend.processing.media.sources import data_url_size, is_data_url, read_data_url
 from penstock_frontend.processing.media.store import MediaStore
 from penstock_frontend.processing.media.worker_process import Job
 
@@ -81,7 +81,12 @@ class MediaService:
         """Start the media workers. Raises ConfigError when the model's processor cannot be made. Idempotent."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._pool.start())
-        await asyncio.shield(self._starting)
+        try:
+            await asyncio.shield(self._starting)
+        except asyncio.CancelledError:
+            if self._closed and self._starting.cancelled():  # not whoever waits for it
+                raise _shutting_down() from None
+            raise
 
     async def close(self) -> None:
         """End the media workers; what still comes fails as Unavailable. Idempotent."""
@@ -100,7 +105,7 @@ class MediaService:
         if not parts:
             return []
         if self._closed:
-            raise Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
+            raise _shutting_down()
         self._check(parts)
         room = asyncio.Semaphore(_AT_ONCE)
         try:
@@ -149,10 +154,11 @@ class MediaService:
         source = part.source
         if isinstance(source, Features):
             size = _size(source)
+            self._check_size(size, part.field)
             counted(size)
             await self._off_loop(
                 size > _LONG,
-                lambda: check_tensors(source.tensors, field=part.field, max_bytes=self._config.max_bytes),
+                lambda: check_tensors(source.tensors, field=part.field),
             )
             return source
         if isinstance(source, Frames):
@@ -174,8 +180,10 @@ class MediaService:
 
     async def _url(self, part: MediaPart, url: str, counted: "_Counted") -> bytes:
         if is_data_url(url):
-            counted(len(url) // 4 * 3)
-            return await read_data_url(url, field=part.field, max_bytes=self._config.max_bytes, thread=self._thread)
+            size = data_url_size(url, field=part.field)
+            self._check_size(size, part.field)
+            counted(size)
+            return await read_data_url(url, field=part.field, thread=self._thread)
         started = time.perf_counter()
         data = await self._fetcher.fetch(url, field=part.field, counted=counted)
         self._metrics.took(part.modality, "fetch", time.perf_counter() - started)
@@ -288,6 +296,10 @@ async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _shutting_down() -> Unavailable:
+    return Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
 
 
 def _size(content: Content) -> int:

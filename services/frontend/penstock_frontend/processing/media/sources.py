@@ -92,21 +92,22 @@ def is_data_url(url: str) -> bool:
     return url[:5].lower() == "data:"
 
 
-async def read_data_url(url: str, *, field: str, max_bytes: int, thread: Executor | None = None) -> bytes:
-    """The bytes in a ``data:`` URL. What it says of their type is not looked at: the bytes show it.
-    ``thread``: where long ones are decoded; None: on one of the loop's.
-
-    Raises InvalidArgument for what is not base64 to the letter (RFC 4648: no line breaks, padded), and before it is decoded for
-    more than ``max_bytes``.
-    """
+def data_url_size(url: str, *, field: str) -> int:
+    """The bytes in a ``data:`` URL, before they are decoded. Raises InvalidArgument for what is not in base64, or empty."""
     if (match := _DATA.match(url)) is None:
         raise refusals.unreadable(field, "is no data: URL with ;base64,")
-    start = match.end()
-    if len(url) == start:
+    if not (length := len(url) - match.end()):
         raise refusals.unreadable(field, "is empty")
-    padding = url.count("=", len(url) - 2)
-    if (size := (len(url) - start) // 4 * 3 - padding) > max_bytes:
-        raise refusals.too_large(field, f"has {size} bytes", "media.max_bytes", max_bytes)
+    return length // 4 * 3 - url.count("=", len(url) - 2)
+
+
+async def read_data_url(url: str, *, field: str, thread: Executor | None = None) -> bytes:
+    """The bytes in a ``data:`` URL. What it says of their type is not looked at: the bytes show it.
+
+    ``thread``: where long ones are decoded; None: on one of the loop's. Raises InvalidArgument for what is not base64 to the
+    letter (RFC 4648: no line breaks, padded).
+    """
+    size, start = data_url_size(url, field=field), url.index(",") + 1
     if len(url) - start <= _SLICE:
         data = _decode(url, start)
     else:

@@ -11,7 +11,7 @@ def floats(*values: float, dtype: str = "float32") -> TensorData:
 
 
 def check(**tensors: TensorData) -> None:
-    check_tensors(tensors, field="media", max_bytes=1000)
+    check_tensors(tensors, field="media")
 
 
 def test_tensors_that_are_whole_and_finite_are_taken() -> None:
@@ -56,7 +56,7 @@ def test_bytes_that_are_not_those_of_the_shape_are_refused(tensor: TensorData) -
     assert error.value.field.startswith("media")
 
 
-def test_too_many_and_too_large_tensors_are_refused() -> None:
-    for tensors in ({}, {str(n): floats(1.0) for n in range(65)}, {"a": TensorData("uint8", (1001,), bytes(1001))}):
+def test_no_tensors_and_too_many_are_refused() -> None:
+    for tensors in ({}, {str(n): floats(1.0) for n in range(65)}):
         with pytest.raises(InvalidArgument):
             check(**tensors)

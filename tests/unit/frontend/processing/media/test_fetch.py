@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from penstock_common.errors import InvalidArgument, PermissionDenied, RequestFailed, ResourceExhausted, Unavailable
+from penstock_common.errors import (
+    ConfigError,
+    InvalidArgument,
+    PermissionDenied,
+    RequestFailed,
+    ResourceExhausted,
+    Unavailable,
+)
 from penstock_frontend.config import MediaConfig
 from penstock_frontend.processing.media.fetch import Fetcher
 from tests.fakes.network.certificates import Authority
@@ -295,6 +302,13 @@ async def test_what_comes_is_counted_as_it_comes(server: FileServer) -> None:
         await fetcher(server).fetch(url(server, path), field="url", counted=counted.append)
     assert counts["/a.png"] == [len(BODY)]
     assert sum(counts["/b.png"]) == len(BODY)
+
+
+def test_authorities_that_cannot_be_read_are_an_error_of_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "ca.crt").write_text("no certificate")
+    for path in (tmp_path / "ca.crt", tmp_path / "nowhere"):
+        with pytest.raises(ConfigError, match="media.ca"):
+            Fetcher(MediaConfig(ca=str(path)))
 
 
 async def test_a_host_is_known_by_its_certificate_for_its_name(tmp_path: Path) -> None:

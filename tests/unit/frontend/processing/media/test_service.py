@@ -242,6 +242,12 @@ async def test_embeddings_are_taken_where_they_are_allowed(make: Make) -> None:
     assert (prepared.item.num_embeds, prepared.item.data[EMBEDS]) == (4, rows)
 
 
+async def test_tensors_of_too_many_bytes_are_refused(make: Make) -> None:
+    made = make(allow_features=True, max_bytes=100)
+    error = await made.refused(part(Features({EMBEDS: TensorData("uint8", (101, 1), bytes(101))})))
+    assert error.reason == "MEDIA_TOO_LARGE"
+
+
 @pytest.mark.parametrize(
     "tensors",
     [
@@ -291,6 +297,17 @@ async def test_arguments_beyond_reason_are_refused(make: Make) -> None:
 async def test_a_processor_that_cannot_be_made_is_told_at_the_start(make: Make) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         await make(fault="no such file").service.start()
+
+
+async def test_who_waits_for_the_first_worker_when_it_closes_is_told_so(make: Make) -> None:
+    made = make()
+    waiting = asyncio.create_task(made.prepare(image()))
+    while not made.value("penstock:media_store_queries_total"):
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await made.service.close()
+    with pytest.raises(Unavailable):
+        await waiting
 
 
 async def test_after_closing_media_are_unavailable(make: Make) -> None:
