@@ -22,6 +22,8 @@ _FAMILIES: Mapping[str, str] = {
     "qwen2_5_vl": "qwen_vl:QwenVL",
     "qwen3_vl": "qwen_vl:QwenVL",
     "gemma3": "gemma3:Gemma3",
+    "qwen2_audio": "audio:Qwen2Audio",
+    "voxtral": "audio:Voxtral",
 }
 """Module and class by the model's type in config.json."""
 _PIXTRAL = "pixtral:Pixtral"

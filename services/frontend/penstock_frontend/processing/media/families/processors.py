@@ -47,7 +47,9 @@ class PilImages:
             raise ConfigError(f"{folder}: its image processor cannot be made with numpy and Pillow alone: {e}") from e
         if self._processor.backend != "pil":
             name = type(self._processor).__name__
-            raise ConfigError(f"{folder}: its image processor, {name}, exists for torchvision only, which is not served")
+            raise ConfigError(
+                f"{folder}: its image processor, {name}, exists for torchvision only, which is not served"
+            )
 
     def __call__(self, images: Sequence[Image], **kwargs: Any) -> dict[str, TensorData]:
         """What it gives for these images together, pixels as bytes: neither rescaled nor normalized."""

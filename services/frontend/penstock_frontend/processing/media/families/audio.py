@@ -1,0 +1,182 @@
+"""Sound: Qwen2-Audio, one window a clip, and Voxtral, as many windows as there are.
+
+https://huggingface.co/docs/transformers/model_doc/qwen2_audio, https://huggingface.co/docs/transformers/model_doc/voxtral
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock_common.errors import ConfigError
+from penstock_common.types.media import EMBEDS, Modality, TensorData
+from penstock_frontend.processing.media.families import arguments, tensors
+from penstock_frontend.processing.media.families.base import FamilyProcessor
+from penstock_frontend.processing.media.families.checkpoint import Checkpoint
+from penstock_frontend.processing.media.families.processors import MediaProcessor
+from penstock_frontend.processing.media.item import ProcessedItem, Replacement
+
+_FEATURES, _MASK = "input_features", "feature_attention_mask"
+_MAX_WINDOWS = 60
+
+
+class Windows(NamedTuple):
+    """Sound of ``samples`` a window at ``sampling_rate``, as ``steps`` of ``bins`` numbers. ``rows_of_window``: 0 where a
+    window has as many rows as there is sound in it, which a mask says; else there may be several windows.
+    """
+
+    sampling_rate: int
+    samples: int
+    steps: int
+    bins: int
+    rows_of_window: int = 0
+
+    @property
+    def max_windows(self) -> int:
+        """Of a clip."""
+        return _MAX_WINDOWS if self.rows_of_window else 1
+
+    @property
+    def max_rows(self) -> int:
+        """Of the longest clip."""
+        return self.rows_of_window * _MAX_WINDOWS or _masked_rows(self.steps)
+
+    def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
+        """Of ``input_features`` ``[windows, bins, steps]``, and of ``feature_attention_mask`` ``[1, steps]`` where there is
+        one.
+        """
+        count = tensors.taken(data, _FEATURES, (None, self.bins, self.steps)).shape[0]
+        if not 1 <= count <= self.max_windows:
+            raise ValueError(f"{_FEATURES} has {count} windows; a clip has 1 to {self.max_windows}")
+        rows = count * self.rows_of_window if self.rows_of_window else self._rows(data)
+        return ProcessedItem(modality="audio", data=dict(data), num_embeds=rows)
+
+    def _rows(self, data: Mapping[str, TensorData]) -> int:
+        mask = tensors.to_array(tensors.taken(data, _MASK, (1, self.steps)))[0].astype(bool)
+        length = int(mask.sum())
+        if not mask[:length].all() or (rows := _masked_rows(length)) < 1:
+            raise ValueError(f"{_MASK} leaves {length} steps of sound, which must stand first and make an embedding")
+        return rows
+
+    def check(self, num_samples: int) -> None:
+        """Raise ValueError for more sound than a clip may have, or none."""
+        most = self.samples * self.max_windows
+        if not 0 < num_samples <= most:
+            raise ValueError(
+                f"it has {num_samples / self.sampling_rate:.1f} s of sound; the model hears up to "
+                f"{most / self.sampling_rate:.0f} s at once"
+            )
+
+
+class Audio:
+    """One token for each row. ``names``: of the tensors."""
+
+    modalities: frozenset[Modality] = frozenset({"audio"})
+
+    def __init__(self, checkpoint: Checkpoint, token: str, windows: Windows, names: tuple[str, ...]) -> None:
+        self.identity = checkpoint.identity
+        self.sampling_rate = windows.sampling_rate
+        self.media_tokens = (token,)
+        self._token, self._token_id = token, checkpoint.token_id(token)
+        self._folder = checkpoint.folder
+        self._windows = windows
+        self._names = names
+
+    def placeholder(self, modality: Modality) -> str:
+        """The token of a row."""
+        del modality
+        return self._token
+
+    def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
+        """Tokens, each of them a row."""
+        return [Replacement([self._token_id] * item.num_embeds) for item in items]
+
+    def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
+        """Of the tensors that the processor gives, or of as many embeddings as a clip may have."""
+        del modality
+        if EMBEDS not in data:
+            tensors.check_names(data, self._names)
+            return self._windows.item(data)
+        tensors.check_names(data, (EMBEDS,))
+        rows = tensors.taken(data, EMBEDS, (None, None)).shape[0]
+        if not 1 <= rows <= self._windows.max_rows:
+            raise ValueError(f"{EMBEDS} has {rows} rows; a clip has 1 to {self._windows.max_rows}")
+        return ProcessedItem(modality="audio", data=dict(data), num_embeds=rows)
+
+    def max_tokens(self, modality: Modality) -> int:
+        """Of the longest clip."""
+        del modality
+        return self._windows.max_rows
+
+    def make_processor(self) -> Callable[[], FamilyProcessor]:
+        """An ``AudioProcessor``."""
+        return partial(AudioProcessor, self._folder, self._windows)
+
+
+class Qwen2Audio(Audio):
+    """A clip is one window at most."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        token = checkpoint.token("audio_token", "<|AUDIO|>")
+        super().__init__(checkpoint, token, _windows(checkpoint), (_FEATURES, _MASK))
+
+
+class Voxtral(Audio):
+    """A clip is filled up with silence to whole windows, all of which the model hears."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        tower = checkpoint.sub_config("audio_config")
+        positions, hidden, merged = (
+            checkpoint.number(name, tower) for name in ("max_source_positions", "hidden_size", "intermediate_size")
+        )
+        windows = _windows(checkpoint)._replace(rows_of_window=positions * hidden // merged)
+        if windows.rows_of_window < 1:
+            raise ConfigError(f"{checkpoint.folder}: audio_config makes no row of a window")
+        super().__init__(checkpoint, checkpoint.token("audio_token", "[AUDIO]"), windows, (_FEATURES,))
+
+
+class AudioProcessor(MediaProcessor):
+    """Whisper's feature extractor, on numpy where torch is not there."""
+
+    def __init__(self, folder: Path, windows: Windows) -> None:
+        from transformers import WhisperFeatureExtractor  # half a second: in media workers alone
+
+        load: Any = WhisperFeatureExtractor.from_pretrained
+        self._extractor = load(str(folder), local_files_only=True)
+        self._windows = windows
+
+    def audio(self, samples: npt.NDArray[np.float32], kwargs: Mapping[str, Any]) -> ProcessedItem:
+        """One clip. Takes no arguments."""
+        arguments.check_names(kwargs, ())
+        self._windows.check(len(samples))
+        return self._windows.item(self._in_windows(samples) if self._windows.rows_of_window else self._masked(samples))
+
+    def _masked(self, samples: npt.NDArray[np.float32]) -> dict[str, TensorData]:
+        given = self._extracted(samples, return_attention_mask=True, padding="max_length")
+        return tensors.from_arrays({_FEATURES: given[_FEATURES], _MASK: given["attention_mask"]})
+
+    def _in_windows(self, samples: npt.NDArray[np.float32]) -> dict[str, TensorData]:
+        given = self._extracted(samples, padding=True, truncation=False, pad_to_multiple_of=self._windows.samples)
+        windows = given[_FEATURES].reshape(self._windows.bins, -1, self._windows.steps).swapaxes(0, 1)
+        return tensors.from_arrays({_FEATURES: windows})
+
+    def _extracted(self, samples: npt.NDArray[np.float32], **kwargs: Any) -> dict[str, npt.NDArray[Any]]:
+        given = self._extractor(samples, sampling_rate=self._windows.sampling_rate, return_tensors="np", **kwargs)
+        return {name: np.asarray(value) for name, value in given.items()}
+
+
+def _windows(checkpoint: Checkpoint) -> Windows:
+    """Of the feature extractor's configuration, with the defaults of its class."""
+    settings = checkpoint.feature_extractor
+    rate = checkpoint.number("sampling_rate", settings, default=16_000)
+    samples = checkpoint.number("chunk_length", settings, default=30) * rate
+    steps = samples // checkpoint.number("hop_length", settings, default=160)
+    return Windows(rate, samples, steps, checkpoint.number("feature_size", settings, default=80))
+
+
+def _masked_rows(length: int) -> int:
+    """Rows of so many steps: the tower's convolutions halve them, and so does pooling."""
+    return ((length - 1) // 2 + 1 - 2) // 2 + 1

@@ -1,0 +1,174 @@
+"""Sound: tokens and tensors as transformers' own processors make them."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from transformers import AutoProcessor, WhisperFeatureExtractor
+from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
+
+from penstock_common.config.reread import Reread
+from penstock_common.types.media import TensorData
+from penstock_common.types.request import EngineCoreRequest
+from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part
+from penstock_frontend.config import FairnessConfig, LimitsConfig, ModelConfig
+from penstock_frontend.processing.media.families.base import Family
+from penstock_frontend.processing.media.families.factory import load_family
+from penstock_frontend.processing.media.families.tensors import to_array
+from penstock_frontend.processing.media.part import EncodedFile, MediaPart
+from penstock_frontend.processing.prompts.input import InputProcessor
+from penstock_frontend.processing.prompts.tokenizer import load_model_files
+from tests.fakes.multimodal_models import make_sound, save_multimodal_model
+from tests.fakes.prepared_media import InProcessPreparer
+
+SECONDS = (0.05, 0.3, 0.9999, 1.0, 1.37, 1.99, 2.0)
+
+
+def saved(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / name
+    save_multimodal_model(name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def qwen2_audio(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved("qwen2_audio", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def voxtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved("voxtral", tmp_path_factory)
+
+
+@pytest.fixture
+def make_inputs() -> Iterator[Any]:
+    tokenizers = []
+
+    def make(folder: Path) -> tuple[InputProcessor, Family]:
+        tokenizer = load_model_files(ModelConfig(path=str(folder)), num_threads=1).tokenizer
+        tokenizers.append(tokenizer)
+        family = load_family(folder, tokenizer.literal)
+        assert family is not None
+        limits, fairness = Reread(LimitsConfig()), Reread(FairnessConfig())
+        media = InProcessPreparer(family)
+        inputs = InputProcessor(tokenizer, {}, model_name="demo", limits=limits, fairness=fairness, media=media)
+        return inputs, family
+
+    yield make
+    for tokenizer in tokenizers:
+        tokenizer.close()
+
+
+def sound(samples: npt.NDArray[np.float32]) -> MediaPart:
+    return MediaPart(modality="audio", source=EncodedFile(samples.tobytes()), field="sound")
+
+
+async def process(inputs: InputProcessor, *parts: Part) -> EngineCoreRequest:
+    fields = tuple(f"parts[{i}]" for i in range(len(parts)))
+    return await inputs.process(GenerateRequest(prompt=MixedPrompt(parts, fields)), "r")
+
+
+async def test_qwen2_audio_is_as_transformers_has_it(qwen2_audio: Path, make_inputs: Any) -> None:
+    inputs, family = make_inputs(qwen2_audio)
+    load: Any = AutoProcessor.from_pretrained
+    theirs = load(qwen2_audio)
+    for index, seconds in enumerate(SECONDS):
+        clips = [make_sound(seconds, index), make_sound(0.5, index)]
+        request = await process(
+            inputs,
+            "hear <|audio_bos|>",
+            sound(clips[0]),
+            "<|audio_eos|> and<|audio_bos|>",
+            sound(clips[1]),
+            "<|audio_eos|>",
+        )
+        text = "hear <|audio_bos|><|AUDIO|><|audio_eos|> and<|audio_bos|><|AUDIO|><|audio_eos|>"
+        given = theirs(text=text, audio=clips, return_tensors="np", sampling_rate=16_000)
+        assert request.prompt_token_ids == given["input_ids"][0].tolist()
+        for place, feature in enumerate(request.mm_features):
+            assert feature.length <= family.max_tokens("audio")
+            for name in ("input_features", "feature_attention_mask"):
+                assert np.array_equal(to_array(feature.data[name])[0], given[name][place])
+    assert feature.data["input_features"].dtype == "float32"
+
+
+async def test_voxtral_is_as_transformers_has_it(voxtral: Path, make_inputs: Any) -> None:
+    inputs, family = make_inputs(voxtral)
+    extractor: Any = WhisperFeatureExtractor
+    # Its processor wants a tokenizer of another package: what it does with sound is asked of it alone.
+    theirs: Any = object.__new__(VoxtralProcessor)
+    theirs.feature_extractor = extractor.from_pretrained(voxtral)
+    for seconds in (0.3, 29.99, 30.0, 30.01):
+        clip = make_sound(seconds)
+        request = await process(inputs, "[BEGIN_AUDIO]", sound(clip), "what")
+        kwargs = {
+            name: value for name, value in VoxtralProcessor.audio_kwargs.items() if name != "max_source_positions"
+        }
+        given = theirs._retrieve_input_features([clip], 3000, **kwargs)
+        (feature,) = request.mm_features
+        assert np.array_equal(to_array(feature.data["input_features"]), given.numpy())
+        # A row stands for intermediate_size / hidden_size of the 1500 states of a window, as the model's projector takes them.
+        assert feature.length == len(given) * 1500 * 32 // 128
+        assert feature.length <= family.max_tokens("audio")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "message"), [(0.001, "make an embedding"), (2.1, "2.1 s of sound; the model hears up to 2 s")]
+)
+async def test_too_much_sound_or_too_little_is_refused(
+    qwen2_audio: Path, make_inputs: Any, seconds: float, message: str
+) -> None:
+    inputs, _ = make_inputs(qwen2_audio)
+    with pytest.raises(ValueError, match=message):
+        await process(inputs, sound(make_sound(seconds)))
+
+
+def test_sound_that_a_client_processed_is_looked_at(qwen2_audio: Path, voxtral: Path, make_inputs: Any) -> None:
+    _, family = make_inputs(qwen2_audio)
+    item = family.make_processor()().audio(make_sound(1.0), {})
+    assert family.described("audio", item.data) == item
+    mask = item.data["feature_attention_mask"]
+    holes = TensorData(mask.dtype, mask.shape, bytes(4) + bytes(mask.data)[4:])
+    with pytest.raises(ValueError, match="must stand first"):
+        family.described("audio", {**item.data, "feature_attention_mask": holes})
+    rows = TensorData("float32", (7, 64), bytes(7 * 64 * 4))
+    assert family.described("audio", {"embeds": rows}).num_embeds == 7
+    with pytest.raises(ValueError, match="input_ids is no input"):
+        family.described("audio", {**item.data, "input_ids": rows})
+    _, family = make_inputs(voxtral)
+    with pytest.raises(ValueError, match="has 61 windows"):
+        family.described("audio", {"input_features": TensorData("float32", (61, 16, 3000), b"")})
+
+
+WITHOUT_TORCH = """
+import sys
+for name in ("torch", "torchvision", "torchaudio"):
+    sys.modules[name] = None
+from pathlib import Path
+import numpy as np
+import tokenizers
+from penstock_frontend.processing.media.families.factory import load_family
+folder, samples, out = map(Path, sys.argv[1:])
+backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+family = load_family(folder, lambda text: backend.encode(text, add_special_tokens=False).ids)
+item = family.make_processor()().audio(np.load(samples), {})
+np.save(out, np.frombuffer(item.data["input_features"].data, np.float32).reshape(item.data["input_features"].shape))
+"""
+
+
+def test_without_torch_sound_is_nearly_the_same(qwen2_audio: Path, make_inputs: Any, tmp_path: Path) -> None:
+    _, family = make_inputs(qwen2_audio)
+    clip = make_sound(1.3)
+    np.save(tmp_path / "clip.npy", clip)
+    arguments = [str(qwen2_audio), str(tmp_path / "clip.npy"), str(tmp_path / "out.npy")]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    with_torch = to_array(family.make_processor()().audio(clip, {}).data["input_features"])
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), with_torch, atol=1e-3)
