@@ -54,13 +54,21 @@ class ChatRenderer:
         check_conversation(request.messages, request.tools, self._limits.now)
         if request.may_call and self._why_no_tools:
             raise InvalidArgument(self._why_no_tools, field="tools")
+        prompt = await self._tokenizer.in_thread(self._prompt, request)
         return GenerateRequest(
-            prompt=await self._tokenizer.in_thread(self._prompt, request),
-            add_special_tokens=False,  # the template writes them
+            prompt=prompt,
+            add_special_tokens=self._adds_special_tokens(prompt),
             sampling=request.sampling,
             prediction=request.prediction,
             context=request.context,
         )
+
+    def _adds_special_tokens(self, prompt: str | MixedPrompt) -> bool:
+        """Templates write them. Those of models that take media may leave it to the processor, which sees whether they did."""
+        if self._family is None:
+            return False
+        first = prompt if isinstance(prompt, str) else prompt.parts[0]
+        return not (self.templates.begin and isinstance(first, str) and first.startswith(self.templates.begin))
 
     def _prompt(self, request: ChatRequest) -> str | MixedPrompt:
         _check_turns(request)

@@ -65,6 +65,11 @@ class ChatTemplates:
         return "\n".join(self._sources.values())
 
     @property
+    def begin(self) -> str:
+        """The text of the token that a prompt begins with; empty where the model names none."""
+        return self._special_tokens.get("bos_token", "")
+
+    @property
     def hides_tools(self) -> bool:
         """Whether conversations with tools are rendered by a template that does not look at the tools."""
         name = self._name_of(with_tools=True)

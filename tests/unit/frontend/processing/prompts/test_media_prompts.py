@@ -4,21 +4,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from PIL import Image
 from transformers import AutoProcessor
 
 from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
+from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
-from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part
+from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part, PoolingRequest
 from penstock_frontend.config import FairnessConfig, LimitsConfig, ModelConfig
 from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.media.families.factory import load_family
 from penstock_frontend.processing.outputs.collector import OutputCollector
 from penstock_frontend.processing.outputs.processor import RequestState
+from penstock_frontend.processing.pooling.inputs import PoolingInputs
 from penstock_frontend.processing.prompts import parallel_sampling
 from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer, load_model_files
@@ -26,6 +29,7 @@ from tests.fakes.multimodal_models import make_image, save_multimodal_model
 from tests.fakes.prepared_media import InProcessPreparer, image_part, part_of
 
 LIMITS = ModelLimits(max_model_len=200, vocab_size=512)
+EMBED = PoolingParams(task=PoolingTask.EMBED)
 NO_CONTEXT = RequestContext()
 ROWS = 16
 """Of an image of this LLaVA."""
@@ -170,3 +174,25 @@ async def test_usage_tells_how_many_tokens_are_media(inputs: InputProcessor, tok
     usage = RequestState(request, tokenizer, collector).usage()
     assert usage.media_tokens == {"image": 2 * ROWS}
     assert usage.prompt_tokens == len(request.prompt_token_ids)
+
+
+async def test_an_input_to_embed_may_have_media(inputs: InputProcessor, tokenizer: Tokenizer) -> None:
+    pooling = PoolingInputs(tokenizer, inputs, Reread(LimitsConfig()))
+    image = image_part(make_image(30, 30), "inputs[1].mixed.parts[1].media")
+    mixed = MixedPrompt(("what", image), ("inputs[1].mixed.parts[0].text", image.field))
+    request = PoolingRequest(
+        inputs=["hello", mixed, [5, 6]], fields=["inputs[0].text", "inputs[1].mixed", "inputs[2]"], params=EMBED
+    )
+    text, with_image, ids = await pooling.process(request, "r", LIMITS)
+    assert with_image.prompt_token_ids == (await process(inputs, "what", image)).prompt_token_ids
+    assert [feature.length for feature in with_image.mm_features] == [ROWS]
+    assert not text.mm_features
+    assert ids.prompt_token_ids == [5, 6]
+    with pytest.raises(Unimplemented, match=r"truncate_prompt_tokens is set; .* as inputs\[1\]\.mixed has"):
+        await pooling.process(msgspec.structs.replace(request, truncate_prompt_tokens=5), "r", LIMITS)
+    with pytest.raises(InvalidArgument, match="a pair is read as texts"):
+        pair = PoolingRequest(inputs=[mixed], seconds=["b"], fields=["inputs[1].mixed"], params=EMBED)
+        await pooling.process(pair, "r", LIMITS)
+    small = ModelLimits(max_model_len=16, vocab_size=512)
+    with pytest.raises(InvalidArgument, match="16 of them media"):
+        await pooling.process(request, "r", small)
