@@ -10,7 +10,7 @@ from penstock_common.errors import DeadlineExceeded, InvalidArgument, ResourceEx
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_frontend.call_types import ChatRequest, GenerateRequest, MixedPrompt, Part, PoolingPrompt, PoolingRequest
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.processing.media.part import MediaPart
+from penstock_frontend.media_parts import MediaPart
 
 Clock = Callable[[], float]
 

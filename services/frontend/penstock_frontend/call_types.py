@@ -12,7 +12,7 @@ from penstock_common.types.outputs import EngineCoreOutput, FinishReason
 from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request_context import RequestContext
-from penstock_frontend.processing.media.part import MediaPart
+from penstock_frontend.media_parts import MediaPart
 
 Part = str | Sequence[int] | PromptEmbeds | MediaPart
 Prediction = str | Sequence[int]

@@ -21,8 +21,8 @@ from penstock_frontend.call_types import (
     PoolingRequest,
     RequestOutput,
 )
+from penstock_frontend.media_parts import MediaPart
 from penstock_frontend.metrics import FrontendMetrics
-from penstock_frontend.processing.media.part import MediaPart
 from penstock_frontend.processing.outputs.processor import RequestState
 
 R = TypeVar("R", GenerateRequest, PoolingRequest)
