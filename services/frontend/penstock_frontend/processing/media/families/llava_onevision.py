@@ -4,16 +4,19 @@ https://huggingface.co/docs/transformers/model_doc/llava_onevision
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from penstock_common.types.media import DTYPE_BYTES, Modality, TensorData
 from penstock_frontend.processing.media.families import arguments, tensors
 from penstock_frontend.processing.media.families.anyres import Size, best_resolution, pinpoints, unpadded
+from penstock_frontend.processing.media.families.base import FamilyProcessor
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
+from penstock_frontend.processing.media.families.frames import frame_videos
 from penstock_frontend.processing.media.families.llava import image_size
 from penstock_frontend.processing.media.families.llava_next import checked_size, num_tiles
-from penstock_frontend.processing.media.families.single_images import ImageFamily
+from penstock_frontend.processing.media.families.single_images import ImageAndVideoProcessor, ImageFamily
 from penstock_frontend.processing.media.item import ProcessedItem, Replacement
 
 _SHRINKS_FROM = 1.1
@@ -73,7 +76,9 @@ class Tiles(NamedTuple):
 
 
 class LlavaOnevision(ImageFamily):
-    """One image token for each row."""
+    """One token for each row. A newline stands behind all frames of a video, which are pooled."""
+
+    modalities: frozenset[Modality] = frozenset({"image", "video"})
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         tower, processor = checkpoint.sub_config("vision_config"), checkpoint.processor
@@ -82,18 +87,39 @@ class LlavaOnevision(ImageFamily):
         side = math.isqrt(checkpoint.number("num_image_tokens", processor, default=patches))
         ratio = processor.get("vision_aspect_ratio") or checkpoint.config.get("vision_aspect_ratio") or "anyres_max_9"
         self._tiles = Tiles(tile, side, int(str(ratio).removeprefix("anyres_max_")), pinpoints(checkpoint))
-        super().__init__(checkpoint, checkpoint.token("image_token", "<image>"), self._tiles)
+        self._videos = frame_videos(checkpoint, tile, math.ceil(side / 2) ** 2, extra=1)
+        self._video = checkpoint.token("video_token", "<video>")
+        image = checkpoint.token("image_token", "<image>")
+        super().__init__(checkpoint, image, self._tiles, media_tokens=(self._video,))
+        self._video_id = checkpoint.token_id(self._video)
+
+    def placeholder(self, modality: Modality) -> str:
+        """The token of a row."""
+        return self._video if modality == "video" else super().placeholder(modality)
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
-        """Image tokens, each of them a row. Of several images each is the whole picture alone."""
-        if len(items) == 1:
-            return [Replacement([self.token_id] * items[0].num_embeds)]
-        return [Replacement([self.token_id] * self._tiles.rows_beside_others, data=_whole(item.data)) for item in items]
+        """Tokens, each of them a row. Of several images each is the whole picture alone."""
+        alone = sum(item.modality == "image" for item in items) == 1
+        return [self._replacement(item, alone=alone) for item in items]
+
+    def _replacement(self, item: ProcessedItem, *, alone: bool) -> Replacement:
+        if item.modality == "video":
+            return Replacement([self._video_id] * item.num_embeds)
+        if alone:
+            return Replacement([self.token_id] * item.num_embeds)
+        return Replacement([self.token_id] * self._tiles.rows_beside_others, data=_whole(item.data))
+
+    def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
+        """Of the tensors that the processors give."""
+        return self._videos.item(data) if modality == "video" else super().described(modality, data)
 
     def max_tokens(self, modality: Modality) -> int:
-        """Of the largest image."""
-        del modality
-        return self._tiles.max_rows
+        """Of the largest image, or a video with most frames."""
+        return self._videos.max_rows if modality == "video" else self._tiles.max_rows
+
+    def make_processor(self) -> Callable[[], FamilyProcessor]:
+        """An ``ImageAndVideoProcessor``."""
+        return partial(ImageAndVideoProcessor, self._folder, self._tiles, self._videos)
 
 
 def _whole(data: Mapping[str, TensorData]) -> dict[str, TensorData]:

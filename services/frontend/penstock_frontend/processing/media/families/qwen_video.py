@@ -16,37 +16,13 @@ from penstock_common.types.media import TensorData
 from penstock_frontend.processing.media.families import arguments, tensors
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.qwen_images import LONGEST, SHORTEST, Grids, image_grids
+from penstock_frontend.processing.media.families.sampling import Sampling, interval
 from penstock_frontend.processing.media.item import ProcessedItem
 
 MAX_ROWS = 16_384
 """Of a video, whatever its processor would make of it."""
 _MOST_ELONGATED = 200
 _PIXELS, _GRID, _SECONDS = "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"
-_DEFAULT_SECONDS = 0.5
-"""Between frames, where one alone does not say it."""
-
-
-class Sampling(NamedTuple):
-    """Which frames of a video are looked at."""
-
-    min_frames: int
-    max_frames: int
-
-    def indices(self, timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> list[int]:
-        """All, or ``num_frames`` or ``fps`` of them spread evenly. Raises ValueError."""
-        given = len(timestamps)
-        count = arguments.whole_number(kwargs, "num_frames", most=self.max_frames)
-        if (fps := kwargs.get("fps")) is not None:
-            if count is not None:
-                raise ValueError(
-                    "processor_kwargs.fps and processor_kwargs.num_frames are set; one says how many frames"
-                )
-            if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps <= 1000:
-                raise ValueError(f"processor_kwargs.fps is {str(fps)[:32]}; it must be above 0 and at most 1000")
-            seconds = timestamps[-1] - timestamps[0] + interval(timestamps)
-            count = max(int(seconds * fps), self.min_frames)
-        count = min(given if count is None else count, given, self.max_frames)
-        return [int(index) for index in np.linspace(0, given - 1, count).round()]
 
 
 class VideoGrids(NamedTuple):
@@ -175,13 +151,6 @@ class VideoGrids(NamedTuple):
         filled = [*timestamps, *[timestamps[-1]] * (-len(timestamps) % depth)]
         steps = ((filled[i] + filled[i + depth - 1]) / 2 for i in range(0, len(filled), depth))
         return tuple(int(f"{seconds:.1f}".replace(".", "")) for seconds in steps)
-
-
-def interval(timestamps: Sequence[float]) -> float:
-    """Seconds between frames, on average."""
-    if len(timestamps) < 2 or timestamps[-1] <= timestamps[0]:
-        return _DEFAULT_SECONDS
-    return (timestamps[-1] - timestamps[0]) / (len(timestamps) - 1)
 
 
 def video_grids(checkpoint: Checkpoint) -> VideoGrids:

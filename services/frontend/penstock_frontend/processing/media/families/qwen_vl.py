@@ -5,18 +5,14 @@ https://huggingface.co/docs/transformers/model_doc/qwen2_vl, https://huggingface
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
-
-from PIL.Image import Image
 
 from penstock_common.types.media import Modality, TensorData
 from penstock_frontend.processing.media.families.base import FamilyProcessor
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.growing import grown
-from penstock_frontend.processing.media.families.qwen_images import Grids, image_grids
-from penstock_frontend.processing.media.families.qwen_video import VideoGrids, video_grids
-from penstock_frontend.processing.media.families.single_images import ImageFamily, ImageProcessor
+from penstock_frontend.processing.media.families.qwen_images import image_grids
+from penstock_frontend.processing.media.families.qwen_video import video_grids
+from penstock_frontend.processing.media.families.single_images import ImageAndVideoProcessor, ImageFamily
 from penstock_frontend.processing.media.item import ProcessedItem, Replacement
 
 
@@ -67,17 +63,5 @@ class QwenVL(ImageFamily):
         return self._videos.max_rows * (2 if self._videos.tells_times else 1)
 
     def make_processor(self) -> Callable[[], FamilyProcessor]:
-        """A ``QwenVLProcessor``."""
-        return partial(QwenVLProcessor, self._folder, self._grids, self._videos)
-
-
-class QwenVLProcessor(ImageProcessor):
-    """The image processor of transformers, and videos beside it."""
-
-    def __init__(self, folder: Path, grids: Grids, videos: VideoGrids) -> None:
-        super().__init__(folder, grids)
-        self._videos = videos
-
-    def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Frames of one size, and when they are seen."""
-        return self._videos.video(frames, timestamps, kwargs)
+        """An ``ImageAndVideoProcessor``."""
+        return partial(ImageAndVideoProcessor, self._folder, self._grids, self._videos)

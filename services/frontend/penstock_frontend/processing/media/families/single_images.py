@@ -1,6 +1,6 @@
-"""Families that take images and nothing else, as far as they are the same."""
+"""Families that take images, as far as they are the same."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -83,6 +83,25 @@ class ImageProcessor(MediaProcessor):
     def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
         """One image, with the arguments that the family takes."""
         return checked(self._images, self._processor([image], **self._images.arguments(kwargs)))
+
+
+class Videos(Protocol):
+    """What a family knows of videos; it can be pickled."""
+
+    def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
+        """Of frames of one size, and when they are seen. Raises ValueError."""
+
+
+class ImageAndVideoProcessor(ImageProcessor):
+    """Videos beside images."""
+
+    def __init__(self, folder: Path, images: Images, videos: Videos) -> None:
+        super().__init__(folder, images)
+        self._videos = videos
+
+    def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
+        """One video, with the arguments that the family takes."""
+        return self._videos.video(frames, timestamps, kwargs)
 
 
 def checked(images: Images, data: Mapping[str, TensorData]) -> ProcessedItem:

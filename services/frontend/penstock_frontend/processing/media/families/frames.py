@@ -1,0 +1,62 @@
+"""Videos as frames of one size, each of as many rows (InternVL, LLaVA-OneVision)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL.Image import Image, Resampling
+
+from penstock_common.types.media import TensorData
+from penstock_frontend.processing.media.families import arguments, tensors
+from penstock_frontend.processing.media.families.checkpoint import Checkpoint
+from penstock_frontend.processing.media.families.sampling import Sampling
+from penstock_frontend.processing.media.item import ProcessedItem
+
+_PIXELS = "pixel_values_videos"
+_MAX_FRAMES = 32
+"""Where the video processor names none."""
+
+
+class FrameVideos(NamedTuple):
+    """``size``: height and width of what the tower sees; ``extra``: rows of a video beside those of its frames."""
+
+    size: tuple[int, int]
+    rows_of_frame: int
+    extra: int
+    max_frames: int
+    resample: int
+
+    @property
+    def max_rows(self) -> int:
+        """Of a video with most frames."""
+        return self.max_frames * self.rows_of_frame + self.extra
+
+    def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
+        """Of frames of any size. Takes ``fps`` and ``num_frames``. Raises ValueError."""
+        arguments.check_names(kwargs, ("fps", "num_frames"))
+        indices = Sampling(1, self.max_frames).indices(timestamps, kwargs)
+        height, width = self.size
+        seen = [frames[index].resize((width, height), Resampling(self.resample)) for index in indices]
+        pixels = np.stack([np.asarray(frame, dtype=np.uint8).transpose(2, 0, 1) for frame in seen])
+        return self.item(tensors.from_arrays({_PIXELS: pixels[None]}))
+
+    def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
+        """Of ``pixel_values_videos`` ``[1, frames, 3, height, width]``. ``layout``: how many frames. Raises ValueError."""
+        tensors.check_names(data, (_PIXELS,))
+        count = tensors.taken(data, _PIXELS, (1, None, 3, *self.size)).shape[1]
+        if not 1 <= count <= self.max_frames:
+            raise ValueError(f"{_PIXELS} has {count} frames; a video has 1 to {self.max_frames}")
+        rows = count * self.rows_of_frame + self.extra
+        return ProcessedItem(modality="video", data=dict(data), num_embeds=rows, layout=(count,))
+
+
+def frame_videos(checkpoint: Checkpoint, size: tuple[int, int], rows_of_frame: int, *, extra: int = 0) -> FrameVideos:
+    """Of the video processor's configuration. Frames are seen in the ``size`` of the images' tiles: the tower has no other."""
+    settings = checkpoint.video_processor
+    return FrameVideos(
+        size,
+        rows_of_frame,
+        extra,
+        max_frames=checkpoint.number("num_frames", settings, default=_MAX_FRAMES),
+        resample=checkpoint.number("resample", settings, default=int(Resampling.BICUBIC)),
+    )
