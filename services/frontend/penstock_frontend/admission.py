@@ -28,7 +28,9 @@ class Demand(NamedTuple):
 
     tenant: str = ""
     length: int = 0
-    """Of its prompt and prediction, in characters, token ids and bytes of vectors, as engines hold these."""
+    """Of its prompt and prediction, in characters, token ids, bytes of vectors, as engines hold these, and bytes of media as the
+    client sent them.
+    """
     sequences: int = 1
     """What engines see of it: n of one prompt, or one for each of its inputs."""
 
@@ -166,7 +168,7 @@ def demand_of(request: GenerateRequest | ChatRequest | PoolingRequest) -> Demand
     elif isinstance(request, PoolingRequest):
         parts = [*(part for prompt in request.inputs for part in _parts(prompt)), *request.seconds]
     else:
-        parts = list(_texts(request))
+        parts = _conversation(request)
     if not isinstance(request, PoolingRequest) and request.prediction is not None:
         parts = [*parts, request.prediction]
     sequences = len(request.inputs) if isinstance(request, PoolingRequest) else request.sampling.get("n", 1)
@@ -183,22 +185,21 @@ def _parts(prompt: PoolingPrompt) -> Sequence[Part]:
     return prompt.parts if isinstance(prompt, MixedPrompt) else [prompt]
 
 
-def _texts(request: ChatRequest) -> Sequence[str]:
-    """Media are counted by those who fetch them."""
-    texts: list[str] = [message.reasoning for message in request.messages]
+def _conversation(request: ChatRequest) -> list[Part]:
+    parts: list[Part] = [message.reasoning for message in request.messages]
     for message in request.messages:
         if isinstance(message.content, str):
-            texts.append(message.content)
+            parts.append(message.content)
         else:
-            texts.extend(part.text for part in message.content or ())
-        texts.extend(call.arguments for call in message.tool_calls)
-    return texts
+            parts.extend(part.text if part.media is None else part.media for part in message.content or ())
+        parts.extend(call.arguments for call in message.tool_calls)
+    return parts
 
 
 def _length(part: Part) -> int:
-    """Vectors count as what engines compute with, however few bits they came with, and their places as tokens do. Media are
-    counted by those who fetch them.
+    """Vectors count as what engines compute with, however few bits they came with, and their places as tokens do. Of media counts
+    what the client sent: a request keeps it until it ends.
     """
     if isinstance(part, MediaPart):
-        return 0
+        return part.num_bytes
     return part.num_tokens * (part.hidden_size * _COMPUTED_BYTES + 1) if isinstance(part, PromptEmbeds) else len(part)

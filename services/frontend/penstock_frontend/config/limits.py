@@ -57,7 +57,7 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 512 * 1024 * 1024
     max_media: MaxMediaConfig = MaxMediaConfig()
     max_prompt_length_in_flight: Annotated[
-        int, Meta(ge=1, description="Characters, token ids and bytes of vectors of all prompts at once.")
+        int, Meta(ge=1, description="Characters, token ids and bytes of vectors and media of all prompts at once.")
     ] = 256 * 1024 * 1024
     max_tenant_requests: Annotated[int, Meta(ge=0, description="Sequences of one tenant at once; 0: no limit.")] = 0
     max_session_requests: Annotated[int, Meta(ge=1, description="Requests of one GenerateSession at once.")] = 1024

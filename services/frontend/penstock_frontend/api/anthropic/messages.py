@@ -21,6 +21,7 @@ from penstock_frontend.api.anthropic.turns import (
     tools_of,
     turns_of,
 )
+from penstock_frontend.api.media_places import placed
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
@@ -111,7 +112,7 @@ async def _events(writer: MessageWriter, generation: Generation[ChatOutput]) -> 
 def _request(body: ConversationBody, call: Call, turns: Turns, sampling: dict[str, Any]) -> ChatRequest:
     choice, named_tool = choice_of(body.tool_choice, tools=bool(body.tools))
     return ChatRequest(
-        messages=turns.messages,
+        messages=placed(turns.messages),
         tools=tools_of(body.tools),
         tool_choice=choice,
         named_tool=named_tool,

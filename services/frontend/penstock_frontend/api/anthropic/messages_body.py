@@ -13,6 +13,15 @@ _REFUSED = {"container": "", "context_management": "", "mcp_servers": "", "outpu
 _THINKING = ("enabled", "adaptive", "disabled")
 
 
+class SourceBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What an image is: ``base64`` with its type and file, or ``url``."""
+
+    type: str
+    media_type: str = ""
+    data: str = ""
+    url: str = ""
+
+
 class BlockBody(msgspec.Struct, frozen=True, kw_only=True):
     """A block of a message's content. What thinking is signed with is not read."""
 
@@ -25,6 +34,7 @@ class BlockBody(msgspec.Struct, frozen=True, kw_only=True):
     tool_use_id: str = ""
     content: "str | list[BlockBody] | None" = None
     is_error: bool | None = None
+    source: SourceBody | None = None
 
 
 class TurnBody(msgspec.Struct, frozen=True, kw_only=True):

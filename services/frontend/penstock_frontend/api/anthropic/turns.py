@@ -7,6 +7,7 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.sampling import StructuredOutput
+from penstock_frontend.api.anthropic.images import image_of
 from penstock_frontend.api.anthropic.messages_body import (
     AnswerFormatBody,
     BlockBody,
@@ -15,7 +16,7 @@ from penstock_frontend.api.anthropic.messages_body import (
     ToolUseChoiceBody,
     TurnBody,
 )
-from penstock_frontend.call_types import ChatMessage, Tool, ToolCall
+from penstock_frontend.call_types import ChatMessage, ContentPart, Tool, ToolCall
 from penstock_frontend.processing.chat.tool_choice import named_choice
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -32,8 +33,8 @@ class Turns(NamedTuple):
 
 def turns_of(body: ConversationBody) -> Turns:
     """The domain's messages: what the system says, wherever it stands, as the first, since templates look for it there; then the
-    turns. Results of tools are messages of their own, before what else the user says with them. Raises InvalidArgument,
-    Unimplemented.
+    turns. Results of tools are messages of their own, before what else the user says with them. Fields of images are relative to
+    their turns. Raises InvalidArgument, Unimplemented.
     """
     system, messages, places = _system(body.system, "system"), [], []
     for index, turn in enumerate(body.messages):
@@ -135,21 +136,21 @@ def _answer(turn: TurnBody, path: str) -> ChatMessage:
 def _question(turn: TurnBody, path: str) -> list[ChatMessage]:
     if isinstance(turn.content, str):
         return [ChatMessage(role="user", content=turn.content)]
-    texts, results = [], []
+    parts, results = [], []
     for index, block in enumerate(turn.content):
         place = f"{path}.content[{index}]"
         match block.type:
-            case "text":
-                texts.append(block.text)
+            case "text" | "image":
+                parts.append(_part(block, path, f"content[{index}]"))
             case "tool_result":
                 if not block.tool_use_id:
                     field = f"{place}.tool_use_id"
                     raise InvalidArgument(f"{field} is not set", field=field, reason="MISSING_FIELD")
-                content = _text(block.content, f"{place}.content")
+                content = _result(block.content, path, f"content[{index}].content")
                 results.append(ChatMessage(role="tool", content=content, tool_call_id=block.tool_use_id))
             case kind:
                 raise _not_served(kind, place)
-    return [*results, *([ChatMessage(role="user", content="\n".join(texts))] if texts or not results else [])]
+    return [*results, *([ChatMessage(role="user", content=_joined(parts))] if parts or not results else [])]
 
 
 def _system(content: str | Sequence[BlockBody] | None, path: str) -> list[str]:
@@ -162,13 +163,25 @@ def _system(content: str | Sequence[BlockBody] | None, path: str) -> list[str]:
     return [block.text for block in content if not block.text.startswith(_BILLING)]
 
 
-def _text(content: str | Sequence[BlockBody] | None, path: str) -> str:
+def _result(content: str | Sequence[BlockBody] | None, path: str, place: str) -> str | list[ContentPart]:
+    """What a tool gave. ``place``: in its turn, whose path is ``path``."""
     if content is None or isinstance(content, str):
         return content or ""
-    for index, block in enumerate(content):
-        if block.type != "text":
-            raise _not_served(block.type, f"{path}[{index}]")
-    return "\n".join(block.text for block in content)
+    return _joined([_part(block, path, f"{place}[{index}]") for index, block in enumerate(content)])
+
+
+def _part(block: BlockBody, path: str, place: str) -> ContentPart:
+    """A text or an image. Raises Unimplemented for another block."""
+    if block.type == "image":
+        return ContentPart(type="media", media=image_of(block.source, path, f"{place}.source"))
+    if block.type != "text":
+        raise _not_served(block.type, f"{path}.{place}")
+    return ContentPart(type="text", text=block.text)
+
+
+def _joined(parts: list[ContentPart]) -> str | list[ContentPart]:
+    """One text, where there is nothing but texts."""
+    return parts if any(part.media for part in parts) else "\n".join(part.text for part in parts)
 
 
 def _not_served(kind: str, place: str) -> Unimplemented:

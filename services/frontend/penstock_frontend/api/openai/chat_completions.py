@@ -28,6 +28,7 @@ from penstock_frontend.api.openai.conversation import (
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.generation import Generation, Source
+from penstock_frontend.api.openai.media_fields import MediaIoBody, options_of
 from penstock_frontend.api.openai.prediction import text_of
 from penstock_frontend.api.openai.prompts import AS_MANY_AS_FIT
 from penstock_frontend.api.openai.sampling_fields import SamplingFields, StreamOptions
@@ -67,6 +68,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: list[str] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: MediaIoBody | None = None
     functions: Any = None
     function_call: Any = None
     audio: Any = None
@@ -228,7 +231,7 @@ class _Making:
 
 
 def _check(body: ChatCompletionRequest) -> None:
-    sampling_fields.check(body)
+    sampling_fields.check(body, served=("mm_processor_kwargs",))
     refuse_fields(body, _REFUSED)
     if body.modalities is not None and body.modalities != ["text"]:
         raise Unimplemented(f"modalities is {body.modalities}; only ['text'] is served", field="modalities")
@@ -249,7 +252,7 @@ def _request(body: ChatCompletionRequest, call: Call) -> ChatRequest:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
     choice, named = choice_of(body.tool_choice, tools=bool(body.tools))
     return ChatRequest(
-        messages=messages_of(body.messages),
+        messages=messages_of(body.messages, options_of(body.mm_processor_kwargs, body.media_io_kwargs)),
         tools=tools_of(body.tools),
         tool_choice=choice,
         named_tool=named,

@@ -6,8 +6,11 @@ from typing import Any
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_frontend.api.openai.media_fields import MediaFields, MediaOptions, is_media, media_of
 from penstock_frontend.call_types import ChatMessage, ContentPart, Tool, ToolCall
 from penstock_frontend.processing.chat.tool_choice import named_choice
+
+_NO_OPTIONS = MediaOptions()
 
 
 class FunctionCallBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,8 +28,8 @@ class ToolCallBody(msgspec.Struct, frozen=True, kw_only=True):
     function: FunctionCallBody
 
 
-class PartBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a message's content. The domain refuses what is not text."""
+class PartBody(MediaFields, frozen=True, kw_only=True):
+    """A part of a message's content: text or a medium. The domain refuses what is neither."""
 
     type: str
     text: str = ""
@@ -74,9 +77,9 @@ class NamedToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     function: NamedFunction | None = None
 
 
-def messages_of(bodies: Sequence[MessageBody]) -> list[ChatMessage]:
-    """The domain's messages. Raises Unimplemented."""
-    return [_message(body, f"messages[{index}]") for index, body in enumerate(bodies)]
+def messages_of(bodies: Sequence[MessageBody], options: MediaOptions = _NO_OPTIONS) -> list[ChatMessage]:
+    """The domain's messages. Raises InvalidArgument, Unimplemented."""
+    return [_message(body, f"messages[{index}]", options) for index, body in enumerate(bodies)]
 
 
 def tools_of(bodies: Sequence[ToolBody] | None) -> list[Tool]:
@@ -101,7 +104,7 @@ def choice_of(choice: str | NamedToolChoice | None, *, tools: bool) -> tuple[str
     return named_choice(choice.function.name, field="tool_choice.function.name")
 
 
-def _message(body: MessageBody, path: str) -> ChatMessage:
+def _message(body: MessageBody, path: str, options: MediaOptions) -> ChatMessage:
     for name, instead in (("function_call", "; use tool_calls"), ("audio", "")):
         if getattr(body, name) is not None:
             raise Unimplemented(f"{path}.{name} is not served{instead}", field=f"{path}.{name}")
@@ -110,12 +113,18 @@ def _message(body: MessageBody, path: str) -> ChatMessage:
         role=body.role,
         content=content
         if content is None or isinstance(content, str)
-        else [ContentPart(type=part.type, text=part.text) for part in content],
+        else [_part(part, f"{path}.content[{index}]", options) for index, part in enumerate(content)],
         tool_calls=[_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(body.tool_calls or ())],
         tool_call_id=body.tool_call_id or "",
         reasoning=body.reasoning_content or body.reasoning or "",
         name=body.name or "",
     )
+
+
+def _part(body: PartBody, path: str, options: MediaOptions) -> ContentPart:
+    if is_media(body.type):
+        return ContentPart(type="media", media=media_of(body.type, body, path, options))
+    return ContentPart(type=body.type, text=body.text)
 
 
 def _call(body: ToolCallBody, path: str) -> ToolCall:

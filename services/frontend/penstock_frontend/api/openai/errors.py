@@ -22,6 +22,11 @@ _STATUS = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
+_REASON_STATUS = {
+    "MEDIA_TOO_LARGE": 413,
+    "MEDIA_FETCH_FAILED": 400,  # what the client named does not answer: not this server's failure, which others would try again
+}
+"""Reasons with a status of their own."""
 _TYPES = {
     400: "invalid_request_error",
     401: "invalid_request_error",
@@ -89,7 +94,7 @@ def answer(error: Exception, request_id: str = "") -> ErrorAnswer:
         return _answer(error.status, error.message, None, error.code)
     if not isinstance(error, RequestFailed):
         error = incident(error, request=request_id, doing="serving the call")
-    status = _STATUS.get(error.code, 500)
+    status = _REASON_STATUS.get(error.reason) or _STATUS.get(error.code, 500)
     code = _CODES.get(error.reason, error.reason.lower())
     if status == 404 and error.field in ("model", "name"):
         code = "model_not_found"

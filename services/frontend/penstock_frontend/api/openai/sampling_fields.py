@@ -1,6 +1,6 @@
 """What completions and chat completions have in common: sampling parameters, streaming, ids."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -178,9 +178,11 @@ class SamplingFields(GenerationContextFields, kw_only=True):
     guided_grammar: Any = None
 
 
-def check(body: SamplingFields) -> None:
-    """Raise InvalidArgument or Unimplemented for what can be said of the common fields without the domain."""
-    refuse_fields(body, REFUSED)
+def check(body: SamplingFields, *, served: Collection[str] = ()) -> None:
+    """Raise InvalidArgument or Unimplemented for what can be said of the common fields without the domain. ``served``: those that
+    this body has though others refuse them.
+    """
+    refuse_fields(body, {name: instead for name, instead in REFUSED.items() if name not in served})
     for name, (low, high) in _RANGES.items():
         check_range(name, getattr(body, name), low, high)
     if body.truncation_side not in (None, "left"):

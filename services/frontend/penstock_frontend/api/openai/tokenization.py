@@ -10,6 +10,7 @@ from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.conversation import MessageBody, ToolBody, messages_of, tools_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
+from penstock_frontend.api.openai.media_fields import MediaIoBody, options_of
 from penstock_frontend.api.openai.sampling_fields import TokenId
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import ChatRequest
@@ -25,6 +26,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: MediaIoBody | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -96,7 +99,7 @@ class Tokenization:
         if body.messages is None:
             return body.prompt or "", True
         request = ChatRequest(
-            messages=messages_of(body.messages),
+            messages=messages_of(body.messages, options_of(body.mm_processor_kwargs, body.media_io_kwargs)),
             tools=tools_of(body.tools),
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=bool(body.continue_final_message),

@@ -11,11 +11,13 @@ import msgspec
 from penstock_common.errors import Cancelled, InvalidArgument
 from penstock_common.types.sampling import OutputKind
 from penstock_frontend.admission import demand_of
+from penstock_frontend.api.media_places import placed
 from penstock_frontend.api.openai import errors, sampling_fields
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.generation import Generation, Source
+from penstock_frontend.api.openai.media_fields import options_of
 from penstock_frontend.api.openai.prediction import text_of
 from penstock_frontend.api.openai.responses import input_items, response
 from penstock_frontend.api.openai.responses.events import Event
@@ -65,7 +67,7 @@ class ResponseCreation:
                 field="store",
                 reason="RESPONSES_NOT_STORED",
             )
-        given_turns, tenant = input_items.turns_of(body.input), call.context.tenant
+        given_turns, tenant = _turns(body), call.context.tenant
         before = (
             self._store.messages(tenant, body.previous_response_id) if body.previous_response_id is not None else []
         )
@@ -180,6 +182,10 @@ class _Making:
             store.keep(self._tenant, ended, self._items, messages)
 
 
+def _turns(body: ResponseBody) -> input_items.Turns:
+    return input_items.turns_of(body.input, options_of(body.mm_processor_kwargs, body.media_io_kwargs))
+
+
 def _request(body: ResponseBody, call: Call, messages: Sequence[ChatMessage]) -> ChatRequest:
     # Pieces also for an answer in one piece: its items are those of the stream.
     values = {**sampling_fields.values(body), "output_kind": OutputKind.DELTA}
@@ -196,7 +202,7 @@ def _request(body: ResponseBody, call: Call, messages: Sequence[ChatMessage]) ->
     choice, named = input_items.choice_of(body.tool_choice, tools=bool(body.tools))
     instructions = [ChatMessage(role="system", content=body.instructions)] if body.instructions else []
     return ChatRequest(
-        messages=[*instructions, *messages],
+        messages=placed([*instructions, *messages]),
         tools=input_items.tools_of(body.tools),
         tool_choice=choice,
         named_tool=named,

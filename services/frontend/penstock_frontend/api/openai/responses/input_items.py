@@ -7,6 +7,7 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.sampling import StructuredOutput
+from penstock_frontend.api.openai.media_fields import MediaOptions, is_media, media_of
 from penstock_frontend.api.openai.prediction import NAMES
 from penstock_frontend.api.openai.responses.response_body import (
     FormatBody,
@@ -30,8 +31,9 @@ class Turns(NamedTuple):
     places: list[str]
 
 
-def turns_of(given: str | Sequence[InputItem]) -> Turns:
-    """The input's. What an assistant thought, said and called, one behind the other, is one message.
+def turns_of(given: str | Sequence[InputItem], options: MediaOptions) -> Turns:
+    """The input's. What an assistant thought, said and called, one behind the other, is one message. Fields of media are relative
+    to their items.
 
     Raises InvalidArgument, Unimplemented.
     """
@@ -40,7 +42,7 @@ def turns_of(given: str | Sequence[InputItem]) -> Turns:
     turns, places = _Turns(), []
     for index, item in enumerate(given):
         before = turns.count
-        _add(turns, item, f"input[{index}]")
+        _add(turns, item, f"input[{index}]", options)
         places += [f"input[{index}]"] * (turns.count - before)
     return Turns(turns.all(), places)
 
@@ -168,12 +170,12 @@ class _Turns:
             self._open = None
 
 
-def _add(turns: _Turns, item: InputItem, path: str) -> None:
+def _add(turns: _Turns, item: InputItem, path: str, options: MediaOptions) -> None:
     match item.type or "message":
         case "message":
             if item.role is None:
                 raise _missing(f"{path}.role")
-            content = _content(item.content, f"{path}.content")
+            content = _content(item.content, path, "content", options)
             if item.role == "assistant":
                 turns.said(content)
             else:
@@ -185,7 +187,7 @@ def _add(turns: _Turns, item: InputItem, path: str) -> None:
         case "function_call_output":
             if not item.call_id:
                 raise _missing(f"{path}.call_id")
-            output = _content(item.output, f"{path}.output")
+            output = _content(item.output, path, "output", options)
             turns.add(ChatMessage(role="tool", content=output, tool_call_id=item.call_id))
         case "reasoning":
             parts = item.content or item.summary or ()
@@ -198,15 +200,25 @@ def _add(turns: _Turns, item: InputItem, path: str) -> None:
             )
 
 
-def _content(content: str | Sequence[InputPart] | None, path: str) -> str | list[ContentPart]:
-    """Text, or parts of text. Raises Unimplemented for other parts."""
+def _content(
+    content: str | Sequence[InputPart] | None, path: str, name: str, options: MediaOptions
+) -> str | list[ContentPart]:
+    """Text, or parts of text and media. Raises Unimplemented for other parts, and what ``media_of`` raises."""
     if content is None or isinstance(content, str):
         return content or ""
-    for index, part in enumerate(content):
-        if part.type not in _TEXT_TYPES:
-            field = f"{path}[{index}].type"
-            raise Unimplemented(f"{field} is {part.type!r}; this model takes text", field=field)
-    return [ContentPart(type="text", text=part.text or part.refusal) for part in content]
+    return [_part(part, path, f"{name}[{index}]", options) for index, part in enumerate(content)]
+
+
+def _part(part: InputPart, path: str, place: str, options: MediaOptions) -> ContentPart:
+    """``place``: of the part in its item."""
+    if is_media(part.type):
+        media = media_of(part.type, part, f"{path}.{place}", options)
+        relative = msgspec.structs.replace(media, field=media.field.removeprefix(f"{path}."))
+        return ContentPart(type="media", media=relative)
+    if part.type not in _TEXT_TYPES:
+        field = f"{path}.{place}.type"
+        raise Unimplemented(f"{field} is {part.type!r}; known: input_text, input_image", field=field)
+    return ContentPart(type="text", text=part.text or part.refusal)
 
 
 def _missing(field: str) -> InvalidArgument:

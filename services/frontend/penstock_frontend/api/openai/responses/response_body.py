@@ -7,6 +7,7 @@ import msgspec
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_frontend.api.openai import sampling_fields
 from penstock_frontend.api.openai.body_fields import check_range, refuse_fields
+from penstock_frontend.api.openai.media_fields import MediaFields, MediaIoBody
 from penstock_frontend.api.openai.sampling_fields import SamplingFields
 
 _INT32_MAX = 2**31 - 1
@@ -28,8 +29,8 @@ _REFUSED = {
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 
 
-class InputPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A part of an item: text, under one of its names."""
+class InputPart(MediaFields, frozen=True, kw_only=True, omit_defaults=True):
+    """A part of an item: text, under one of its names, or a medium."""
 
     type: str
     text: str = ""
@@ -113,6 +114,8 @@ class ResponseBody(SamplingFields, kw_only=True):
     background: bool | None = None
     truncation: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: MediaIoBody | None = None
     conversation: Any = None
     prompt: Any = None
     context_management: Any = None
@@ -133,7 +136,7 @@ def check(body: ResponseBody) -> None:
     refuse_fields(
         body, {name: use for name, use in _REFUSED.items() if name != "response_format" or raw not in (b"", b"null")}
     )
-    sampling_fields.check(body)
+    sampling_fields.check(body, served=("mm_processor_kwargs",))
     for name, served in (("background", False), ("truncation", "disabled"), ("n", 1)):
         if (value := getattr(body, name)) not in (None, served):
             raise Unimplemented(f"{name} is {value!r}; only {served!r} is served", field=name)

@@ -1,0 +1,35 @@
+"""Images as Anthropic's protocol writes them, to the domain's media."""
+
+from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_frontend.api.anthropic.messages_body import SourceBody
+from penstock_frontend.api.media_sources import source_of_url
+from penstock_frontend.processing.media.part import MediaPart
+
+_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
+
+
+def image_of(source: SourceBody | None, path: str, place: str) -> MediaPart:
+    """The image of a source, which stands at ``place`` in the turn of that path; its field is relative to the turn. Raises
+    InvalidArgument, and Unimplemented for files.
+    """
+    where = f"{path}.{place}"
+    if source is None:
+        raise InvalidArgument(f"{where} is not set", field=where, reason="MISSING_FIELD")
+    match source.type:
+        case "base64":
+            if source.media_type not in _TYPES:
+                field = f"{where}.media_type"
+                raise InvalidArgument(f"{field} is {source.media_type[:32]!r}; known: {', '.join(_TYPES)}", field=field)
+            if not source.data:
+                raise InvalidArgument(f"{where}.data is not set", field=f"{where}.data", reason="MISSING_FIELD")
+            name, url = "data", f"data:{source.media_type};base64,{source.data}"
+        case "url":
+            if not source.url:
+                raise InvalidArgument(f"{where}.url is not set", field=f"{where}.url", reason="MISSING_FIELD")
+            name, url = "url", source.url
+        case kind:
+            field = f"{where}.type"
+            raise Unimplemented(f"{field} is {kind[:32]!r}; known: base64, url", field=field)
+    return MediaPart(
+        modality="image", source=source_of_url("image", url, field=f"{where}.{name}"), field=f"{place}.{name}"
+    )
