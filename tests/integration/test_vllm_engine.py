@@ -222,9 +222,9 @@ async def test_a_prompt_cut_to_what_the_model_can_take_leaves_room_for_a_token(
         ({"data_parallel_rank": -1}, InvalidArgument, "data_parallel_rank"),
         ({"kv_transfer_params": {"remote_port": 1}}, Unimplemented, "kv_transfer_params"),
         ({"kv_transfer_params_json": "{}"}, Unimplemented, "kv_transfer_params_json"),
-        ({"mm_inputs": {}}, Unimplemented, "mm_inputs"),
-        ({"extra_mm_inputs": [{}]}, Unimplemented, "extra_mm_inputs"),
-        ({"media_refs": {}}, Unimplemented, "media_refs"),
+        ({"mm_inputs": {}}, InvalidArgument, "mm_inputs.mm_placeholders"),
+        ({"extra_mm_inputs": [{}]}, InvalidArgument, "extra_mm_inputs[0].mm_placeholders"),
+        ({"media_refs": {"items": [{"url": "data:,"}]}}, InvalidArgument, "media_refs"),
     ],
 )
 async def test_what_cannot_be_served_is_refused_by_name(

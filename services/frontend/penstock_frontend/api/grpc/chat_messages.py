@@ -1,19 +1,19 @@
 """Chat: messages to the domain and back."""
 
-import json
 from collections.abc import Mapping
-from typing import Any
 
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc.sampling import set_fields
 from penstock_frontend.api.grpc import message_parts
 from penstock_frontend.api.grpc.context import context_of
-from penstock_frontend.call_types import ChatMessage, ChatRequest, Tool, ToolCall
+from penstock_frontend.api.grpc.json_fields import object_of
+from penstock_frontend.api.grpc.media_messages import media_part
+from penstock_frontend.call_types import ChatMessage, ChatRequest, ContentPart, Tool, ToolCall
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.chat.answers import ChatOutput
 from penstock_frontend.processing.chat.tool_choice import named_choice
-from penstock_frontend.processing.prompts.counts import check_conversation
+from penstock_frontend.processing.prompts.counts import check_conversation, check_count
 from penstock_frontend.processing.prompts.sampling_params import check_lists
 
 
@@ -25,16 +25,18 @@ def chat_request(
     Raises InvalidArgument for what cannot be read and for lists that are too long.
     """
     check_conversation(message.messages, message.tools, limits)
+    for index, each in enumerate(message.messages):
+        check_count(f"messages[{index}].parts", len(each.parts), limits, "max_content_parts")
     check_lists(message.sampling_params, limits)
     choice, named = _choice(message)
     return ChatRequest(
-        messages=[_message(each) for each in message.messages],
+        messages=[_message(each, f"messages[{index}]") for index, each in enumerate(message.messages)],
         tools=[_tool(each, f"tools[{index}]") for index, each in enumerate(message.tools)],
         tool_choice=choice,
         named_tool=named,
         add_generation_prompt=message.add_generation_prompt if message.HasField("add_generation_prompt") else True,
         continue_final_message=message.continue_final_message,
-        template_kwargs=_object(message.chat_template_kwargs, "chat_template_kwargs") or {},
+        template_kwargs=object_of(message.chat_template_kwargs, "chat_template_kwargs") or {},
         sampling=set_fields(message.sampling_params),
         prediction=message_parts.prediction_of(message),
         context=context_of(message, metadata, time_left),
@@ -57,18 +59,32 @@ def chat_response(output: ChatOutput, request_id: str) -> pb.ChatResponse:
     return message
 
 
-def _message(message: pb.ChatMessage) -> ChatMessage:
+def _message(message: pb.ChatMessage, path: str) -> ChatMessage:
+    if message.parts and message.content:
+        raise InvalidArgument(f"{path}.parts is set beside content; set one", field=f"{path}.parts")
     return ChatMessage(
         role=message.role,
-        content=message.content,
+        content=[_part(part, f"{path}.parts[{index}]") for index, part in enumerate(message.parts)] or message.content,
         tool_calls=[ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls],
         tool_call_id=message.tool_call_id,
         reasoning=message.reasoning,
     )
 
 
+def _part(part: pb.ContentPart, path: str) -> ContentPart:
+    match part.WhichOneof("part"):
+        case "text":
+            return ContentPart(type="text", text=part.text)
+        case "media":
+            return ContentPart(type="media", media=media_part(part.media, f"{path}.media"))
+        case _:
+            raise InvalidArgument(f"{path} is not set: give text or media", field=path)
+
+
 def _tool(tool: pb.Tool, path: str) -> Tool:
-    return Tool(name=tool.name, description=tool.description, parameters=_object(tool.parameters, f"{path}.parameters"))
+    return Tool(
+        name=tool.name, description=tool.description, parameters=object_of(tool.parameters, f"{path}.parameters")
+    )
 
 
 def _choice(message: pb.ChatRequest) -> tuple[str, str]:
@@ -81,16 +97,3 @@ def _choice(message: pb.ChatRequest) -> tuple[str, str]:
     if which == "mode":
         return message.tool_choice.mode, ""
     return named_choice(message.tool_choice.function, field="tool_choice.function")
-
-
-def _object(text: str, field: str) -> dict[str, Any] | None:
-    """The JSON object in a field; None when it is empty."""
-    if not text:
-        return None
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise InvalidArgument(f"{field} is no JSON: {e}", field=field) from None
-    if not isinstance(value, dict):
-        raise InvalidArgument(f"{field} is no JSON object", field=field)
-    return value

@@ -7,10 +7,10 @@ from penstock_common.errors import InvalidArgument
 from penstock_common.rpc.outputs import prompt_embeds_from_proto
 from penstock_common.rpc.sampling import set_fields
 from penstock_frontend.api.grpc.context import context_of
+from penstock_frontend.api.grpc.media_messages import mixed_prompt
 from penstock_frontend.api.grpc.message_parts import add_finish, logprobs, prediction_of
-from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part, RequestOutput
+from penstock_frontend.call_types import GenerateRequest, MixedPrompt, RequestOutput
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.processing.prompts.counts import check_count
 from penstock_frontend.processing.prompts.sampling_params import check_lists
 
 
@@ -21,10 +21,9 @@ def generate_request(
 
     Raises InvalidArgument for what cannot be read and for lists that are too long.
     """
-    check_count("mixed.parts", len(message.mixed.parts), limits, "max_prompt_parts")
     check_lists(message.sampling_params, limits)
     return GenerateRequest(
-        prompt=_prompt(message),
+        prompt=_prompt(message, limits),
         sampling=set_fields(message.sampling_params),
         add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
         prediction=prediction_of(message),
@@ -32,7 +31,7 @@ def generate_request(
     )
 
 
-def _prompt(message: pb.GenerateRequest) -> str | Sequence[int] | MixedPrompt:
+def _prompt(message: pb.GenerateRequest, limits: LimitsConfig) -> str | Sequence[int] | MixedPrompt:
     match message.WhichOneof("prompt"):
         case "text":
             return message.text
@@ -41,23 +40,9 @@ def _prompt(message: pb.GenerateRequest) -> str | Sequence[int] | MixedPrompt:
         case "embeds":
             return MixedPrompt((prompt_embeds_from_proto(message.embeds, path="embeds"),), ("embeds",))
         case "mixed":
-            parts = [_part(part, f"mixed.parts[{i}]") for i, part in enumerate(message.mixed.parts)]
-            return MixedPrompt(tuple(part for part, _ in parts), tuple(field for _, field in parts))
+            return mixed_prompt(message.mixed, "mixed", limits)
         case _:
             raise InvalidArgument("prompt is not set: give text, token_ids, embeds or mixed", field="prompt")
-
-
-def _part(message: pb.PromptPart, path: str) -> tuple[Part, str]:
-    """The part and the path of its field."""
-    match message.WhichOneof("part"):
-        case "text":
-            return message.text, f"{path}.text"
-        case "token_ids":
-            return message.token_ids.ids, f"{path}.token_ids.ids"
-        case "embeds":
-            return prompt_embeds_from_proto(message.embeds, path=f"{path}.embeds"), f"{path}.embeds"
-        case _:
-            raise InvalidArgument(f"{path} is not set: give text, token_ids or embeds", field=path)
 
 
 def generate_response(output: RequestOutput, request_id: str) -> pb.GenerateResponse:

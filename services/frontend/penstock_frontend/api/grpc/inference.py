@@ -84,13 +84,15 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         """Vectors of the inputs."""
         self._llm.pooling.inputs.check_count(len(request.inputs), field="inputs")
         return pooling_messages.embed_response(
-            *await self._llm.run_pooling(pooling_messages.embed_request(request, **_call(context)))
+            *await self._llm.run_pooling(
+                pooling_messages.embed_request(request, **_call(context), limits=self._limits.now)
+            )
         )
 
     async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:
         """Classes of the inputs."""
         self._llm.pooling.inputs.check_count(len(request.inputs), field="inputs")
-        converted = pooling_messages.classify_request(request, **_call(context))
+        converted = pooling_messages.classify_request(request, **_call(context), limits=self._limits.now)
         result, request_id = await self._llm.run_pooling(converted)
         per_token = converted.params.task is PoolingTask.TOKEN_CLASSIFY
         return pooling_messages.classify_response(result, request_id, per_token=per_token, labels=self._labels)

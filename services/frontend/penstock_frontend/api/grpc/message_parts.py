@@ -31,6 +31,7 @@ def usage(counts: Usage) -> stats_pb2.Usage:
         completion_tokens=counts.completion_tokens,
         accepted_draft_tokens=counts.accepted_draft_tokens,
         rejected_draft_tokens=counts.rejected_draft_tokens,
+        media_tokens={str(modality): count for modality, count in counts.media_tokens.items()},
     )
 
 

@@ -15,6 +15,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from penstock_common.errors import InvalidArgument, OutOfRange, Unavailable, Unimplemented
 from penstock_common.rpc.sampling import refuse_set
+from penstock_common.types.media import Modality
 from penstock_frontend.admission import demand_of
 from penstock_frontend.api.call_context import deadline_after
 from penstock_frontend.api.grpc.unserved import refuses_unserved
@@ -68,7 +69,7 @@ class VllmEngineServicer:
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Continues a prompt: chunks as they come, or everything at the end."""
-        converted = requests.generate_request(request, **requests.call_details(context))
+        converted = requests.generate_request(request, **requests.call_details(context), anchor=self._anchor)
         if converted.sampling["truncate_prompt_tokens"] == -1:  # as long as a prompt may be that has an output
             room = await self._llm.prompt_room(1, converted.context.deadline)
             converted.sampling["truncate_prompt_tokens"] = room
@@ -79,6 +80,9 @@ class VllmEngineServicer:
         async for output in self._llm.generate(converted, live):
             for response in writer.of(output):
                 yield response
+
+    def _anchor(self, modality: Modality) -> int:
+        raise InvalidArgument(f"media_refs has {modality}; this model takes text", field="media_refs")
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """The vector of a prompt."""

@@ -1,6 +1,6 @@
 """Requests of ``vllm.grpc.engine`` to the domain, and what their calls carry beside them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
@@ -11,9 +11,10 @@ from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.sampling import OutputKind, StructuredOutput
 from penstock_frontend.api.call_context import context_of_call
 from penstock_frontend.api.vllm.context import context_of
-from penstock_frontend.call_types import GenerateRequest, PoolingRequest
+from penstock_frontend.api.vllm.media import Anchor, with_references, with_tensors
+from penstock_frontend.call_types import GenerateRequest, MixedPrompt, PoolingRequest
 
-_NOT_SERVED_YET = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "extra_mm_inputs", "media_refs")
+_NOT_SERVED_YET = ("kv_transfer_params", "kv_transfer_params_json")
 _PATH = "sampling_params"
 _MAX_TOP_K = 2**31 - 1
 _SAME = (
@@ -29,9 +30,9 @@ _OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_token
 
 
 def generate_request(
-    message: pb.GenerateRequest, *, metadata: Mapping[str, str], time_left: float | None
+    message: pb.GenerateRequest, *, metadata: Mapping[str, str], time_left: float | None, anchor: Anchor
 ) -> GenerateRequest:
-    """The domain's request. ``time_left``: seconds until the call's deadline.
+    """The domain's request. ``time_left``: seconds until the call's deadline. ``anchor``: of media that are given as references.
 
     Raises Unimplemented for fields of later features, InvalidArgument for what cannot be read.
     """
@@ -40,10 +41,27 @@ def generate_request(
     if kind is None:
         raise InvalidArgument("input is not set: give tokenized or text", field="input")
     return GenerateRequest(
-        prompt=message.text if kind == "text" else message.tokenized.input_ids,
+        prompt=_prompt(message, kind, anchor),
         sampling=_sampling(message.sampling_params, stream=message.stream),
         context=context_of(message, metadata, time_left),
     )
+
+
+def _prompt(message: pb.GenerateRequest, kind: str, anchor: Anchor) -> str | Sequence[int] | MixedPrompt:
+    batches = [(message.mm_inputs, "mm_inputs")] if message.HasField("mm_inputs") else []
+    batches += [(each, f"extra_mm_inputs[{index}]") for index, each in enumerate(message.extra_mm_inputs)]
+    references = message.HasField("media_refs") and len(message.media_refs.items) > 0
+    if not batches and not references:
+        prompt: str | Sequence[int] = message.text if kind == "text" else message.tokenized.input_ids
+        return prompt
+    field = "media_refs" if references else batches[0][1]
+    if kind == "text":
+        raise InvalidArgument(f"{field} is set beside text; it needs tokenized", field=field)
+    if references and batches:
+        raise InvalidArgument(f"media_refs is set beside {batches[0][1]}; set one", field="media_refs")
+    if references:
+        return with_references(message.tokenized.input_ids, message.media_refs, anchor)
+    return with_tensors(message.tokenized.input_ids, batches)
 
 
 def embed_request(message: pb.EmbedRequest, *, metadata: Mapping[str, str], time_left: float | None) -> PoolingRequest:

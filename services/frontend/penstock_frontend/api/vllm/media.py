@@ -1,0 +1,216 @@
+"""Media of ``vllm.grpc.engine``: preprocessed tensors and references beside token ids, to prompts of parts."""
+
+import itertools
+import sys
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+from smg_grpc_proto.generated import common_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.types.media import DTYPE_BYTES, Modality, TensorData, TensorDtype
+from penstock_frontend.api.media_sources import source_of_url
+from penstock_frontend.call_types import MixedPrompt, Part
+from penstock_frontend.processing.media.part import Features, MediaPart
+
+MAX_ITEMS = 1024
+"""Of a batch, before the frontend's own limit is applied."""
+Anchor = Callable[[Modality], int]
+"""The token that stands for a medium of that modality before it is expanded. Raises InvalidArgument where the model takes
+none.
+"""
+_MODALITIES: Mapping[int, Modality] = {
+    common_pb2.MODALITY_UNSPECIFIED: "image",
+    common_pb2.IMAGE: "image",
+    common_pb2.AUDIO: "audio",
+    common_pb2.VIDEO: "video",
+}
+_MAIN_TENSOR: Mapping[Modality, str] = {
+    "image": "pixel_values",
+    "audio": "input_features",
+    "video": "pixel_values_videos",
+}
+"""What the processors of transformers call what comes as ``pixel_values``."""
+_DTYPES: Mapping[str, TensorDtype] = {name: name for name in DTYPE_BYTES}
+_WIDENED = "uint32"
+"""A type of theirs that becomes int64, as which processors give sizes."""
+
+
+class _Placed(NamedTuple):
+    """An item and the token ids in whose place it stands."""
+
+    start: int
+    stop: int
+    part: MediaPart
+    field: str
+
+
+def with_tensors(token_ids: Sequence[int], batches: Sequence[tuple[pb.MultimodalInputs, str]]) -> MixedPrompt:
+    """The prompt with preprocessed items at their placeholders, whose tokens are not looked at: what stands for an item follows
+    from its tensors. ``batches``: each with its path. Hashes of clients are not read.
+
+    Raises InvalidArgument for tensors or placeholders that do not fit, Unimplemented for tensors that are not in the message.
+    """
+    placed = [item for message, path in batches for item in _items(message, path, len(token_ids))]
+    placed.sort(key=lambda item: item.start)
+    for before, after in itertools.pairwise(placed):
+        if after.start < before.stop:
+            raise InvalidArgument(f"{after.field} begins before {before.field} ends", field=after.field)
+    return _joined(token_ids, placed)
+
+
+def with_references(token_ids: Sequence[int], refs: pb.MediaRefs, anchor: Anchor) -> MixedPrompt:
+    """The prompt with each medium in the place of its anchor, one token. Raises InvalidArgument unless there is one for each."""
+    placed: list[_Placed] = []
+    begin = 0
+    _check_count("media_refs.items", len(refs.items))
+    for index, item in enumerate(refs.items):
+        path = f"media_refs.items[{index}]"
+        modality = _modality(item.modality, f"{path}.modality")
+        token_id = anchor(modality)
+        start = next((i for i in range(begin, len(token_ids)) if token_ids[i] == token_id), None)
+        if start is None:
+            raise InvalidArgument(
+                f"{path}: tokenized.input_ids has no token {token_id} for it behind position {begin}", field=path
+            )
+        field = f"{path}.url"
+        part = MediaPart(modality=modality, source=source_of_url(modality, item.url, field=field), field=field)
+        placed.append(_Placed(start, start + 1, part, path))
+        begin = start + 1
+    return _joined(token_ids, placed)
+
+
+def _joined(token_ids: Sequence[int], placed: Sequence[_Placed]) -> MixedPrompt:
+    parts: list[Part] = []
+    fields: list[str] = []
+    end = 0
+    for item in placed:
+        if item.start > end:
+            parts.append(token_ids[end : item.start])
+            fields.append("tokenized.input_ids")
+        parts.append(item.part)
+        fields.append(item.field)
+        end = item.stop
+    if end < len(token_ids):
+        parts.append(token_ids[end:])
+        fields.append("tokenized.input_ids")
+    return MixedPrompt(tuple(parts), tuple(fields))
+
+
+def _items(message: pb.MultimodalInputs, path: str, num_ids: int) -> list[_Placed]:
+    modality = _modality(message.modality, f"{path}.modality")
+    count = len(message.mm_placeholders)
+    if not count:
+        raise InvalidArgument(
+            f"{path}.mm_placeholders is empty: nothing says where its items stand", field=f"{path}.mm_placeholders"
+        )
+    _check_count(f"{path}.mm_placeholders", count)
+    fields = []
+    for index, place in enumerate(message.mm_placeholders):
+        field = f"{path}.mm_placeholders[{index}]"
+        if not place.length or place.offset + place.length > num_ids:
+            raise InvalidArgument(
+                f"{field} is {place.length} tokens from {place.offset} on; it must be 1 at least, of the {num_ids} of "
+                "tokenized.input_ids",
+                field=field,
+            )
+        fields.append(field)
+    parts = [
+        MediaPart(modality=modality, source=Features(tensors), field=path)
+        for tensors in _split(message, modality, path, count)
+    ]
+    return [
+        _Placed(place.offset, place.offset + place.length, part, field)
+        for place, part, field in zip(message.mm_placeholders, parts, fields, strict=True)
+    ]
+
+
+def _check_count(field: str, count: int) -> None:
+    if count > MAX_ITEMS:
+        raise InvalidArgument(
+            f"{field} has {count} entries; the limit is {MAX_ITEMS}", field=field, reason="MEDIA_TOO_MANY"
+        )
+
+
+def _split(message: pb.MultimodalInputs, modality: Modality, path: str, count: int) -> list[dict[str, TensorData]]:
+    """The tensors of each of ``count`` items, under transformers' names."""
+    wire = message.encoder_input_key or "pixel_values"
+    given = {wire: _tensor(message.pixel_values, f"{path}.pixel_values")} if message.HasField("pixel_values") else {}
+    for name, tensor in message.model_specific_tensors.items():
+        given[name] = _tensor(tensor, f"{path}.model_specific_tensors[{name[:64]!r}]")
+    items: list[dict[str, TensorData]] = [{} for _ in range(count)]
+    sizes = set(message.flat_keys.values())
+    for name, data in given.items():
+        if name in sizes and name not in message.flat_keys:
+            continue  # of this protocol alone: it says how another one is cut
+        field = f"{path}.{name[:64]}"
+        kept = _MAIN_TENSOR[modality] if name == "pixel_values" else name
+        if name in message.flat_keys:
+            rows = _sizes(given, message.flat_keys[name], field, count)
+        elif name in message.batched_keys:
+            rows = [1] * count
+        else:
+            for item in items:
+                item[kept] = data
+            continue
+        for item, cut in zip(items, _cut(data, rows, field), strict=True):
+            item[kept] = cut
+    return items
+
+
+def _sizes(given: Mapping[str, TensorData], name: str, field: str, count: int) -> list[int]:
+    """Rows of each item of the tensor ``field``."""
+    of = given.get(name)
+    if of is None or of.dtype not in ("int64", "int32"):
+        raise InvalidArgument(f"{field} is cut by {name[:64]!r}, which is no tensor of integers", field=field)
+    numbers = array("q" if of.dtype == "int64" else "i", bytes(of.data))
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    if len(numbers) != count:
+        raise InvalidArgument(f"{field} is cut by {len(numbers)} sizes; there are {count} placeholders", field=field)
+    return list(numbers)
+
+
+def _cut(tensor: TensorData, rows: Sequence[int], field: str) -> list[TensorData]:
+    """The tensor in pieces of so many rows."""
+    if not tensor.shape or min(rows) < 0 or sum(rows) != tensor.shape[0]:
+        raise InvalidArgument(
+            f"{field} has the shape {list(tensor.shape)}; its items have {sum(rows)} rows together", field=field
+        )
+    width = prod(tensor.shape[1:]) * DTYPE_BYTES[tensor.dtype]
+    pieces, start = [], 0
+    for count in rows:
+        data = tensor.data[start * width : (start + count) * width]
+        pieces.append(TensorData(dtype=tensor.dtype, shape=(count, *tensor.shape[1:]), data=data))
+        start += count
+    return pieces
+
+
+def _tensor(message: pb.TensorData, path: str) -> TensorData:
+    kind = message.WhichOneof("payload")
+    if kind in ("shm", "remote"):
+        raise Unimplemented(f"{path}.{kind} is not served: tensors come in the message", field=f"{path}.{kind}")
+    shape, data = tuple(message.shape), message.inline
+    dtype = _DTYPES.get(message.dtype)
+    if message.dtype != _WIDENED and dtype is None:
+        known = ", ".join([*_DTYPES, _WIDENED])
+        raise InvalidArgument(f"{path}.dtype is {message.dtype[:32]!r}; known: {known}", field=f"{path}.dtype")
+    size = prod(shape) * (4 if dtype is None else DTYPE_BYTES[dtype])
+    if len(data) != size:
+        raise InvalidArgument(
+            f"{path}.inline has {len(data)} bytes; its shape and type ask for {size}", field=f"{path}.inline"
+        )
+    if dtype is not None:
+        return TensorData(dtype=dtype, shape=shape, data=data)
+    numbers = array("I", data)
+    wide = array("q", numbers)
+    return TensorData(dtype="int64", shape=shape, data=wide.tobytes())
+
+
+def _modality(value: int, field: str) -> Modality:
+    if (modality := _MODALITIES.get(value)) is None:
+        raise InvalidArgument(f"{field} is {value}; known: IMAGE, AUDIO, VIDEO", field=field)
+    return modality
