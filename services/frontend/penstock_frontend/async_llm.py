@@ -18,7 +18,7 @@ from penstock_common.observability.logging import get_logger
 from penstock_common.types.pooling import PoolingTask
 from penstock_frontend.adapter_calls import AdapterCalls
 from penstock_frontend.admission import Admission, Demand, check_deadline, demand_of
-from penstock_frontend.call_types import GenerateRequest, PoolingRequest, PoolingResult, RequestOutput
+from penstock_frontend.call_types import GenerateRequest, MixedPrompt, PoolingRequest, PoolingResult, RequestOutput
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.live_request import LiveRequest
 from penstock_frontend.observe import RequestObserver
@@ -244,6 +244,16 @@ class AsyncLLM:
         if (limits := self.engines.view.limits) is not None:
             check_size(text, limits.max_model_len, field="text")
         return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens, with_tokens=with_tokens)
+
+    async def prompt_ids(self, request: GenerateRequest) -> list[int]:
+        """Token ids of a rendered conversation, whose media are prepared for that. Raises what becomes of its prompt."""
+        prompt = request.prompt
+        if isinstance(prompt, MixedPrompt):
+            limits, add = self.engines.view.limits, request.add_special_tokens
+            return (await self.inputs.join(prompt, request.context, limits, add_special_tokens=add)).token_ids
+        if not isinstance(prompt, str):
+            return list(prompt)
+        return (await self.encode(prompt, add_special_tokens=request.add_special_tokens)).ids
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of token ids. Raises InvalidArgument for too many, or one that does not exist."""

@@ -170,6 +170,8 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The second text of every pair, for a model that reads pairs."""
     truncate_prompt_tokens: int | None = None
     """Tokens that longer inputs are cut to, at their ends; -1: as many as the model reads. None: no input is cut."""
+    add_special_tokens: bool = True
+    """False for a rendered conversation, whose template writes them."""
     context: RequestContext = RequestContext()
 
 

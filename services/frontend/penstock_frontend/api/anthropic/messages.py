@@ -82,10 +82,10 @@ class Messages:
         turns = turns_of(body)
         try:
             rendered = await self._chat.renderer.render(_request(body, call, turns, {}))
-            encoded = await self._llm.encode(str(rendered.prompt), add_special_tokens=rendered.add_special_tokens)
+            token_ids = await self._llm.prompt_ids(rendered)
         except RequestFailed as e:
             raise renamed(e, _names(turns)) from e
-        return TokenCount(len(encoded.ids))
+        return TokenCount(len(token_ids))
 
 
 async def _whole(writer: MessageWriter, generation: Generation[ChatOutput]) -> AssistantMessage:

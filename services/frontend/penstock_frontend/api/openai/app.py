@@ -56,7 +56,7 @@ def routes(
         f"{_RESPONSE}/cancel": stored.cancel,
         "/v1/completions": Completions(llm, limits=limits),
         "/v1/chat/completions": ChatCompletions(llm, chat),
-        "/v1/embeddings": Embeddings(llm),
+        "/v1/embeddings": Embeddings(llm, chat),
         "/v1/score": scores,
         "/score": scores,
         "/v1/rerank": reranking,

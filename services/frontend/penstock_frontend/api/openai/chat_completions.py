@@ -138,7 +138,7 @@ class ChatCompletions:
             return []
         try:
             rendered = await self._chat.renderer.render(request)
-            ids = (await self._llm.encode(str(rendered.prompt), add_special_tokens=rendered.add_special_tokens)).ids
+            ids = await self._llm.prompt_ids(rendered)
         except RequestFailed as e:
             raise renamed(e, _names(body)) from e
         return ids if body.truncate_prompt_tokens is None else ids[-body.truncate_prompt_tokens :]

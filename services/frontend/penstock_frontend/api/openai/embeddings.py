@@ -2,22 +2,25 @@
 
 import base64
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
-from penstock_common.errors import RequestFailed
+from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_common.rpc.outputs import floats
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.body_fields import check_range
 from penstock_frontend.api.openai.context import ContextFields, context_of
+from penstock_frontend.api.openai.conversation import MessageBody, messages_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
+from penstock_frontend.api.openai.media_fields import MediaIoBody, options_of
 from penstock_frontend.api.openai.pooling.input_fields import Input, check_longest, inputs_of, normalize_of
 from penstock_frontend.async_llm import AsyncLLM
-from penstock_frontend.call_types import PoolingRequest
+from penstock_frontend.call_types import ChatRequest, PoolingRequest
+from penstock_frontend.chat_calls import ChatCalls
 from penstock_frontend.pace import NUMBERS_PER_TURN, Pace
 from penstock_frontend.processing.pooling.outputs import vectors_of
 
@@ -27,11 +30,20 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class EmbeddingRequest(ContextFields, kw_only=True):
-    """The body. ``input``: a text, texts, token ids, or lists of them. The rest is vLLM's: ``normalize``, also called
-    ``use_activation``, null: as the model says; ``truncate_prompt_tokens``: see PoolingFields.
+    """The body. ``input``: a text, texts, token ids, or lists of them. The rest is vLLM's: ``messages`` in its place, a
+    conversation that is one input; ``normalize``, also called ``use_activation``, null: as the model says;
+    ``truncate_prompt_tokens``: see PoolingFields.
     """
 
-    input: Input
+    input: Input | None = None
+    messages: list[MessageBody] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: MediaIoBody | None = None
+    cache_salt: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     normalize: bool | None = None
@@ -67,8 +79,9 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
 class Embeddings:
     """The handler."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, chat: ChatCalls) -> None:
         self._llm = llm
+        self._chat = chat
         self._pace = Pace(NUMBERS_PER_TURN)
 
     async def __call__(self, call: Call, given: Body) -> Answer:
@@ -79,15 +92,14 @@ class Embeddings:
         normalize = normalize_of(body.normalize, body.use_activation)
         context = context_of(call, "embd", body)
         model = self._llm.inputs.check_model(context.model, context.lora)
-        inputs, fields = inputs_of(body.input)
-        self._llm.pooling.inputs.check_count(len(inputs), field="input")
         request = PoolingRequest(
-            inputs=inputs,
-            fields=fields,
+            inputs=(),
+            fields=(),
             params=PoolingParams(task=PoolingTask.EMBED, dimensions=body.dimensions, normalize=normalize),
-            context=context,
+            context=msgspec.structs.replace(context, cache_salt=body.cache_salt or ""),
             truncate_prompt_tokens=body.truncate_prompt_tokens,
         )
+        request = await self._with_inputs(request, body)
         try:
             given.close()  # admission is the first thing that happens
             result, request_id = await self._llm.run_pooling(request)
@@ -98,6 +110,31 @@ class Embeddings:
         # The encoder copies a Raw as it is.
         data = cast(Sequence[Embedding], await self._written(result.outputs, as_text=as_text))
         return EmbeddingList(id=request_id, data=data, model=model, usage=usage)
+
+    async def _with_inputs(self, request: PoolingRequest, body: EmbeddingRequest) -> PoolingRequest:
+        if body.messages is None:
+            if body.input is None:
+                raise InvalidArgument("input is not set", field="input", reason="MISSING_FIELD")
+            inputs, fields = inputs_of(body.input)
+            self._llm.pooling.inputs.check_count(len(inputs), field="input")
+            return msgspec.structs.replace(request, inputs=inputs, fields=fields)
+        if body.input is not None:
+            raise InvalidArgument("messages is set beside input; set one", field="messages")
+        rendered = await self._chat.renderer.render(
+            ChatRequest(
+                messages=messages_of(body.messages, options_of(body.mm_processor_kwargs, body.media_io_kwargs)),
+                add_generation_prompt=bool(body.add_generation_prompt),
+                continue_final_message=bool(body.continue_final_message),
+                template_kwargs=body.chat_template_kwargs or {},
+                context=request.context,
+            )
+        )
+        return msgspec.structs.replace(
+            request,
+            inputs=[rendered.prompt],
+            fields=["messages"],
+            add_special_tokens=bool(body.add_special_tokens),  # the template writes them
+        )
 
     async def _written(self, outputs: Sequence[EngineCoreOutput], *, as_text: bool) -> list[msgspec.Raw]:
         """The JSON of every Embedding, made over as many turns of the event loop as it takes: numbers are slow to write."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, RequestFailed
+from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.conversation import MessageBody, ToolBody, messages_of, tools_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
@@ -13,8 +13,9 @@ from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.media_fields import MediaIoBody, options_of
 from penstock_frontend.api.openai.sampling_fields import TokenId
 from penstock_frontend.async_llm import AsyncLLM
-from penstock_frontend.call_types import ChatRequest
+from penstock_frontend.call_types import ChatRequest, GenerateRequest
 from penstock_frontend.chat_calls import ChatCalls
+from penstock_frontend.processing.prompts.tokenizer import Encoded
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -67,13 +68,10 @@ class Tokenization:
         """A text or a conversation to token ids. Raises RequestFailed."""
         body = await given.decode(TokenizeRequest)
         self._llm.inputs.check_model(body.model or "")
-        text, special = await self._text(body)
+        request = await self._request(body)
         if body.add_special_tokens is not None:
-            special = body.add_special_tokens
-        try:
-            encoded = await self._llm.encode(text, add_special_tokens=special, with_tokens=bool(body.return_token_strs))
-        except RequestFailed as e:
-            raise renamed(e, {"text": "prompt"}) from e
+            request = msgspec.structs.replace(request, add_special_tokens=body.add_special_tokens)
+        encoded = await self._encoded(request, with_tokens=bool(body.return_token_strs))
         limits = self._llm.engines.view.limits
         return Tokens(
             count=len(encoded.ids),
@@ -92,12 +90,24 @@ class Tokenization:
             raise renamed(e, {"token_ids": "tokens"}) from e
         return Text(text)
 
-    async def _text(self, body: TokenizeRequest) -> tuple[str, bool]:
-        """The text, and whether special tokens are added to it: a chat template writes them itself."""
+    async def _encoded(self, request: GenerateRequest, *, with_tokens: bool) -> Encoded:
+        """``with_tokens``: also what the vocabulary writes for each id."""
+        if isinstance(request.prompt, str):
+            add = request.add_special_tokens
+            try:
+                return await self._llm.encode(request.prompt, add_special_tokens=add, with_tokens=with_tokens)
+            except RequestFailed as e:
+                raise renamed(e, {"text": "prompt"}) from e
+        if with_tokens:
+            raise Unimplemented("return_token_strs is not served beside media", field="return_token_strs")
+        return Encoded(await self._llm.prompt_ids(request))
+
+    async def _request(self, body: TokenizeRequest) -> GenerateRequest:
+        """The prompt, and whether special tokens are added to it: a chat template writes them itself."""
         if (body.prompt is None) == (body.messages is None):
             raise InvalidArgument("prompt or messages must be set, one of them", field="prompt")
         if body.messages is None:
-            return body.prompt or "", True
+            return GenerateRequest(prompt=body.prompt or "")
         request = ChatRequest(
             messages=messages_of(body.messages, options_of(body.mm_processor_kwargs, body.media_io_kwargs)),
             tools=tools_of(body.tools),
@@ -105,5 +115,4 @@ class Tokenization:
             continue_final_message=bool(body.continue_final_message),
             template_kwargs=body.chat_template_kwargs or {},
         )
-        rendered = await self._chat.renderer.render(request)
-        return str(rendered.prompt), rendered.add_special_tokens
+        return await self._chat.renderer.render(request)

@@ -1,16 +1,20 @@
 """Token counts as OpenAI writes them."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 
 import msgspec
 
+from penstock_common.types.media import MODALITIES, Modality
 from penstock_frontend.call_types import Usage
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """The part of a prompt that was cached."""
+    """Parts of a prompt: what was cached, and what media stand at, where there are some."""
 
     cached_tokens: int
+    audio_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    image_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    video_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
@@ -47,25 +51,38 @@ class UsageCount:
 
     def total(self) -> UsageInfo:
         """What there is so far of all sequences."""
-        prompts: Iterable[Usage] = self._prompts.values()
+        prompts: Collection[Usage] = self._prompts.values()
         return usage_info(
             sum(usage.prompt_tokens for usage in prompts),
             sum(usage.completion_tokens for usage in self._sequences.values()),
             sum(usage.cached_tokens for usage in self._prompts.values()),
+            media={
+                modality: count
+                for modality in MODALITIES
+                if (count := sum(usage.media_tokens.get(modality, 0) for usage in prompts))
+            },
             accepted=sum(usage.accepted_draft_tokens for usage in self._sequences.values()),
             rejected=sum(usage.rejected_draft_tokens for usage in self._sequences.values()),
         )
 
 
 def usage_info(
-    prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0, *, accepted: int = 0, rejected: int = 0
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int = 0,
+    *,
+    accepted: int = 0,
+    rejected: int = 0,
+    media: Mapping[Modality, int] = {},
 ) -> UsageInfo:
-    """The counts as they are sent."""
+    """The counts as they are sent. ``media``: tokens of the prompt at which media stand."""
     return UsageInfo(
         prompt_tokens=prompt_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         completion_tokens=completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens),
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens, **{f"{modality}_tokens": count for modality, count in media.items()}
+        ),
         completion_tokens_details=CompletionTokensDetails(accepted, rejected)
         if accepted or rejected
         else msgspec.UNSET,

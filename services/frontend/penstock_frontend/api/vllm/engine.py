@@ -82,7 +82,13 @@ class VllmEngineServicer:
                 yield response
 
     def _anchor(self, modality: Modality) -> int:
-        raise InvalidArgument(f"media_refs has {modality}; this model takes text", field="media_refs")
+        """The token that stands for a medium, as the model's chat template writes it. Raises InvalidArgument."""
+        media = self._llm.inputs.media
+        family = media.preparer.family if media is not None else None
+        if family is None or modality not in family.modalities:
+            taken = ", ".join(["text", *sorted(family.modalities if family is not None else ())])
+            raise InvalidArgument(f"media_refs has {modality}; this model takes {taken}", field="media_refs")
+        return self._llm.tokenizer.token_id(family.placeholder(modality)) or 0
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """The vector of a prompt."""

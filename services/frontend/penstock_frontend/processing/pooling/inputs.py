@@ -129,12 +129,13 @@ class PoolingInputs:
         """The inputs as engines get them. All texts go to one thread at once: a task for each would hold the loop up."""
         texts = [prompt for prompt in request.inputs if isinstance(prompt, str)]
         longest = request.truncate_prompt_tokens
-        encoded = await self._tokenizer.encode_all(texts, add_special_tokens=True, longest=longest) if texts else []
+        add = request.add_special_tokens
+        encoded = await self._tokenizer.encode_all(texts, add_special_tokens=add, longest=longest) if texts else []
         of_texts = iter(encoded)
         tokenized = []
         for prompt, field in zip(request.inputs, request.fields, strict=True):
             if isinstance(prompt, MixedPrompt):
-                joined = await self._inputs.join(prompt, context, limits)
+                joined = await self._inputs.join(prompt, context, limits, add_special_tokens=add)
                 tokenized.append(_Tokenized(joined.token_ids, features=joined.features))
             else:
                 tokenized.append(_Tokenized(next(of_texts) if isinstance(prompt, str) else list(prompt[:longest])))
