@@ -69,6 +69,7 @@ class Frontend:
             log=config.log,
             tracer=self._tracer,
             lora=config.lora,
+            media=config.media,
             frontend_id=config.name,
             on_full=self._update_readiness,
         )
@@ -137,6 +138,8 @@ class Frontend:
         self._living = asyncio.create_task(
             Liveness(self._servers.public, self._essential, clock=time.monotonic).run(), name="liveness"
         )
+        if self._assembly.media is not None:
+            await self._assembly.media.start()
         get_logger().info(
             "frontend started", model=self._config.model.name, grpc_port=self.port, admin_port=self.admin_port
         )
@@ -187,6 +190,8 @@ class Frontend:
             get_logger().warning("ending requests that are still running", count=left)
         self._llm.end_all(ended_by)
         await self._servers.stop(_CLOSE_GRACE)
+        if self._assembly.media is not None:
+            await self._assembly.media.close()
         if self._coordinator is not None and self._coordinator_task is not None:
             await self._coordinator.close()
             await self._coordinator_task

@@ -12,7 +12,7 @@ from penstock_common.observability.tracing import Tracer
 from penstock_frontend.adapter_calls import AdapterCalls
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.chat_calls import ChatCalls
-from penstock_frontend.config import FairnessConfig, LimitsConfig, LoraConfig, ModelConfig
+from penstock_frontend.config import FairnessConfig, LimitsConfig, LoraConfig, MediaConfig, ModelConfig
 from penstock_frontend.engine.adapters import Adapters
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.observe import RequestObserver
@@ -21,9 +21,9 @@ from penstock_frontend.ports import EngineClient, OutputHandler
 from penstock_frontend.processing.chat.reasoning import reasoning_of
 from penstock_frontend.processing.chat.rendering import ChatRenderer
 from penstock_frontend.processing.chat.templates import load_chat_templates
-from penstock_frontend.processing.media.base import MediaPreparer
-from penstock_frontend.processing.media.families.base import Family
 from penstock_frontend.processing.media.families.factory import load_family
+from penstock_frontend.processing.media.metrics import MediaMetrics
+from penstock_frontend.processing.media.service import MediaService
 from penstock_frontend.processing.outputs.processor import OutputProcessor
 from penstock_frontend.processing.parsers import registry
 from penstock_frontend.processing.pooling.inputs import PoolingInputs, load_labels
@@ -58,6 +58,8 @@ class Assembly(NamedTuple, Generic[E]):
     settings: LiveSettings
     labels: list[str]
     """Names of the model's classes, in order."""
+    media: MediaService | None
+    """To be closed after the last request; None for a model that reads text alone."""
 
 
 def assemble(
@@ -73,11 +75,9 @@ def assemble(
     lora: LoraConfig = LoraConfig(),  # noqa: B008 - it is not changed
     frontend_id: str = "",
     on_full: Callable[[], None] = lambda: None,
-    media: Callable[[Family], MediaPreparer] | None = None,
+    media: MediaConfig = MediaConfig(),  # noqa: B008 - it is not changed
 ) -> Assembly[E]:
     """Read the model's files, which may take long, and put everything together. Raises ConfigError.
-
-    ``media``: makes what prepares media, for a model that takes some; None: it is served for text alone.
 
     ``engines`` makes the client of the engines, whose outputs go to the handler; it is called when the model's files are read.
     ``frontend_id``: under which this end registers adapters.
@@ -91,7 +91,10 @@ def assemble(
     generation_config = (
         read_json(resolve(model) / "generation_config.json") if tokenizer_path else files.generation_config
     )
-    family = load_family(resolve(model), tokenizer.literal) if media is not None else None
+    family = load_family(resolve(model), tokenizer.literal) if media.enabled else None
+    service = None
+    if family is not None:
+        service = MediaService(family, media, settings.limits, MediaMetrics(metrics.registry, model.name))
     templates = load_chat_templates(texts)
     parsers = registry.pick(tool=model.tool_parser, reasoning=model.reasoning_parser, template=templates.source)
     adapters = Adapters(lora, model=model.name, frontend_id=frontend_id)
@@ -103,7 +106,7 @@ def assemble(
         fairness=settings.fairness,
         reasoning=reasoning_of(parsers.reasoning, tokenizer),
         adapters=adapters,
-        media=media(family) if media is not None and family is not None else None,
+        media=service,
     )
     outputs = OutputProcessor(tokenizer, metrics)
     pooled = PooledOutputs(lambda state, engine: metrics.engine(engine).pooled(state.started, state.num_prompt))
@@ -140,4 +143,5 @@ def assemble(
         chat=ChatCalls(llm, renderer, parsers, tokenizer),
         settings=settings,
         labels=load_labels(model),
+        media=service,
     )

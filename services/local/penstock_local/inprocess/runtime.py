@@ -16,7 +16,7 @@ from penstock_common.observability.logging import configure_library
 from penstock_enginecore.app import build_engine, describe
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_frontend.assembly import assemble
-from penstock_frontend.config import LoraConfig, ModelConfig
+from penstock_frontend.config import LimitsConfig, LoraConfig, MediaConfig, ModelConfig
 from penstock_frontend.ports import OutputHandler
 from penstock_local.cache_memory import check_cache_memory
 from penstock_local.devices import visible_gpus
@@ -33,7 +33,13 @@ class Runtime:
     """Loads the model and starts both threads. Holds nothing that belongs to the ``LLM``, which closes it when it goes."""
 
     def __init__(
-        self, config: EngineCoreConfig, *, tokenizer: str = "", adapters: Mapping[str, str] | None = None
+        self,
+        config: EngineCoreConfig,
+        *,
+        tokenizer: str = "",
+        adapters: Mapping[str, str] | None = None,
+        media: MediaConfig = MediaConfig(),  # noqa: B008 - it is not changed
+        limits: LimitsConfig = LimitsConfig(),  # noqa: B008 - it is not changed
     ) -> None:
         """``tokenizer``: the path of another one than the model's. ``adapters``: directories of LoRA adapters by name. Raises
         ConfigError and ModelLoadError.
@@ -63,7 +69,15 @@ class Runtime:
         lora = LoraConfig(adapters=dict(adapters or {}))
         if model.name in lora.adapters:
             raise ConfigError(f"lora: {model.name!r} is the model's own name")
-        assembly = assemble(model, engine, tokenizer_threads=_TOKENIZER_THREADS, tokenizer_path=tokenizer, lora=lora)
+        assembly = assemble(
+            model,
+            engine,
+            tokenizer_threads=_TOKENIZER_THREADS,
+            tokenizer_path=tokenizer,
+            lora=lora,
+            media=media,
+            limits=limits,
+        )
         self.model, self.assembly = model, assembly
         self.tokenizer, self.labels = assembly.tokenizer, assembly.labels
         self.engine, self.llm, self.chat = assembly.engines, assembly.llm, assembly.chat
@@ -117,6 +131,8 @@ class Runtime:
         self.engine.stop()
         gc.unfreeze()  # the busy loop had spared what start-up built from the collector; now it may go
         self.submit(_last_words).result()
+        if self.assembly.media is not None:
+            self.submit(self.assembly.media.close).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
