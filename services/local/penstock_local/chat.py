@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.errors import WRONG_MODEL_KIND, PenstockError, RequestFailed, Unimplemented, nearest
+from penstock_common.errors import WRONG_MODEL_KIND, ConfigError, PenstockError, RequestFailed, Unimplemented, nearest
 from penstock_common.types.outputs import FinishReason
 from penstock_local.answer_writer import AnswerWriter
 from penstock_local.console import dim, fail
@@ -17,6 +17,7 @@ from penstock_local.conversation import Conversation, SaveError
 from penstock_local.failures import describe_failure
 from penstock_local.generate import describe_end
 from penstock_local.line_reader import LineReader
+from penstock_local.media_files import Modality, read_media
 from penstock_local.rpc.client import ChatMessage, InferenceClient, Piece, ServerUnreachableError
 
 EXIT_FAILED = 1
@@ -24,6 +25,8 @@ EXIT_FAILED = 1
 _HELP = '''\
   /help            this list
   /system TEXT     give the model instructions; /system shows, /system - drops them
+  /image FILE      show the model an image with the next message; a URL where the server fetches it
+  /audio FILE      play it a sound
   /regenerate      another answer to the last message
   /reset           forget the conversation, keep the instructions
   /save FILE       write the conversation as JSON
@@ -97,6 +100,8 @@ class Chat:
         self._commands: dict[str, Callable[[str], bool]] = {
             "/help": self._help,
             "/system": self._system,
+            "/image": lambda name: self._show(name, "image"),
+            "/audio": lambda name: self._show(name, "audio"),
             "/regenerate": self._regenerate,
             "/reset": self._reset,
             "/save": self._save,
@@ -163,6 +168,18 @@ class Chat:
         if text:
             self._conversation.system = "" if text == "-" else text
         _note(f"system: {self._conversation.system}" if self._conversation.system else "there is no system message")
+        return True
+
+    def _show(self, name: str, modality: Modality) -> bool:
+        if not name:
+            fail(f"/{modality} needs the name of a file")
+            return True
+        try:
+            self._conversation.show(read_media(name, modality, of=f"/{modality}"))
+        except ConfigError as e:
+            fail(str(e))
+        else:
+            _note(f"{name} goes with the next message")
         return True
 
     def _reset(self, _: str) -> bool:

@@ -118,6 +118,7 @@ def _add_serve(commands: Any) -> None:
     engines = parser.add_argument_group("engines")
     drafts = parser.add_argument_group("speculation")
     adapters = parser.add_argument_group("LoRA adapters")
+    media = parser.add_argument_group("images, sounds and videos")
     network = parser.add_argument_group("network")
     flags.add_positional(parser, ServeOptions, "model")
     flags.add_options(model, ServeOptions, served_model_name="NAME", dtype="", quantization="", max_model_len="N")
@@ -127,6 +128,7 @@ def _add_serve(commands: Any) -> None:
     flags.add_options(drafts, ServeOptions, speculative="METHOD", speculative_model="PATH", speculative_tokens="K")
     flags.add_options(drafts, ServeOptions, speculative_config="JSON")
     add_adapters(adapters)
+    flags.add_options(media, ServeOptions, limit_mm_per_prompt="JSON", allowed_media_domains="HOSTS", media_workers="N")
     flags.add_options(
         network, ServeOptions, frontends="N", host="HOST", grpc_port="PORT", http_port="PORT", admin_port="PORT"
     )
@@ -162,6 +164,7 @@ def _add_generate(commands: Any) -> None:
     parser.set_defaults(run=_run_generate)
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
     flags.add_server(parser)
+    flags.add_media(parser)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after this long (default: never)")
     flags.add_ending(parser, max_tokens=256)
     flags.add_choice(parser)
@@ -279,6 +282,7 @@ def _run_generate(arguments: argparse.Namespace) -> int:
         address=arguments.address,
         model=arguments.model,
         lora=arguments.lora or "",
+        media=flags.media(arguments),
         timeout=arguments.timeout,
         sampling=flags.sampling(arguments),
     )

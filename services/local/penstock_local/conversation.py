@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock_common.errors import PenstockError
+from penstock_local.media_files import MediaFile
 from penstock_local.rpc.client import ChatMessage
 
 
@@ -18,6 +19,7 @@ class Conversation:
     def __init__(self, system: str = "") -> None:
         self.system = system
         self._turns: list[ChatMessage] = []
+        self._media: list[MediaFile] = []
         self._saved: set[Path] = set()
 
     @property
@@ -31,9 +33,19 @@ class Conversation:
         """Turns of the user."""
         return sum(turn.role == "user" for turn in self._turns)
 
+    def show(self, file: MediaFile) -> None:
+        """Put an image or a sound before the user's next turn."""
+        self._media.append(file)
+
+    @property
+    def shown(self) -> Sequence[MediaFile]:
+        """What stands before the user's next turn."""
+        return tuple(self._media)
+
     def ask(self, text: str) -> None:
         """Add a turn of the user."""
-        self._turns.append(ChatMessage(role="user", content=text))
+        self._turns.append(ChatMessage(role="user", content=text, media=tuple(self._media)))
+        self._media.clear()
 
     def answer(self, text: str) -> None:
         """Add a turn of the model."""
@@ -57,13 +69,18 @@ class Conversation:
     def clear(self) -> None:
         """Drop all turns; the system message stays."""
         self._turns.clear()
+        self._media.clear()
 
     def save(self, file: Path, *, model: str) -> None:
-        """Write the turns as JSON, ``{"model": ..., "messages": [{"role": ..., "content": ...}]}``.
+        """Write the turns as JSON, ``{"model": ..., "messages": [{"role": ..., "content": ...}]}``, of media their names.
 
         Raises SaveError. A file that this conversation did not write is never overwritten.
         """
-        messages = [{"role": turn.role, "content": turn.content} for turn in self.messages]
+        messages = [
+            {"role": turn.role, "content": turn.content}
+            | ({"media": [file.name for file in turn.media]} if turn.media else {})
+            for turn in self.messages
+        ]
         text = json.dumps({"model": model, "messages": messages}, ensure_ascii=False, indent=2) + "\n"
         try:
             with file.open("w" if file.absolute() in self._saved else "x", encoding="utf-8") as out:

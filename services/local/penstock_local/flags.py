@@ -3,12 +3,15 @@
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from penstock_common.config.settings import Setting, settings_of
 from penstock_common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock_local.media_files import MediaFile
 
 DEFAULT_ADDRESS = "localhost:50051"
 DEFAULT_ADMIN_ADDRESS = "localhost:50053"
@@ -52,6 +55,34 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--address", default=DEFAULT_ADDRESS, help="of the server (default: %(default)s)")
     parser.add_argument("--model", metavar="NAME", default="", help="which model (default: the one that is served)")
     parser.add_argument("--lora", metavar="NAME", type=_name, help="which LoRA adapter of the model")
+
+
+def add_media(parser: argparse.ArgumentParser) -> None:
+    """What stands before the prompt; ``media`` reads it."""
+    group = parser.add_argument_group("images and sounds")
+    for name, what in (("image", "an image"), ("audio", "a sound")):
+        group.add_argument(
+            f"--{name}",
+            action=_Media,
+            dest="media",
+            metavar="FILE",
+            help=f"{what} before the prompt: a file, or a URL that the server may fetch; may be repeated",
+        )
+
+
+class _Media(argparse.Action):
+    """Keeps images and sounds in the order in which they are given."""
+
+    def __call__(self, _parser: object, namespace: argparse.Namespace, value: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, [*(getattr(namespace, self.dest) or ()), (option, value)])
+
+
+def media(arguments: argparse.Namespace) -> "list[MediaFile]":
+    """The media that were given, in order. Raises ConfigError when a file cannot be read."""
+    from penstock_local.media_files import read_media
+
+    given: list[tuple[str, str]] = arguments.media or []
+    return [read_media(name, "image" if flag == "--image" else "audio", of=flag) for flag, name in given]
 
 
 def _name(text: str) -> str:

@@ -15,6 +15,7 @@ from penstock_common.types.outputs import FinishReason
 from penstock_local.console import dim, fail
 from penstock_local.failures import describe_failure
 from penstock_local.logprobs_table import logprobs_table
+from penstock_local.media_files import MediaFile
 from penstock_local.rpc.client import InferenceClient, Piece, ServerUnreachableError
 
 EXIT_FAILED = 1
@@ -29,6 +30,8 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Empty: the one that is served."""
     lora: str = ""
     """An adapter of it; empty: none."""
+    media: Collection[MediaFile] = ()
+    """What stands before the prompt."""
     timeout: float | None = None
     """Seconds for the whole request; None: no limit."""
     sampling: Mapping[str, Any] = {}
@@ -72,6 +75,7 @@ async def generate(options: GenerateOptions) -> int:
                 options.prompt,
                 model=options.model,
                 lora=options.lora,
+                media=options.media,
                 deadline=options.timeout,
                 **options.sampling,
             ):

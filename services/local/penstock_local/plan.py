@@ -176,6 +176,7 @@ def _frontend_config(options: ServeOptions, coordinator_address: str, admin_port
         "drain_timeout": DRAIN_SECONDS,
         "log": {"level": options.log_level},
         **({"lora": section} if (section := _frontend_lora(options)) else {}),
+        **options.media_sections(),
     }
 
 

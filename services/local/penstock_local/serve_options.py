@@ -14,6 +14,7 @@ from penstock_common.config.sizes import ByteSize
 from penstock_common.errors import ConfigError
 from penstock_common.types.sampling import MAX_SPECULATIVE_TOKENS
 from penstock_local import speculation
+from penstock_local.media_options import frontend_sections
 from penstock_local.ports import LOOPBACK
 
 Settings = Mapping[str, Mapping[str, Any]]
@@ -102,6 +103,27 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Directories of LoRA adapters by name."""
     lora_directory: str = ""
     """Directory whose subdirectories are LoRA adapters; empty: none."""
+    limit_mm_per_prompt: Annotated[
+        str,
+        Meta(
+            description='Images, sounds and videos that a request may have, of a model that takes them, as JSON: {"image": 4}; '
+            "empty: 16, 4 and 2."
+        ),
+    ] = ""
+    allowed_media_domains: Annotated[
+        str,
+        Meta(
+            description="Hosts that URLs of media may name, with commas between them; *.HOST: those below it; empty: media come "
+            "with the request."
+        ),
+    ] = ""
+    media_workers: (
+        Annotated[
+            int,
+            Meta(ge=1, le=256, description="Processes that decode media; unset: half as many as there are cores."),
+        ]
+        | None
+    ) = None
     frontends: Annotated[
         int,
         Meta(ge=1, le=64, description="Frontend processes that share the gRPC and the HTTP port, for more streams."),
@@ -130,6 +152,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         require("MODEL", self.model)
         check_flags(self)
         self.speculation()
+        self.media_sections()
         if self.model_name in self.lora:
             raise ConfigError(f"--lora {self.model_name}=...: {self.model_name!r} is the model's own name")
         if self.data_parallel_size > 1:
@@ -152,6 +175,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
                 f"{speculation.FLAG} and {speculation.CONFIG_FLAG} are both given; one of them says it all"
             )
         return speculation.parse_config(self.speculative_config)
+
+    def media_sections(self) -> Mapping[str, Any]:
+        """What a frontend's configuration has of media; empty: nothing. Raises ConfigError."""
+        return frontend_sections(self.limit_mm_per_prompt, self.allowed_media_domains, self.media_workers)
 
     def _check_group(self) -> None:
         for name in ("engines", "tensor_parallel_size", "pipeline_parallel_size"):

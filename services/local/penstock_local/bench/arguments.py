@@ -37,6 +37,7 @@ def _add_dataset(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts and outputs")
     flags.add_options(group, BenchOptions, dataset="", dataset_path="FILE", prompts="FILE")
     flags.add_options(group, BenchOptions, input_len="N|LOW:HIGH", output_len="N|LOW:HIGH", shared_prefix_len="N")
+    flags.add_options(group, BenchOptions, images="N", image_size="WxH", image_repeat="N")
     flags.add_options(group, BenchOptions, prefix_repetition_prefix_len="N", prefix_repetition_suffix_len="N")
     flags.add_options(group, BenchOptions, prefix_repetition_num_prefixes="N", prefix_repetition_output_len="N")
     flags.add_options(group, BenchOptions, num_schemas="N", end_at_eos="", bench_seed="S")

@@ -145,6 +145,7 @@ class Load:
             sampling["structured_output"] = {"json_schema": prompt.schema}
         pieces = self._client.generate(
             prompt.text,
+            images=prompt.images,
             model=self._options.model,
             lora=self._options.lora,
             deadline=self._options.timeout,

@@ -10,11 +10,15 @@ from penstock_common.config.checks import check_flags, check_range
 from penstock_common.errors import ConfigError
 
 DEFAULT_CONCURRENCY, DEFAULT_REQUESTS = 8, 100
+DEFAULT_IMAGE_SIZE = "512x512"
 DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, DEFAULT_JSON_LEN = "128", "128", "512"
 _BELONGS_TO = {
     "dataset_path": ("sharegpt", "json-schema"),
     "input_len": ("random",),
     "shared_prefix_len": ("random",),
+    "images": ("random",),
+    "image_size": ("random",),
+    "image_repeat": ("random",),
     "output_len": ("random", "sharegpt", "json-schema"),
     "prefix_repetition_prefix_len": ("prefix-repetition",),
     "prefix_repetition_suffix_len": ("prefix-repetition",),
@@ -133,6 +137,13 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_schemas: Annotated[
         int, Meta(ge=1, le=100_000, description="Different schemas that json-schema makes and uses in turn.")
     ] = 10
+    images: Annotated[
+        int, Meta(ge=0, le=1024, description="Images that stand before each random prompt, for models that take them.")
+    ] = 0
+    image_size: Annotated[str, Meta(description="Width and height of them in pixels, as WxH; empty: 512x512.")] = ""
+    image_repeat: Annotated[
+        int, Meta(ge=1, le=1_000_000, description="Requests one after the other that have the same images.")
+    ] = 1
     end_at_eos: Annotated[bool, Meta(description="Outputs may end before their length.")] = False
     bench_seed: Annotated[int, Meta(description="Seed of random prompts, lengths and times.")] = 0
     json: Annotated[
@@ -155,7 +166,10 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--plot {self.plot}: the name must end in .png, .svg or .pdf")
         if self.report and not self.report.endswith(".html"):
             raise ConfigError(f"--report {self.report}: the name must end in .html")
-        self.input_range, self.output_range  # noqa: B018 - raises ConfigError for a wrong length
+        self.input_range, self.output_range, self.image_pixels  # noqa: B018 - raises ConfigError for what is wrong
+        for name in ("image_size", "image_repeat"):
+            if not self.images and getattr(self, name) not in ("", 1):
+                raise ConfigError(f"--{name.replace('_', '-')} is given, and --images is 0: there are none")
 
     def _check_dataset(self) -> None:
         """Raise ConfigError for an option that says nothing to the dataset, or one that it misses."""
@@ -169,7 +183,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             flag = f"--{field.name.replace('_', '-')}"
             if given and self.dataset not in datasets:
                 raise ConfigError(f"{flag} is for --dataset {' and '.join(datasets)}, not for {self.dataset}")
-            if given and self.prompts and field.name in ("input_len", "shared_prefix_len"):
+            if given and self.prompts and field.name in ("input_len", "shared_prefix_len", "images"):
                 raise ConfigError(f"{flag} is for random prompts; --prompts brings its own")
         if self.dataset == "sharegpt" and not self.dataset_path:
             raise ConfigError("--dataset sharegpt needs --dataset-path, a JSON file of conversations")
@@ -188,6 +202,16 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     def input_range(self) -> Range:
         """Lengths of random prompts, without the shared prefix."""
         return parse_range(self.input_len or DEFAULT_INPUT_LEN, flag="--input-len")
+
+    @property
+    def image_pixels(self) -> tuple[int, int]:
+        """Width and height of images."""
+        width, cross, height = (self.image_size or DEFAULT_IMAGE_SIZE).partition("x")
+        if not (cross and width.isdecimal() and height.isdecimal()):
+            raise ConfigError(f"--image-size {self.image_size}: expected WxH, e.g. {DEFAULT_IMAGE_SIZE}")
+        for side in (int(width), int(height)):
+            check_range("--image-size (a side)", side, low=1, high=16_384)
+        return int(width), int(height)
 
     @property
     def output_range(self) -> Range:

@@ -1,6 +1,6 @@
 """A thin client of ``penstock.inference.v1``: plain Python in, plain Python out."""
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from typing import Any, Self
 
 import grpc
@@ -13,6 +13,7 @@ from penstock_common.rpc.outputs import logprobs_from_proto
 from penstock_common.rpc.status import DETAILS_KEY, from_rpc_error
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import FinishReason
+from penstock_local.media_files import MediaFile
 from penstock_local.rpc.connect import PUBLIC, connect
 from penstock_local.rpc.tls_probe import mismatch
 
@@ -45,6 +46,15 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str
     content: str
+    media: tuple[MediaFile, ...] = ()
+    """What stands before the content."""
+
+    def message(self) -> messages_pb2.ChatMessage:
+        """As the public API takes it."""
+        if not self.media:
+            return messages_pb2.ChatMessage(role=self.role, content=self.content)
+        parts = [messages_pb2.ContentPart(media=file.message()) for file in self.media]
+        return messages_pb2.ChatMessage(role=self.role, parts=[*parts, messages_pb2.ContentPart(text=self.content)])
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,18 +117,30 @@ class InferenceClient:
         await self._channel.close()
 
     async def generate(
-        self, prompt: str, *, model: str = "", lora: str = "", deadline: float | None = None, **sampling: Any
+        self,
+        prompt: str,
+        *,
+        model: str = "",
+        lora: str = "",
+        media: Collection[MediaFile] = (),
+        deadline: float | None = None,
+        **sampling: Any,
     ) -> AsyncIterator[Piece]:
         """Continue ``prompt``, piece by piece; with ``n`` > 1 the sequences come interleaved.
 
-        ``lora``: an adapter of ``model``; empty: none.
+        ``lora``: an adapter of ``model``; empty: none. ``media``: what stands before the prompt.
         ``sampling``: fields of SamplingParams; what is absent the server decides. ``deadline``: seconds from now.
 
         Closing the iterator or cancelling its task ends the work in the engine.
         """
         request = messages_pb2.GenerateRequest(
-            model=model, lora=lora, text=prompt, sampling_params=sampling_pb2.SamplingParams(**sampling)
+            model=model, lora=lora, sampling_params=sampling_pb2.SamplingParams(**sampling)
         )
+        if media:
+            request.mixed.parts.extend(messages_pb2.PromptPart(media=file.message()) for file in media)
+            request.mixed.parts.add(text=prompt)
+        else:
+            request.text = prompt
         call = self._stub.Generate(request, timeout=deadline)
         try:
             async for response in call:
@@ -139,7 +161,7 @@ class InferenceClient:
         request = messages_pb2.ChatRequest(
             model=model,
             lora=lora,
-            messages=[messages_pb2.ChatMessage(role=m.role, content=m.content) for m in messages],
+            messages=[message.message() for message in messages],
             sampling_params=sampling_pb2.SamplingParams(**sampling),
         )
         call = self._stub.Chat(request)

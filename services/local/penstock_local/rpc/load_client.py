@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 
 import grpc
 
-from penstock.common.v1 import finish_pb2, sampling_pb2
+from penstock.common.v1 import finish_pb2, media_pb2, sampling_pb2
 from penstock.inference.v1 import messages_pb2, service_pb2_grpc
 from penstock_local.rpc.client import call_failure
 from penstock_local.rpc.connect import connect
@@ -45,15 +45,21 @@ class LoadClient:
         self,
         prompt: str | Sequence[int],
         *,
+        images: Sequence[bytes] = (),
         model: str,
         lora: str = "",
         deadline: float | None,
         sampling: Mapping[str, Any],
     ) -> AsyncIterator[Received]:
-        """What each message brings. ``deadline``: seconds from now. Raises RequestFailed, ServerUnreachableError."""
+        """What each message brings. ``images``: files of those before the prompt. ``deadline``: seconds from now. Raises
+        RequestFailed, ServerUnreachableError.
+        """
         params = sampling_pb2.SamplingParams(**sampling)
         request = messages_pb2.GenerateRequest(model=model, lora=lora, sampling_params=params)
-        if isinstance(prompt, str):
+        if images:
+            request.mixed.parts.extend(_image(data) for data in images)
+            request.mixed.parts.append(_part(prompt))
+        elif isinstance(prompt, str):
             request.text = prompt
         else:
             request.token_ids.ids.extend(prompt)
@@ -77,3 +83,13 @@ class LoadClient:
             raise await call_failure(e, self._address) from None
         finally:
             call.cancel()
+
+
+def _image(data: bytes) -> messages_pb2.PromptPart:
+    return messages_pb2.PromptPart(media=media_pb2.Media(modality="image", data=data))
+
+
+def _part(prompt: str | Sequence[int]) -> messages_pb2.PromptPart:
+    if isinstance(prompt, str):
+        return messages_pb2.PromptPart(text=prompt)
+    return messages_pb2.PromptPart(token_ids=messages_pb2.TokenIds(ids=prompt))

@@ -23,6 +23,8 @@ class Prompt(msgspec.Struct, frozen=True):
     text: str | Sequence[int]
     max_tokens: int
     schema: str = ""
+    images: Sequence[bytes] = ()
+    """Files of images that stand before the text."""
 
 
 class Dataset(msgspec.Struct, frozen=True):

@@ -1,0 +1,51 @@
+"""Images and sounds that a command sends: files, and URLs that the server is to fetch."""
+
+import mimetypes
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from penstock.common.v1 import media_pb2
+from penstock_common.errors import ConfigError
+
+Modality = Literal["image", "audio"]
+_URLS = ("http://", "https://", "data:")
+
+
+class MediaFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A medium of a prompt. ``name``: what the user called it. Either ``data`` or ``url`` is set."""
+
+    modality: Modality
+    name: str
+    data: bytes = b""
+    url: str = ""
+
+    def message(self) -> media_pb2.Media:
+        """As the public API takes it."""
+        if self.url:
+            return media_pb2.Media(modality=self.modality, url=self.url)
+        return media_pb2.Media(modality=self.modality, data=self.data)
+
+
+def read_media(name: str, modality: Modality, *, of: str) -> MediaFile:
+    """The medium in a file, or at a URL. ``of``: what named it. Raises ConfigError for a file that cannot be read."""
+    if name.startswith(_URLS):
+        return MediaFile(modality=modality, name=name, url=name)
+    try:
+        data = Path(name).expanduser().read_bytes()
+    except OSError as e:
+        raise ConfigError(f"{of}: cannot read {name!r}: {e.strerror or e}") from None
+    if not data:
+        raise ConfigError(f"{of}: {name!r} is empty")
+    return MediaFile(modality=modality, name=name, data=data)
+
+
+def data_url(file: MediaFile) -> str:
+    """The medium as a URL that needs nothing else."""
+    if file.url:
+        return file.url
+    import base64
+
+    kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+    return f"data:{kind};base64,{base64.b64encode(file.data).decode()}"
