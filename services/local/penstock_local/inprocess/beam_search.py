@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from penstock_common.errors import InvalidArgument
+from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import OutputKind
-from penstock_frontend.call_types import GenerateRequest
+from penstock_frontend.call_types import GenerateRequest, MixedPrompt
 from penstock_local.inprocess.calls import Calls, Prepared
 from penstock_local.inprocess.outputs import Beam, BeamSearchOutput
 from penstock_local.inprocess.runtime import Runtime
@@ -62,6 +62,8 @@ class BeamSearch:
 
     async def run(self, prompt: Prepared) -> BeamSearchOutput:
         """Search the continuations of a prompt. Raises RequestFailed."""
+        if isinstance(prompt.request.prompt, MixedPrompt):
+            raise Unimplemented("a prompt with media is continued by generate alone", field="multi_modal_data")
         width = self._params.beam_width
         room = self._runtime.engine.view.limits.max_model_len - len(prompt.token_ids)
         beams, ended = [_Sequence((), 0.0)], list[_Sequence]()

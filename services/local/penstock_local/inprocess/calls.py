@@ -9,9 +9,10 @@ from penstock_common.errors import Unimplemented
 from penstock_common.rpc.outputs import floats
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.pooling import Vectors
-from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingRequest, ScoreRequest
+from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingPrompt, PoolingRequest, ScoreRequest
 from penstock_frontend.call_types import RequestOutput as Finished
 from penstock_frontend.scoring_calls import ScoringCalls
+from penstock_local.inprocess.media import UnplacedPrompt, placed
 from penstock_local.inprocess.outputs import (
     ClassificationOutput,
     CompletionOutput,
@@ -44,6 +45,7 @@ class Calls:
     async def prepare(self, request: GenerateRequest) -> Prepared:
         """A request with its prompt as token ids, checked as far as it can be without computing."""
         llm = self._runtime.llm
+        request = msgspec.structs.replace(request, prompt=self._placed(request.prompt))
         text = request.prompt if isinstance(request.prompt, str) else None
         if text:  # an empty one is refused below, as a text
             encoded = await llm.encode(text, add_special_tokens=request.add_special_tokens)
@@ -101,8 +103,16 @@ class Calls:
         result = await self._scoring.run(request)
         return ScoringOutput(score=result.scores[0], num_prompt_tokens=result.prompt_tokens)
 
+    def _placed(self, prompt: PoolingPrompt) -> PoolingPrompt:
+        """The prompt, its media where they are to stand."""
+        if not isinstance(prompt, UnplacedPrompt):
+            return prompt
+        media = self._runtime.llm.inputs.media
+        return placed(prompt, media.preparer.family if media is not None else None, self._runtime.tokenizer)
+
     async def _pool(self, request: PoolingRequest) -> tuple[Vectors, int]:
         """The vectors of the only input, and its tokens."""
+        request = msgspec.structs.replace(request, inputs=[self._placed(prompt) for prompt in request.inputs])
         result, _ = await self._runtime.llm.run_pooling(request)
         vectors = result.outputs[0].pooling_output
         if vectors is None:

@@ -9,15 +9,21 @@ import msgspec
 from penstock_common.errors import InvalidArgument, RequestFailed, nearest
 from penstock_common.types.sampling import OutputKind, SamplingParams
 from penstock_frontend.call_types import ChatMessage, Tool
+from penstock_local.inprocess.content import contents_of
+from penstock_local.inprocess.media import UnplacedPrompt, unplaced
 
 T = TypeVar("T")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, or token ids used as they are; or either as ``{"prompt": text}``, ``{"prompt_token_ids": ids}``. One that is to be
 continued may have ``"prediction"`` beside it, text or token ids: what the output may turn out to be.
+``"multi_modal_data"`` has images, sounds and videos, as ``{"image": image}`` or ``{"image": [first, second]}``, and the prompt
+the model's own tokens where they are to stand; ``"mm_processor_kwargs"``: more arguments of the model's processor.
 """
 Message = Mapping[str, Any]
-"""A turn of a conversation: ``{"role": "user", "content": "..."}``, with ``tool_calls`` as OpenAI's protocol has them."""
+"""A turn of a conversation: ``{"role": "user", "content": "..."}``, with ``tool_calls`` as OpenAI's protocol has them, and parts
+of content with media; those also as ``{"type": "image", "image": image}``, in whatever form ``multi_modal_data`` takes.
+"""
 Sampling = SamplingParams | Mapping[str, Any] | None
 """How to choose tokens. SamplingParams says everything; a mapping some of its fields, and the rest is the model's own."""
 
@@ -36,11 +42,11 @@ class Inputs(NamedTuple, Generic[T]):
 class Predicted(NamedTuple):
     """A prompt to continue, and what that may turn out to be."""
 
-    prompt: str | Sequence[int]
+    prompt: str | Sequence[int] | UnplacedPrompt
     prediction: str | Sequence[int] | None
 
 
-def prompts_of(prompts: Prompt | Iterable[Prompt], *, name: str) -> Inputs[str | Sequence[int]]:
+def prompts_of(prompts: Prompt | Iterable[Prompt], *, name: str) -> Inputs[str | Sequence[int] | UnplacedPrompt]:
     """Prompts, also a single one. Raises InvalidArgument for what is none and cannot be gone through."""
     return _prompts(prompts, name, _prompt)
 
@@ -127,9 +133,11 @@ def _opened(several: object, name: str, wanted: str) -> tuple[Iterator[Any], obj
     return itertools.chain([first], each), first, len(several) if hasattr(several, "__len__") else None
 
 
-def _prompt(prompt: object, name: str) -> str | Sequence[int]:
-    if isinstance(prompt, Mapping):
-        return _prompt_of_mapping(prompt, name)
+def _prompt(prompt: object, name: str) -> str | Sequence[int] | UnplacedPrompt:
+    return _prompt_of_mapping(prompt, name) if isinstance(prompt, Mapping) else _plain(prompt, name)
+
+
+def _plain(prompt: object, name: str) -> str | Sequence[int]:
     if isinstance(prompt, str):
         return prompt
     ids = _listed(prompt, name, _A_PROMPT)
@@ -146,16 +154,24 @@ def _predicted(prompt: object, name: str) -> Predicted:
     prediction, field = prompt["prediction"], f"{name}.prediction"
     if isinstance(prediction, Mapping):
         raise InvalidArgument(f"{field} is a mapping; it must be text or a list of token ids", field=field)
-    return Predicted(_prompt_of_mapping(rest, name), None if prediction is None else _prompt(prediction, field))
+    return Predicted(_prompt_of_mapping(rest, name), None if prediction is None else _plain(prediction, field))
 
 
-def _prompt_of_mapping(prompt: Mapping[str, Any], name: str) -> str | Sequence[int]:
-    """The one thing in it. Other keys mean what is not done here, and are refused."""
+def _prompt_of_mapping(prompt: Mapping[str, Any], name: str) -> str | Sequence[int] | UnplacedPrompt:
+    """The one thing in it, with its media. Other keys mean what is not done here, and are refused."""
+    if (data := prompt.get("multi_modal_data")) is not None:
+        rest = {key: value for key, value in prompt.items() if key not in ("multi_modal_data", "mm_processor_kwargs")}
+        return unplaced(_alone(rest, name), data, prompt.get("mm_processor_kwargs"), name)
+    rest = {key: value for key, value in prompt.items() if key != "multi_modal_data"}
+    return _alone(rest, name)
+
+
+def _alone(prompt: Mapping[str, Any], name: str) -> str | Sequence[int]:
     forms = ("prompt", "prompt_token_ids")
     if set(prompt) == {"prompt"} and isinstance(prompt["prompt"], str):
         return prompt["prompt"]
     if set(prompt) == {"prompt_token_ids"} and not isinstance(prompt["prompt_token_ids"], str | Mapping):
-        return _prompt(prompt["prompt_token_ids"], f"{name}.prompt_token_ids")
+        return _plain(prompt["prompt_token_ids"], f"{name}.prompt_token_ids")
     keys = ", ".join(map(repr, prompt)) or "nothing"
     raise InvalidArgument(f"{name} is a mapping with {keys}; it must have {' or '.join(forms)} alone", field=name)
 
@@ -187,6 +203,9 @@ def _conversation(messages: object, index: int) -> list[ChatMessage]:
 def _message(message: object, name: str) -> ChatMessage:
     if isinstance(message, Mapping) and isinstance(message.get("tool_calls"), list):
         message = {**message, "tool_calls": [_without_function(call) for call in message["tool_calls"]]}
+    if isinstance(message, Mapping) and isinstance(message.get("content"), list):
+        turn = name[name.rindex("messages[") :]
+        message = {**message, "content": contents_of(message["content"], f"{turn}.content")}
     try:
         return msgspec.convert(message, ChatMessage)
     except msgspec.ValidationError as e:

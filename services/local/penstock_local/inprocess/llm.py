@@ -13,7 +13,7 @@ from penstock_local.inprocess.batch import Batch, Errors, Job
 from penstock_local.inprocess.beam_search import BeamSearch, BeamSearchParams
 from penstock_local.inprocess.calls import Calls
 from penstock_local.inprocess.inputs import Message, Prompt, Sampling, tools_of
-from penstock_local.inprocess.options import adapter_paths, engine_config
+from penstock_local.inprocess.options import adapter_paths, engine_config, media_config, media_limits
 from penstock_local.inprocess.outputs import (
     BeamSearchOutput,
     ClassificationOutput,
@@ -35,7 +35,9 @@ class LLM:
     program that does the same again gets the same. ``options`` are fields of the sections model, cache, scheduler, executor
     and structured_output of an engine's configuration: ``dtype``, ``device``, ``max_model_len``, ``kv_cache_memory="2GiB"``,
     ``max_num_seqs``, ``num_threads``, ``task="embed"`` and so on. ``lora``: directories of LoRA adapters by the names that
-    the methods' ``lora`` has, with ``max_lora_rank``, ``max_loras`` and ``lora_cpu_memory`` among the options. Raises
+    the methods' ``lora`` has, with ``max_lora_rank``, ``max_loras`` and ``lora_cpu_memory`` among the options.
+    ``limit_mm_per_prompt``: images, sounds and videos that an input may have, by modality; ``allowed_media_domains``: hosts that
+    URLs of them may name; ``media_workers``: processes that decode them, which start with the first one. Raises
     ConfigError for a wrong option and ModelLoadError when the model cannot be served.
 
     Every method takes one input or several (a list, or anything that can be gone through), computes them together and
@@ -56,11 +58,16 @@ class LLM:
         tokenizer: str = "",
         seed: int | None = None,
         lora: Mapping[str, str | Path] | None = None,
+        limit_mm_per_prompt: Mapping[str, int] | None = None,
+        allowed_media_domains: Iterable[str] = (),
+        media_workers: int = 1,
         **options: Any,
     ) -> None:
         adapters = adapter_paths(lora)
         config = engine_config(str(model), options, num_adapters=len(adapters))
-        self._runtime = Runtime(config, tokenizer=tokenizer, adapters=adapters)
+        media = media_config(allowed_media_domains, media_workers)
+        limits = media_limits(limit_mm_per_prompt)
+        self._runtime = Runtime(config, tokenizer=tokenizer, adapters=adapters, media=media, limits=limits)
         self._close = weakref.finalize(self, self._runtime.close)
         self._calls = Calls(self._runtime)
         self._requests = Requests(seed)

@@ -1,6 +1,6 @@
 """Options of an ``LLM``: the fields of an engine's configuration, without their sections."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from penstock_enginecore.config import (
     SchedulerConfig,
     StructuredOutputConfig,
 )
+from penstock_frontend.config import LimitsConfig, MediaConfig
 from penstock_frontend.config.lora import name_refusal
 from penstock_local import speculation
 from penstock_local.lora import adapter_folder
@@ -79,6 +80,24 @@ def adapter_paths(given: object) -> dict[str, str]:
         if refusal := name_refusal(name):
             raise ConfigError(f"lora: the name {name!r} {refusal}")
     return {name: adapter_folder(str(path), of=f"lora: {name!r}") for name, path in given.items()}
+
+
+def media_config(domains: object, workers: object) -> MediaConfig:
+    """How media are taken. Raises ConfigError."""
+    if isinstance(domains, str) or not isinstance(domains, Iterable):
+        raise ConfigError(
+            f"allowed_media_domains is {domains!r}; it must be a list of hosts, as ['images.example.org']"
+        )
+    return build(MediaConfig, {"allowed_domains": list(domains), "workers": workers})
+
+
+def media_limits(given: object) -> LimitsConfig:
+    """How many media an input may have, of what was given as ``limit_mm_per_prompt``. Raises ConfigError."""
+    if given is None:
+        return LimitsConfig()
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"limit_mm_per_prompt is {given!r}; it must be numbers by modality, as {{'image': 4}}")
+    return build(LimitsConfig, {"max_media": dict(given)})
 
 
 def _speculation(given: object) -> dict[str, Any]:

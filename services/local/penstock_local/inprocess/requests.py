@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, RequestFailed
+from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
 from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import OutputKind
@@ -22,6 +22,7 @@ from penstock_local.inprocess.inputs import (
     prompts_of,
     sampling_of,
 )
+from penstock_local.inprocess.media import UnplacedPrompt
 
 T = TypeVar("T")
 
@@ -127,7 +128,7 @@ class Requests:
         """Pairs: each document with the only query, or with its own. Raises InvalidArgument where their numbers do not fit.
         ``options``: fields of a ScoreRequest.
         """
-        first, second = prompts_of(queries, name="queries"), prompts_of(documents, name="documents")
+        first, second = _texts(prompts_of(queries, name="queries")), _texts(prompts_of(documents, name="documents"))
         if first.total is None:
             listed = list(first.each)
             first = Inputs(iter(listed), len(listed))
@@ -143,6 +144,18 @@ class Requests:
         if self._seeds is None or "seed" in sampling:
             return dict(sampling)
         return {**sampling, "seed": self._seeds.getrandbits(63)}
+
+
+def _texts(inputs: Inputs[Any]) -> Inputs[Any]:
+    """The same, with a refusal in the place of each that has media."""
+
+    def checked(value: Any) -> Any:
+        if not isinstance(value, UnplacedPrompt):
+            return value
+        field = f"{value.fields[0]}.multi_modal_data"
+        return Unimplemented(f"{field} is set; scores are of texts", field=field)
+
+    return Inputs(map(checked, inputs.each), inputs.total)
 
 
 def _pairs(

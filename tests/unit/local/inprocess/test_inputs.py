@@ -70,8 +70,8 @@ def test_whatever_can_be_gone_through_is_several_prompts(given: Any, prompts: li
         ({"text": "a"}, "prompts is a mapping with 'text'; it must have prompt or prompt_token_ids alone"),
         ([{}], "prompts[0] is a mapping with nothing; it must have prompt or prompt_token_ids alone"),
         (
-            {"prompt": "a", "multi_modal_data": 1},
-            "prompts is a mapping with 'prompt', 'multi_modal_data'; it must have prompt or prompt_token_ids alone",
+            {"prompt": "a", "cache_salt": 1},
+            "prompts is a mapping with 'prompt', 'cache_salt'; it must have prompt or prompt_token_ids alone",
         ),
     ],
 )
