@@ -603,3 +603,102 @@ async def test_a_key_in_the_address_lets_the_page_in_and_is_not_shown_any_more(
         assert await tab.value("location.href") == url
         assert await tab.value(f"!({SHOWS_ERROR})")
         await browser.close_tabs()
+
+
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+"""A PNG file of one pixel."""
+GIVE_FILES = """(() => {
+  const data = new DataTransfer();
+  for (const [name, type] of %s) data.items.add(new File([Uint8Array.from(atob(%r), (c) => c.charCodeAt(0))], name, { type }));
+  %s;
+})()"""
+EVENT = "document.querySelector(%r).dispatchEvent(new %s(%r, { %s: data, bubbles: true, cancelable: true }))"
+DROPPED = EVENT % ("#playground", "DragEvent", "drop", "dataTransfer")
+PASTED = EVENT % ("#prompt", "ClipboardEvent", "paste", "clipboardData")
+PREVIEWS = "document.querySelectorAll('#images img').length"
+IMAGE_URL = f"data:image/png;base64,{PIXEL}"
+
+
+async def give(tab: Tab, how: str, *files: tuple[str, str]) -> None:
+    await tab.value(GIVE_FILES % (json.dumps(files), PIXEL, how))
+
+
+async def chat_with_images(browser: Browser, server: PageServer) -> Tab:
+    tab = await browser.open(f"{server.url}?mode=chat")
+    await tab.until("!document.querySelector('#attach').hidden")
+    return tab
+
+
+@pytest.mark.parametrize("how", [DROPPED, PASTED], ids=["dropped", "pasted"])
+async def test_an_image_is_shown_and_sent_before_the_message(browser: Browser, how: str) -> None:
+    async with PageServer(media=["image"]) as server:
+        tab = await chat_with_images(browser, server)
+        await give(tab, how, ("a.png", "image/png"), ("b.png", "image/png"))
+        await tab.until(f"{PREVIEWS} === 2")
+        await tab.until("document.querySelector('#images img').naturalWidth === 1")
+        await tab.click("#images figure:last-child button")
+        await tab.until(f"{PREVIEWS} === 1")
+        await tab.write("#prompt", "what is it?")
+        await tab.press("Enter")
+        await tab.until(output_has(" a b c"))
+        image = {"type": "image_url", "image_url": {"url": IMAGE_URL}}
+        question = {"role": "user", "content": [image, {"type": "text", "text": "what is it?"}]}
+        assert server.requests[-1][1]["messages"] == [question]
+        assert await tab.value("document.querySelectorAll('.turn.user img').length") == 1
+        assert await tab.value(PREVIEWS) == 0
+        await tab.until(IDLE)
+        await tab.write("#prompt", "sure?")
+        await tab.press("Enter")
+        await tab.until("document.querySelectorAll('.turn.assistant').length === 2")
+        await tab.until(IDLE)
+        assert server.requests[-1][1]["messages"] == [
+            question,
+            {"role": "assistant", "content": " a b c"},
+            {"role": "user", "content": "sure?"},
+        ]
+        assert tab.complaints() == []
+
+
+async def test_an_image_alone_is_a_message_and_one_that_failed_is_given_back(browser: Browser) -> None:
+    async with PageServer(media=["image"]) as server:
+        server.refusal = (400, {"message": "it is broken", "param": "messages[0].content[0].image_url.url"}, {})
+        tab = await chat_with_images(browser, server)
+        await give(tab, PASTED, ("a.png", "image/png"))
+        await tab.until(f"{PREVIEWS} === 1")
+        await tab.click("#run")
+        await tab.until(SHOWS_ERROR)
+        assert await tab.value(PREVIEWS) == 1
+        server.refusal = None
+        await tab.click("#run")
+        await tab.until(output_has(" a b c"))
+        content = server.requests[-1][1]["messages"][0]["content"]
+        assert content == [{"type": "image_url", "image_url": {"url": IMAGE_URL}}]
+
+
+async def test_a_file_that_is_no_image_is_told(browser: Browser) -> None:
+    async with PageServer(media=["image"]) as server:
+        tab = await chat_with_images(browser, server)
+        await give(tab, DROPPED, ("a.pdf", "application/pdf"))
+        await tab.until(SHOWS_ERROR)
+        assert "1 file cannot be shown" in await tab.text("#error")
+        assert await tab.value(PREVIEWS) == 0
+
+
+async def test_a_program_is_shown_without_the_image_itself(browser: Browser) -> None:
+    async with PageServer(media=["image"]) as server:
+        tab = await chat_with_images(browser, server)
+        await give(tab, PASTED, ("a.png", "image/png"))
+        await tab.until(f"{PREVIEWS} === 1")
+        await tab.write("#prompt", "what?")
+        await tab.click("[data-form=curl]")
+        shown = await tab.text("#codeText")
+        assert '"url": "data:image/png;base64,..."' in shown
+        assert PIXEL not in shown
+
+
+async def test_a_model_that_reads_text_is_offered_no_images(browser: Browser, server: PageServer) -> None:
+    tab = await browser.open(f"{server.url}?mode=chat")
+    await tab.until("document.querySelector('[value=chat]').checked")
+    assert await tab.value("document.querySelector('#attach').hidden") is True
+    await give(tab, PASTED, ("a.png", "image/png"))
+    assert await tab.value(PREVIEWS) == 0

@@ -151,9 +151,11 @@ class Servers:
     def _page_routes(self) -> list[Route]:
         if not self._config.http.page:
             return []
+        media = self._assembly.media
         page = Page(
             self._assembly.engines.view,
             model=self._config.model.name,
+            media=media.family.modalities if media is not None else (),
             chat=bool(self._assembly.chat.renderer.templates.source),
             serving=lambda: self._assembly.llm.serving,
             coordinator=self._coordinator_state,

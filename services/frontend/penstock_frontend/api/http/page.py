@@ -1,7 +1,7 @@
 """The page for people at ``/``: a playground, and what the cluster does. ``/cluster`` is where it reads that."""
 
 import importlib.resources
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 from starlette.requests import Request
@@ -37,13 +37,15 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     """What ``/cluster`` answers, as this frontend sees it.
 
-    ``serving``: a request would be taken now. ``chat``: the model has a chat template. ``max_model_len`` is in tokens, 0
-    while no engine is connected; ``coordinator`` is ``connected``, ``disconnected``, or ``none`` where there is none.
+    ``serving``: a request would be taken now. ``chat``: the model has a chat template; ``media``: what it takes beside text.
+    ``max_model_len`` is in tokens, 0 while no engine is connected; ``coordinator`` is ``connected``, ``disconnected``, or
+    ``none`` where there is none.
     """
 
     model: str
     capabilities: list[str]
     chat: bool
+    media: list[str]
     serving: bool
     max_model_len: int
     coordinator: str
@@ -59,12 +61,14 @@ class Page:
         *,
         model: str,
         chat: bool,
+        media: Collection[str],
         serving: Callable[[], bool],
         coordinator: Callable[[], str],
     ) -> None:
         self._engines = engines
         self._model = model
         self._chat = chat
+        self._media = sorted(media)
         self._serving = serving
         self._coordinator = coordinator
         self._html = importlib.resources.files("penstock_frontend").joinpath("page/index.html").read_bytes()
@@ -80,6 +84,7 @@ class Page:
             model=self._model,
             capabilities=list(self._engines.capabilities),
             chat=self._chat,
+            media=self._media,
             serving=self._serving(),
             max_model_len=limits.max_model_len if limits else 0,
             coordinator=self._coordinator(),
