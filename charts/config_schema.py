@@ -40,6 +40,7 @@ SET_BY_CHART = (
     }
     | {"scaling.pools", "executor.tensor_parallel_size", "executor.pipeline_parallel_size"}
     | {"speculative.method", "speculative.model", "speculative.num_speculative_tokens"}
+    | {"media.enabled", "media.workers", "media.worker_memory", "media.allowed_domains", "multimodal.enabled"}
     | {"lora.max_loras", "lora.max_lora_rank", "lora.cpu_memory", "lora.enabled", "lora.adapters", "lora.directory"}
     | _below("kubernetes", KubernetesConfig) - {"kubernetes.min_replicas", "kubernetes.max_replicas"}
     | _below("server.tls", TlsConfig)

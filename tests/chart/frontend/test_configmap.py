@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from penstock_frontend.config import FrontendConfig
+from penstock_frontend.config import FrontendConfig, MediaConfig
 from tests.chart.rendering import HUB, load, release
 
 
@@ -53,3 +53,35 @@ def test_a_drain_has_the_time_that_moves_the_clients(tmp_path: Path):
     assert isinstance(config, FrontendConfig)
     assert config.drain_timeout > 1.1 * config.server.max_connection_age > 0
     assert rendered.pod_spec("frontend")["terminationGracePeriodSeconds"] > config.drain_timeout + 10
+
+
+def test_media_are_taken_as_the_values_say(tmp_path: Path):
+    settings = (
+        "frontend.media.workers=3",
+        "frontend.media.workerMemory=512MiB",
+        "frontend.media.allowedDomains={images.example.org,*.example.com}",
+        "frontend.config.media.max_pixels=1000",
+    )
+    config = load(release(HUB, *settings), "frontend", tmp_path)
+    assert isinstance(config, FrontendConfig)
+    assert (config.media.workers, config.media.worker_memory, config.media.max_pixels) == (3, 512 * 1024**2, 1000)
+    assert config.media.allowed_domains == ("images.example.org", "*.example.com")
+
+
+def test_without_values_of_media_the_frontends_own_hold(tmp_path: Path):
+    config = load(release(HUB), "frontend", tmp_path)
+    assert isinstance(config, FrontendConfig)
+    assert config.media == MediaConfig()
+
+
+def test_a_frontend_takes_no_media_that_engines_do_not(tmp_path: Path):
+    for setting in ("frontend.media.enabled=false", "enginecore.multimodal.enabled=false"):
+        config = load(release(HUB, setting), "frontend", tmp_path)
+        assert isinstance(config, FrontendConfig)
+        assert not config.media.enabled
+
+
+def test_engines_load_no_towers_where_the_values_say_so():
+    assert "multimodal" not in release(HUB).config("enginecore")
+    without = release(HUB, "enginecore.multimodal.enabled=false")
+    assert without.config("enginecore")["multimodal"] == {"enabled": False}

@@ -257,3 +257,23 @@ def test_the_ranks_of_a_group_reach_each_other_on_any_port_and_those_of_no_other
         engines = [c for c in rendered.components() if c.startswith("enginecore")]
         assert [c for c in engines if wanted.items() <= rendered.pod(c)["metadata"]["labels"].items()] == [pool]
     assert not [p for p in release(POOLS, ON).all("NetworkPolicy") if p["metadata"]["name"].endswith("-ranks")]
+
+
+def test_frontends_reach_hosts_of_media_where_some_are_allowed():
+    domains = "frontend.media.allowedDomains={images.example.org}"
+    reached = rules(release(HUB, ON, domains), "frontend", "egress")
+    assert [peer["ipBlock"]["cidr"] for peer in reached[443, 80] or []] == ["0.0.0.0/0", "::/0"]
+    assert all("10.0.0.0/8" in peer["ipBlock"]["except"] for peer in (reached[443, 80] or [])[:1])
+    for settings in ((), (domains, "frontend.media.enabled=false")):
+        assert (443, 80) not in rules(release(HUB, ON, *settings), "frontend", "egress")
+    assert (443, 80) not in rules(release(HUB, ON, domains), "enginecore", "egress")
+
+
+def test_hosts_of_media_may_be_named_by_their_addresses():
+    settings = (
+        "frontend.media.allowedDomains={images.example.org}",
+        "networkPolicy.media.to[0].ipBlock.cidr=192.0.2.7/32",
+        "networkPolicy.media.ports={8443}",
+    )
+    reached = rules(release(HUB, ON, *settings), "frontend", "egress")
+    assert reached[8443,] == [{"ipBlock": {"cidr": "192.0.2.7/32"}}]

@@ -32,6 +32,11 @@
 {{- if $auth }}
 {{- $_ := set $own "auth" $auth }}
 {{- end }}
+{{- $_ := set $own "media" (dict
+      "enabled" (and .Values.frontend.media.enabled .Values.enginecore.multimodal.enabled)
+      "workers" (int .Values.frontend.media.workers)
+      "worker_memory" .Values.frontend.media.workerMemory
+      "allowed_domains" .Values.frontend.media.allowedDomains) }}
 {{- $usual := dict }}
 {{- with include "penstock.frontend.lora" . | fromYaml }}
 {{- $_ := set $own "lora" . }}

@@ -64,6 +64,20 @@ policyTypes:
 {{- end }}
 {{- end -}}
 
+{{/* Where frontends fetch media from. */}}
+{{- define "penstock.network.media" -}}
+{{- if and .Values.frontend.media.enabled .Values.frontend.media.allowedDomains -}}
+{{- with .Values.networkPolicy.media -}}
+- ports:
+    {{- include "penstock.network.ports" .ports | nindent 4 }}
+  {{- with .to }}
+  to:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{/* The collector of traces, by the port of its address: names are nothing to a policy. */}}
 {{- define "penstock.network.tracing" -}}
 {{- with .Values.tracing.endpoint -}}
