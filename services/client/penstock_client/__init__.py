@@ -1,8 +1,10 @@
 """A client of Penstock's public API: ``Client``, and ``AsyncClient`` for asyncio.
 
-SamplingParams, ChatMessage, Tool and the like are the contract's own messages.
+SamplingParams, ChatMessage, Tool and the like are the contract's own messages; ``image``, ``audio``, ``video`` and ``message``
+make some.
 """
 
+from penstock.common.v1.media_pb2 import Media
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.common.v1.structured_output_pb2 import StructuredOutput
 from penstock.inference.v1.messages_pb2 import ChatMessage, Model, RoutingHints, Tool, ToolCall, ToolChoice
@@ -23,6 +25,7 @@ from penstock_client.errors import (
     Unavailable,
     Unimplemented,
 )
+from penstock_client.media import audio, image, message, video
 from penstock_client.results import ChatOutput, Classes, Embeddings, Logprob, Output, Scores, Usage
 from penstock_client.streams import AsyncStream, Stream
 
@@ -41,6 +44,7 @@ __all__ = [
     "InvalidArgument",
     "Keepalive",
     "Logprob",
+    "Media",
     "Model",
     "NotFound",
     "Output",
@@ -60,4 +64,8 @@ __all__ = [
     "Unavailable",
     "Unimplemented",
     "Usage",
+    "audio",
+    "image",
+    "message",
+    "video",
 ]

@@ -15,6 +15,7 @@ from penstock_client.requests import (
     CallOptions,
     ChatOptions,
     GenerateOptions,
+    MixedPrompt,
     Prompt,
     chat_request,
     classify_request,
@@ -66,20 +67,20 @@ class AsyncClient(BaseClient):
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: MixedPrompt,
         sampling: SamplingParams | None = None,
         *,
         prediction: Prompt | None = None,
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Output]:
-        """Continue a text, or token ids. Returns the ``n`` sequences, each whole."""
+        """Continue a text, token ids, or texts and media. Returns the ``n`` sequences, each whole."""
         stream = self.stream(prompt, whole(sampling), prediction=prediction, timeout=timeout, **options)
         return sorted([output async for output in stream], key=lambda output: output.index)
 
     def stream(
         self,
-        prompt: Prompt,
+        prompt: MixedPrompt,
         sampling: SamplingParams | None = None,
         *,
         prediction: Prompt | None = None,
@@ -120,7 +121,7 @@ class AsyncClient(BaseClient):
 
     async def embed(
         self,
-        inputs: Sequence[Prompt],
+        inputs: Sequence[MixedPrompt],
         *,
         dimensions: int | None = None,
         normalize: bool | None = None,
@@ -133,7 +134,7 @@ class AsyncClient(BaseClient):
 
     async def classify(
         self,
-        inputs: Sequence[Prompt],
+        inputs: Sequence[MixedPrompt],
         *,
         use_activation: bool | None = None,
         timeout: float | None = None,

@@ -15,6 +15,7 @@ from penstock_client.requests import (
     CallOptions,
     ChatOptions,
     GenerateOptions,
+    MixedPrompt,
     Prompt,
     chat_request,
     classify_request,
@@ -65,20 +66,20 @@ class Client(BaseClient):
 
     def generate(
         self,
-        prompt: Prompt,
+        prompt: MixedPrompt,
         sampling: SamplingParams | None = None,
         *,
         prediction: Prompt | None = None,
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Output]:
-        """Continue a text, or token ids. Returns the ``n`` sequences, each whole."""
+        """Continue a text, token ids, or texts and media. Returns the ``n`` sequences, each whole."""
         stream = self.stream(prompt, whole(sampling), prediction=prediction, timeout=timeout, **options)
         return sorted(stream, key=lambda output: output.index)
 
     def stream(
         self,
-        prompt: Prompt,
+        prompt: MixedPrompt,
         sampling: SamplingParams | None = None,
         *,
         prediction: Prompt | None = None,
@@ -119,7 +120,7 @@ class Client(BaseClient):
 
     def embed(
         self,
-        inputs: Sequence[Prompt],
+        inputs: Sequence[MixedPrompt],
         *,
         dimensions: int | None = None,
         normalize: bool | None = None,
@@ -132,7 +133,7 @@ class Client(BaseClient):
 
     def classify(
         self,
-        inputs: Sequence[Prompt],
+        inputs: Sequence[MixedPrompt],
         *,
         use_activation: bool | None = None,
         timeout: float | None = None,

@@ -3,12 +3,15 @@
 from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
+from penstock.common.v1.media_pb2 import Media
 from penstock.common.v1.pooling_pb2 import PoolingParams
 from penstock.common.v1.sampling_pb2 import OUTPUT_KIND_FINAL, SamplingParams
 from penstock.inference.v1 import messages_pb2 as pb
 
 Prompt = str | Sequence[int]
 """A text, or token ids that are used as they are."""
+MixedPrompt = Prompt | Sequence[str | Media]
+"""The same, or texts and media one after the other."""
 
 
 class CallOptions(TypedDict, total=False):
@@ -47,14 +50,16 @@ def whole(sampling: SamplingParams | None) -> SamplingParams:
 
 
 def generate_request(
-    prompt: Prompt, sampling: SamplingParams | None, prediction: Prompt | None, options: GenerateOptions
+    prompt: MixedPrompt, sampling: SamplingParams | None, prediction: Prompt | None, options: GenerateOptions
 ) -> pb.GenerateRequest:
     """A prompt to continue. ``prediction``: what the output may turn out to be."""
     request = pb.GenerateRequest(sampling_params=sampling, prediction=_prediction(prediction), **options)
     if isinstance(prompt, str):
         request.text = prompt
+    elif (mixed := _mixed(prompt)) is not None:
+        request.mixed.CopyFrom(mixed)
     else:
-        request.token_ids.ids.extend(prompt)
+        request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]  # _mixed has looked
         request.token_ids.SetInParent()  # an empty list is the server's to refuse, as token_ids
     return request
 
@@ -70,14 +75,16 @@ def chat_request(
 
 
 def embed_request(
-    inputs: Sequence[Prompt], dimensions: int | None, normalize: bool | None, options: CallOptions
+    inputs: Sequence[MixedPrompt], dimensions: int | None, normalize: bool | None, options: CallOptions
 ) -> pb.EmbedRequest:
     """Inputs to embed."""
     params = PoolingParams(dimensions=dimensions, normalize=normalize)
     return pb.EmbedRequest(inputs=map(_input, inputs), pooling_params=params, **options)
 
 
-def classify_request(inputs: Sequence[Prompt], use_activation: bool | None, options: CallOptions) -> pb.ClassifyRequest:
+def classify_request(
+    inputs: Sequence[MixedPrompt], use_activation: bool | None, options: CallOptions
+) -> pb.ClassifyRequest:
     """Inputs to classify."""
     params = PoolingParams(use_activation=use_activation)
     return pb.ClassifyRequest(inputs=map(_input, inputs), pooling_params=params, **options)
@@ -94,7 +101,17 @@ def _prediction(given: Prompt | None) -> pb.Prediction | None:
     return pb.Prediction(token_ids=pb.TokenIds(ids=given))
 
 
-def _input(given: Prompt) -> pb.PoolingInput:
+def _input(given: MixedPrompt) -> pb.PoolingInput:
     if isinstance(given, str):
         return pb.PoolingInput(text=given)
-    return pb.PoolingInput(token_ids=pb.TokenIds(ids=given))
+    if (mixed := _mixed(given)) is not None:
+        return pb.PoolingInput(mixed=mixed)
+    return pb.PoolingInput(token_ids=pb.TokenIds(ids=given))  # type: ignore[arg-type]  # _mixed has looked
+
+
+def _mixed(given: Sequence[int] | Sequence[str | Media]) -> pb.MixedPrompt | None:
+    """Texts and media as a prompt; None for token ids."""
+    if not given or isinstance(given[0], int):
+        return None
+    parts = [pb.PromptPart(text=part) if isinstance(part, str) else pb.PromptPart(media=part) for part in given]  # type: ignore[arg-type]
+    return pb.MixedPrompt(parts=parts)

@@ -2,8 +2,8 @@
 
 import sys
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from penstock.common.v1.finish_pb2 import FINISH_REASON_UNSPECIFIED, FinishReason, StopReason
@@ -18,7 +18,8 @@ _FINISH_PREFIX = "FINISH_REASON_"
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts. ``cached_tokens`` are those of the prompt that were cached, ``accepted_draft_tokens`` those of the
-    output that were guessed ahead, ``rejected_draft_tokens`` wrong guesses, which are none of it.
+    output that were guessed ahead, ``rejected_draft_tokens`` wrong guesses, which are none of it, ``media_tokens`` those of the
+    prompt at which media stand, by modality.
     """
 
     prompt_tokens: int
@@ -26,6 +27,7 @@ class Usage:
     completion_tokens: int
     accepted_draft_tokens: int = 0
     rejected_draft_tokens: int = 0
+    media_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ def read_usage(message: UsageMessage) -> Usage:
         message.completion_tokens,
         message.accepted_draft_tokens,
         message.rejected_draft_tokens,
+        dict(message.media_tokens),
     )
 
 
