@@ -52,7 +52,9 @@ class Scene:
         """What lies in each of the nine places: 0 for nothing, else the number of its colour and shape."""
         kinds = [0] * len(PLACES)
         for thing in self.things:
-            kinds[PLACES.index(thing.place)] = 1 + list(COLORS).index(thing.color) * len(SHAPES) + SHAPES.index(thing.shape)
+            kinds[PLACES.index(thing.place)] = (
+                1 + list(COLORS).index(thing.color) * len(SHAPES) + SHAPES.index(thing.shape)
+            )
         return kinds
 
     def draw(self, size: int) -> Image.Image:
@@ -100,7 +102,7 @@ def _at(place: str) -> str:
     return "in the middle" if place == "middle" else f"at the {place}"
 
 
-def _count(scene: Scene, rng: random.Random) -> Question:
+def _count(scene: Scene, _: random.Random) -> Question:
     number = len(scene.things)
     return "How many shapes are there?", f"There {'is one shape' if number == 1 else f'are {NUMBERS[number]} shapes'}."
 
@@ -140,7 +142,7 @@ def _what(scene: Scene, rng: random.Random) -> Question:
     return f"What is {where}?", f"There is {found} {where}."
 
 
-def _describe(scene: Scene, rng: random.Random) -> Question:
+def _describe(scene: Scene, _: random.Random) -> Question:
     seen = (f"{thing.name} {_at(thing.place)}" for thing in scene.things)
     return "Describe the picture.", f"There is {', '.join(seen)}."
 

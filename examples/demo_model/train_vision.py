@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from corpus import BOS, CHAT_TEMPLATE, END, EOS
 from muon import Muon
-from PIL import Image
 from pictures import COLORS, MOST, SHAPES, Scene, ask, make_scene
+from PIL import Image
 from team import Team
 from tokenizers import AddedToken, Tokenizer
 from torch import Tensor, nn
@@ -160,7 +160,11 @@ def losses(model: LlavaForConditionalGeneration, reader: nn.Linear, batch: Batch
 
 def train(model: LlavaForConditionalGeneration, tokenizer: Tokenizer, options: Options) -> dict[str, float]:
     """Train until ``steps`` (when positive) or ``minutes`` are over; returns what was measured."""
-    parts = (model.model.language_model.layers, model.model.vision_tower.encoder.layers, model.model.multi_modal_projector)
+    parts = (
+        model.model.language_model.layers,
+        model.model.vision_tower.encoder.layers,
+        model.model.multi_modal_projector,
+    )
     layers = itertools.chain(*(part.parameters() for part in parts))
     matrices = [weight for weight in layers if weight.ndim == 2]
     chosen = {id(weight) for weight in matrices}
@@ -193,7 +197,8 @@ def train(model: LlavaForConditionalGeneration, tokenizer: Tokenizer, options: O
             if step % 25 == 0:
                 minutes = (time.monotonic() - began) / 60
                 print(
-                    f"step {step}  {100 * progress:.1f}%  loss {smooth:.4f}, of patches {lost.patches.item():.4f}  {minutes:.1f} min",
+                    f"step {step}  {100 * progress:.1f}%  loss {smooth:.4f}, of patches {lost.patches.item():.4f}  "
+                    f"{minutes:.1f} min",
                     flush=True,
                 )
 

@@ -299,7 +299,10 @@ async def test_a_key_is_asked_for_in_the_protocols_own_header(engine: FakeEngine
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens is 0; it must be from 1 to 2147483647"),
         ({"messages": [{"role": "boss", "content": "a"}]}, "messages[0].role is 'boss'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].source.type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0].source.type",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
             "messages[0].content[0].type",

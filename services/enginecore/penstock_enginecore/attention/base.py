@@ -21,7 +21,8 @@ class AttentionMetadata:
 
     ``query_start_loc`` ``[requests + 1]``: first token of each request. ``seq_lens`` ``[requests]``: tokens of each
     request after this step. ``block_table`` int32 ``[requests, blocks]``. ``slot_mapping`` ``[tokens]``: where each new
-    token is stored. ``key_ends`` ``[tokens]``: a query sees no key at or behind this position of its request; None: none behind itself.
+    token is stored. ``key_ends`` ``[tokens]``: a query sees no key at or behind this position of its request;
+    None: none behind itself.
     It is above the query's own position, at most the request's tokens, and no smaller than that of the token before. Windows and
     chunks bound what is seen from below as ever.
     """

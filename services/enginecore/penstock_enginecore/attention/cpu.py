@@ -3,8 +3,8 @@
 Requests that compute one token (decode) are batched: sorted by length, cut into buckets of similar length, their keys
 gathered into one padded tensor per bucket, and the query heads that share a key head laid along the query axis.
 Requests that compute several tokens (prefill) run one by one. A sliding window shortens what is gathered, so far keys
-are neither read nor masked. Chunked attention is cut into its chunks: each is ordinary attention over few keys. A request whose tokens see keys behind
-themselves has a mask of its own.
+are neither read nor masked. Chunked attention is cut into its chunks: each is ordinary attention over few keys. A request
+whose tokens see keys behind themselves has a mask of its own.
 
 The fused kernel masks by adding and multiplies what is masked by nothing, which is wrong where a number is not finite. So a
 decode is padded with a key of its own, and a prefill with such numbers takes the explicit way, which selects.

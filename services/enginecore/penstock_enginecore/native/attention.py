@@ -131,7 +131,9 @@ def key_ends_of(metadata: AttentionMetadata) -> int | None:
     if ends is None or all(metadata.spans(request) is None for request in range(metadata.num_requests)):
         return None
     if not ends.flags.c_contiguous or ends.dtype != np.int64 or len(ends) != len(metadata.slot_mapping):
-        raise ValueError(f"the ends of keys are {ends.dtype} {list(ends.shape)}, not int64 [{len(metadata.slot_mapping)}]")
+        raise ValueError(
+            f"the ends of keys are {ends.dtype} {list(ends.shape)}, not int64 [{len(metadata.slot_mapping)}]"
+        )
     return ends.ctypes.data
 
 

@@ -92,7 +92,9 @@ def load_pooling_model(
     hf_config = loader.read_config(config)
     if hf_config.get_text_config() is not hf_config:
         if task != "embed":
-            raise ModelLoadError(f"{_named(hf_config)} is not supported: it has towers, and such models classify nothing yet")
+            raise ModelLoadError(
+                f"{_named(hf_config)} is not supported: it has towers, and such models classify nothing yet"
+            )
         generates = loader.load_model(config, device, progress, split=split, widen=widen, with_towers=with_towers)
         return _without_head(generates, config, device)
     auto_class = AutoModel if task == "embed" else _classifier(hf_config)

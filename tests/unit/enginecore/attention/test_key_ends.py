@@ -1,9 +1,10 @@
 """Queries that see keys behind themselves, against attention with a dense mask in torch."""
 
-from dataclasses import replace
+from dataclasses import itertools
 
 import numpy as np
 import pytest
+import replace
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ def spanned(step: Step, seed: int, longest: int = 30) -> Step:
     positions = step.metadata.positions()
     ends = positions + 1
     starts = step.metadata.query_start_loc
-    for start, end in zip(starts[:-1], starts[1:], strict=True):
+    for start, end in itertools.pairwise(starts):
         at = int(start + generator.integers(0, 4))
         while at < end:
             upto = min(end, at + int(generator.integers(1, longest + 1)))

@@ -36,7 +36,9 @@ def test_spans_in_mixed_steps_see_what_a_dense_mask_shows(
     ("heads", "head_size"), [((1, 1), 16), ((6, 2), 64), ((71, 1), 32), ((32, 2), 128), ((8, 4), 256)]
 )
 def test_spans_of_heads_that_share_keys(library: NativeLibrary, heads: tuple[int, int], head_size: int) -> None:
-    step = make_step([1, 170, 5], [200, 270, 90], block_size=16, heads=heads, head_size=head_size, head_size_v=head_size)
+    step = make_step(
+        [1, 170, 5], [200, 270, 90], block_size=16, heads=heads, head_size=head_size, head_size_v=head_size
+    )
     params = AttentionParams(scaling=head_size**-0.5)
     step = spanned(step, 2, longest=150)
     torch.testing.assert_close(attend(library, step, params), dense(step, params), rtol=3e-5, atol=4e-6)

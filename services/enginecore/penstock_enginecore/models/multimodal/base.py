@@ -13,8 +13,8 @@ from penstock_enginecore.core.model_info import MediaInfo
 
 @dataclass(frozen=True, slots=True)
 class EncoderItem:
-    """An item to encode. ``data``: as the model's processor in transformers gives it for this item alone, but that uint8 pixels are
-    still to be rescaled and normalized. ``num_embeds``: rows that must come of it.
+    """An item to encode. ``data``: as the model's processor in transformers gives it for this item alone, but that uint8 pixels
+    are still to be rescaled and normalized. ``num_embeds``: rows that must come of it.
     """
 
     identifier: str
@@ -62,8 +62,8 @@ class MediaEncoder(Protocol):
         """Forget an item that is to be encoded, also one whose slices have begun. One that is not there is passed over."""
 
     def advance(self, budget: int) -> list[EncodedItem]:
-        """Compute at least one block of the first item, and more while the next block costs no more than what is left of ``budget``
-        (embeddings times blocks), in the order of the items. Returns those that are done. Raises nothing that one item caused.
+        """Compute at least one block of the first item, and more while the next block costs no more than what is left of
+        ``budget`` (embeddings times blocks), in the order of the items. Returns those that are done. Raises nothing that one item caused.
         """
 
     @property

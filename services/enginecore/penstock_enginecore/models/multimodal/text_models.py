@@ -20,7 +20,9 @@ _OURS = {
 
 @cache
 def _for_causal_lm(package: str, prefix: str) -> type[PreTrainedModel]:
-    """``{prefix}ForCausalLM``: a ``{prefix}TextModel`` with a head, as transformers' own are. Positions may be ``[3, 1, tokens]``."""
+    """``{prefix}ForCausalLM``: a ``{prefix}TextModel`` with a head, as transformers' own are. Positions may be
+    ``[3, 1, tokens]``.
+    """
     modeling: Any = import_module(f"transformers.models.{package}.modeling_{package}")
     pretrained, model_class = (getattr(modeling, f"{prefix}{kind}") for kind in ("PreTrainedModel", "TextModel"))
 
