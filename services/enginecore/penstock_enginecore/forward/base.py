@@ -54,8 +54,8 @@ class ForwardBatch:
     ``segments``: the tokens that have adapters, for an ``AdaptedForward``.
 
     ``rope_positions`` int64 ``[3, tokens]``: where the tokens stand in time, height and width for rotary embeddings with
-    sections (M-RoPE); None: at ``positions`` in all of them. ``deepstack`` ``[layers, tokens, hidden size]`` on the device: what is added to
-    the hidden states behind each of the first layers; only beside ``embedded``.
+    sections (M-RoPE); None: at ``positions`` in all of them. ``deepstack`` ``[layers, tokens, hidden size]`` on the device: what
+    is added to the hidden states behind each of the first layers; only beside ``embedded``.
     """
 
     token_ids: IntArray
