@@ -148,8 +148,8 @@ class DraftPlanner:
         """A request that has come: how many tokens are drafted of it at most."""
         asked = request.sampling_params.num_speculative_tokens
         most = self._max_drafts if asked is None else min(asked, self._max_drafts)
-        vectors = request.prompt_embeds is not None or request.mm_features
-        request.max_drafts = 0 if request.pooling_params is not None or vectors else most
+        unread = request.prompt_embeds is not None or (request.mm_features and self._drafts_ahead)  # by what drafts
+        request.max_drafts = 0 if request.pooling_params is not None or unread else most
 
     # What came of it.
 

@@ -8,7 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from penstock_common.types.media import EmbedRun
 from penstock_common.types.outputs import FinishReason
-from penstock_enginecore.config import MultimodalConfig
+from penstock_enginecore.config import MultimodalConfig, SpeculativeConfig
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
 from penstock_enginecore.core.model_info import MediaInfo
@@ -26,7 +26,7 @@ from tests.fakes.engines.engine_harness import (
     step,
 )
 from tests.fakes.engines.fake_encoder import make_feature
-from tests.fakes.engines.fake_executor import FakeExecutor
+from tests.fakes.engines.fake_executor import FakeExecutor, oracle_token
 
 VOCAB = 50
 LENGTHS = {number: 1 + number % 6 for number in range(12)}
@@ -45,6 +45,16 @@ def poisoned(scheduled):
     """A step fails that computes token n, or one behind it, of a request poison-n-..."""
     after = scheduled.num_tokens_after.items()
     return any(key.startswith("poison") and count >= int(key.split("-")[1]) for key, count in after)
+
+
+def drafter_of(held):
+    """One whose first tokens are right, ``held`` of them."""
+
+    def draft(seed, index, count):
+        right = [oracle_token(seed, i, VOCAB) for i in range(index, index + count)]
+        return [token if place < held else (token + 1) % VOCAB for place, token in enumerate(right)]
+
+    return draft
 
 
 class MediaMachine(RuleBasedStateMachine):
@@ -71,6 +81,7 @@ class MediaMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         async_scheduling=st.booleans(),
         max_concurrent_batches=st.integers(1, 3),
+        drafter=st.sampled_from([None, None, 0, 1, 3]),
     )
     def start(
         self,
@@ -86,8 +97,10 @@ class MediaMachine(RuleBasedStateMachine):
         num_blocks_of_tower,
         fails_late,
         late,
+        drafter,
         **config,
     ):
+        """``drafter``: how many of its three drafts are right; None: there is none."""
         self.clock = FakeClock()
         self.budget = budget
         facts = {"max_embeds": 6, "max_tokens": 6, "num_blocks": num_blocks_of_tower}
@@ -107,6 +120,7 @@ class MediaMachine(RuleBasedStateMachine):
                 MediaInfo(modality="audio", **facts),
             ),
             unreadable=self.unreadable.get,
+            drafter=None if drafter is None else drafter_of(drafter),
         )
         executor.encoder.capacity = size
         self.engine = make_engine(
@@ -119,6 +133,9 @@ class MediaMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             long_prefill_token_threshold=threshold,
             multimodal=MultimodalConfig(encoder_cache_size=size),
+            speculative=SpeculativeConfig()
+            if drafter is None
+            else SpeculativeConfig(method="ngram", num_speculative_tokens=3, adaptive=False),
             **config,
         )
         self.control = EngineControl(self.engine)
