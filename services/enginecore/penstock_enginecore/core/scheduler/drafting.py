@@ -182,7 +182,7 @@ class DraftPlanner:
 
     def stepped(self, step: SchedulerOutput, results: ModelRunnerOutput, requests: Mapping[str, Request]) -> None:
         """A step is over, and its results are taken in."""
-        if results.seconds:
+        if results.seconds and not step.encoder_budget:
             self._policy.cost.took(step.total_num_scheduled_tokens, results.seconds)
         for key in step.num_scheduled_tokens:
             request = requests.get(key)

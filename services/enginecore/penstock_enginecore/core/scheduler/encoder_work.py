@@ -220,7 +220,8 @@ class EncoderWork:
         self.reset()
 
     def stats(self) -> MediaStats:
-        """Counts and load now."""
+        """Counts and load now. Any thread."""
+        claimed = list(self._claimed.values())
         return MediaStats(
             pending_embeds=self._num_to_ask + self._queue.num_pending,
             encoded_embeds=self._queue.num_encoded,
@@ -228,7 +229,7 @@ class EncoderWork:
             encoder_cache_hits=self._num_hits,
             encoder_cache_usage=self._cache.usage,
             receiver_cache_bytes=self._receiver_cache_bytes(),
-            num_waiting_reqs=len(self._line) + sum(bool(w.request.hold & Hold.MEDIA) for w in self._claimed.values()),
+            num_waiting_reqs=len(self._line) + sum(bool(wanted.request.hold & Hold.MEDIA) for wanted in claimed),
         )
 
     def _is_there(self, identifier: str) -> bool:

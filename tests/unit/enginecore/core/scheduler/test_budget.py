@@ -3,6 +3,8 @@
 import pytest
 
 from penstock_common.errors import ConfigError
+from penstock_enginecore.config import SchedulerConfig
+from penstock_enginecore.core.scheduler.budget import StepBudget
 from tests.fakes.engines.engine_harness import (
     assert_as_expected,
     make_engine,
@@ -55,3 +57,12 @@ def test_no_more_requests_run_than_the_budget_has_tokens():
     transcript = run_to_end(engine, *requests)
     assert_as_expected(engine, transcript, *requests)
     assert max(map(len, tokens_by_step(engine))) == 4
+
+
+@pytest.mark.parametrize(("largest_span", "tokens"), [(0, 256), (300, 300), (4000, 2048)])
+def test_a_stages_piece_holds_what_is_computed_together(largest_span, tokens):
+    config = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=8)
+    budget = StepBudget(
+        config, supports_chunked_prefill=True, max_model_len=8192, num_stages=2, largest_span=largest_span
+    )
+    assert budget.max_num_tokens == tokens

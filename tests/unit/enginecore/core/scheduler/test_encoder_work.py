@@ -13,6 +13,7 @@ from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
 from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.core.scheduler.fair_queue import FairQueue
+from penstock_enginecore.core.scheduler.output import ModelRunnerOutput
 from penstock_enginecore.core.step_recovery import EngineDeadError
 from tests.fakes.engines.engine_harness import (
     CLIENT,
@@ -471,6 +472,20 @@ def test_models_that_draft_read_no_media(method, drafts):
     add(engine, images(1, request_id="m"), make_request(5, request_id="t"))
     by_key = engine.scheduler._requests.by_key
     assert {request.request_id: request.max_drafts for request in by_key.values()} == {"m": drafts, "t": 3}
+
+
+def test_a_step_that_encodes_says_nothing_of_what_tokens_cost(monkeypatch):
+    engine = media_engine(speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=3))
+    took = []
+    monkeypatch.setattr(engine.scheduler._drafting._policy.cost, "took", lambda *facts: took.append(facts))
+    add(engine, images(1), make_request(5))
+    for number in (1, 2, 3):
+        scheduled = engine.scheduler.schedule()
+        scheduled.encoder_budget = 8 if number == 2 else 0
+        keys = list(scheduled.num_scheduled_tokens)
+        results = ModelRunnerOutput(request_ids=keys, sampled_token_ids=[[1] for _ in keys], seconds=float(number))
+        engine.scheduler.update_from_output(scheduled, results)
+    assert [seconds for _, seconds in took] == [1.0, 3.0]
 
 
 def test_events_tell_which_media_are_in_blocks():
