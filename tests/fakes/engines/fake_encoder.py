@@ -8,6 +8,9 @@ from penstock_common.types.media import EMBEDS, EmbedRun, Modality, MultiModalFe
 from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 
+WIDTH = 4
+"""Numbers of a row."""
+
 
 def identifier_of(number: int) -> str:
     """64 hexadecimal digits."""
@@ -25,19 +28,19 @@ def make_feature(
     num_bytes: int = 2000,
 ) -> MultiModalFeature:
     """An item, with large data. ``embeds``: which are its embeddings."""
-    name = EMBEDS if embeds else "pixel_values"
+    num_embeds = sum(run.count for run in embed_runs) or length
+    given = {EMBEDS: TensorData("float32", (num_embeds, WIDTH), bytes(4 * WIDTH * num_embeds))}
+    processed = {
+        "pixel_values": TensorData("uint8", (num_bytes,), bytes(num_bytes)),
+        "grid": TensorData("int64", (1,), bytes(8)),
+    }
     return MultiModalFeature(
         modality=modality,
         identifier=identifier_of(number),
         offset=offset,
         length=length,
         embed_runs=embed_runs,
-        data={
-            name: TensorData("uint8", (num_bytes,), bytes(num_bytes)),
-            "grid": TensorData("int64", (1,), bytes(8)),
-        }
-        if not embeds
-        else {name: TensorData("uint8", (num_bytes,), bytes(num_bytes))},
+        data=given if embeds else processed,
     )
 
 

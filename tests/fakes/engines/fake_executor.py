@@ -36,7 +36,7 @@ from penstock_enginecore.core.scheduler.output import (
     SchedulerOutput,
 )
 from penstock_enginecore.core.worker_stats import WorkerStats
-from tests.fakes.engines.fake_encoder import FakeEncoder, embed_positions, value_of
+from tests.fakes.engines.fake_encoder import WIDTH, FakeEncoder, embed_positions, value_of
 
 
 def oracle_token(seed: int, index: int, vocab_size: int) -> int:
@@ -190,6 +190,7 @@ class FakeExecutor:
             step_tokens=step_tokens,
             prompt_batch_tokens=prompt_batch_tokens,
             media=media,
+            embed_bytes=4 * WIDTH,
         )
         self.encoder = FakeEncoder(media, unreadable)
         self._whole = {info.modality for info in media if info.attends_both_ways}

@@ -5,7 +5,8 @@ import math
 import numpy as np
 
 from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_common.types.octets import Octets
+from penstock_common.types.prompt_embeds import EmbedsDtype, PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 
 _TOO_LARGE = {"float16": 65520.0, "bfloat16": float(np.uint32(0x7F7F8000).view(np.float32)), "float32": math.inf}
@@ -41,7 +42,7 @@ def check_prompt_embeds(request: EngineCoreRequest, embeds: PromptEmbeds, hidden
         )
     name = f"{_FINITE} as {dtype}"
     if (finite := embeds.memo.get(name)) is None:
-        finite = embeds.memo[name] = _finite(embeds, dtype)
+        finite = embeds.memo[name] = are_finite(embeds.data, embeds.dtype, dtype)
     if not finite:
         raise InvalidArgument(
             f"prompt_embeds holds numbers that are infinite or NaN as {dtype}, which the model computes in",
@@ -49,11 +50,11 @@ def check_prompt_embeds(request: EngineCoreRequest, embeds: PromptEmbeds, hidden
         )
 
 
-def _finite(embeds: PromptEmbeds, dtype: str) -> bool:
-    """Whether all numbers are finite once they are rounded to ``dtype``."""
-    if embeds.dtype == "bfloat16":
-        bits = np.frombuffer(embeds.data, dtype="<u2")
+def are_finite(data: Octets, stored: EmbedsDtype, dtype: str) -> bool:
+    """Whether all numbers of ``data``, which are ``stored`` as such, are finite once they are rounded to ``dtype``."""
+    if stored == "bfloat16":
+        bits = np.frombuffer(data, dtype="<u2")
         return bool((bits & 0x7FFF).max() < _TOO_LARGE_BFLOAT16[dtype])
-    numbers = np.frombuffer(embeds.data, dtype="<f4" if embeds.dtype == "float32" else "<f2")
+    numbers = np.frombuffer(data, dtype="<f4" if stored == "float32" else "<f2")
     too_large = _TOO_LARGE[dtype]
     return -too_large < float(numbers.min()) and float(numbers.max()) < too_large  # NaN is neither

@@ -5,21 +5,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_common.types.media import MultiModalFeature
+from penstock_common.types.media import EMBEDS, MultiModalFeature
+from penstock_common.types.prompt_embeds import ELEMENT_BYTES, EmbedsDtype
 from penstock_common.types.request import EngineCoreRequest
-from penstock_enginecore.core.model_info import MediaInfo
+from penstock_enginecore.core.embeds_validation import are_finite
+from penstock_enginecore.core.model_info import MediaInfo, ModelInfo
 
+_FLOATS: dict[str, EmbedsDtype] = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
 _IDENTIFIER = re.compile(r"[0-9a-f]{64}")
 
 
-def check_media(request: EngineCoreRequest, served: Sequence[MediaInfo], max_items: Mapping[str, int]) -> None:
-    """Raise InvalidArgument, naming the field, unless a model that takes what is ``served`` can have the request's media;
+def check_media(request: EngineCoreRequest, model: ModelInfo, max_items: Mapping[str, int]) -> None:
+    """Raise InvalidArgument, naming the field, unless ``model`` can have the request's media;
     Unimplemented for what is not served with media, and for a model that takes none. ``max_items``: of a prompt, by modality.
     """
-    if not served:
+    if not model.media:
         raise Unimplemented("mm_features is set, and this engine's model reads text alone", field="mm_features")
     _check_beside(request)
-    infos = {info.modality: info for info in served}
+    infos = {info.modality: info for info in model.media}
     end = 0
     for index, feature in enumerate(request.mm_features):
         path = f"mm_features[{index}]"
@@ -37,6 +40,8 @@ def check_media(request: EngineCoreRequest, served: Sequence[MediaInfo], max_ite
         _check_place(feature, path, end, len(request.prompt_token_ids))
         _check_runs(feature, path)
         _check_size(feature, path, info)
+        if EMBEDS in feature.data:
+            _check_embeds(feature, path, model)
         end = feature.end
     _check_counts(request.mm_features, max_items)
 
@@ -48,6 +53,27 @@ def _check_beside(request: EngineCoreRequest) -> None:
         raise Unimplemented(
             "sampling_params.prompt_logprobs is not served with mm_features: an embedding has no probability",
             field="sampling_params.prompt_logprobs",
+        )
+
+
+def _check_embeds(feature: MultiModalFeature, path: str, model: ModelInfo) -> None:
+    """Embeddings that come with a request are rows of the model's, finite as the numbers that it computes in."""
+    if others := sorted(feature.data.keys() - {EMBEDS}):
+        raise InvalidArgument(
+            f"{path}.data has {others[0]!r} beside {EMBEDS!r}, which stands alone", field=f"{path}.data"
+        )
+    tensor, field = feature.data[EMBEDS], f"{path}.data.{EMBEDS}"
+    dtype = _FLOATS.get(tensor.dtype)
+    if dtype is None:
+        raise InvalidArgument(
+            f"{field}.dtype is {tensor.dtype}; it must be {', '.join(_FLOATS)}", field=f"{field}.dtype"
+        )
+    rows = [feature.num_embeds, model.embed_bytes // ELEMENT_BYTES[_FLOATS[model.dtype]]]
+    if list(tensor.shape) not in (rows, [1, *rows]):
+        raise InvalidArgument(f"{field}.shape is {list(tensor.shape)}; it must be {rows}", field=f"{field}.shape")
+    if not are_finite(tensor.data, dtype, model.dtype):
+        raise InvalidArgument(
+            f"{field} holds numbers that are infinite or NaN as {model.dtype}, which the model computes in", field=field
         )
 
 

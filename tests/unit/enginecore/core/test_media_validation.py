@@ -1,13 +1,14 @@
 """What media of a prompt must satisfy."""
 
 import msgspec
+import numpy as np
 import pytest
 
 from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
-from penstock_common.types.media import EmbedRun
+from penstock_common.types.media import EmbedRun, TensorData
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_enginecore.core.media_validation import check_media
-from penstock_enginecore.core.model_info import MediaInfo
+from penstock_enginecore.core.model_info import MediaInfo, ModelInfo
 from tests.fakes.engines.engine_harness import make_engine, make_request
 from tests.fakes.engines.fake_encoder import make_feature
 from tests.fakes.engines.fake_executor import FakeExecutor
@@ -18,8 +19,12 @@ SERVED = (
 )
 
 
+def model_of(served, dtype="float32"):
+    return ModelInfo(max_len=100, vocab_size=100, media=served, embed_bytes=4 * 4, dtype=dtype)
+
+
 def check(*features, served=SERVED, max_items=None, **fields):
-    check_media(make_request(30, mm_features=features, **fields), served, max_items or {})
+    check_media(make_request(30, mm_features=features, **fields), model_of(served), max_items or {})
 
 
 def changed(feature, **fields):
@@ -81,7 +86,7 @@ def test_what_is_not_served_with_media_is_refused_by_name():
     embeds = PromptEmbeds(dtype="float32", num_tokens=30, hidden_size=4, data=bytes(16 * 30), is_token=b"")
     request = msgspec.structs.replace(make_request(30, mm_features=[feature]), prompt_embeds=embeds)
     with pytest.raises(Unimplemented, match="not served with prompt_embeds"):
-        check_media(request, SERVED, {})
+        check_media(request, model_of(SERVED), {})
 
 
 def test_engines_check_media():
@@ -89,3 +94,41 @@ def test_engines_check_media():
         make_engine().preprocess("c", make_request(30, mm_features=[make_feature(1, 0, 4)]))
     with pytest.raises(InvalidArgument, match="has 7 embeddings"):
         make_engine(FakeExecutor(media=SERVED)).preprocess("c", make_request(30, mm_features=[make_feature(1, 0, 7)]))
+
+
+ROWS = np.arange(16, dtype="<f4").reshape(4, 4)
+
+
+def given(rows, dtype="float32", **others):
+    tensor = TensorData(dtype, rows.shape, rows.tobytes())
+    return changed(make_feature(1, 0, 4), data={"embeds": tensor, **others})
+
+
+def test_embeddings_that_come_with_a_request_are_rows_of_the_models():
+    check(given(ROWS))
+    check(given(ROWS[None]))
+    check(given(ROWS.astype("<f2"), "float16"))
+    tensor = TensorData("uint8", (1,), b"a")
+    for feature, field, message in (
+        (given(ROWS, grid=tensor), ".data", "'grid' beside 'embeds'"),
+        (
+            given(ROWS.astype("<f8"), "float64"),
+            ".data.embeds.dtype",
+            "is float64; it must be float32, float16, bfloat16",
+        ),
+        (given(ROWS[:3]), ".data.embeds.shape", "is [3, 4]; it must be [4, 4]"),
+        (given(ROWS[:, :3]), ".data.embeds.shape", "is [4, 3]; it must be [4, 4]"),
+        (given(np.where(ROWS == 3, np.nan, ROWS).astype("<f4")), ".data.embeds", "infinite or NaN as float32"),
+        (given(np.where(ROWS == 3, np.inf, ROWS).astype("<f2"), "float16"), ".data.embeds", "infinite or NaN"),
+    ):
+        error = refused(feature)
+        assert error.field == f"mm_features[0]{field}"
+        assert message in error.message
+
+
+def test_numbers_that_are_too_large_for_the_model_are_refused():
+    model = model_of(SERVED, dtype="float16")
+    rows = np.full((4, 8), 1e5, dtype="<f4")
+    with pytest.raises(InvalidArgument, match="infinite or NaN as float16"):
+        check_media(make_request(30, mm_features=[given(rows)]), model, {})
+    check_media(make_request(30, mm_features=[given(rows / 10)]), model, {})
