@@ -130,6 +130,40 @@ _REASONING = engine.EngineCoreRequest(
     reasoning_parser_kwargs='{"begin_token_id":7,"end_token_id":8}',
 )
 _POOLED = engine.EngineCoreRequest(request_id="r4", prompt_token_ids=[5], pooling_params=_POOLING)
+_SEEN = engine.EngineCoreRequest(
+    request_id="r6",
+    prompt_token_ids=[5, 6, 7, 8],
+    sampling_params=_ENGINE_SAMPLING,
+    mm_features=[
+        engine.MultiModalFeature(
+            modality="image",
+            identifier="0a" * 32,
+            offset=1,
+            length=2,
+            data={
+                "pixel_values": _tensor(),
+                "grid": tensor_pb2.Tensor(
+                    dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[3], chunks=tensor_pb2.ChunkReference(transfer_id=1, size=3)
+                ),
+            },
+            embed_runs=[engine.EmbedRun(start=0, count=2)],
+            keep=True,
+        ),
+        engine.MultiModalFeature(
+            modality="image",
+            identifier="0b" * 32,
+            offset=3,
+            length=1,
+            data={
+                "embeds": tensor_pb2.Tensor(
+                    dtype=tensor_pb2.DATA_TYPE_FLOAT32,
+                    shape=[1, 2],
+                    shared_memory=tensor_pb2.SharedMemoryReference(name=f"penstock-{'0' * 32}-1", size=8),
+                )
+            },
+        ),
+    ],
+)
 _STATS = stats_pb2.SchedulerStats(num_running_reqs=1, num_waiting_reqs=2, kv_cache_usage=0.5, step_counter=3)
 _VLLM_SAMPLING = vllm.SamplingParams(max_tokens=2, temperature=0.0, skip_special_tokens=True)
 _TOKENIZED = vllm.TokenizedInput(original_text="x", input_ids=[5, 6, 7])
@@ -142,6 +176,8 @@ SESSION = (
     engine.SessionRequest(add=_EMBEDS),
     engine.SessionRequest(add=_POOLED),
     engine.SessionRequest(add=_REASONING),
+    engine.SessionRequest(add=_SEEN),
+    engine.SessionRequest(drop_media=engine.DropMedia(identifiers=["0a" * 32, ""])),
     engine.SessionRequest(abort=engine.Abort(request_ids=["r", "r2", "none"], reason="x")),
     engine.SessionRequest(utility=engine.UtilityCall(call_id=1, method="engine_info")),
     engine.SessionRequest(

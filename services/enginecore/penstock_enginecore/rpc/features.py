@@ -4,12 +4,12 @@ import re
 
 from penstock.common.v1 import tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, ResourceExhausted, Unimplemented
 from penstock_common.rpc.media import modality_from_proto, tensor_from_proto
 from penstock_common.rpc.outputs import taker
 from penstock_common.tensors.incoming import IncomingTensors
 from penstock_common.tensors.shared_memory import SegmentReader
-from penstock_common.tensors.sizes import Buffer
+from penstock_common.tensors.sizes import MAX_TENSOR_BYTES, Buffer
 from penstock_common.types.media import EmbedRun, MultiModalFeature, TensorData
 from penstock_enginecore.core.multimodal.receiver_cache import ReceivedFeature, SessionFeatures
 
@@ -30,6 +30,8 @@ class FeatureReader:
         self._tensors = tensors
         self._take = taker(tensors)
         self._segments = segments
+        self._shared_bytes = 0
+        """In shared memory, of the request that is being read."""
 
     def read(self, message: pb.EngineCoreRequest) -> list[MultiModalFeature]:
         """The features of a request with their data. Raises InvalidArgument, with the field, what ``SessionFeatures.take``
@@ -37,6 +39,7 @@ class FeatureReader:
         """
         if not message.mm_features:
             return []
+        self._shared_bytes = 0
         try:
             received = [
                 ReceivedFeature(self._feature(feature, f"mm_features[{place}]"), feature.keep)
@@ -73,6 +76,12 @@ class FeatureReader:
     def _shared(self, reference: tensor_pb2.SharedMemoryReference, field: str) -> Buffer:
         if self._segments is None:
             raise Unimplemented(f"{field} is set; this engine takes no shared memory", field=field)
+        self._shared_bytes += reference.size
+        if self._shared_bytes > MAX_TENSOR_BYTES:
+            raise ResourceExhausted(
+                f"mm_features has {self._shared_bytes} bytes in shared memory; the limit is {MAX_TENSOR_BYTES}",
+                field=field,
+            )
         return self._segments.read(reference.name, reference.offset, reference.size, field=field)
 
     def discard(self, message: pb.EngineCoreRequest) -> None:

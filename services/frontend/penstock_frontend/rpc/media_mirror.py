@@ -15,6 +15,14 @@ class Sent(NamedTuple):
     keep: bool
 
 
+def first_of_each(features: Iterable[MultiModalFeature]) -> list[MultiModalFeature]:
+    """The first of each identifier: it stands for the others of the same message."""
+    found: dict[str, MultiModalFeature] = {}
+    for feature in features:
+        found.setdefault(feature.identifier, feature)
+    return list(found.values())
+
+
 class MediaMirror:
     """The items that a session's engine keeps, those used last at the end, within the bytes that the engine allows.
 
@@ -51,8 +59,8 @@ class MediaMirror:
         return frozenset(self._kept)
 
     def missing(self, features: Iterable[MultiModalFeature]) -> list[MultiModalFeature]:
-        """Those that are to go with their data, each identifier once."""
-        return list({f.identifier: f for f in features if f.identifier not in self._kept}.values())
+        """Those that are to go with their data, the first of each identifier."""
+        return first_of_each(feature for feature in features if feature.identifier not in self._kept)
 
     def send(self, features: Sequence[MultiModalFeature], *, plain: bool = False) -> list[Sent]:
         """How the features of a request go into the message that goes next. ``plain``: whatever is kept, all go with their data,

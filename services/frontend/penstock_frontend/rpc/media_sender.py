@@ -11,7 +11,7 @@ from penstock_common.tensors.sizes import Buffer, Limits
 from penstock_common.types.media import MultiModalFeature, TensorData
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason
 from penstock_common.types.request import EngineCoreRequest
-from penstock_frontend.rpc.media_mirror import MediaMirror, Sent
+from penstock_frontend.rpc.media_mirror import MediaMirror, Sent, first_of_each
 from penstock_frontend.rpc.media_transport import MediaTransport
 
 NOT_CACHED = "MEDIA_NOT_CACHED"
@@ -89,7 +89,7 @@ class MediaSender:
 
     def _with_data(self, request: EngineCoreRequest, again: int) -> Sequence[MultiModalFeature]:
         if again >= MAX_RESENDS:
-            return list({feature.identifier: feature for feature in request.mm_features}.values())
+            return first_of_each(request.mm_features)
         return self.mirror.missing(request.mm_features)
 
     def _large(self, features: Iterable[MultiModalFeature]) -> list[Buffer]:

@@ -148,6 +148,15 @@ def test_media_that_are_too_large_for_the_engine_are_refused_here() -> None:
     assert "4500 bytes once they are processed; engines take up to 4096" in pair.refused["1"].message
 
 
+def test_equal_items_of_one_request_go_once_whoever_made_them() -> None:
+    pair = MediaSessionPair(ReceiverCache(0), limits=LIMITS)
+    one, other = item("f", 600, 400, offset=1), item("f", 600, 400, offset=5)
+    pair.out.add(request_of("1", one, other))
+    pair.settle()
+    assert pair.refused == {}
+    assert_same(pair.received["1"], [one, other])
+
+
 names = st.lists(st.sampled_from(sorted(ITEMS)), min_size=1, max_size=3)
 steps = st.one_of(
     st.tuples(st.just("add"), names),
