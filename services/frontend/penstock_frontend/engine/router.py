@@ -88,8 +88,12 @@ class Router:
         self._sent: dict[str, set[str]] = {}
         """By engine, the requests sent to it that no report has counted yet."""
 
-    def report(self, key: str, *, waiting: int, running: int, kv_cache_usage: float, pending_embeds: int = 0) -> None:
-        """An engine's counts are known anew."""
+    def report(
+        self, key: str, *, waiting: int, running: int, kv_cache_usage: float, pending_embeds: int | None = None
+    ) -> None:
+        """An engine's counts are known anew. ``pending_embeds``: None where that is not said."""
+        if pending_embeds is None:
+            pending_embeds = self.load(key).pending_embeds
         load = self._loads[key] = Load(waiting, running, kv_cache_usage, pending_embeds)
         self._scores[key] = load.score
         self._sent.pop(key, None)

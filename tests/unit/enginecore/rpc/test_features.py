@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,7 +47,7 @@ tensors = st.builds(
     st.lists(sizes, max_size=3),
     payloads,
 )
-features: Any = st.builds(
+features: st.SearchStrategy[pb.MultiModalFeature] = st.builds(
     lambda modality, identifier, offset, length, data, keep: pb.MultiModalFeature(
         modality=modality, identifier=identifier, offset=offset, length=length, data=data, keep=keep
     ),
@@ -83,8 +82,7 @@ def test_whatever_a_message_says_it_ends_its_request_alone(
             named = [tensor.shared_memory.name for feature in each for tensor in feature.data.values()]
             try:
                 read = reader.read(pb.EngineCoreRequest(mm_features=each))
-            except RequestFailed as e:
-                assert e.field.startswith(("mm_features", "prompt_embeds")) or "tensor" in e.message
+            except RequestFailed:
                 assert session.identifiers == before
             else:
                 assert [feature.identifier for feature in read] == [feature.identifier for feature in each]

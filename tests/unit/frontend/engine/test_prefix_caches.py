@@ -19,7 +19,8 @@ from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.request import Request
 from penstock_frontend.engine import prefix_caches
-from penstock_frontend.engine.prefix_caches import PrefixCaches
+from penstock_frontend.engine.prefix_caches import PrefixCaches, with_media
+from tests.fakes.systems.media_session import item
 
 SIZE = 4
 PROMPT = list(range(100, 118))
@@ -259,3 +260,9 @@ def test_no_more_is_remembered_than_may_be() -> None:
     caches.apply("e", [BlockStored(block_hashes=blocks, parent_hash=b"", token_ids=[0] * 20, block_size=SIZE)])
     assert caches.full
     assert caches.num_blocks == 3
+
+
+def test_media_that_an_engine_has_count_as_if_it_had_their_tokens() -> None:
+    first, second = item("a", 1, offset=10, length=20), item("b", 1, offset=40, length=5)
+    counts = with_media({"e0": 16, "e1": 64, "e2": 8}, {"e0": [first], "e1": [first, second], "e3": [second]})
+    assert counts == {"e0": 16 + 14, "e1": 64, "e2": 8, "e3": 5}

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_common.errors import InvalidArgument, Unavailable
-from penstock_frontend.engine.router import Candidate, Load, Router
+from penstock_common.types.request import EngineCoreRequest
+from penstock_frontend.engine.router import Candidate, Load, Router, takers
+from tests.fakes.systems.media_session import item
 
 ENGINES = [Candidate(f"e{i}", i) for i in range(4)]
 
@@ -51,6 +53,26 @@ def test_requests_that_belong_together_all_count() -> None:
 def test_kv_usage_counts_beyond_one_half_only() -> None:
     assert Load(kv_cache_usage=0.5).score == Load(kv_cache_usage=0.1).score
     assert Load(kv_cache_usage=0.9).score > Load(kv_cache_usage=0.7).score > Load(kv_cache_usage=0.5).score
+
+
+def test_embeddings_to_compute_count_as_prompt_tokens_do_until_others_are_told() -> None:
+    router = Router()
+    for engine in ENGINES[1:]:
+        router.report(engine.key, waiting=0, running=4, kv_cache_usage=0.0)
+    router.report("e0", waiting=0, running=0, kv_cache_usage=0.0, pending_embeds=128 * 5)
+    assert router.pick(ENGINES) != "e0"
+    router.report("e0", waiting=0, running=0, kv_cache_usage=0.0)
+    assert router.load("e0").pending_embeds == 128 * 5
+    router.report("e0", waiting=0, running=0, kv_cache_usage=0.0, pending_embeds=128 * 3)
+    assert router.pick(ENGINES) == "e0"
+
+
+def test_requests_with_media_go_to_engines_that_take_them() -> None:
+    engines = [Candidate("e0", 0), Candidate("e1", 1, modalities=("image",))]
+    images = EngineCoreRequest(request_id="r", prompt_token_ids=[1], mm_features=[item("a", 1)])
+    assert [c.key for c in takers(engines, images)] == ["e1"]
+    text = EngineCoreRequest(request_id="r", prompt_token_ids=[1])
+    assert [c.key for c in takers(engines, text)] == ["e0", "e1"]
 
 
 def test_a_report_replaces_what_was_sent_since_the_last() -> None:
