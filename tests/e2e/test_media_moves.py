@@ -33,6 +33,10 @@ class WithAdmin(Cluster):
         self.admin_port = free_port()
         super().__init__(model, engines=ENGINES, frontend_flags={"admin__port": self.admin_port}, **flags)
 
+    async def __aenter__(self) -> "WithAdmin":
+        await super().__aenter__()
+        return self
+
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[WithAdmin]:

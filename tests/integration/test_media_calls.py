@@ -68,7 +68,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     media = MediaConfig(workers=1, allowed_domains=("localhost",), max_bytes=256 * 1024)
     limits = LimitsConfig(max_media=MaxMediaConfig(image=3))
     async with (
-        FakeEngine(vocab_size=VOCAB_SIZE, max_model_len=1024) as engine,
+        FakeEngine(vocab_size=VOCAB_SIZE, max_model_len=1024).serve_media() as engine,
         openai_server(folder, engines=[engine.address], media=media, limits=limits) as api,
     ):
         token_id = api.server.frontend._llm.tokenizer.token_id("<image>")
@@ -90,6 +90,11 @@ async def test_a_chat_has_an_image_where_its_part_stands(served: Served) -> None
     assert answer.usage is not None
     details = answer.usage.model_dump()["prompt_tokens_details"]
     assert (answer.usage.prompt_tokens, details["image_tokens"]) == (len(prompt), ROWS)
+
+
+async def test_the_model_says_which_media_requests_may_have(served: Served) -> None:
+    (model,) = (await served.api.server.stub.ListModels(pb.ListModelsRequest())).models
+    assert [(limit.modality, limit.max_items, limit.max_tokens) for limit in model.media] == [("image", 3, 1024)]
 
 
 async def test_text_that_looks_like_an_image_is_text(served: Served) -> None:

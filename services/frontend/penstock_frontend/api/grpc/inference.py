@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
+import msgspec
 
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2, service_pb2_grpc
@@ -153,9 +154,14 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         )
 
     def _media_limits(self) -> list[MediaLimits]:
-        """What engines take of each modality."""
-        limits = self._llm.engines.view.limits
-        return [] if limits is None else list(limits.media)
+        """What requests may have of each modality: as many items as this frontend and the engines take."""
+        limits, most = self._llm.engines.view.limits, self._limits.now.max_media
+        if limits is None or self._llm.inputs.media is None:
+            return []
+        fitted = (
+            msgspec.structs.replace(each, max_items=min(each.max_items, most.of(each.modality))) for each in limits.media
+        )
+        return [each for each in fitted if each.max_items]
 
 
 def add_to_server(
