@@ -156,8 +156,11 @@ class MediaSender:
         """Look at what an engine says, and take out of it what nobody else is to hear. Returns the requests that are to be put
         again, and how often they will have been sent again then.
         """
-        if not self._sent or not outputs.outputs:
+        if not self._sent:
             return []
+        if outputs.finished_requests:
+            told = {output.request_id for output in outputs.outputs}
+            self.forget(request_id for request_id in outputs.finished_requests if request_id not in told)
         again: list[tuple[EngineCoreRequest, int]] = []
         for output in outputs.outputs:
             if output.finish_reason is None or (found := self._sent.get(output.request_id)) is None:
@@ -188,7 +191,7 @@ class MediaSender:
         self.mirror.cleared()
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """These have been aborted."""
+        """These have ended without an output, or were aborted."""
         for request_id in request_ids:
             self._sent.pop(request_id, None)
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from penstock_common.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from penstock_common.tensors.sizes import Limits
 from penstock_common.types.media import MultiModalFeature
+from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_enginecore.core.multimodal.receiver_cache import CACHE_FULL, NOT_CACHED, ReceiverCache
 from penstock_frontend.rpc.media_mirror import MediaMirror
 from tests.fakes.systems.media_session import MediaSessionPair, assert_same, identifier_of, item, request_of
@@ -155,6 +156,19 @@ def test_equal_items_of_one_request_go_once_whoever_made_them() -> None:
     pair.settle()
     assert pair.refused == {}
     assert_same(pair.received["1"], [one, other])
+
+
+def test_nothing_is_remembered_of_requests_that_have_ended() -> None:
+    pair = MediaSessionPair(ReceiverCache(QUOTA), limits=LIMITS)
+    for number in range(4):
+        pair.out.add(request_of(str(number), ITEMS["a"]))
+    pair.settle()
+    pair.end("0")
+    pair.out.abort(["1"], "test")
+    pair.down.append(EngineCoreOutputs(finished_requests=["2"]))
+    pair.settle()
+    assert pair.out._media is not None
+    assert list(pair.out._media._sent) == ["3"]
 
 
 names = st.lists(st.sampled_from(sorted(ITEMS)), min_size=1, max_size=3)
