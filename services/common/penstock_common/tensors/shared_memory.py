@@ -200,6 +200,8 @@ class SegmentReader:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
             raise InvalidArgument(f"{field}: the segment is no file", field=field)
+        if status.st_uid != os.geteuid():
+            raise InvalidArgument(f"{field}: the segment is another user's", field=field)
         if status.st_size != offset + size:
             raise InvalidArgument(
                 f"{field}: the segment has {status.st_size} bytes; offset and size say {offset + size}", field=field

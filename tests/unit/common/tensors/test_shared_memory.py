@@ -109,6 +109,13 @@ def test_a_pipe_in_place_of_a_segment_is_refused_at_once(tmp_path: Path) -> None
     assert "is no file" in refusal(SegmentReader("f", root=tmp_path), name, 3).message
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_another_users_file_is_refused(tmp_path: Path) -> None:
+    ref = written(SegmentWriter("f", root=tmp_path), b"abc")
+    os.chown(tmp_path / ref.name, 12_345, 12_345)
+    assert "another user's" in refusal(SegmentReader("f", root=tmp_path), ref.name, 3).message
+
+
 def test_what_is_read_is_bounded(tmp_path: Path) -> None:
     error = refusal(SegmentReader("f", root=tmp_path, max_bytes=10), f"penstock-{owner_of('f')}-7", 11)
     assert isinstance(error, ResourceExhausted)
