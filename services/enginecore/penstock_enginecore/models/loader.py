@@ -96,8 +96,8 @@ def load_model(
     model_class = _model_class(hf_config, config) if composite is None else composite.text_class
     check_supported(text_config, model_class)
     scheme = quantization_of(hf_config)
-    if composite is not None:
-        composite.check_weights(scheme, shared=make_share is not None)
+    if composite is not None and make_share is not None:
+        raise ModelLoadError(f"{hf_config.model_type} has towers; experts of such models are not shared by ranks yet")
     widen = widen and (scheme is None or not keep(scheme))  # what is kept quantized is multiplied as it is
     dtypes = resolve_dtypes(config.dtype, hf_config, device, widen=widen)
     max_len = config_max_len(text_config, config)

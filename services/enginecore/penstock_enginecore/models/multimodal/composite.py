@@ -16,7 +16,7 @@ from penstock_enginecore.models.multimodal.families.factory import family_of
 from penstock_enginecore.models.multimodal.text_models import text_class
 from penstock_enginecore.models.narrow_weight import widen_all
 from penstock_enginecore.models.placement import place
-from penstock_enginecore.models.quantization.scheme import Scheme
+from penstock_enginecore.models.quantization.kept import dequantize_kept
 
 _TOWERS_ATTEND = "sdpa"
 _TEXT_SECTION = "text_config"
@@ -61,10 +61,10 @@ class Composite:
     def _model_mapping(self) -> Mapping[type[PretrainedConfig], type[PreTrainedModel]]:
         return {type(self.config): self._class()}
 
-    def from_pretrained(self, *, attn_implementation: str, **options: Any) -> Any:
+    def from_pretrained(self, **options: Any) -> Any:
         """As of transformers' auto classes; ``attn_implementation`` is that of the text model."""
-        make: Any = self._class().from_pretrained
-        return make(attn_implementation=self._sections(attn_implementation), **options)
+        make: Any = self._class()
+        return make.from_pretrained(**options)
 
     def from_config(
         self,
@@ -91,37 +91,41 @@ class Composite:
         module.generation_config = whole.generation_config
         return Separated(module, towers)
 
-    def check_weights(self, scheme: Scheme | None, *, shared: bool) -> None:
-        """Raise ModelLoadError for weights quantized by ``scheme``, and for experts that ranks share."""
-        if scheme is not None or shared:
-            what = "its experts are shared by ranks" if scheme is None else f"its weights are quantized ({scheme.name})"
-            raise ModelLoadError(f"{self.config.model_type} is not supported: {what}, and it has towers")
-
     def encoder(
         self, towers: Any, directory: Path, max_tokens: int, device: torch.device, dtypes: Dtypes
     ) -> TowerEncoder | None:
         """What computes with ``towers`` on ``device``, by the processors' files in ``directory``. For them, no weights are kept
-        narrow. ``max_tokens``: of a prompt. None if there are to be none. Raises ModelLoadError.
+        narrow or quantized. ``max_tokens``: of a prompt. None if there are to be none. Raises ModelLoadError.
         """
         if not self.with_towers:
             return None
+        dequantize_kept(towers, dtypes.computed)
         widen_all(towers)
         place(towers, str(directory), device)
         checkpoint = Checkpoint(self.config, directory, max_tokens, device)
         return TowerEncoder(self.family(towers, checkpoint), device, dtypes.computed)
 
     def _class(self) -> type[PreTrainedModel]:
+        """Transformers', but that towers attend in torch's way, or are not there, and no more of the files is read."""
         mapping: Any = AutoModelForMultimodalLM._model_mapping
         entry = mapping[type(self.config)]
-        found = entry[0] if isinstance(entry, tuple) else entry
-        return found if self.with_towers else _without_towers(found, self.family.text_name)
+        found: type[PreTrainedModel] = entry[0] if isinstance(entry, tuple) else entry
+        members: dict[str, Any] = {"__module__": found.__module__}
+        if not self.with_towers:
+            members |= _without_towers(found, self.family.text_name)
+
+        def from_pretrained(cls: type[Any], /, *args: Any, attn_implementation: str, **options: Any) -> Any:
+            inherited: Any = found.from_pretrained
+            return inherited.__func__(cls, *args, attn_implementation=self._sections(attn_implementation), **options)
+
+        return type(found.__name__, (found,), {**members, "from_pretrained": classmethod(from_pretrained)})
 
     def _sections(self, attention: str) -> dict[str, str]:
         return {"": _TOWERS_ATTEND, **dict.fromkeys(self.config.sub_configs, _TOWERS_ATTEND), _TEXT_SECTION: attention}
 
 
-def _without_towers(model_class: type[PreTrainedModel], text_name: str) -> type[PreTrainedModel]:
-    """The class, but that its models have their text model alone, and read no more of the files."""
+def _without_towers(model_class: type[PreTrainedModel], text_name: str) -> dict[str, Any]:
+    """Members of a class whose models have their text model alone."""
 
     def init(self: Any, config: PretrainedConfig) -> None:
         model_class.__init__(self, config)
@@ -129,6 +133,4 @@ def _without_towers(model_class: type[PreTrainedModel], text_name: str) -> type[
             if name != text_name:
                 delattr(self.model, name)
 
-    others = rf"^model\.(?!{text_name}\.)[^.]+\."
-    members = {"__init__": init, "__module__": model_class.__module__, "_keys_to_ignore_on_load_unexpected": {others}}
-    return type(model_class.__name__, (model_class,), members)
+    return {"__init__": init, "_keys_to_ignore_on_load_unexpected": {rf"^model\.(?!{text_name}\.)[^.]+\."}}

@@ -1,6 +1,7 @@
 """Scales of an fp8 KV cache that a checkpoint brings: those that its author has measured."""
 
 import math
+import re
 from collections.abc import Mapping
 
 from penstock_enginecore.attention.kv_cache import KVScales
@@ -12,6 +13,8 @@ _VALUE = (".v_proj.v_scale", ".v_scale")
 _BOTH = (".kv_scale",)
 SUFFIXES = (*_KEY, *_VALUE, *_BOTH)
 """Of the tensors' names, behind that of an attention layer: compressed-tensors', ModelOpt's and AutoFP8's."""
+_IN_A_WHOLE = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?")
+"""How a text model's names begin in a checkpoint with towers, where it has names of its own."""
 _PLAIN = frozenset({"F16", "BF16", "F32"})
 
 
@@ -30,7 +33,7 @@ def _found(stored: Mapping[str, StoredTensor], suffixes: tuple[str, ...]) -> dic
     for name, tensor in stored.items():
         suffix = next((suffix for suffix in suffixes if name.endswith(suffix)), None)
         if suffix is not None:
-            found[name.removesuffix(suffix)] = _number(name, tensor)
+            found[_IN_A_WHOLE.sub("model.", name.removesuffix(suffix))] = _number(name, tensor)
     return found
 
 

@@ -1,6 +1,7 @@
 """Checkpoints with towers are loaded once, as a text model of its own class; what is not served is refused by name."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
 from penstock_enginecore.models.multimodal.families.factory import family_of
 from penstock_enginecore.models.narrow_weight import NarrowWeight
+from penstock_enginecore.models.quantization.kept import dequantize_kept
+from tests.fakes.models.quantized_models import FORMATS, is_quantized
 from tests.fakes.multimodal_items import features, image_tensors, item
 from tests.fakes.multimodal_models import save_multimodal_model
 
@@ -163,14 +166,51 @@ def test_families_that_are_not_served_are_refused_with_the_reason(kind: str, sai
         family_of(AutoConfig.for_model(kind))
 
 
-def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+QUANTIZED = [("fp8-blocks", ""), ("fp8-tensor", ""), ("compressed-int4", "language_model"), ("awq", "language_model")]
+"""Forms, and what the names of weights have that are quantized; tiny towers have sizes that are no multiples of a group."""
+
+
+@pytest.mark.parametrize(("form", "part"), QUANTIZED)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("with_towers", [False, True])
+def test_quantized_weights_mean_what_they_say(
+    tmp_path: Path, form: str, part: str, keep: bool, with_towers: bool
+) -> None:
     save_multimodal_model("llava", tmp_path)
-    edit_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    with pytest.raises(
-        ModelLoadError,
-        match=r"llava is not supported: its weights are quantized \(fp8 by blocks of 128x128\), and it has towers",
-    ):
-        load(tmp_path)
+    file, dense = tmp_path / "model.safetensors", tmp_path / "dense"
+    shutil.copytree(tmp_path, dense)
+    stored, meant = {}, {}
+    for name, tensor in load_file(file).items():
+        parts, means = {name: tensor}, tensor
+        if part in name and is_quantized(name, tensor, form):
+            parts, means = FORMATS[form].pack(name, tensor)
+        stored.update(parts)
+        meant[name] = means
+    save_file(meant, dense / "model.safetensors", {"format": "pt"})
+    save_file(stored, file, {"format": "pt"})
+    edit_config(tmp_path, quantization_config=dict(FORMATS[form].config))
+    config = ModelConfig(path=str(tmp_path))
+    found = load_model(config, CPU, lambda line: None, lambda scheme: keep, with_towers=with_towers)
+    expected = load(dense, with_towers=with_towers)
+    dequantize_kept(found.module, torch.float32)
+    for name, weight in expected.module.state_dict().items():
+        torch.testing.assert_close(found.module.state_dict()[name], weight, rtol=1e-6, atol=1e-6)
+    if with_towers:
+        tensors = image_tensors("llava", tmp_path)
+        torch.testing.assert_close(rows(found, tensors, 16), rows(expected, tensors, 16), rtol=1e-4, atol=1e-4)
+
+
+def test_scales_of_a_cache_belong_to_the_text_models_layers(tmp_path: Path) -> None:
+    save_multimodal_model("llava", tmp_path)
+    file = tmp_path / "model.safetensors"
+    scales = {
+        f"language_model.model.layers.{layer}.self_attn.{part}_scale": torch.tensor(0.5)
+        for layer in (0, 1)
+        for part in "kv"
+    }
+    save_file({**load_file(file), **scales}, file, {"format": "pt"})
+    edit_config(tmp_path, quantization_config=dict(FORMATS["fp8-tensor"].config))
+    assert load(tmp_path).kv_scales.keys() == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
 
 
 def test_rows_have_the_models_dtype(tmp_path: Path) -> None:

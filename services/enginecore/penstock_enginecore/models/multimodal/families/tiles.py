@@ -91,10 +91,9 @@ class _CroppedTiles(_Tiles):
 
     @property
     def most_tiles(self) -> int:
-        """See ``_Tiles``."""
-        settings = self.processor_settings
-        most = int(settings.get("max_patches") or _MAX_PATCHES)
-        return most + 1 if settings.get("crop_to_patches", True) and most > 1 else 1
+        """See ``_Tiles``. The family's processor crops, whatever its image processor would do alone."""
+        most = int(self.processor_settings.get("max_patches") or _MAX_PATCHES)
+        return most + 1 if most > 1 else 1
 
     def _options(self) -> dict[str, Any]:
         return {
