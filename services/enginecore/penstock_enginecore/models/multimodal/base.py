@@ -63,8 +63,8 @@ class MediaEncoder(Protocol):
 
     def advance(self, budget: int) -> list[EncodedItem]:
         """Compute at least one block of the first item, and more while the next block costs no more than what is left of
-        ``budget`` (embeddings times blocks), in the order of the items. Returns those that are done. Raises
-        nothing that one item caused.
+        ``budget`` (embeddings times blocks), in the order of the items. Returns those that are done. Raises nothing that one
+        item caused.
         """
 
     @property

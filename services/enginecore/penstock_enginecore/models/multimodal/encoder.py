@@ -30,8 +30,8 @@ class _Begun:
 
 
 class TowerEncoder:
-    """The towers of ``family``, in slices. Items are computed one at a time, each as if it were alone: in a batch they would come
-    out with other bits.
+    """The towers of ``family``, in slices. Items are computed one at a time, each as if it were alone: in a batch they might come
+    out with other bits, since libraries choose how to multiply by the sizes.
     """
 
     def __init__(self, family: Family, device: torch.device, dtype: torch.dtype) -> None:

@@ -42,8 +42,11 @@ class Normalization:
         """
         if pixels.dtype != torch.uint8:
             return pixels.float()
-        by_channel = zip(self.table, pixels.movedim(channels, 0), strict=True)
-        return torch.stack([table[values.int()] for table, values in by_channel]).movedim(0, channels).contiguous()
+        if (count := pixels.shape[channels]) != len(self.table):
+            raise ValueError(f"pixels have {count} colours; the checkpoint's processor knows {len(self.table)}")
+        row = torch.arange(0, count * _LEVELS, _LEVELS, dtype=torch.int32, device=pixels.device)
+        places = pixels + row.view(-1, *[1] * (pixels.dim() - channels - 1))
+        return self.table.flatten().index_select(0, places.flatten()).view(pixels.shape)
 
 
 def _per_channel(value: float | list[float]) -> npt.NDArray[np.float32]:

@@ -45,7 +45,20 @@ class Model(NamedTuple):
         return self.loaded.encoder
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+_KINDS = {
+    "llava",  # CLIP: one size
+    "llava_onevision",  # tiles that are joined and made smaller, and video
+    "llava_pixtral",  # any size
+    "qwen3_vl",  # patches with a grid, video, deepstack
+    "idefics3",  # tiles with a mask, another name of the text model
+    "qwen2_audio",  # a part of a window
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name in _KINDS else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     directory = tmp_path_factory.mktemp(request.param)
     oracle = save_multimodal_model(request.param, directory)

@@ -68,6 +68,11 @@ def test_floats_are_normalized_already(dtype: torch.dtype) -> None:
     assert torch.equal(Normalization.of(SETTINGS).apply(given, 1), given.float())
 
 
+def test_other_numbers_of_colours_are_refused() -> None:
+    with pytest.raises(ValueError, match="pixels have 4 colours; the checkpoint's processor knows 3"):
+        Normalization.of(SETTINGS).apply(torch.zeros(1, 4, 2, 2, dtype=torch.uint8), 1)
+
+
 def write(folder: Path, name: str, **content: object) -> None:
     (folder / name).write_text(json.dumps(content))
 
