@@ -40,7 +40,8 @@ _TEXT = {
 _HEAD = {"head_dim": 16}
 _TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 _SQUARE = {**_TOWER, "image_size": SIDE, "patch_size": PATCH}
-_CLIP = {"model_type": "clip_vision_model", **_SQUARE, "projection_dim": 32}
+_CLIP = {"model_type": "clip_vision_model", **_SQUARE, "num_hidden_layers": 3, "projection_dim": 32}
+"""The states behind all of its layers but one are used."""
 _SIGLIP = {"model_type": "siglip_vision_model", **_SQUARE, "vision_use_head": False}
 _PIXTRAL = {"model_type": "pixtral", **_TOWER, "image_size": 8 * PATCH, "patch_size": PATCH, "head_dim": 16}
 _SECTIONS = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}

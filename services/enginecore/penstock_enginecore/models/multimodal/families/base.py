@@ -124,6 +124,7 @@ class Family:
         self.towers = towers
         self.config = checkpoint.config
         self.by_modality: dict[Modality, Intake] = {}
+        self._skip_blocks()
         for intake in self.intakes:
             made = intake(towers, checkpoint)
             self.by_modality[made.modality] = made
@@ -140,12 +141,37 @@ class Family:
 
     @cached_property
     def blocks(self) -> Sequence[torch.nn.Module]:
-        """Those of the tower, in the order in which they are computed."""
-        found = [module for module in self.towers.modules() if isinstance(module, GradientCheckpointingLayer)]
+        """Those of the tower whose states are used, in the order in which they are computed."""
+        return self._all_blocks[: self._num_used()]
+
+    @cached_property
+    def _all_blocks(self) -> list[torch.nn.Module]:
+        found: list[torch.nn.Module] = [
+            module for module in self.towers.modules() if isinstance(module, GradientCheckpointingLayer)
+        ]
         if not found:
             raise ModelLoadError(f"{type(self.towers).__name__} is not supported: its tower has no blocks")
         return found
 
+    def _num_used(self) -> int:
+        """Blocks up to the last of those whose states make the embeddings. The states before the first block count, too."""
+        layers = getattr(self.config, "vision_feature_layer", -1)
+        total = len(self._all_blocks)
+        chosen = [
+            layer if layer >= 0 else total + 1 + layer for layer in ([layers] if isinstance(layers, int) else layers)
+        ]
+        return min(max(*chosen, 1), total)
+
+    def _skip_blocks(self) -> None:
+        """Blocks behind those give what they get, and have no weights."""
+        for block in self._all_blocks[self._num_used() :]:
+            block.forward = _unchanged  # transformers counts states by the class of blocks
+            block._modules.clear()
+
     def rope_positions(self, token_ids: Sequence[int], features: Sequence[MultiModalFeature]) -> RopePositions:
         """Where ``has_sections``."""
         raise NotImplementedError(f"{type(self).__name__} has positions of one dimension")
+
+
+def _unchanged(hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    return hidden_states
