@@ -24,6 +24,7 @@ from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, in_cache_dtype, probe_model
 from penstock_enginecore.forward.native import NativeForward, decoder_candidate, linear_candidate
+from penstock_enginecore.forward.native_towers import pack_towers
 from penstock_enginecore.forward.probe import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
 from penstock_enginecore.forward.proof import Proven, first_proven
 from penstock_enginecore.forward.stage import StageConfig, StageForward, cut
@@ -140,6 +141,7 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
         candidates.append(linear_candidate(native.library, model.module, run, serve))
     proven = first_proven(candidates, run, config.agree)
     _settle(model.module)
+    pack_towers(model.encoder, native)
     _check_invariant(model, config, proven)
     if not isinstance(proven.serves, FusedForward):
         _dequantize(model)
@@ -241,6 +243,7 @@ def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
         candidates.append(linear_candidate(native.library, model.module, run, serve))
     proven = first_proven(candidates, run, config.agree)
     _settle(*model.modules())
+    pack_towers(model.encoder, native)
     computing = proven.name or "torch"
     if native is not None:
         computing = native.describe(
