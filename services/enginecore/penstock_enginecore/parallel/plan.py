@@ -51,7 +51,14 @@ _OURS: dict[str, dict[str, str]] = {
         "model.layers.*.mlp.experts.down_proj": "colwise",
         "model.layers.*.mlp.experts.down_proj_bias": "first_rank",
         "model.layers.*.mlp.experts": "moe_tp_experts",
-    }
+    },
+    "Qwen3VLForCausalLM": {
+        "lm_head": "colwise_gather_output",
+        **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        **{f"model.layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")},
+        "model.layers.*.mlp.down_proj": "rowwise",
+    },
 }
 """Plans for classes that have none in transformers."""
 

@@ -34,6 +34,25 @@ def test_names_with_numbers_are_found_and_others_stay_whole() -> None:
     }
 
 
+def test_the_text_model_of_qwen3_vl_has_a_plan_of_ours() -> None:
+    layer = {
+        "self_attn.q_proj": "colwise",
+        "self_attn.k_proj": "colwise",
+        "self_attn.v_proj": "colwise",
+        "self_attn.o_proj": "rowwise",
+        "mlp.gate_proj": "colwise",
+        "mlp.up_proj": "colwise",
+        "mlp.down_proj": "rowwise",
+    }
+    whole = ["model.embed_tokens", "model.norm", "model.layers.1.self_attn.q_norm", "model.layers.1.input_layernorm"]
+    names = ["lm_head", *whole, *(f"model.layers.1.{name}" for name in layer)]
+    found = splits_of("Qwen3VLForCausalLM", None, names)
+    assert found == {
+        "lm_head": "colwise_gather_output",
+        **{f"model.layers.1.{name}": how for name, how in layer.items()},
+    }
+
+
 @pytest.mark.parametrize("word", ["moe_identity_expert", "colwise_split_input", "sequence_parallel"])
 def test_a_word_that_is_not_known_is_refused_with_where_it_stands(word: str) -> None:
     with pytest.raises(ModelLoadError, match=rf"the plan of M has 'model.layers.\*.mlp.x' as '{word}', .* use 1"):
