@@ -42,7 +42,9 @@ def kernels(bytes_per_number: tuple[int, ...] = (1, 2)) -> Iterator[Kernel]:
             yield from (_decode(decode, size) for size in SIZES[decode.head_size])
     for prefill in tuned.prefill:
         if prefill.bytes in bytes_per_number:
-            yield from (_prefill(prefill, size) for size in SIZES[prefill.head_size])
+            yield from (
+                _prefill(prefill, size, spans=spans) for size in SIZES[prefill.head_size] for spans in (False, True)
+            )
     for size in (64, 128, 256):
         yield _merge(size)
 
@@ -88,10 +90,12 @@ def _decode(tiles: Decode, size: int) -> Kernel:
     )  # fmt: skip
 
 
-def _prefill(tiles: Prefill, size: int) -> Kernel:
+def _prefill(tiles: Prefill, size: int, *, spans: bool) -> Kernel:
+    """``spans``: of steps in which queries see keys behind themselves."""
     own = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "FEWEST": 2}
+    arguments = {**_arguments(tiles.bytes), "key_ends": "*i32" if spans else None}
     return Kernel(
-        f"prefill, {size}, {_cache(tiles.bytes)}", prefill_tiles, _arguments(tiles.bytes), {**_constants(size), **own},
+        f"prefill{' with spans' * spans}, {size}, {_cache(tiles.bytes)}", prefill_tiles, arguments, {**_constants(size), **own},
         ALIGNED, tiles.warps, tiles.stages, ("wgmma.mma_async",),
     )  # fmt: skip
 
