@@ -11,7 +11,6 @@ import torch
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.models.errors import ModelLoadError
 from tests.fakes.engines.in_process import Run, answer, build_engine
 from tests.fakes.multimodal_models import IMAGE_FAMILIES, make_image, save_multimodal_model
 from tests.fakes.multimodal_prompts import MediaPrompt, PromptMaker
@@ -21,8 +20,6 @@ TEXT = "How many of the animals in the picture are asleep?"
 SMALL, WIDE, TALL = make_image(40, 40, 1), make_image(70, 36, 2), make_image(30, 61, 3)
 LARGEST_SPAN = 18
 """Tokens of a gemma3 image, with those around it."""
-WHOLE = ("qwen3_vl",)
-"""Have no plan by which they are split."""
 SLIDING = ("gemma3", "aya_vision")
 """Have two groups of layers, which share the blocks."""
 WAYS: dict[str, dict[str, Any]] = {
@@ -94,10 +91,6 @@ def test_tokens_are_those_of_transformers_whatever_is_cut(case: Case) -> None:
 @llava_soon
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_those_of_transformers(case: Case, way: str) -> None:
-    if way == "split" and case.family in WHOLE:
-        with pytest.raises(ModelLoadError, match=r"executor\.tensor_parallel_size: the plan of .* names no layer"):
-            case.engine(**WAYS[way])
-        return
     assert run(case.engine(**WAYS[way]), case.requests()).tokens == case.expected
 
 

@@ -25,7 +25,7 @@ def test_drafts_change_no_token_behind_images(family: str, method: str, tmp_path
     case = Case(family, tmp_path)
     model = {"model": str(tmp_path)} if method == "draft_model" else {}
     speculative = {"method": method, "num_speculative_tokens": 3, "adaptive": False, **model}
-    answers = run(case.engine(speculative=speculative), case.requests())
+    answers = run(case.engine(cache={"block_size": 16}, speculative=speculative), case.requests())
     assert answers.tokens == case.expected
     if method == "draft_model":  # tokens of random weights seldom come again, for others to find
         assert answers.stats.spec_decoding_stats is not None
