@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, PreTrainedModel
 from transformers.models.smolvlm import processing_smolvlm
 
-from penstock_common.types.media import EmbedRun, MultiModalFeature, TensorData
+from penstock_common.types.media import MODALITIES, EmbedRun, MultiModalFeature, TensorData
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 
@@ -68,10 +68,11 @@ class PromptMaker:
         smolvlm.num2words = smolvlm.num2words or str  # it asks for a package that it needs for videos alone
         processors: Any = AutoProcessor
         self.processor = processors.from_pretrained(directory)
-        self._marks = {modality: self._mark(modality) for modality in ("image", "audio")}
+        self._marks = {modality: self._mark(modality) for modality in MODALITIES}
         config: Any = model.config
         self._tokens = {
-            modality: getattr(config, f"{modality}_token_id", None) for modality in ("image", "audio", "video")
+            modality: getattr(config, f"{modality}_token_id", getattr(config, f"{modality}_token_index", None))
+            for modality in MODALITIES
         }
         if self._marks["image"]:
             image_processors: Any = AutoImageProcessor

@@ -12,12 +12,14 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.engines.in_process import Run, answer, build_engine
-from tests.fakes.multimodal_models import IMAGE_FAMILIES, make_image, save_multimodal_model
+from tests.fakes.multimodal_models import IMAGE_FAMILIES, make_image, make_sound, save_multimodal_model
 from tests.fakes.multimodal_prompts import MediaPrompt, PromptMaker
 
 COUNT = 8
 TEXT = "How many of the animals in the picture are asleep?"
-SMALL, WIDE, TALL = make_image(40, 40, 1), make_image(70, 36, 2), make_image(30, 61, 3)
+PICTURES = make_image(40, 40, 1), make_image(70, 36, 2), make_image(30, 61, 3)
+AUDIO = ("qwen2_audio",)
+FAMILIES = (*IMAGE_FAMILIES, *AUDIO)
 LARGEST_SPAN = 18
 """Tokens of a gemma3 image, with those around it."""
 SLIDING = ("gemma3", "aya_vision")
@@ -44,11 +46,12 @@ class Case:
         self.path = directory
         model = save_multimodal_model(family, directory)
         make = PromptMaker(directory, model).make
+        one, two, three = (make_sound(0.5, 1), make_sound(1.2, 2), make_sound(1.9, 3)) if family in AUDIO else PICTURES
         self.prompts: dict[str, MediaPrompt] = {
-            "two": make("Compare ", SMALL, " with ", WIDE, " please."),
+            "two": make("Compare ", one, " with ", two, " please."),
             "text": make(TEXT),
-            "last": make("Look: ", TALL),
-            "three": make(WIDE, SMALL, "and", TALL, " are pictures."),
+            "last": make("Look: ", three),
+            "three": make(two, one, "and", three, " are three."),
         }
         self.expected = {name: prompt.expected(COUNT) for name, prompt in self.prompts.items()}
 
@@ -61,10 +64,10 @@ class Case:
         return build_engine(self.path, **sections)
 
 
-every_family = pytest.mark.parametrize("case", IMAGE_FAMILIES, indirect=True)
+every_family = pytest.mark.parametrize("case", FAMILIES, indirect=True)
 llava_soon = pytest.mark.parametrize(
     "case",
-    [family if family == "llava" else pytest.param(family, marks=pytest.mark.slow) for family in IMAGE_FAMILIES],
+    [family if family == "llava" else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES],
     indirect=True,
 )
 

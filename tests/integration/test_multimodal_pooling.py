@@ -16,7 +16,7 @@ from tests.fakes.multimodal_models import make_image, save_multimodal_model
 from tests.fakes.multimodal_prompts import MediaPrompt, PromptMaker
 
 EMBED = PoolingParams(task=PoolingTask.EMBED, normalize=False)
-FAMILIES = ("llava",)
+FAMILIES = ("llava", "qwen3_vl", "gemma3")
 
 
 @torch.inference_mode()
