@@ -85,7 +85,7 @@ def prompt(model: Model, parts: Sequence[Part]) -> tuple[list[int], list[MultiMo
 
 
 def of_transformers(model: Model, tokens: list[int], parts: Sequence[Part]) -> RopePositions:
-    """By the model's ``get_rope_index``."""
+    """By the model's ``get_rope_index``; its delta, which ``generate`` does not use, would put outputs behind the last frame."""
     oracle: Any = model.oracle
     config, base = oracle.config, oracle.model
     kinds = {config.image_token_id: 1, config.video_token_id: 2}
@@ -98,10 +98,12 @@ def of_transformers(model: Model, tokens: list[int], parts: Sequence[Part]) -> R
             arguments[name] = torch.tensor([[max(p.frames, 1), 2 * p.height, 2 * p.width] for p in chosen])
     if model.family == "qwen2_5_vl":
         arguments[SECONDS] = torch.tensor([part.seconds for part in parts if part.frames])
-    positions, delta = base.get_rope_index(
-        torch.tensor([tokens]), mm_token_type_ids=torch.tensor([[kinds.get(t, 0) for t in tokens]]), **arguments
+    text = next(token for token in range(len(kinds) + 1) if token not in kinds)
+    longer = [*tokens, text]
+    positions, _ = base.get_rope_index(
+        torch.tensor([longer]), mm_token_type_ids=torch.tensor([[kinds.get(t, 0) for t in longer]]), **arguments
     )
-    return RopePositions(positions[:, 0].numpy(), int(delta))
+    return RopePositions(positions[:, 0, :-1].numpy(), int(positions[0, 0, -1]) - len(tokens))
 
 
 texts = st.integers(1, 6).map(Part)

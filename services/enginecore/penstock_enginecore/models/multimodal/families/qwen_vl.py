@@ -158,7 +158,7 @@ class Qwen2VL(Family):
             at = start + count
         parts.append(_text(len(token_ids) - at, position))
         positions = np.concatenate(parts, axis=1)
-        return RopePositions(positions, int(positions.max()) + 1 - len(token_ids))
+        return RopePositions(positions, position - at)  # as text behind the prompt would; frames may reach further in time
 
     def _grids(self, features: Sequence[MultiModalFeature]) -> Iterator[tuple[int, int, _Grid]]:
         """Where each starts, and how many embeddings it has there."""
