@@ -19,6 +19,8 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 
 Sound = npt.NDArray[np.float32]
+Frames = list[Image.Image]
+Item = Image.Image | Sound | Frames
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,10 @@ class PromptMaker:
         text: str = self.processor.apply_chat_template(message, tokenize=False)
         return text.removeprefix("<|im_start|>user\n").removesuffix("<|im_end|>\n")
 
-    def make(self, *parts: str | Image.Image | Sound) -> MediaPrompt:
+    def make(self, *parts: str | Item) -> MediaPrompt:
         """Of texts and items in their order."""
-        images = [part for part in parts if isinstance(part, Image.Image)]
-        sounds = [part for part in parts if isinstance(part, np.ndarray)]
         text = "".join(part if isinstance(part, str) else self._marks[_modality(part)] for part in parts)
-        inputs = self._processed(text, images, sounds)
+        inputs = self._processed(text, [part for part in parts if not isinstance(part, str)])
         token_ids: list[int] = inputs["input_ids"][0].tolist()
         features, behind = [], 0
         for part in parts:
@@ -99,13 +99,11 @@ class PromptMaker:
                 behind = features[-1].end
         return MediaPrompt(token_ids, features, inputs, self.model)
 
-    def _feature(self, token_ids: Sequence[int], item: Image.Image | Sound, start: int) -> MultiModalFeature:
+    def _feature(self, token_ids: Sequence[int], item: Item, start: int) -> MultiModalFeature:
         """The next one from position ``start`` on."""
         modality = _modality(item)
         token = self._tokens[modality]
-        images = [item] if isinstance(item, Image.Image) else []
-        sounds = [] if isinstance(item, Image.Image) else [item]
-        alone = self._processed(self._marks[modality], images, sounds)
+        alone = self._processed(self._marks[modality], [item])
         count = int((alone["input_ids"] == token).sum())
         places = [place for place in range(start, len(token_ids)) if token_ids[place] == token][:count]
         offset = places[0]
@@ -124,13 +122,21 @@ class PromptMaker:
             data=data,
         )
 
-    def _processed(self, text: str, images: Sequence[Image.Image], sounds: Sequence[Sound]) -> dict[str, Any]:
-        media: dict[str, Any] = {"images": list(images)} if images else {}
-        if sounds:
-            media |= {"audio": list(sounds), "sampling_rate": 16_000}
+    def _processed(self, text: str, items: Sequence[Item]) -> dict[str, Any]:
+        """What the processor makes of a text with items."""
+        media: dict[str, Any] = {}
+        if images := [item for item in items if isinstance(item, Image.Image)]:
+            media["images"] = images
+        if sounds := [item for item in items if isinstance(item, np.ndarray)]:
+            media |= {"audio": sounds, "sampling_rate": 16_000}
+        if videos := [np.stack([np.asarray(frame) for frame in item]) for item in items if isinstance(item, list)]:
+            metadata = [
+                {"fps": 2.0, "total_num_frames": len(video), "frames_indices": [*range(len(video))]} for video in videos
+            ]
+            media |= {"videos": videos, "do_sample_frames": False, "video_metadata": metadata}
         return dict(self.processor(text=[text], return_tensors="pt", **media))
 
-    def _data(self, item: Image.Image | Sound) -> dict[str, TensorData]:
+    def _data(self, item: Item) -> dict[str, TensorData]:
         """As a media worker gives it: of this item alone, with pixels that are still to be normalized."""
         if isinstance(item, Image.Image):
             options = {"return_tensors": "np", "do_rescale": False, "do_normalize": False}
@@ -138,9 +144,11 @@ class PromptMaker:
                 options["patch_size"] = self.processor.patch_size * merge
             made = self._pixels(images=[item], **options)
             return {name: _tensor(np.asarray(value)) for name, value in made.items()}
-        alone = self._processed(self._marks["audio"], [], [item])
+        alone = self._processed(self._marks[_modality(item)], [item])
         return {
-            name: _tensor(value.numpy()) for name, value in alone.items() if name not in ("input_ids", "attention_mask")
+            name: _tensor(value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value, dtype=np.float32))
+            for name, value in alone.items()
+            if not _is_of_tokens(name)
         }
 
 
@@ -148,8 +156,10 @@ def _is_of_tokens(name: str) -> bool:
     return name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
-def _modality(item: Image.Image | Sound) -> Any:
-    return "image" if isinstance(item, Image.Image) else "audio"
+def _modality(item: Item) -> Any:
+    if isinstance(item, Image.Image):
+        return "image"
+    return "video" if isinstance(item, list) else "audio"
 
 
 def _tensor(array: npt.NDArray[Any]) -> TensorData:

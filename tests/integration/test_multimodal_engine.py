@@ -188,3 +188,19 @@ def test_the_text_model_alone_serves_text(case: Case) -> None:
     engine = case.engine(multimodal={"enabled": False})
     assert engine.model.media == ()
     assert run(engine, case.requests(["text"])).tokens["text"] == case.expected["text"]
+
+
+@pytest.mark.filterwarnings("ignore:.*per-frame pixel cap.*")
+@pytest.mark.parametrize("family", ["llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_video_beside_images_gives_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    make = PromptMaker(tmp_path, save_multimodal_model(family, tmp_path)).make
+    short, long = ([make_image(40, 40, first + i) for i in range(6)] for first in (1, 7))
+    if family != "llava_onevision":  # transformers stacks its videos
+        del short[4:]
+    prompts = {"video": make("Watch ", long, " now."), "both": make(PICTURES[0], " is none of ", short, " nor ", long)}
+    expected = {name: prompt.expected(COUNT) for name, prompt in prompts.items()}
+    requests = [prompt.request(name, COUNT) for name, prompt in prompts.items()]
+    assert run(build_engine(tmp_path), requests).tokens == expected
+    cut = build_engine(tmp_path, scheduler={"max_num_batched_tokens": 7, "max_num_encoder_tokens": 1})
+    assert run(cut, requests).tokens == expected
