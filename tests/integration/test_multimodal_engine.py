@@ -33,6 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "reference": {"model": {"attention_backend": "reference"}, "kernels": {"isa": "off"}},
     "cpu": {"model": {"attention_backend": "cpu"}, "kernels": {"isa": "off"}},
     "async": {"scheduler": {"async_scheduling": True, "max_num_batched_tokens": 32}},
+    "drafts": {"speculative": {"method": "ngram"}},
     "processes": {"executor": {"kind": "multiproc"}},
     "split": {"executor": {"tensor_parallel_size": 2}},
 }
