@@ -2,12 +2,15 @@
 
 import numpy as np
 import pytest
+import torch
 
+from penstock_common.types.media import EmbedRun, MultiModalFeature
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.lora.request import LoraRequest
 from penstock_enginecore.core.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.lora.adapter import LoraSegment
+from penstock_enginecore.sample.sampler import TorchSampler
 
 GREEDY = SamplingParams(temperature=0.0)
 EOS = 9
@@ -239,6 +242,18 @@ def test_a_token_that_is_not_known_yet_is_named_by_its_row() -> None:
     again = batch.prepare({"b": 1, "a": 1})
     assert again.token_ids.tolist() == [40, 30]
     assert not len(again.unknown)
+
+
+def test_ids_at_embeddings_of_media_are_zeros_and_count_as_no_tokens() -> None:
+    batch = make_batch()
+    request = new("a", [5, 10**6, 7, 10**6], [1], params=SamplingParams(temperature=0.0, repetition_penalty=2.0))
+    runs = (EmbedRun(0, 1), EmbedRun(2, 1))
+    request.mm_features = [MultiModalFeature(modality="image", identifier="i", offset=1, length=3, embed_runs=runs)]
+    batch.update(SchedulerOutput(new_requests=[request]))
+    assert batch.prepare({"a": 4}).token_ids.tolist() == [5, 0, 7, 0]
+    logits = torch.zeros(1, 10)
+    logits[0, [0, 5, 7]] = torch.tensor([1.0, 1.5, 1.5])
+    assert TorchSampler().sample(logits, batch.sampling_inputs(["a"])).token_ids.tolist() == [0]
 
 
 def test_a_token_of_a_row_that_is_anothers_by_now_is_dropped() -> None:
