@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, PreTrainedModel
 from transformers.models.smolvlm import processing_smolvlm
+from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
 
 from penstock_common.types.media import MODALITIES, EmbedRun, MultiModalFeature, TensorData
 from penstock_common.types.request import EngineCoreRequest
@@ -70,6 +71,8 @@ class PromptMaker:
         smolvlm.num2words = smolvlm.num2words or str  # it asks for a package that it needs for videos alone
         processors: Any = AutoProcessor
         self.processor = processors.from_pretrained(directory)
+        if isinstance(self.processor, VoxtralProcessor):
+            self.processor = _VoxtralWithoutMistral(self.processor)
         self._marks = {modality: self._mark(modality) for modality in MODALITIES}
         config: Any = model.config
         self._tokens = {
@@ -150,6 +153,38 @@ class PromptMaker:
             for name, value in alone.items()
             if not _is_of_tokens(name)
         }
+
+
+class _VoxtralWithoutMistral:
+    """A ``VoxtralProcessor`` for checkpoints whose tokenizer is not Mistral's own, which puts the placeholders there."""
+
+    TOKENS = 375
+    """Of a window of 30 seconds."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self.apply_chat_template = processor.tokenizer.apply_chat_template
+
+    def __call__(self, text: list[str], audio: Sequence[Sound] = (), **_: Any) -> dict[str, torch.Tensor]:
+        """As other processors."""
+        windows = [
+            self._processor._retrieve_input_features(
+                [sound],
+                3000,
+                sampling_rate=16_000,
+                padding=True,
+                truncation=False,
+                pad_to_multiple_of=480_000,
+                return_tensors="pt",
+            )
+            for sound in audio
+        ]
+        parts = text[0].split("[AUDIO]")
+        sounds = ["[AUDIO]" * (self.TOKENS * len(each)) for each in windows]
+        whole = parts[0] + "".join(sound + part for sound, part in zip(sounds, parts[1:], strict=True))
+        inputs: dict[str, torch.Tensor] = dict(self._processor.tokenizer(whole, return_tensors="pt"))
+        inputs.pop("token_type_ids", None)
+        return inputs | ({"input_features": torch.cat(windows)} if windows else {})
 
 
 def _is_of_tokens(name: str) -> bool:
