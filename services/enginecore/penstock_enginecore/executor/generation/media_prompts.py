@@ -22,11 +22,12 @@ class Placed(NamedTuple):
     query_start_loc: IntArray
     positions: IntArray
 
-    def chunk(self, number: int) -> tuple[int, int, int]:
-        """Of a request: its first token in the flat batch, and the positions from which and up to which it is computed."""
-        start, end = self.query_start_loc[number : number + 2].tolist()
-        first = int(self.positions[start])
-        return start, first, first + end - start
+    def chunks(self) -> Iterator[tuple[str, int, int, int]]:
+        """Of each request: its first token in the flat batch, and the positions from which and up to which it is computed."""
+        starts = self.query_start_loc[:-1]
+        firsts = self.positions[starts]
+        ends = firsts + np.diff(self.query_start_loc)
+        return zip(self.request_ids, starts.tolist(), firsts.tolist(), ends.tolist(), strict=True)
 
 
 class ItemRows(NamedTuple):
@@ -49,6 +50,8 @@ class _Prompt:
     bounds: IntArray
     ends: IntArray | None
     rope: RopePositions | None
+    behind: int
+    """The position behind the last embedding."""
 
     def rows(self, start: int, first: int, end: int) -> Iterator[ItemRows]:
         """Of the positions ``first`` to ``end``, which are in the flat batch from ``start`` on."""
@@ -90,20 +93,24 @@ class MediaPrompts:
 
     def rows(self, placed: Placed) -> list[ItemRows]:
         """The embeddings among the tokens of a step."""
-        return [rows for prompt, *chunk in self._chunks(placed) for rows in prompt.rows(*chunk)]
+        return [rows for prompt, *chunk in self._with_embeds(placed) for rows in prompt.rows(*chunk)]
 
     def rope_positions(self, placed: Placed) -> IntArray | None:
         """Int64 ``[3, tokens]`` of a step in which a request has media, of a model that asks for them; else None."""
-        whole: IntArray | None = None
-        for prompt, start, first, end in self._chunks(placed):
-            if prompt.rope is None:
-                continue
-            if whole is None:
-                whole = np.tile(placed.positions, (3, 1))
-            positions, delta = prompt.rope
-            of_prompt = min(max(positions.shape[1] - first, 0), end - first)
-            whole[:, start : start + of_prompt] = positions[:, first : first + of_prompt]
-            whole[:, start + of_prompt : start + end - first] += delta
+        if not self._encoder.has_sections:
+            return None
+        deltas, within = [], []
+        for request_id, start, first, end in placed.chunks():
+            rope = None if (prompt := self._prompts.get(request_id)) is None else prompt.rope
+            deltas.append(0 if rope is None else rope.delta)
+            if rope is not None and first < rope.positions.shape[1]:
+                within.append((rope.positions[:, first:end], start))
+        if not within and not any(request_id in self._prompts for request_id in placed.request_ids):
+            return None
+        behind = placed.positions + np.repeat(deltas, np.diff(placed.query_start_loc))
+        whole: IntArray = np.tile(behind, (3, 1))
+        for of_prompt, start in within:
+            whole[:, start : start + of_prompt.shape[1]] = of_prompt
         return whole
 
     def key_ends(self, placed: Placed) -> IntArray | None:
@@ -111,7 +118,7 @@ class MediaPrompts:
         all of these are in it.
         """
         whole: IntArray | None = None
-        for prompt, start, first, end in self._chunks(placed):
+        for prompt, start, first, end in self._with_embeds(placed) if self._both_ways else ():
             if prompt.ends is None:
                 continue
             low, high = np.searchsorted(prompt.positions, (first, end)).tolist()
@@ -127,11 +134,12 @@ class MediaPrompts:
                 )
         return whole
 
-    def _chunks(self, placed: Placed) -> Iterator[tuple[_Prompt, int, int, int]]:
-        """Of the requests that have media: where their tokens are, see ``Placed.chunk``."""
-        for number, request_id in enumerate(placed.request_ids):
-            if (prompt := self._prompts.get(request_id)) is not None:
-                yield prompt, *placed.chunk(number)
+    def _with_embeds(self, placed: Placed) -> Iterator[tuple[_Prompt, int, int, int]]:
+        """Of the requests that may have embeddings among their tokens: where these are, see ``Placed.chunks``."""
+        for request_id, start, first, end in placed.chunks():
+            prompt = self._prompts.get(request_id)
+            if prompt is not None and first < prompt.behind:
+                yield prompt, start, first, end
 
     def _read(self, new: NewRequestData) -> _Prompt:
         positions = [embed_positions(feature) for feature in new.mm_features]
@@ -149,6 +157,7 @@ class MediaPrompts:
             bounds=np.cumsum([0, *map(len, positions)]),
             ends=ends,
             rope=rope,
+            behind=int(positions[-1][-1]) + 1,
         )
 
 
