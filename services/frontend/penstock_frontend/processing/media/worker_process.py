@@ -28,6 +28,8 @@ from penstock_frontend.processing.media.worker_messages import (
 
 _MODULE = "penstock_frontend.processing.media.worker"
 _LONGEST_HEAD = 1024 * 1024
+_MOST_EMBEDS = 1024 * 1024
+"""Of one item: no model reads as many tokens."""
 _ENVIRONMENT = (
     "HF_HOME",
     "HF_HUB_CACHE",
@@ -126,9 +128,13 @@ class WorkerProcess:
 
     async def _item(self, head: Processed, modality: Modality) -> ProcessedItem:
         sizes = [math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in head.tensors]
-        if head.modality != modality or sizes != [tensor.size for tensor in head.tensors] or min(sizes, default=0) < 0:
-            raise EOFError
-        if sum(sizes) > self._most_bytes or head.num_embeds < 0:
+        if (
+            head.modality != modality
+            or not 0 <= head.num_embeds <= _MOST_EMBEDS
+            or any(length < 0 for tensor in head.tensors for length in tensor.shape)
+            or sizes != [tensor.size for tensor in head.tensors]
+            or sum(sizes) > self._most_bytes
+        ):
             raise EOFError
         data = {tensor.name: await self._tensor(tensor) for tensor in head.tensors}
         return ProcessedItem(modality=modality, data=data, num_embeds=head.num_embeds, layout=head.layout)

@@ -11,6 +11,7 @@ import pytest
 from penstock_common.errors import ConfigError, ResourceExhausted, Unavailable
 from penstock_frontend.config import MediaConfig
 from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.processing.media import worker_process
 from penstock_frontend.processing.media.decode_limits import TooLarge, Unreadable
 from penstock_frontend.processing.media.item import ProcessedItem
 from penstock_frontend.processing.media.metrics import MediaMetrics
@@ -213,3 +214,31 @@ async def test_workers_know_nothing_of_the_frontends_environment(
     environ = await asyncio.to_thread(Path(f"/proc/{pid}/environ").read_bytes)
     assert b"a-secret" not in environ
     assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "another modality",
+        "another size",
+        "negative shape",
+        "negative rows",
+        "rows without end",
+        "unknown dtype",
+        "all memory",
+        "bytes that do not come",
+        "no msgpack",
+        "endless head",
+        "nothing",
+    ],
+)
+async def test_what_no_worker_says_is_not_believed(
+    make: MakePool, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    monkeypatch.setattr(worker_process, "_MODULE", "tests.fakes.evil_media_worker")
+    pool = make()
+    await pool.start()
+    with pytest.raises(Unreadable):
+        await pool.process(image(answer=answer))
+    good = await pool.process(image(answer="good"))
+    assert array(good, "pixel_values").tolist() == [[0, 1], [2, 3]]
