@@ -53,8 +53,9 @@ def main(number: int) -> None:
         while head := reading.read(LENGTH.size):
             job = decode_job(reading.read(*LENGTH.unpack(head)))
             reading.read(sum(job.sizes))
-            channel.sendall(answer_of(job.processor_kwargs["answer"]))
-            if job.processor_kwargs["answer"] != "good":
+            kind = msgspec.json.decode(job.arguments)["answer"]
+            channel.sendall(answer_of(kind))
+            if kind != "good":
                 return
 
 

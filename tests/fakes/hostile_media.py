@@ -5,6 +5,7 @@ import random
 import struct
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -67,6 +68,15 @@ URLS = [
 ]
 """``{}``: a number, so that no two are the same. Names below images.test are those of ``addresses``."""
 
+_ARGUMENTS: list[dict[str, Any]] = [
+    {},
+    {"size": 10**30},
+    {"size": float("nan"), "\0": -(2**63) - 1},
+    {"size": {"height": -1, "width": 1e308}},
+    {"__class__": "object", "trust_remote_code": True, "pretrained_model_name_or_path": "/etc/passwd"},
+    {"fault": "wrong"},
+    {"fault": "raise"},
+]
 _ADDRESSES = {
     "private.images.test": ["10.0.0.1"],
     "mixed.images.test": ["93.184.216.34", "192.168.0.1"],
@@ -94,7 +104,12 @@ def hostile(number: int) -> MediaPart:
     """The ``number``th of them."""
     dice = random.Random(number)
     modality, source = dice.choice(_KINDS)(dice)
-    return MediaPart(modality=modality, source=source, field=f"messages[0].content[{number}]")
+    return MediaPart(
+        modality=modality,
+        source=source,
+        field=f"messages[0].content[{number}]",
+        processor_kwargs=dice.choice(_ARGUMENTS),
+    )
 
 
 def _mutated(dice: random.Random, data: bytes) -> bytes:

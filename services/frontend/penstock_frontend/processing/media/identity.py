@@ -13,6 +13,8 @@ _KEY_BYTES = hashlib.blake2b.MAX_KEY_SIZE
 _LENGTH_BYTES = 8
 _canonical = msgspec.json.Encoder(order="deterministic")
 
+Arguments = bytes
+"""Of a processor: a JSON object, the same for the same whatever order they came in."""
 Content = EncodedFile | Frames | Features
 """A medium that is here."""
 
@@ -22,7 +24,7 @@ def identifier(
     content: Content,
     *,
     family: bytes,
-    processor_kwargs: Mapping[str, Any],
+    arguments: Arguments,
     cache_salt: str,
 ) -> str:
     """64 hexadecimal digits: BLAKE2b-256, keyed with the salt, over all that the medium's embeddings depend on, each with its
@@ -31,11 +33,18 @@ def identifier(
     ``family``: ``Family.identity``. What clients call a medium is no part of it.
     """
     hashed = hashlib.blake2b(digest_size=32, key=_key(cache_salt))
-    kwargs = _canonical.encode(dict(processor_kwargs))
-    for field in (modality.encode(), family, kwargs, *_fields(content)):
+    for field in (modality.encode(), family, arguments, *_fields(content)):
         hashed.update(len(field).to_bytes(_LENGTH_BYTES, "little"))
         hashed.update(field)
     return hashed.hexdigest()
+
+
+def arguments_of(processor_kwargs: Mapping[str, Any]) -> Arguments:
+    """Raises ValueError for what JSON has no word for."""
+    try:
+        return _canonical.encode(dict(processor_kwargs))
+    except (TypeError, ValueError, OverflowError, RecursionError) as e:
+        raise ValueError("cannot be written as JSON") from e
 
 
 def _key(cache_salt: str) -> bytes:

@@ -7,11 +7,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import msgspec
-
 from penstock_common.config.reread import Reread
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
 from penstock_common.in_flight import BytesInFlight, Held
+from penstock_common.types.media import Modality
 from penstock_frontend.config import LimitsConfig, MediaConfig
 from penstock_frontend.processing.media import refusals
 from penstock_frontend.processing.media.base import PreparedMedia
@@ -19,7 +18,7 @@ from penstock_frontend.processing.media.decode_limits import TooLarge, Unreadabl
 from penstock_frontend.processing.media.families.base import Family
 from penstock_frontend.processing.media.features import check_tensors
 from penstock_frontend.processing.media.fetch import Fetcher, Resolver
-from penstock_frontend.processing.media.identity import Content, identifier
+from penstock_frontend.processing.media.identity import Arguments, Content, arguments_of, identifier
 from penstock_frontend.processing.media.item import ProcessedItem
 from penstock_frontend.processing.media.metrics import MediaMetrics
 from penstock_frontend.processing.media.part import EncodedFile, Features, Frames, MediaPart, Url
@@ -37,7 +36,8 @@ _LONG = 256 * 1024
 """Bytes from which on a thread hashes or looks at them, while the event loop goes on."""
 _COUNTED_AT_ONCE = 1024 * 1024
 """Bytes of a file that comes without its size are counted in such pieces."""
-_LONGEST_KWARGS = 64 * 1024
+_LONGEST_ARGUMENTS = 64 * 1024
+"""Bytes of what a request gives the processor."""
 
 
 class MediaService:
@@ -138,11 +138,21 @@ class MediaService:
 
     async def _prepare(self, part: MediaPart, cache_salt: str, room: asyncio.Semaphore) -> PreparedMedia:
         with _refused_as(self._metrics, part), _Counted(self.in_flight, part.field) as counted:
+            arguments = _arguments(part)
             async with room:
                 content = await self._read(part, counted)
-                name = await self._off_loop(_size(content) > _LONG, lambda: self._name(part, content, cache_salt))
+                name = await self._off_loop(
+                    _size(content) > _LONG,
+                    lambda: identifier(
+                        part.modality,
+                        content,
+                        family=self.family.identity,
+                        arguments=arguments,
+                        cache_salt=cache_salt,
+                    ),
+                )
             try:
-                item = await self.store.get(name, self._making(part, content))
+                item = await self.store.get(name, self._making(part.modality, content, arguments))
             except TooLarge as e:
                 raise refusals.too_large(part.field, e.what, e.setting, e.limit) from None
             except Unreadable as e:
@@ -216,23 +226,15 @@ class MediaService:
         if not is_of(part.modality, data):
             raise refusals.unreadable(part.field, f"is no {_either(part.modality)} file")
 
-    def _name(self, part: MediaPart, content: Content, cache_salt: str) -> str:
-        kwargs = part.processor_kwargs
-        if len(msgspec.json.encode(kwargs)) > _LONGEST_KWARGS:
-            raise InvalidArgument(
-                f"{part.field} has processor_kwargs of more than {_LONGEST_KWARGS} bytes, the limit", field=part.field
-            )
-        return identifier(
-            part.modality, content, family=self.family.identity, processor_kwargs=kwargs, cache_salt=cache_salt
-        )
-
-    def _making(self, part: MediaPart, content: Content) -> Callable[[], Awaitable[ProcessedItem]]:
+    def _making(
+        self, modality: Modality, content: Content, arguments: Arguments
+    ) -> Callable[[], Awaitable[ProcessedItem]]:
         """What makes the item where it is not there. The one made is for all who ask, so its errors name no field."""
 
         async def describe() -> ProcessedItem:
             assert isinstance(content, Features)  # noqa: S101 - for the type
             try:
-                return self.family.described(part.modality, content.tensors)
+                return self.family.described(modality, content.tensors)
             except ValueError as e:
                 raise Unreadable(f"has tensors that the model does not take: {e}") from None
 
@@ -240,7 +242,7 @@ class MediaService:
             return describe
         files = [frame.data for frame in content.frames] if isinstance(content, Frames) else [content.data]
         timestamps = [frame.timestamp for frame in content.frames] if isinstance(content, Frames) else []
-        job = Job(part.modality, files, timestamps, part.processor_kwargs)
+        job = Job(modality, files, timestamps, arguments)
 
         async def process() -> ProcessedItem:
             await self.start()
@@ -296,6 +298,19 @@ async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _arguments(part: MediaPart) -> Arguments:
+    try:
+        arguments = arguments_of(part.processor_kwargs)
+    except ValueError as e:
+        raise InvalidArgument(f"{part.field} has processor_kwargs that {e}", field=part.field) from None
+    if len(arguments) > _LONGEST_ARGUMENTS:
+        raise InvalidArgument(
+            f"{part.field} has processor_kwargs of {len(arguments)} bytes; the limit is {_LONGEST_ARGUMENTS}",
+            field=part.field,
+        )
+    return arguments
 
 
 def _shutting_down() -> Unavailable:

@@ -16,6 +16,9 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from penstock_common.child_process import end_with_parent
 from penstock_common.process import name_process
@@ -119,12 +122,13 @@ class MediaWorker:
 
 
 def _process(processor: FamilyProcessor, setup: Setup, job: JobHead, files: Sequence[bytes]) -> ProcessedItem:
+    arguments = msgspec.json.decode(job.arguments, type=dict[str, Any])
     if job.modality == "audio":
-        return processor.audio(decode_sound(files[0], setup.sampling_rate, setup.limits), job.processor_kwargs)
+        return processor.audio(decode_sound(files[0], setup.sampling_rate, setup.limits), arguments)
     if job.modality == "video":
-        return processor.video(VideoFrames(files, setup.limits), job.timestamps, job.processor_kwargs)
+        return processor.video(VideoFrames(files, setup.limits), job.timestamps, arguments)
     with open_image(files[0], setup.limits) as image:
-        return processor.image(decode_image(image), job.processor_kwargs)
+        return processor.image(decode_image(image), arguments)
 
 
 def _where(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """What a frontend and its media workers say to each other: a head in msgpack, and behind it the bytes it tells the sizes of."""
 
 import struct
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -31,12 +31,14 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobHead(msgspec.Struct, frozen=True, kw_only=True):
-    """An item. Behind it a file, or those of a video's frames. ``timestamps``: of these, in seconds."""
+    """An item. Behind it a file, or those of a video's frames. ``timestamps``: of these, in seconds. ``arguments``:
+    of the processor, a JSON object.
+    """
 
     modality: Modality
     sizes: tuple[int, ...]
     timestamps: tuple[float, ...] = ()
-    processor_kwargs: dict[str, Any] = {}
+    arguments: bytes = b"{}"
 
 
 class TensorHead(msgspec.Struct, frozen=True):

@@ -57,7 +57,8 @@ class Job(NamedTuple):
     modality: Modality
     files: Sequence[bytes]
     timestamps: Sequence[float]
-    processor_kwargs: dict[str, Any]
+    arguments: bytes
+    """Of the processor: a JSON object."""
 
 
 class WorkerLost(Exception):  # noqa: N818 - it says what happened
@@ -102,7 +103,7 @@ class WorkerProcess:
             modality=job.modality,
             sizes=tuple(map(len, job.files)),
             timestamps=tuple(job.timestamps),
-            processor_kwargs=job.processor_kwargs,
+            arguments=job.arguments,
         )
         with self._lost_if_broken():
             await loop.sock_sendall(self._channel, framed(head))

@@ -1,8 +1,10 @@
 import itertools
 from typing import Any
 
+import pytest
+
 from penstock_common.types.media import Modality, TensorData
-from penstock_frontend.processing.media.identity import Content, identifier
+from penstock_frontend.processing.media.identity import Content, arguments_of, identifier
 from penstock_frontend.processing.media.part import EncodedFile, Features, Frame, Frames
 
 FILE = EncodedFile(b"data")
@@ -15,7 +17,7 @@ def name(
     salt: str = "",
     **kwargs: Any,
 ) -> str:
-    return identifier(modality, content, family=family, processor_kwargs=kwargs, cache_salt=salt)
+    return identifier(modality, content, family=family, arguments=arguments_of(kwargs), cache_salt=salt)
 
 
 def test_an_identifier_is_the_same_for_the_same_and_has_64_digits() -> None:
@@ -67,3 +69,17 @@ def test_the_order_in_which_arguments_and_tensors_are_given_is_not() -> None:
 def test_bytes_of_either_kind_are_the_same() -> None:
     one, other = (TensorData("uint8", (3,), kind(b"abc")) for kind in (bytes, bytearray))
     assert name(Features({"a": one})) == name(Features({"a": other}))
+
+
+@pytest.mark.parametrize("value", [object(), "\ud800", {1: 2}])
+def test_arguments_that_are_not_json_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        arguments_of({"a": value})
+
+
+def test_arguments_that_nest_without_end_are_refused() -> None:
+    nested: dict[str, Any] = {}
+    for _ in range(100_000):
+        nested = {"a": nested}
+    with pytest.raises(ValueError, match="JSON"):
+        arguments_of(nested)

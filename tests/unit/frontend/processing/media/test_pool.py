@@ -1,4 +1,5 @@
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -50,7 +51,7 @@ def is_alive(pid: int) -> bool:
 
 
 def image(data: bytes | None = None, **kwargs: Any) -> Job:
-    return Job("image", [data if data is not None else image_file()], [], kwargs)
+    return Job("image", [data if data is not None else image_file()], [], json.dumps(kwargs).encode())
 
 
 def array(item: ProcessedItem, name: str) -> "np.ndarray[Any, Any]":
@@ -69,7 +70,7 @@ async def test_an_item_comes_back_as_the_processor_made_it(make: MakePool) -> No
 async def test_a_video_has_all_its_frames_and_their_times(make: MakePool) -> None:
     pool = make()
     await pool.start()
-    item = await pool.process(Job("video", [image_file(seed=n) for n in range(3)], [0.0, 0.5, 1.0], {}))
+    item = await pool.process(Job("video", [image_file(seed=n) for n in range(3)], [0.0, 0.5, 1.0], b"{}"))
     assert array(item, "pixel_values_videos").shape == (3, 6, 8, 3)
     assert array(item, "timestamps").tolist() == [0.0, 0.5, 1.0]
 
@@ -77,7 +78,7 @@ async def test_a_video_has_all_its_frames_and_their_times(make: MakePool) -> Non
 async def test_sound_comes_at_the_rate_of_the_model(make: MakePool) -> None:
     pool = make()
     await pool.start()
-    item = await pool.process(Job("audio", [sound_file(rate=48_000, seconds=0.5, channels=2)], [], {}))
+    item = await pool.process(Job("audio", [sound_file(rate=48_000, seconds=0.5, channels=2)], [], b"{}"))
     assert array(item, "input_features").shape == (1, 1, RATE // 2)
 
 

@@ -288,10 +288,16 @@ async def test_a_deadline_that_passes_ends_the_waiting(make: Make) -> None:
     assert isinstance(await made.refused(image(), deadline=time.time() - 1), DeadlineExceeded)
 
 
-async def test_arguments_beyond_reason_are_refused(make: Make) -> None:
-    error = await make().refused(image(size="x" * 70_000))
+@pytest.mark.parametrize("value", ["x" * 70_000, "\ud800", object()], ids=range(3))
+async def test_arguments_beyond_reason_are_refused(make: Make, value: Any) -> None:
+    error = await make().refused(image(size=value))
     assert isinstance(error, InvalidArgument)
     assert "xxx" not in error.message
+
+
+@pytest.mark.parametrize("value", [10**30, 2**64, -(10**30), 1e308, [[[[]]]]], ids=str)
+async def test_arguments_that_are_json_come_to_the_processor(make: Make, value: Any) -> None:
+    assert len(await make().prepare(image(size=value))) == 1
 
 
 async def test_a_processor_that_cannot_be_made_is_told_at_the_start(make: Make) -> None:
