@@ -36,6 +36,9 @@ class MediaMetrics:
         self._stored = Gauge(
             "penstock:media_store_bytes", "Bytes of processed items that are kept", labels, registry=registry
         ).labels(model_name)
+        self._queued = Gauge(
+            "penstock:media_queued", "Items that wait for a media worker", labels, registry=registry
+        ).labels(model_name)
         self._replaced = Counter(
             "penstock:media_workers_replaced",
             "Media workers that ended or were ended, and had to be replaced",
@@ -60,6 +63,10 @@ class MediaMetrics:
     def stored(self, num_bytes: int) -> None:
         """So much is kept now."""
         self._stored.set(num_bytes)
+
+    def queued(self, count: int) -> None:
+        """So many items wait for a media worker now."""
+        self._queued.set(count)
 
     def replaced_worker(self) -> None:
         """A media worker is gone."""

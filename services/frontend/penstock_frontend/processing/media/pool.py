@@ -109,6 +109,7 @@ class WorkerPool:
             self._rate.begin(time.monotonic())
         waiting = _Waiting(job)
         self._queue.append(waiting)
+        self._metrics.queued(len(self._queue))
         self._work.set()
         return await waiting.result
 
@@ -142,7 +143,9 @@ class WorkerPool:
     async def _next(self) -> _Waiting:
         while True:
             while self._queue:
-                if not (waiting := self._queue.popleft()).result.done():  # its client may have gone
+                waiting = self._queue.popleft()
+                self._metrics.queued(len(self._queue))
+                if not waiting.result.done():  # its client may have gone
                     return waiting
             self._work.clear()
             await self._work.wait()

@@ -122,6 +122,17 @@ async def test_the_same_image_is_decoded_once(make: Make) -> None:
     assert made.value("penstock:media_store_bytes") == again[0].item.num_bytes
 
 
+async def test_items_that_wait_for_a_worker_are_counted(make: Make) -> None:
+    made = make()
+    await made.service.start()
+    preparing = [asyncio.create_task(made.prepare(image(seed, fault="hang"))) for seed in range(3)]
+    while made.value("penstock:media_queued") != 2:
+        await asyncio.sleep(0.01)
+    for task in preparing:
+        task.cancel()
+    await asyncio.gather(*preparing, return_exceptions=True)
+
+
 async def test_another_salt_shares_nothing(make: Make) -> None:
     made = make()
     one, other = [await made.prepare(image(1), salt=salt) for salt in ("a", "b")]
