@@ -46,10 +46,12 @@ class Fetcher:
             raise ConfigError(f"media.ca: {config.ca} has no certificates that can be read: {e}") from None
         self._room = asyncio.Semaphore(config.max_fetches)
         self.num_waiting = 0
+        self._closed = False
 
     def close(self) -> None:
         """Look up no more names."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._closed = True
+        self._threads.shutdown(wait=False)
 
     def check(self, url: str, *, field: str) -> Target:
         """What the URL asks for. Raises PermissionDenied or InvalidArgument where it may not be fetched, before anything is."""
@@ -136,6 +138,8 @@ class Fetcher:
         return addresses
 
     async def _resolve(self, host: str, port: int) -> list[str]:
+        if self._closed:
+            raise refusals.shutting_down()
         found = await asyncio.get_running_loop().run_in_executor(
             self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         )

@@ -12,6 +12,7 @@ from penstock_common.errors import ConfigError, ResourceExhausted, Unavailable
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
 from penstock_frontend.config.media import MediaConfig
+from penstock_frontend.processing.media import refusals
 from penstock_frontend.processing.media.decode_limits import DecodeLimits, TooLarge, Unreadable
 from penstock_frontend.processing.media.families.base import FamilyProcessor
 from penstock_frontend.processing.media.item import ProcessedItem
@@ -96,9 +97,9 @@ class WorkerPool:
     async def process(self, job: Job) -> ProcessedItem:
         """Raises TooLarge, Unreadable; ResourceExhausted while the queue is full; Unavailable where there is no worker."""
         if self._closed:
-            raise Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
+            raise refusals.shutting_down()
         if self._failure and not self._workers:
-            raise Unavailable("no media worker starts", reason="NO_MEDIA_WORKER", retry_after=_PAUSE)
+            raise _no_worker()
         if len(self._queue) >= self._config.max_queued:
             seconds = self._rate.time_for(time.monotonic(), 1, 0)
             raise ResourceExhausted(
@@ -119,11 +120,11 @@ class WorkerPool:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail_all("this frontend is shutting down", "SHUTTING_DOWN")
+        self._fail_all(refusals.shutting_down)
 
-    def _fail_all(self, why: str, reason: str) -> None:
+    def _fail_all(self, error: Callable[[], Unavailable]) -> None:
         while self._queue:
-            self._queue.popleft().fail(Unavailable(why, reason=reason, retry_after=_PAUSE))
+            self._queue.popleft().fail(error())
 
     async def _serve(self, worker: WorkerProcess | None) -> None:
         """A place in the pool: a worker, and the next when that is gone."""
@@ -169,7 +170,7 @@ class WorkerPool:
             waiting.fail(incident(e, request="", doing="processing a medium"))
             return False
         except asyncio.CancelledError:
-            waiting.fail(Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0))
+            waiting.fail(refusals.shutting_down())
             raise
         self._rate.left(time.monotonic(), 0)
         if isinstance(outcome, Refused):
@@ -213,7 +214,7 @@ class WorkerPool:
             self._failure = str(e) or type(e).__name__
             get_logger().error("a media worker does not start", error=self._failure)
             if not self._workers:
-                self._fail_all("no media worker starts", "NO_MEDIA_WORKER")
+                self._fail_all(_no_worker)
             await asyncio.sleep(_PAUSE)
             return None
 
@@ -231,3 +232,7 @@ class WorkerPool:
     async def _end(self, worker: WorkerProcess) -> int:
         self._workers.discard(worker)
         return await worker.end()
+
+
+def _no_worker() -> Unavailable:
+    return Unavailable("no media worker starts", reason="NO_MEDIA_WORKER", retry_after=_PAUSE)

@@ -32,6 +32,11 @@ def not_allowed(field: str, why: str) -> PermissionDenied:
     return PermissionDenied(f"{field} {why}", field=field, reason=NOT_ALLOWED)
 
 
+def shutting_down() -> Unavailable:
+    """The frontend ends."""
+    return Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
+
+
 def fetch_failed(field: str, why: str, *, for_now: bool) -> RequestFailed:
     """Its host gave no file. ``for_now``: later it may."""
     kind = Unavailable if for_now else InvalidArgument
