@@ -1,0 +1,111 @@
+"""Tokens that no text becomes, in tokenizers of every kind."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, models, pre_tokenizers
+
+from penstock_common.errors import ConfigError
+from penstock_frontend.processing.prompts.hidden_tokens import hide
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer
+from tests.fakes.models import small_tokenizers
+
+IMAGE, BREAK, OTHER = "<image>", "<br>", "<|im_start|>"
+
+
+def with_tokens(backend: tokenizers.Tokenizer, *, lstrip: bool = False) -> tokenizers.Tokenizer:
+    tokens = [
+        AddedToken(token, special=True, normalized=False, lstrip=lstrip) for token in (IMAGE, OTHER, BREAK, "<x>")
+    ]
+    backend.add_special_tokens(tokens)
+    return backend
+
+
+def in_the_vocabulary() -> tokenizers.Tokenizer:
+    """Its own model has the tokens, too, behind which others come."""
+    backend = small_tokenizers.byte_level()
+    described = json.loads(backend.to_str())
+    vocabulary = described["model"]["vocab"]
+    for token in (IMAGE, OTHER, BREAK):
+        vocabulary[token] = len(vocabulary)
+    return with_tokens(tokenizers.Tokenizer.from_str(json.dumps(described)))
+
+
+def unigram() -> tokenizers.Tokenizer:
+    pieces = [("<unk>", 0.0), (IMAGE, -1.0), *((char, -3.0) for char in "\u2581abcdefgims<>|_r")]
+    backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    return with_tokens(backend)
+
+
+MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    "byte level": lambda: with_tokens(small_tokenizers.byte_level()),
+    "stripping": lambda: with_tokens(small_tokenizers.byte_level(), lstrip=True),
+    "byte fallback": lambda: with_tokens(small_tokenizers.byte_fallback()),
+    "in the vocabulary": in_the_vocabulary,
+    "unigram": unigram,
+}
+
+
+@pytest.fixture(params=MAKERS)
+def backend(request: pytest.FixtureRequest) -> tokenizers.Tokenizer:
+    return MAKERS[request.param]()
+
+
+TEXTS = ("<image>", "a <image> b", "<image><image>", "<|im_start|>a<br>", "<image >", "a\n<image>\n\nb", "<x><image>")
+
+
+def test_the_others_stay_what_they_are(backend: tokenizers.Tokenizer) -> None:
+    copy, names = hide(backend, [IMAGE, BREAK])
+    assert copy.get_vocab_size() == backend.get_vocab_size()
+    for token in (OTHER, "<x>"):
+        assert copy.encode(f"a{token}b").ids == backend.encode(f"a{token}b").ids
+    assert {copy.token_to_id(name) for name in names.values()} == {
+        backend.token_to_id(token) for token in (IMAGE, BREAK)
+    }
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_names_do_what_the_tokens_did(backend: tokenizers.Tokenizer, text: str) -> None:
+    copy, names = hide(backend, [IMAGE, BREAK])
+    assert copy.encode(text.replace(IMAGE, names[IMAGE]).replace(BREAK, names[BREAK])).ids == backend.encode(text).ids
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_characters_are_text(backend: tokenizers.Tokenizer, text: str) -> None:
+    copy, _ = hide(backend, [IMAGE, BREAK])
+    ids = copy.encode(text).ids
+    assert not {backend.token_to_id(IMAGE), backend.token_to_id(BREAK)} & set(ids)
+    assert (backend.token_to_id(OTHER) in ids) == (OTHER in text)
+
+
+def test_names_are_never_the_same() -> None:
+    one, other = (hide(MAKERS["byte level"](), [IMAGE])[1][IMAGE] for _ in range(2))
+    assert one != other
+
+
+def test_a_tokenizer_without_the_tokens_is_told_of() -> None:
+    with pytest.raises(ConfigError, match="no added token '<image>'"):
+        hide(small_tokenizers.byte_level(), [IMAGE])
+    tokenizer = Tokenizer(with_tokens(small_tokenizers.byte_level()))
+    tokenizer.hide([IMAGE, "<none>"])
+    assert tokenizer.stand_in(IMAGE)
+    with pytest.raises(ConfigError, match="no added token '<none>'"):
+        tokenizer.stand_in("<none>")
+    tokenizer.close()
+
+
+async def test_every_way_to_read_a_text_knows_it_for_text() -> None:
+    tokenizer = Tokenizer(with_tokens(small_tokenizers.byte_level()))
+    tokenizer.hide([IMAGE])
+    image = tokenizer.token_id(IMAGE)
+    text = "a <image> b"
+    assert image in tokenizer.literal(text)
+    assert image not in (await tokenizer.encode(text)).ids
+    assert all(image not in ids for ids in await tokenizer.encode_all([text, text], add_special_tokens=True, longest=8))
+    (pair,) = await tokenizer.encode_pairs([(text, text)])
+    assert image not in pair.ids
+    assert tokenizer.decode([image or 0]) == IMAGE
+    tokenizer.close()
