@@ -100,10 +100,7 @@ class Audio:
         if EMBEDS not in data:
             tensors.check_names(data, self._names)
             return self._windows.item(data)
-        tensors.check_names(data, (EMBEDS,))
-        rows = tensors.taken(data, EMBEDS, (None, None)).shape[0]
-        if not 1 <= rows <= self._windows.max_rows:
-            raise ValueError(f"{EMBEDS} has {rows} rows; a clip has 1 to {self._windows.max_rows}")
+        rows = tensors.num_embeds(data, least=1, most=self._windows.max_rows)
         return ProcessedItem(modality="audio", data=dict(data), num_embeds=rows)
 
     def max_tokens(self, modality: Modality) -> int:

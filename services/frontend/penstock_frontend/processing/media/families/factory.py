@@ -34,6 +34,8 @@ _REFUSED: Mapping[str, str] = {
     "paligemma2": "its prompts attend both ways",
 }
 
+_TEXT_ALONE = ". With media.enabled false it is served for text alone"
+
 
 def load_family(folder: Path, encode: Encode) -> Family | None:
     """The family of the checkpoint in ``folder``; None for models that read text alone. ``encode``: of its tokenizer.
@@ -46,10 +48,11 @@ def load_family(folder: Path, encode: Encode) -> Family | None:
         return None
     model_type = checkpoint.model_type
     if (why := _REFUSED.get(model_type)) is not None:
-        raise ConfigError(f"{folder}: media of {model_type} are not served: {why}")
+        raise ConfigError(f"{folder}: media of {model_type} are not served: {why}{_TEXT_ALONE}")
     tower = checkpoint.sub_config("vision_config").get("model_type")
     if (name := _PIXTRAL if tower == "pixtral" else _FAMILIES.get(model_type)) is None:
-        raise ConfigError(f"{folder}: media of {model_type} are not served; those of {', '.join(_FAMILIES)} are")
+        served = ", ".join(_FAMILIES)
+        raise ConfigError(f"{folder}: media of {model_type} are not served; those of {served} are{_TEXT_ALONE}")
     module, _, attribute = name.partition(":")
     make: Callable[[Checkpoint], Family] = getattr(import_module(f"{_PACKAGE}.{module}"), attribute)
     return make(checkpoint)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from penstock_common.types.media import EmbedRun, Modality, TensorData
+from penstock_frontend.processing.media.families import tensors
 from penstock_frontend.processing.media.families.base import FamilyProcessor
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.frames import frame_videos
@@ -55,6 +56,11 @@ class InternVL(ImageFamily):
     def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
         """Of the tensors that the processors give."""
         return self._videos.item(data) if modality == "video" else super().described(modality, data)
+
+    def embedded(self, data: Mapping[str, TensorData]) -> ProcessedItem:
+        """As many rows as an image may have."""
+        rows = tensors.num_embeds(data, least=1, most=self._canvas.max_rows)
+        return ProcessedItem(modality="image", data=dict(data), num_embeds=rows)
 
     def max_tokens(self, modality: Modality) -> int:
         """Of an image with most tiles, or a video with most frames. What begins and ends it are tokens as any other."""

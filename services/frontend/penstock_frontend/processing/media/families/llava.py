@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock_common.errors import ConfigError
-from penstock_common.types.media import EMBEDS, Modality, TensorData
+from penstock_common.types.media import Modality, TensorData
 from penstock_frontend.processing.media.families import arguments, tensors
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.single_images import ImageFamily
@@ -46,9 +46,8 @@ class Llava(ImageFamily):
 
     def embedded(self, data: Mapping[str, TensorData]) -> ProcessedItem:
         """As many rows as every image has."""
-        tensors.check_names(data, (EMBEDS,))
-        tensors.taken(data, EMBEDS, (self._rows, None))
-        return ProcessedItem(modality="image", data=dict(data), num_embeds=self._rows)
+        rows = tensors.num_embeds(data, least=self._rows, most=self._rows)
+        return ProcessedItem(modality="image", data=dict(data), num_embeds=rows)
 
     def max_tokens(self, modality: Modality) -> int:
         """Of every image."""

@@ -60,6 +60,11 @@ class LlavaNext(ImageFamily):
         """Image tokens, each of them a row."""
         return [Replacement([self.token_id] * item.num_embeds) for item in items]
 
+    def embedded(self, data: Mapping[str, TensorData]) -> ProcessedItem:
+        """As many rows as an image may have."""
+        rows = tensors.num_embeds(data, least=1, most=self._tiles.max_rows)
+        return ProcessedItem(modality="image", data=dict(data), num_embeds=rows)
+
     def max_tokens(self, modality: Modality) -> int:
         """Of the largest image."""
         del modality

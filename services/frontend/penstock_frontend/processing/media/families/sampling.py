@@ -9,6 +9,8 @@ from penstock_frontend.processing.media.families import arguments
 
 _DEFAULT_SECONDS = 0.5
 """Between frames, where one alone does not say it."""
+_LONGEST = 1_000_000
+"""Seconds of a video."""
 
 
 class Sampling(NamedTuple):
@@ -20,6 +22,8 @@ class Sampling(NamedTuple):
     def indices(self, timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> list[int]:
         """All, or ``num_frames`` or ``fps`` of them spread evenly. Raises ValueError."""
         given = len(timestamps)
+        if not timestamps or timestamps[-1] > _LONGEST:
+            raise ValueError(f"it has {given} frames up to {timestamps[-1:]} s; a video has some, up to {_LONGEST} s")
         count = arguments.whole_number(kwargs, "num_frames", most=self.max_frames)
         if (fps := kwargs.get("fps")) is not None:
             if count is not None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock_common.types.media import DTYPE_BYTES, TensorData, TensorDtype
+from penstock_common.types.media import DTYPE_BYTES, EMBEDS, TensorData, TensorDtype
 
 _DTYPES: Mapping[str, TensorDtype] = {name: name for name in DTYPE_BYTES if name != "bfloat16"}
 PIXELS = ("pixel_values", "pixel_values_videos")
@@ -53,6 +53,17 @@ def numbers(data: Mapping[str, TensorData], name: str, dims: Sequence[int | None
     if tensor.dtype != "int64":
         raise ValueError(f"{name} is {tensor.dtype}; it must be int64")
     return [int(number) for number in to_array(tensor).reshape(-1)]
+
+
+def num_embeds(data: Mapping[str, TensorData], *, least: int, most: int) -> int:
+    """Rows of what the tower would give, which stands alone, ``[rows, width]``. Raises ValueError for fewer, or more."""
+    check_names(data, (EMBEDS,))
+    rows = taken(data, EMBEDS, (None, None)).shape[0]
+    if not least <= rows <= most:
+        raise ValueError(
+            f"{EMBEDS} has {rows} rows; it must have {f'from {least} to {most}' if least < most else most}"
+        )
+    return rows
 
 
 def check_names(data: Mapping[str, TensorData], names: Sequence[str]) -> None:

@@ -169,3 +169,18 @@ def test_tensors_that_the_model_does_not_take_are_refused(model: Model, change: 
         names[change] = "rows is missing"
     with pytest.raises(ValueError, match=names[change]):
         model.family.described("image", data)
+
+
+def test_embeddings_take_the_place_of_an_image_where_they_say_how_it_is_laid_out(model: Model) -> None:
+    rows = model.processor.image(picture(90, 60), {}).num_embeds
+    embeds = {"embeds": TensorData("float32", (rows, 2), bytes(rows * 8))}
+    if model.name in ("llava", "llava_siglip", "gemma3", "llava_next", "internvl"):
+        item = model.family.described("image", embeds)
+        assert (item.num_embeds, item.data) == (rows, embeds)
+        assert model.family.replacements([item])[0].num_embeds == rows
+        most = model.family.max_tokens("image")
+        with pytest.raises(ValueError, match=f"embeds has {most + 1} rows; it must have"):
+            model.family.described("image", {"embeds": TensorData("float32", (most + 1, 2), bytes(most * 8 + 8))})
+    else:
+        with pytest.raises(ValueError, match="embeds does not say how the image is laid out"):
+            model.family.described("image", embeds)

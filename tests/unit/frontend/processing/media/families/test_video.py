@@ -170,6 +170,12 @@ def test_a_video_that_a_client_processed(model: Model) -> None:
         model.family.described("video", {**item.data, "video_grid_thw": grid})
 
 
+@pytest.mark.parametrize(("timestamps", "given"), [([], 0), ([0.0, 1e300], 2)])
+def test_a_video_without_frames_or_without_end_is_refused(model: Model, timestamps: list[float], given: int) -> None:
+    with pytest.raises(ValueError, match=f"it has {given} frames"):
+        model.processor.video(frames_of(given, 40, 40), timestamps, {"fps": 1000})
+
+
 def test_frames_of_an_odd_shape_are_refused(model: Model) -> None:
     with pytest.raises(ValueError, match="one side is at most 200 times the other"):
         model.processor.video([make_image(4200, 20)] * 2, [0.0, 1.0], {})
