@@ -3,11 +3,13 @@
 import pytest
 
 from penstock_common.errors import InvalidArgument, NotFound
+from penstock_common.types.media import TensorData
 from penstock_frontend.api.openai.responses.response import Response
 from penstock_frontend.api.openai.responses.response_body import ReasoningBody, TextBody
 from penstock_frontend.api.openai.responses.response_store import ResponseStore, Running
-from penstock_frontend.call_types import ChatMessage
+from penstock_frontend.call_types import ChatMessage, ContentPart
 from penstock_frontend.config import ResponsesConfig
+from penstock_frontend.media_parts import EncodedFile, Features, Frame, Frames, MediaPart, Source, Url
 
 
 def response(name: str) -> Response:
@@ -53,6 +55,23 @@ def test_the_conversation_comes_back() -> None:
     keep(store, "", "a", 3)
     [message] = store.messages("", "a")
     assert (message.role, message.content) == ("user", "xxx")
+
+
+def test_media_of_a_conversation_come_back() -> None:
+    store = ResponseStore(ResponsesConfig())
+    sources: list[Source] = [
+        EncodedFile(b"\x00\xff"),
+        Url("data:,x"),
+        Frames([Frame(b"\x01", 0.5)]),
+        Features({"embeds": TensorData("float32", (1, 1), b"abcd")}),
+    ]
+    content = [
+        ContentPart(type="media", media=MediaPart(modality="image", source=each, field="f", processor_kwargs={"a": 1}))
+        for each in sources
+    ]
+    messages = [ChatMessage(role="user", content=[ContentPart(type="text", text="look"), *content])]
+    store.keep("", response("a"), [], messages)
+    assert [message.content for message in store.messages("", "a")] == [messages[0].content]
 
 
 def test_the_oldest_of_the_tenant_with_the_most_goes_first() -> None:
