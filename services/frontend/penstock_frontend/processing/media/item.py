@@ -28,7 +28,8 @@ class Replacement(msgspec.Struct, frozen=True):
     """What stands in a prompt for an item: ``token_ids``, of which those at ``embed_runs`` (empty: all) are replaced by rows.
 
     ``before`` and ``after``: texts that stand around it, tokenized together with the prompt's own text there. ``data``: what the
-    tower gets in place of the item's, where the other items of the prompt change that; empty: the item's.
+    tower gets in place of the item's data; empty: these. ``variant``: says what that is, where it is not always the same of the
+    item.
     """
 
     token_ids: list[int]
@@ -36,6 +37,7 @@ class Replacement(msgspec.Struct, frozen=True):
     before: str = ""
     after: str = ""
     data: dict[str, TensorData] = {}
+    variant: str = ""
 
     @property
     def num_embeds(self) -> int:

@@ -29,11 +29,13 @@ class MediaInputs(NamedTuple):
         check_media(parts, family)
         prepared = await self.preparer.prepare(parts, cache_salt=context.cache_salt, deadline=context.deadline)
         tokens = [family.placeholder(part.modality) for part in parts]
+        try:
+            replacements = family.replacements([each.item for each in prepared])
+        except ValueError as e:
+            raise InvalidArgument(f"{parts[0].field}: {e}", field=parts[0].field, reason="MEDIA_UNREADABLE") from None
         return [
             PlacedMedia(each, replacement, self.tokenizer.stand_in(token), self.tokenizer.token_id(token) or 0)
-            for each, replacement, token in zip(
-                prepared, family.replacements([each.item for each in prepared]), tokens, strict=True
-            )
+            for each, replacement, token in zip(prepared, replacements, tokens, strict=True)
         ]
 
 

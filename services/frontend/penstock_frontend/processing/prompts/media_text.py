@@ -80,10 +80,8 @@ def feature_of(placed: PlacedMedia, offset: int) -> MultiModalFeature:
 
 def identifier_of(placed: PlacedMedia) -> str:
     """The item's own, or one derived of it where the media beside it change what the tower gets."""
-    identifier, rows = placed.prepared.identifier, placed.replacement.num_embeds
-    if not placed.replacement.data:
-        return identifier
-    return hashlib.blake2b(f"{identifier}:{rows}".encode(), digest_size=32).hexdigest()
+    identifier, variant = placed.prepared.identifier, placed.replacement.variant
+    return hashlib.blake2b(f"{identifier}:{variant}".encode(), digest_size=32).hexdigest() if variant else identifier
 
 
 def media_tokens(features: Iterable[MultiModalFeature]) -> dict[Modality, int]:

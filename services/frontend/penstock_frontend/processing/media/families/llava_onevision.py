@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: an image whole and in tiles where it is the prompt's only one, else whole.
+"""LLaVA-OneVision: an image whole and in tiles where it is the prompt's only one, else made a square.
 
 https://huggingface.co/docs/transformers/model_doc/llava_onevision
 """
@@ -8,7 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from penstock_common.types.media import DTYPE_BYTES, Modality, TensorData
+import msgspec
+import PIL.Image
+from PIL.Image import Image
+
+from penstock_common.types.media import Modality, TensorData
 from penstock_frontend.processing.media.families import arguments, tensors
 from penstock_frontend.processing.media.families.anyres import Size, best_resolution, pinpoints, unpadded
 from penstock_frontend.processing.media.families.base import FamilyProcessor
@@ -19,6 +23,11 @@ from penstock_frontend.processing.media.families.llava_next import checked_size,
 from penstock_frontend.processing.media.families.single_images import ImageAndVideoProcessor, ImageFamily
 from penstock_frontend.processing.media.item import ProcessedItem, Replacement
 
+_PIXELS, _NUM_IMAGES = "pixel_values", "batch_num_images"
+_SQUARE = "pixel_values_of_square"
+"""The one picture ``[1, 1, 3, height, width]`` that the tower gets of an image beside others: padded to a square, then resized.
+No input of the model by this name.
+"""
 _SHRINKS_FROM = 1.1
 """How much larger than the largest grid one is that is made smaller."""
 
@@ -51,10 +60,15 @@ class Tiles(NamedTuple):
         return self.side**2 + 1
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of ``pixel_values`` ``[1, tiles and the whole, 3, height, width]`` and ``image_sizes`` ``[1, 2]``."""
+        """Of ``pixel_values`` ``[1, tiles and the whole, 3, height, width]`` and ``image_sizes`` ``[1, 2]``. ``layout``: 1 where
+        ``batch_num_images`` says that the image stands beside others, so that it is one picture; else empty.
+        """
         size = checked_size(data)
-        tensors.taken(data, "pixel_values", (1, num_tiles(size, self.tile, self.resolutions), 3, *self.tile))
-        return ProcessedItem(modality="image", data=dict(data), num_embeds=self.rows(size))
+        beside = _NUM_IMAGES in data and tensors.numbers(data, _NUM_IMAGES, (1,)) != [1]
+        count = 1 if beside else num_tiles(size, self.tile, self.resolutions)
+        tensors.taken(data, _PIXELS, (1, count, 3, *self.tile))
+        rows = self.rows_beside_others if beside else self.rows(size)
+        return ProcessedItem(modality="image", data=dict(data), num_embeds=rows, layout=(1,) if beside else ())
 
     def rows(self, size: Size) -> int:
         """Of an image of that size alone."""
@@ -98,16 +112,28 @@ class LlavaOnevision(ImageFamily):
         return self._video if modality == "video" else super().placeholder(modality)
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
-        """Tokens, each of them a row. Of several images each is the whole picture alone."""
+        """Tokens, each of them a row. Of several images each is one picture. Raises ValueError for one that its client has
+        processed as if it were alone.
+        """
         alone = sum(item.modality == "image" for item in items) == 1
         return [self._replacement(item, alone=alone) for item in items]
 
     def _replacement(self, item: ProcessedItem, *, alone: bool) -> Replacement:
         if item.modality == "video":
             return Replacement([self._video_id] * item.num_embeds)
-        if alone:
-            return Replacement([self.token_id] * item.num_embeds)
-        return Replacement([self.token_id] * self._tiles.rows_beside_others, data=_whole(item.data))
+        if alone or item.layout:
+            data = {name: tensor for name, tensor in item.data.items() if name != _SQUARE}
+            return Replacement([self.token_id] * item.num_embeds, data=data)
+        if _SQUARE not in item.data:
+            raise ValueError(
+                "an image was processed as the only one of its prompt, which has several: batch_num_images is 1"
+            )
+        data = {
+            _PIXELS: item.data[_SQUARE],
+            "image_sizes": item.data["image_sizes"],
+            _NUM_IMAGES: TensorData("int64", (1,), (2).to_bytes(8, "little")),  # however many there are
+        }
+        return Replacement([self.token_id] * self._tiles.rows_beside_others, data=data, variant="beside others")
 
     def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
         """Of the tensors that the processors give."""
@@ -118,17 +144,17 @@ class LlavaOnevision(ImageFamily):
         return self._videos.max_rows if modality == "video" else self._tiles.max_rows
 
     def make_processor(self) -> Callable[[], FamilyProcessor]:
-        """An ``ImageAndVideoProcessor``."""
-        return partial(ImageAndVideoProcessor, self._folder, self._tiles, self._videos)
+        """A ``LlavaOnevisionProcessor``."""
+        return partial(LlavaOnevisionProcessor, self._folder, self._tiles, self._videos)
 
 
-def _whole(data: Mapping[str, TensorData]) -> dict[str, TensorData]:
-    """Of an image's pictures the first, and that there are more images, however many."""
-    pixels = data["pixel_values"]
-    shape = (1, 1, *pixels.shape[2:])
-    size = math.prod(shape) * DTYPE_BYTES[pixels.dtype]
-    return {
-        **data,
-        "pixel_values": TensorData(pixels.dtype, shape, bytes(pixels.data[:size])),
-        "batch_num_images": TensorData("int64", (1,), (2).to_bytes(8, "little")),
-    }
+class LlavaOnevisionProcessor(ImageAndVideoProcessor):
+    """What an image is alone, and what it is beside others."""
+
+    def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
+        """Both: whoever puts it into a prompt knows which is wanted."""
+        item = super().image(image, kwargs)
+        pictures = self.processor([[image, PIL.Image.new("RGB", (1, 1))]])[_PIXELS]
+        size = len(pictures.data) // pictures.shape[0]
+        square = TensorData(pictures.dtype, (1, *pictures.shape[1:]), bytes(pictures.data[:size]))
+        return msgspec.structs.replace(item, data={**item.data, _SQUARE: square})

@@ -51,8 +51,8 @@ class PilImages:
                 f"{folder}: its image processor, {name}, exists for torchvision only, which is not served"
             )
 
-    def __call__(self, images: Sequence[Image], **kwargs: Any) -> dict[str, TensorData]:
-        """What it gives for these images together, pixels as bytes: neither rescaled nor normalized."""
+    def __call__(self, images: Sequence[Image] | Sequence[Sequence[Image]], **kwargs: Any) -> dict[str, TensorData]:
+        """What it gives for these images together, or for those of prompts, pixels as bytes: neither rescaled nor normalized."""
         given = self._processor(
             images=list(images),
             return_tensors="np",

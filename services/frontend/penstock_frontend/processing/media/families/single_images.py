@@ -77,12 +77,12 @@ class ImageProcessor(MediaProcessor):
     """The image processor of transformers, and what the family says of what it gives."""
 
     def __init__(self, folder: Path, images: Images) -> None:
-        self._processor = PilImages(folder)
+        self.processor = PilImages(folder)
         self._images = images
 
     def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
         """One image, with the arguments that the family takes."""
-        return checked(self._images, self._processor([image], **self._images.arguments(kwargs)))
+        return checked(self._images, self.processor([image], **self._images.arguments(kwargs)))
 
 
 class Videos(Protocol):

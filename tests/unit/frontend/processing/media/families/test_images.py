@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import tokenizers
@@ -32,6 +33,8 @@ PIECES = ("", " ", "what", "\n", "\n\n", " of\n", "is 7", "<|im_start|>", ".\n\n
 FAST, ALL = 24, 200
 NARROW = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_next", "llava_onevision", "idefics3", "smolvlm"}
 """Take no image that is 30 times as wide as high, or are not made for it."""
+TOGETHER = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "aya_vision", "gemma3"}
+"""Have patches or tiles of all images in the first dimension."""
 
 
 class Model(NamedTuple):
@@ -139,15 +142,43 @@ def test_tensors_are_those_of_the_pillow_backend(model: Model) -> None:
         if model.name in ("llava_pixtral", "mistral3"):
             kwargs["patch_size"] = model.theirs.patch_size * model.theirs.spatial_merge_size
         theirs = model.theirs.image_processor(images=[image], **kwargs)
-        assert set(item.data) == set(theirs) - {"num_crops", "num_patches"}  # which are for the processor alone
-        for name, tensor in item.data.items():
+        data = {**item.data, **model.family.replacements([item])[0].data}
+        data.pop("pixel_values_of_square", None)  # which takes the place of others, beside them
+        assert set(data) == set(theirs) - {"num_crops", "num_patches"}  # which are for the processor alone
+        for name, tensor in data.items():
             assert np.array_equal(to_array(tensor), np.asarray(theirs[name])), (name, image.size)
         assert item.data["pixel_values"].dtype == "uint8"
 
 
+async def test_tensors_of_several_images_are_those_of_each(model: Model, inputs: InputProcessor) -> None:
+    """As the processor gives them for a prompt of several images, without what it pads behind the normalization."""
+    images = [picture(90, 60), picture(40, 120), picture(64, 64)]
+    request = await ours(inputs, ["a", "b", "c", "d"], images)
+    kwargs = {"return_tensors": "np", "do_rescale": False, "do_normalize": False}
+    if model.name in ("internvl", "aya_vision"):
+        kwargs["crop_to_patches"] = True
+    if model.name in ("llava_pixtral", "mistral3"):
+        kwargs["patch_size"] = model.theirs.patch_size * model.theirs.spatial_merge_size
+    theirs = model.theirs.image_processor(images=[images] if model.name == "llava_onevision" else images, **kwargs)
+    together, taken = np.asarray(theirs["pixel_values"]), 0
+    for index, feature in enumerate(request.mm_features):
+        pixels = to_array(feature.data["pixel_values"])
+        if model.name in ("idefics3", "smolvlm"):  # tiles of a prompt's images, one after the other
+            expected = together[:, taken : taken + pixels.shape[1]]
+            taken += pixels.shape[1]
+        elif model.name in TOGETHER:
+            expected = together[taken : taken + len(pixels)]
+            taken += len(pixels)
+        else:
+            expected = together[index : index + 1][tuple(slice(0, length) for length in pixels.shape)]
+        assert np.array_equal(pixels, expected), (index, pixels.shape)
+
+
 def test_what_a_client_processed_is_the_same_item(model: Model) -> None:
     item = model.processor.image(picture(90, 60), {})
-    data = dict(item.data)
+    data = {**item.data, **model.family.replacements([item])[0].data}
+    if data.pop("pixel_values_of_square", None) is not None:
+        item = msgspec.structs.replace(item, data=data)
     if model.name in ("idefics3", "smolvlm"):  # what its tensors do not show
         data |= {
             name: TensorData("int64", (1, 1), number.to_bytes(8, "little"))
@@ -159,6 +190,7 @@ def test_what_a_client_processed_is_the_same_item(model: Model) -> None:
 @pytest.mark.parametrize("change", ["missing", "shape", "more"])
 def test_tensors_that_the_model_does_not_take_are_refused(model: Model, change: str) -> None:
     data = dict(model.processor.image(picture(90, 60), {}).data)
+    data.pop("pixel_values_of_square", None)
     pixels = data.pop("pixel_values")
     if change == "shape":
         data["pixel_values"] = TensorData(pixels.dtype, (*pixels.shape, 1), pixels.data)
@@ -169,6 +201,27 @@ def test_tensors_that_the_model_does_not_take_are_refused(model: Model, change: 
         names[change] = "rows is missing"
     with pytest.raises(ValueError, match=names[change]):
         model.family.described("image", data)
+
+
+async def test_an_image_of_onevision_is_another_item_beside_others(model: Model, inputs: InputProcessor) -> None:
+    if model.name != "llava_onevision":
+        assert (
+            len(
+                {
+                    (await ours(inputs, ["a"] * (n + 1), [picture(90, 60)] * n)).mm_features[0].identifier
+                    for n in (1, 2, 3)
+                }
+            )
+            == 1
+        )
+        return
+    one, two, three = [(await ours(inputs, ["a"] * (n + 1), [picture(90, 60)] * n)).mm_features for n in (1, 2, 3)]
+    assert len({feature.identifier for feature in (*two, *three)}) == 1
+    assert one[0].identifier != two[0].identifier
+    beside = model.family.described("image", two[0].data)
+    assert model.family.replacements([beside, beside])[0].data == two[0].data
+    with pytest.raises(ValueError, match="processed as the only one of its prompt"):
+        model.family.replacements([model.family.described("image", one[0].data)] * 2)
 
 
 def test_embeddings_take_the_place_of_an_image_where_they_say_how_it_is_laid_out(model: Model) -> None:
