@@ -265,6 +265,51 @@ ADAPTERS = Row(
     ),
 )
 
+MEDIA = Row(
+    "Images, sound and video",
+    (
+        Panel(
+            "Time of an item",
+            "s",
+            "95% of items were fetched, waited for a media worker, and were decoded and processed, within so long.",
+            {
+                "{{stage}}": "histogram_quantile(0.95, sum by (le, stage) "
+                f"(rate(penstock:media_seconds_bucket{{{_RELEASE}}}{_OVER})))"
+            },
+        ),
+        Panel(
+            "Items not taken",
+            "reqps",
+            "Items that were refused, by reason: files that cannot be read or are too large, hosts that are not allowed or do not"
+            " answer.",
+            {"{{reason}}": _rate("penstock:media_refused_total", by="reason")},
+            stacked=True,
+        ),
+        Panel(
+            "Found",
+            "percentunit",
+            "Items that a frontend had processed before, and of those that were sent, items that the engine had already.",
+            {
+                "processed": f"{_rate('penstock:media_store_hits_total')} / {_rate('penstock:media_store_queries_total')}",
+                "at the engine": f"{_rate('vllm:mm_cache_hits_total')} / {_rate('vllm:mm_cache_queries_total')}",
+            },
+        ),
+        Panel(
+            "Sent to engines",
+            "Bps",
+            "Bytes of processed media, by the way that they took.",
+            {"{{transport}}": _rate("penstock:media_sent_bytes_total", by="transport")},
+            stacked=True,
+        ),
+        Panel(
+            "Media workers replaced",
+            "short",
+            "Media workers per second that ended, or were ended because of what they had to decode.",
+            {"replaced": _rate("penstock:media_workers_replaced_total")},
+        ),
+    ),
+)
+
 COORDINATOR = Row(
     "Coordinator",
     (
@@ -352,4 +397,4 @@ PROCESSES = Row(
     ),
 )
 
-ROWS = (TRAFFIC, LATENCY, ERRORS, ENGINES, ADAPTERS, COORDINATOR, AUTOSCALING, PROCESSES)
+ROWS = (TRAFFIC, LATENCY, ERRORS, ENGINES, ADAPTERS, MEDIA, COORDINATOR, AUTOSCALING, PROCESSES)

@@ -284,3 +284,31 @@ async def test_a_video_or_a_sound_is_none_of_this_models(served: Served) -> None
     parts = [{"media": {"modality": "video", "data": b"x"}}]
     refused = await failure(served.api.server.stub.Chat(pb.ChatRequest(messages=[{"role": "user", "parts": parts}])))
     assert isinstance(refused, Unimplemented)
+
+
+async def test_clients_are_told_what_is_taken(served: Served) -> None:
+    server = served.api.server
+    (model,) = (await server.stub.ListModels(pb.ListModelsRequest())).models
+    assert [(each.modality, each.max_items, each.max_tokens) for each in model.media] == [("image", 3, 1024)]
+    stub = VllmClient(server).stub
+    assert (await stub.GetModelInfo(vllm.GetModelInfoRequest())).supports_vision
+    info = await stub.GetServerInfo(vllm.GetServerInfoRequest())
+    assert (info.mm_processor, info.mm_processor_source) == ("inprocess", "default")
+    assert (info.mm_media_ref_schemes, info.mm_item_limits) == ("data,http,https", "image=3")
+    assert (info.mm_encoder_budget, info.mm_device_do_normalize, info.shm_namespace_id) == (1024, True, "")
+
+
+async def test_a_text_model_tells_of_no_media(model: Path) -> None:
+    async with FakeEngine(vocab_size=VOCAB_SIZE) as engine, openai_server(model, engines=[engine.address]) as api:
+        stub = VllmClient(api.server).stub
+        info = await stub.GetServerInfo(vllm.GetServerInfoRequest())
+        assert (info.mm_processor, info.mm_media_ref_schemes, info.mm_item_limits) == ("", "", "")
+        assert not (await stub.GetModelInfo(vllm.GetModelInfoRequest())).supports_vision
+        assert not (await api.server.stub.ListModels(pb.ListModelsRequest())).models[0].media
+
+
+async def test_metrics_have_each_series_once(served: Served) -> None:
+    text = (await served.http.get("/metrics")).text
+    families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")]
+    assert len(families) == len(set(families))
+    assert "vllm:mm_cache_queries_total" in families

@@ -13,6 +13,7 @@ from penstock_common.security.certificates import Certificates
 from penstock_coordinator.kubernetes.errors import KubernetesError
 from penstock_coordinator.kubernetes.failures import Failures
 from penstock_coordinator.kubernetes.rights import Right
+from penstock_frontend.processing.media.metrics import MediaMetrics
 from tests.fakes.frontends.frontend_server import collect, failure
 from tests.fakes.network.certificates import Authority
 from tests.fakes.systems.small_system import ADAPTERS, System, started
@@ -68,13 +69,22 @@ def in_kubernetes(folder: Path) -> CollectorRegistry:
     return registry
 
 
+def of_media() -> CollectorRegistry:
+    """What is served of a model that takes media."""
+    registry = CollectorRegistry()
+    metrics = MediaMetrics(registry, "model")
+    metrics.took("image", "fetch", 0.1)
+    metrics.refused("image", "MEDIA_TOO_LARGE")
+    return registry
+
+
 @pytest.mark.parametrize("source", ["rules", "dashboard", "pages"])
 async def test_what_queries_name_is_served(model: Path, source: str, tmp_path: Path) -> None:
     named = {"rules": queries.of_rules, "dashboard": queries.of_dashboard, "pages": queries.of_pages}[source]()
     async with started(model, adapters=True) as system:
         await used(system)
         registries = [registry for _, registry in system._registries]
-        there = served([*registries, in_kubernetes(tmp_path / "tls")])
+        there = served([*registries, in_kubernetes(tmp_path / "tls"), of_media()])
     there |= {metric: set(labels) for metric, labels in OF_PROMETHEUS.items()}
     assert len(named) > 3
     assert problems(named, there) == []

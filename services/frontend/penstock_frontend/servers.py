@@ -111,7 +111,16 @@ class Servers:
             public.server, assembly.llm, assembly.chat, config, assembly.settings.limits, assembly.labels
         )
         card = load_model_card(config.model, assembly.generation_config)
-        vllm_engine.add_to_server(public.server, assembly.llm, config.model, card, kv_events, self._readiness)
+        vllm_engine.add_to_server(
+            public.server,
+            assembly.llm,
+            config.model,
+            card,
+            kv_events,
+            self._readiness,
+            media=config.media,
+            limits=assembly.settings.limits,
+        )
         return public
 
     def _admin_server(self, authenticator: Authenticator | None) -> RpcServer:

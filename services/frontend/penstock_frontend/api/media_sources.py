@@ -5,7 +5,7 @@ import binascii
 import math
 
 from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_common.types.media import MODALITIES, Modality
+from penstock_common.types.media import Modality
 from penstock_frontend.processing.media.part import Frame, Frames, Source, Url
 
 _JPEG_FRAMES = "data:video/jpeg;base64,"
@@ -14,14 +14,6 @@ MAX_FRAMES = 4096
 """Pictures of a video that are looked at, before the frontend's own limit is applied."""
 DEFAULT_FPS = 1.0
 """Pictures a second of a video that does not say it, as in vLLM."""
-
-
-def modality_of(value: str, field: str) -> Modality:
-    """The modality of that name. Raises InvalidArgument for another."""
-    for known in MODALITIES:
-        if value == known:
-            return known
-    raise InvalidArgument(f"{field} is {value[:32]!r}; known: {', '.join(MODALITIES)}", field=field)
 
 
 def source_of_url(modality: Modality, url: str, *, field: str, fps: float = DEFAULT_FPS) -> Source:

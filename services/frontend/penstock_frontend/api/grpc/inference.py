@@ -11,12 +11,12 @@ from penstock.inference.v1 import service_pb2, service_pb2_grpc
 from penstock_common.config.reread import Reread
 from penstock_common.errors import NotFound
 from penstock_common.rpc.media import limits_to_proto
-from penstock_common.types.media import MediaLimits
 from penstock_common.types.pooling import PoolingTask
 from penstock_frontend.admission import demand_of
 from penstock_frontend.api.grpc import chat_messages, generate_messages, pooling_messages
 from penstock_frontend.api.grpc.session import GenerateSession
 from penstock_frontend.api.grpc.unserved import refuses_unserved
+from penstock_frontend.api.media_limits import media_limits
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.chat_calls import ChatCalls
 from penstock_frontend.config import FrontendConfig, LimitsConfig
@@ -150,18 +150,8 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
             capabilities=engines.capabilities,
             num_engines=engines.num_engines,
             vocab_size=self._llm.vocab_size,
-            media=limits_to_proto(self._media_limits()),
+            media=limits_to_proto(media_limits(self._llm, self._limits.now)),
         )
-
-    def _media_limits(self) -> list[MediaLimits]:
-        """What requests may have of each modality: as many items as this frontend and the engines take."""
-        limits, most = self._llm.engines.view.limits, self._limits.now.max_media
-        if limits is None or self._llm.inputs.media is None:
-            return []
-        fitted = (
-            msgspec.structs.replace(each, max_items=min(each.max_items, most.of(each.modality))) for each in limits.media
-        )
-        return [each for each in fitted if each.max_items]
 
 
 def add_to_server(

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Sequence
 
-from penstock.common.v1 import media_pb2, tensor_pb2
+from penstock.common.v1 import media_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_common.rpc.outputs import payload, prompt_embeds_from_proto
-from penstock_common.types.media import DTYPE_BYTES, EMBEDS, Modality, TensorData, TensorDtype
+from penstock_common.rpc.media import modality_from_proto, tensor_from_proto
+from penstock_common.rpc.outputs import prompt_embeds_from_proto
+from penstock_common.types.media import EMBEDS, Modality, TensorData
 from penstock_frontend.api.grpc.json_fields import object_of
-from penstock_frontend.api.media_sources import MAX_FRAMES, modality_of, source_of_url
+from penstock_frontend.api.media_sources import MAX_FRAMES, source_of_url
 from penstock_frontend.call_types import MixedPrompt, Part
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.media.part import EncodedFile, Features, Frame, Frames, MediaPart, Source
@@ -17,18 +18,6 @@ from penstock_frontend.processing.prompts.counts import check_count
 
 MAX_TENSORS = 64
 """Of an item that its client has processed."""
-_MAX_DIMENSIONS = 8
-_DTYPES: dict[int, TensorDtype] = {
-    tensor_pb2.DATA_TYPE_FLOAT32: "float32",
-    tensor_pb2.DATA_TYPE_FLOAT16: "float16",
-    tensor_pb2.DATA_TYPE_BFLOAT16: "bfloat16",
-    tensor_pb2.DATA_TYPE_FLOAT64: "float64",
-    tensor_pb2.DATA_TYPE_INT8: "int8",
-    tensor_pb2.DATA_TYPE_UINT8: "uint8",
-    tensor_pb2.DATA_TYPE_INT32: "int32",
-    tensor_pb2.DATA_TYPE_INT64: "int64",
-    tensor_pb2.DATA_TYPE_BOOL: "bool",
-}
 
 
 def media_part(message: media_pb2.Media, path: str) -> MediaPart:
@@ -36,7 +25,7 @@ def media_part(message: media_pb2.Media, path: str) -> MediaPart:
 
     Raises InvalidArgument for what is missing or wrong, Unimplemented for video files and tensors that are not inline.
     """
-    modality = modality_of(message.modality, f"{path}.modality")
+    modality = modality_from_proto(message.modality, path=f"{path}.modality")
     kind = message.WhichOneof("source")
     if kind is None:
         raise InvalidArgument(
@@ -88,7 +77,7 @@ def _source(message: media_pb2.Media, kind: str, modality: Modality, field: str)
                 raise InvalidArgument(f"{field} is set; they are of a video, and modality is {modality!r}", field=field)
             return Frames(_frames(message.frames.frames, f"{field}.frames"))
         case "embeds":
-            return Features({EMBEDS: tensor_of(message.embeds, field)})
+            return Features({EMBEDS: tensor_from_proto(message.embeds, path=field)})
         case _:
             return Features(_tensors(message.features, f"{field}.tensors"))
 
@@ -125,20 +114,7 @@ def _tensors(message: media_pb2.MediaFeatures, path: str) -> dict[str, TensorDat
         raise InvalidArgument(
             f"{path}[{EMBEDS!r}] is set; embeddings have a field of their own: embeds", field=f"{path}[{EMBEDS!r}]"
         )
-    return {name: tensor_of(tensor, f"{path}[{name[:64]!r}]") for name, tensor in sorted(message.tensors.items())}
-
-
-def tensor_of(message: tensor_pb2.Tensor, path: str) -> TensorData:
-    """The tensor. Raises InvalidArgument unless its bytes are as many as its type and shape say, Unimplemented for elements that
-    are elsewhere.
-    """
-    dtype = _DTYPES.get(message.dtype)
-    if dtype is None:
-        known = ", ".join(_DTYPES.values())
-        raise InvalidArgument(f"{path}.dtype is {message.dtype}; known: {known}", field=f"{path}.dtype")
-    if len(message.shape) > _MAX_DIMENSIONS:
-        raise InvalidArgument(
-            f"{path}.shape has {len(message.shape)} dimensions; the limit is {_MAX_DIMENSIONS}", field=f"{path}.shape"
-        )
-    data = payload(message, None, path=path, element_bytes=DTYPE_BYTES[dtype])
-    return TensorData(dtype=dtype, shape=tuple(message.shape), data=bytes(data))
+    return {
+        name: tensor_from_proto(tensor, path=f"{path}[{name[:64]!r}]")
+        for name, tensor in sorted(message.tensors.items())
+    }

@@ -4,7 +4,7 @@ import asyncio
 import importlib.metadata
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,16 +13,18 @@ import msgspec
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
+from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, OutOfRange, Unavailable, Unimplemented
 from penstock_common.rpc.sampling import refuse_set
-from penstock_common.types.media import Modality
+from penstock_common.types.media import MediaLimits, Modality
 from penstock_frontend.admission import demand_of
 from penstock_frontend.api.call_context import deadline_after
 from penstock_frontend.api.grpc.unserved import refuses_unserved
 from penstock_frontend.api.grpc.utilities import ask_all
+from penstock_frontend.api.media_limits import media_limits
 from penstock_frontend.api.vllm import cache_events, requests, responses
 from penstock_frontend.async_llm import AsyncLLM
-from penstock_frontend.config import ModelConfig
+from penstock_frontend.config import LimitsConfig, MediaConfig, ModelConfig
 from penstock_frontend.engine.kv_events import KvEventFeed
 from penstock_frontend.processing.prompts.model_card import ModelCard
 from penstock_frontend.processing.prompts.tokenizer_bundle import TokenizerBundle
@@ -57,8 +59,18 @@ class VllmEngineServicer:
     """
 
     def __init__(
-        self, llm: AsyncLLM, model: ModelConfig, card: ModelCard, kv_events: KvEventFeed, readiness: Readiness
+        self,
+        llm: AsyncLLM,
+        model: ModelConfig,
+        card: ModelCard,
+        kv_events: KvEventFeed,
+        readiness: Readiness,
+        *,
+        media: MediaConfig,
+        limits: Reread[LimitsConfig],
     ) -> None:
+        self._media = media
+        self._limits = limits
         self._llm = llm
         self._readiness = readiness
         self._model = model
@@ -112,6 +124,7 @@ class VllmEngineServicer:
         return pb.GetModelInfoResponse(
             model_path=self._model.path,
             is_generation="generate" in self._llm.engines.view.capabilities,
+            supports_vision=any(each.modality == "image" for each in media_limits(self._llm, self._limits.now)),
             max_context_length=limits.max_model_len,
             vocab_size=limits.vocab_size,
             served_model_name=self._model.name,
@@ -129,6 +142,8 @@ class VllmEngineServicer:
         """How this frontend and its engines are. docs/gateways.md says of each field what it is, or why it is not set."""
         infos = list((await ask_all(self._llm.engines, "engine_info")).values())
         dtypes = {info.get("dtype", "") for info in infos}
+        dtype = dtypes.pop() if len(dtypes) == 1 else ""
+        media = media_limits(self._llm, self._limits.now)
         return pb.GetServerInfoResponse(
             active_requests=self._llm.num_live,
             is_paused=all(info.get("pause_state", "running") != "running" for info in infos),
@@ -139,9 +154,23 @@ class VllmEngineServicer:
             block_size=min(info.get("block_size", 0) for info in infos),
             max_num_seqs=min(info.get("max_num_seqs", 0) for info in infos),
             kv_cache_dtype="auto",
-            model_dtype=f"torch.{dtypes.pop()}" if len(dtypes) == 1 and "" not in dtypes else "",
+            model_dtype=dtype and f"torch.{dtype}",
             constrained_decoding_start="first_token",
+            **(self._media_info(media, dtype) if media else {}),
         )
+
+    def _media_info(self, media: Sequence[MediaLimits], dtype: str) -> dict[str, Any]:
+        """Of a model that takes media. Tensors are taken as processors make them: engines normalize pixels."""
+        schemes = ["data", "http", "https"] if self._media.allowed_domains else ["data"]
+        return {
+            "mm_processor": "inprocess",
+            "mm_processor_source": "default",
+            "mm_media_ref_schemes": ",".join(schemes),
+            "mm_device_do_normalize": True,
+            "mm_item_limits": ",".join(sorted(f"{each.modality}={each.max_items}" for each in media)),
+            "mm_encoder_budget": max(each.max_tokens for each in media),
+            "multimodal_encoder_dtype": dtype,
+        }
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         """What each engine has to do."""
@@ -241,7 +270,10 @@ def add_to_server(
     card: ModelCard,
     kv_events: KvEventFeed,
     readiness: Readiness,
+    *,
+    media: MediaConfig,
+    limits: Reread[LimitsConfig],
 ) -> None:
     """Serve ``llm`` on ``server`` as a VllmEngine."""
-    servicer = VllmEngineServicer(llm, model, card, kv_events, readiness)
+    servicer = VllmEngineServicer(llm, model, card, kv_events, readiness, media=media, limits=limits)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)
