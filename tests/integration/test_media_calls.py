@@ -13,6 +13,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 from penstock.inference.v1 import messages_pb2
 from penstock_common.errors import InvalidArgument, PermissionDenied, RequestFailed, Unimplemented
 from penstock_frontend.config import LimitsConfig, MaxMediaConfig, MediaConfig
+from penstock_local.media_files import MediaFile
+from penstock_local.rpc.client import ChatMessage, InferenceClient
+from penstock_local.rpc.load_client import LoadClient
 from tests.fakes.clients.vllm_client import VllmClient
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import collect, failure
@@ -312,3 +315,29 @@ async def test_metrics_have_each_series_once(served: Served) -> None:
     families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")]
     assert len(families) == len(set(families))
     assert "vllm:mm_cache_queries_total" in families
+
+
+async def test_the_command_sends_media_before_its_text(served: Served) -> None:
+    file = MediaFile(modality="image", name="cat.png", data=IMAGE)
+    address = f"127.0.0.1:{served.api.server.frontend.port}"
+    async with InferenceClient(address) as client:
+        pieces = [piece async for piece in client.generate("what is it?", media=[file], max_tokens=1)]
+        assert pieces[-1].usage is not None
+        assert served.last_prompt()[:ROWS] == [served.token_id] * ROWS
+        message = ChatMessage(role="user", content="what is it?", media=(file,))
+        assert [piece async for piece in client.chat([message], sampling={"max_tokens": 1})]
+        assert served.rows_of_last() == ROWS
+    async with LoadClient(address, channels=1) as load:
+        answer = load.generate([20, 21], images=[IMAGE, IMAGE], model="", deadline=None, sampling={"max_tokens": 1})
+        assert [piece.prompt_tokens async for piece in answer][-1] == 2 * ROWS + 2
+    assert served.last_prompt() == [*[served.token_id] * 2 * ROWS, 20, 21]
+
+
+async def test_a_large_body_with_frames_holds_nobody_up(served: Served) -> None:
+    frame = base64.b64encode(bytes(200 * 1024)).decode()
+    part = {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64," + ",".join([frame] * 8)}}
+    body = {"model": "model", "messages": turn(part), "max_tokens": 1}
+    answer = await served.http.post("/v1/chat/completions", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "messages[0].content[0].video_url.url")
+    assert "is a video; this model takes text, image" in error["message"]

@@ -1,6 +1,7 @@
 """The bodies of HTTP calls, from their first byte until their calls are admitted."""
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
 
@@ -15,6 +16,9 @@ from penstock_frontend.config import HttpConfig
 
 _DISCARDED = 4
 """A body that is too large is read on, up to so many times the limit, so that its client reads why it was refused."""
+
+_LARGE = 1024 * 1024
+"""Bytes of a body from which on it takes a thread's time to make something of it."""
 
 T = TypeVar("T")
 
@@ -131,6 +135,10 @@ class Body:
         config = self._bodies.config
         await check_json_size(data, max_values=config.max_body_values, max_objects=config.max_body_objects)
         return decode(data, kind)
+
+    async def converted(self, convert: Callable[[], T]) -> T:
+        """What ``convert`` makes of the decoded body, off the event loop where that is large: it decodes frames of videos."""
+        return await asyncio.to_thread(convert) if self.size > _LARGE else convert()
 
     def give_way(self, message: str, excess: int) -> None:
         """End the reading as ResourceExhausted with ``message``; ``excess``: bytes that there are too many."""

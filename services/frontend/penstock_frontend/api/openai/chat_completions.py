@@ -120,7 +120,7 @@ class ChatCompletions:
         if body.truncate_prompt_tokens == AS_MANY_AS_FIT:
             most = body.max_completion_tokens or body.max_tokens or 1
             body.truncate_prompt_tokens = await self._llm.prompt_room(most, call.context.deadline)
-        request = _request(body, call)
+        request = await given.converted(functools.partial(_request, body, call))
         demand = demand_of(request)
         self._llm.check_room([demand])
         prompt_token_ids = await self._prompt_token_ids(body, request)

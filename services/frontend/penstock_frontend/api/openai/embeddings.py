@@ -1,6 +1,7 @@
 """``/v1/embeddings``: vectors of inputs."""
 
 import base64
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
@@ -99,7 +100,7 @@ class Embeddings:
             context=msgspec.structs.replace(context, cache_salt=body.cache_salt or ""),
             truncate_prompt_tokens=body.truncate_prompt_tokens,
         )
-        request = await self._with_inputs(request, body)
+        request = await self._with_inputs(request, body, given)
         try:
             given.close()  # admission is the first thing that happens
             result, request_id = await self._llm.run_pooling(request)
@@ -111,7 +112,7 @@ class Embeddings:
         data = cast(Sequence[Embedding], await self._written(result.outputs, as_text=as_text))
         return EmbeddingList(id=request_id, data=data, model=model, usage=usage)
 
-    async def _with_inputs(self, request: PoolingRequest, body: EmbeddingRequest) -> PoolingRequest:
+    async def _with_inputs(self, request: PoolingRequest, body: EmbeddingRequest, given: Body) -> PoolingRequest:
         if body.messages is None:
             if body.input is None:
                 raise InvalidArgument("input is not set", field="input", reason="MISSING_FIELD")
@@ -120,9 +121,11 @@ class Embeddings:
             return msgspec.structs.replace(request, inputs=inputs, fields=fields)
         if body.input is not None:
             raise InvalidArgument("messages is set beside input; set one", field="messages")
+        options = options_of(body.mm_processor_kwargs, body.media_io_kwargs)
+        messages = await given.converted(functools.partial(messages_of, body.messages, options))
         rendered = await self._chat.renderer.render(
             ChatRequest(
-                messages=messages_of(body.messages, options_of(body.mm_processor_kwargs, body.media_io_kwargs)),
+                messages=messages,
                 add_generation_prompt=bool(body.add_generation_prompt),
                 continue_final_message=bool(body.continue_final_message),
                 template_kwargs=body.chat_template_kwargs or {},

@@ -67,7 +67,8 @@ class ResponseCreation:
                 field="store",
                 reason="RESPONSES_NOT_STORED",
             )
-        given_turns, tenant = _turns(body), call.context.tenant
+        given_turns = await given.converted(functools.partial(_turns, body))
+        tenant = call.context.tenant
         before = (
             self._store.messages(tenant, body.previous_response_id) if body.previous_response_id is not None else []
         )
