@@ -73,7 +73,7 @@ def test_only_the_engine_imports_torch(package: str) -> None:
 def test_llm_knows_only_the_doors_of_the_frontend() -> None:
     doors = {
         f"penstock_frontend.{door}"
-        for door in ("assembly", "call_types", "config", "openai_calls", "ports", "scoring_calls")
+        for door in ("assembly", "call_types", "config", "openai_calls", "ports", "python_media", "scoring_calls")
     }
     used = {
         name for path in modules("penstock_local") for name in imported(path) if name.startswith("penstock_frontend")

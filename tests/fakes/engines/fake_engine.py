@@ -409,7 +409,8 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
 
     def _take(self, message: pb.EngineCoreRequest, session: FakeSession) -> None:
         try:
-            message.sampling_params.seed += media_seed(_features(message, session))
+            if seed := media_seed(_features(message, session)):  # a request to pool has no sampling parameters
+                message.sampling_params.seed += seed
         except RequestFailed as e:
             self.requests.append(message)
             error = finish_pb2.RequestError(code=e.code, message=e.message, field=e.field, reason=e.reason)

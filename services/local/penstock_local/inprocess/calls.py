@@ -11,8 +11,8 @@ from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.pooling import Vectors
 from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingPrompt, PoolingRequest, ScoreRequest
 from penstock_frontend.call_types import RequestOutput as Finished
+from penstock_frontend.python_media.prompts import UnplacedPrompt, placed
 from penstock_frontend.scoring_calls import ScoringCalls
-from penstock_local.inprocess.media import UnplacedPrompt, placed
 from penstock_local.inprocess.outputs import (
     ClassificationOutput,
     CompletionOutput,

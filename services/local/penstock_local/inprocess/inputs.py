@@ -9,8 +9,8 @@ import msgspec
 from penstock_common.errors import InvalidArgument, RequestFailed, nearest
 from penstock_common.types.sampling import OutputKind, SamplingParams
 from penstock_frontend.call_types import ChatMessage, Tool
-from penstock_local.inprocess.content import contents_of
-from penstock_local.inprocess.media import UnplacedPrompt, unplaced
+from penstock_frontend.python_media.messages import contents_of
+from penstock_frontend.python_media.prompts import UnplacedPrompt, unplaced
 
 T = TypeVar("T")
 

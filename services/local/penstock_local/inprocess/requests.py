@@ -11,6 +11,7 @@ from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import OutputKind
 from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingRequest, ScoreRequest
+from penstock_frontend.python_media.prompts import UnplacedPrompt
 from penstock_local.inprocess.inputs import (
     Inputs,
     Message,
@@ -22,7 +23,6 @@ from penstock_local.inprocess.inputs import (
     prompts_of,
     sampling_of,
 )
-from penstock_local.inprocess.media import UnplacedPrompt
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ from PIL import Image
 from penstock_common.errors import ConfigError, InvalidArgument, RequestFailed, Unimplemented
 from penstock_frontend.call_types import MixedPrompt
 from penstock_frontend.processing.media.part import EncodedFile, Frames, MediaPart, Url
+from penstock_frontend.python_media.prompts import UnplacedPrompt, placed
 from penstock_local.inprocess.inputs import conversations_of, predicted_of, prompts_of
-from penstock_local.inprocess.media import UnplacedPrompt, placed
 from penstock_local.inprocess.options import media_config, media_limits
 from penstock_local.inprocess.requests import Requests
 from tests.fakes.media_files import image_file, sound_file
@@ -220,7 +220,7 @@ def test_scores_and_predictions_are_of_texts() -> None:
         (found,) = make(prompt)
         assert isinstance(found, Unimplemented)
         assert found.field.endswith(".multi_modal_data")
-    (predicted,) = predicted_of({**prompt, "prediction": "b"}, name="prompts").each
+    (predicted,) = predicted_of(prompt | {"prediction": "b"}, name="prompts").each
     assert not isinstance(predicted, RequestFailed)
     assert isinstance(predicted.prompt, MixedPrompt)
     assert predicted.prediction == "b"

@@ -1,4 +1,4 @@
-"""Parts of the messages that callers of an ``LLM`` give: as OpenAI's protocol has them, and with media as they are."""
+"""Parts of the messages that programs give: as OpenAI's protocol has them, and with media as they are."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from penstock_common.types.media import MODALITIES, Modality
 from penstock_frontend.api.openai.conversation import PartBody
 from penstock_frontend.api.openai.media_fields import MediaOptions, is_media, media_of
 from penstock_frontend.call_types import ContentPart
-from penstock_local.inprocess.media import media_part
+from penstock_frontend.python_media.prompts import media_part
 
 _OPTIONS = MediaOptions()
 _PIL = "image_pil"

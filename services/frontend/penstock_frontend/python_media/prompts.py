@@ -1,4 +1,4 @@
-"""Images, sounds and videos as callers of an ``LLM`` give them, and where they stand in their prompts."""
+"""Images, sounds and videos as programs give them, and where they stand in their prompts."""
 
 import io
 import itertools
