@@ -323,7 +323,8 @@ async def test_the_command_sends_media_before_its_text(served: Served) -> None:
     async with InferenceClient(address) as client:
         pieces = [piece async for piece in client.generate("what is it?", media=[file], max_tokens=1)]
         assert pieces[-1].usage is not None
-        assert served.last_prompt()[:ROWS] == [served.token_id] * ROWS
+        (start, *image) = served.last_prompt()[: ROWS + 1]
+        assert (start, image) == (0, [served.token_id] * ROWS)  # behind the special token that begins a text
         message = ChatMessage(role="user", content="what is it?", media=(file,))
         assert [piece async for piece in client.chat([message], sampling={"max_tokens": 1})]
         assert served.rows_of_last() == ROWS
