@@ -122,7 +122,9 @@ def test_requests_that_lose_their_blocks_come_back(case: Case) -> None:
     count = 3 * COUNT
     prompts = {f"{name}{i}": prompt for i in range(2) for name, prompt in case.prompts.items()}
     lengths = [len(prompt.token_ids) for prompt in prompts.values()]
-    room = max(max(lengths) + count + 4, sum(lengths[:3]) + 20)  # of three prompts, and too little for what comes behind them
+    room = max(
+        max(lengths) + count + 4, sum(lengths[:3]) + 20
+    )  # of three prompts, and too little for what comes behind them
     blocks = (room // 4 + 2) * (1 + (case.family in SLIDING))
     engine = case.engine(cache={"num_blocks": blocks, "enable_prefix_caching": False}, scheduler={"watermark": 0.0})
     found = run(engine, [prompt.request(name, count) for name, prompt in prompts.items()])

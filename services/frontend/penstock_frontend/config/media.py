@@ -35,8 +35,8 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         tuple[str, ...],
         Meta(
             description="Hosts that URLs of media may name: images.example.org means that host, *.example.org every host "
-            "below it, * every host. :PORT behind one means that port, else 443 of https and 80 of http. Addresses must be public. "
-            "Empty: only data: URLs are taken."
+            "below it, * every host. :PORT behind one means that port, else 443 of https and 80 of http. Addresses "
+            "must be public. Empty: only data: URLs are taken."
         ),
     ] = ()
     allowed_private_networks: Annotated[

@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
-import msgspec
 
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2, service_pb2_grpc

@@ -158,7 +158,9 @@ class Qwen2VL(Family):
             at = start + count
         parts.append(_text(len(token_ids) - at, position))
         positions = np.concatenate(parts, axis=1)
-        return RopePositions(positions, position - at)  # as text behind the prompt would; frames may reach further in time
+        return RopePositions(
+            positions, position - at
+        )  # as text behind the prompt would; frames may reach further in time
 
     def _grids(self, features: Sequence[MultiModalFeature]) -> Iterator[tuple[int, int, _Grid]]:
         """Where each starts, and how many embeddings it has there."""
