@@ -141,10 +141,10 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
         candidates.append(linear_candidate(native.library, model.module, run, serve))
     proven = first_proven(candidates, run, config.agree)
     _settle(model.module)
-    pack_towers(model.encoder, native)
     _check_invariant(model, config, proven)
-    if not isinstance(proven.serves, FusedForward):
+    if not isinstance(proven.serves, FusedForward):  # beside which weights stay as they are read
         _dequantize(model)
+        pack_towers(model.encoder, native)
     sampling, computing = None, proven.name or "torch"
     if native is not None:
         sampling = native.sampling()
