@@ -158,7 +158,7 @@ def losses(model: LlavaForConditionalGeneration, reader: nn.Linear, batch: Batch
     )
 
 
-def train(model: LlavaForConditionalGeneration, tokenizer: Tokenizer, options: Options) -> dict[str, float]:
+def train(model: Any, tokenizer: Tokenizer, options: Options) -> dict[str, float]:
     """Train until ``steps`` (when positive) or ``minutes`` are over; returns what was measured."""
     parts = (
         model.model.language_model.layers,
@@ -204,7 +204,7 @@ def train(model: LlavaForConditionalGeneration, tokenizer: Tokenizer, options: O
 
 
 @torch.no_grad()
-def measure(model: LlavaForConditionalGeneration, tokenizer: Tokenizer, count: int) -> dict[str, float]:
+def measure(model: Any, tokenizer: Tokenizer, count: int) -> dict[str, float]:
     """Which share of ``count`` scenes that training never sees is answered right, greedy, a question each."""
     rng = random.Random(HELD_OUT_SEED)
     right = 0

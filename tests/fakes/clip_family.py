@@ -32,7 +32,8 @@ class ClipProcessor(PlainProcessor):
         from transformers import AutoImageProcessor
 
         super().__init__("")
-        self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        load: Any = AutoImageProcessor.from_pretrained
+        self._processor = load(folder, backend="pil")
 
     def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
         if kwargs.get("modules"):

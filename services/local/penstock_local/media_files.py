@@ -6,7 +6,6 @@ from typing import Literal
 
 import msgspec
 
-from penstock.common.v1 import media_pb2
 from penstock_common.errors import ConfigError
 
 Modality = Literal["image", "audio"]
@@ -20,12 +19,6 @@ class MediaFile(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     data: bytes = b""
     url: str = ""
-
-    def message(self) -> media_pb2.Media:
-        """As the public API takes it."""
-        if self.url:
-            return media_pb2.Media(modality=self.modality, url=self.url)
-        return media_pb2.Media(modality=self.modality, data=self.data)
 
 
 def read_media(name: str, modality: Modality, *, of: str) -> MediaFile:

@@ -236,7 +236,8 @@ def _span_mask(seen: torch.Tensor, num_keys: int) -> torch.Tensor:
     """Bool ``[queries, num_keys]``: the keys between the two numbers of each query, ``seen`` ``[2, queries]``."""
     key_position = torch.arange(num_keys)[None, :]
     firsts, ends = seen[:, :, None]
-    return (key_position >= firsts) & (key_position < ends)
+    mask: torch.Tensor = (key_position >= firsts) & (key_position < ends)
+    return mask
 
 
 def _is_tame(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> bool:

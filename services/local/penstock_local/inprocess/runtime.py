@@ -130,9 +130,9 @@ class Runtime:
         self._loop.call_soon_threadsafe(self.llm.end_all)
         self.engine.stop()
         gc.unfreeze()  # the busy loop had spared what start-up built from the collector; now it may go
-        self.submit(_last_words).result()
-        if self.assembly.media is not None:
+        if self.assembly.media is not None:  # first: its workers' tasks end with it alone
             self.submit(self.assembly.media.close).result()
+        self.submit(_last_words).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -6,7 +6,7 @@ from typing import Any, Self
 import grpc
 import msgspec
 
-from penstock.common.v1 import finish_pb2, logprobs_pb2, sampling_pb2
+from penstock.common.v1 import finish_pb2, logprobs_pb2, media_pb2, sampling_pb2
 from penstock.inference.v1 import messages_pb2, service_pb2_grpc
 from penstock_common.errors import PenstockError, Unimplemented
 from penstock_common.rpc.outputs import logprobs_from_proto
@@ -53,7 +53,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
         """As the public API takes it."""
         if not self.media:
             return messages_pb2.ChatMessage(role=self.role, content=self.content)
-        parts = [messages_pb2.ContentPart(media=file.message()) for file in self.media]
+        parts = [messages_pb2.ContentPart(media=_media(file)) for file in self.media]
         return messages_pb2.ChatMessage(role=self.role, parts=[*parts, messages_pb2.ContentPart(text=self.content)])
 
 
@@ -137,7 +137,7 @@ class InferenceClient:
             model=model, lora=lora, sampling_params=sampling_pb2.SamplingParams(**sampling)
         )
         if media:
-            request.mixed.parts.extend(messages_pb2.PromptPart(media=file.message()) for file in media)
+            request.mixed.parts.extend(messages_pb2.PromptPart(media=_media(file)) for file in media)
             request.mixed.parts.add(text=prompt)
         else:
             request.text = prompt
@@ -221,6 +221,12 @@ def sampling_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of ``values`` that are SamplingParams fields and are given."""
     known = sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name
     return {name: value for name, value in values.items() if name in known and value is not None}
+
+
+def _media(file: MediaFile) -> media_pb2.Media:
+    if file.url:
+        return media_pb2.Media(modality=file.modality, url=file.url)
+    return media_pb2.Media(modality=file.modality, data=file.data)
 
 
 def _logprobs(message: logprobs_pb2.Logprobs) -> Logprobs:
