@@ -1,16 +1,27 @@
 """Write a checkpoint with random weights and a byte-level BPE tokenizer, to time servers with.
 
-``python -m tests.benchmarks.make_model DIR --size 100M`` (or 13M, gemma3-100M, qwen3_moe-100M).
+``python -m tests.benchmarks.make_model DIR --size 100M`` (or 13M, gemma3-100M, qwen3_moe-100M). ``--tower`` puts a CLIP tower of
+12 blocks, 768 wide, with 2304 patches before it: a LLaVA.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 SIZES: dict[str, dict[str, Any]] = {
     "100M": {
@@ -60,7 +71,17 @@ SIZES: dict[str, dict[str, Any]] = {
         "vocab_size": 32_000,
     },
 }
+IMAGE = "<image>"
+SIDE, PATCH = 672, 14
+"""Of images, and of their patches."""
 _CORPUS_BYTES = 8 * 2**20
+
+
+_TEMPLATE = "{% for m in messages %}<|{{m.role}}|>{{m.content}}\n{% endfor %}<|assistant|>"
+_TEMPLATE_WITH_PARTS = (
+    "{% for m in messages %}<|{{m.role}}|>{% if m.content is string %}{{m.content}}{% else %}{% for p in m.content %}"
+    "{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}\n{% endfor %}<|assistant|>"
+)
 
 
 def _corpus() -> list[str]:
@@ -75,22 +96,22 @@ def _corpus() -> list[str]:
     return texts
 
 
-def make_model(directory: Path, size: str) -> None:
-    """Weights are drawn from seed 0, embeddings tied."""
+def make_model(directory: Path, size: str, *, tower: bool = False) -> None:
+    """Weights are drawn from seed 0, embeddings tied. ``tower``: one that sees."""
     shape = dict(SIZES[size])
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=shape["vocab_size"],
-        special_tokens=["<s>", "</s>", "<pad>"],
+        special_tokens=["<s>", "</s>", "<pad>", *[IMAGE] * tower],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     bpe.train_from_iterator(_corpus(), trainer)
     wrap: Any = PreTrainedTokenizerFast
     fast = wrap(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-    fast.chat_template = "{% for m in messages %}<|{{m.role}}|>{{m.content}}\n{% endfor %}<|assistant|>"
+    fast.chat_template = _TEMPLATE_WITH_PARTS if tower else _TEMPLATE
     fast.save_pretrained(directory)
     torch.manual_seed(0)
     config = AutoConfig.for_model(
@@ -101,8 +122,46 @@ def make_model(directory: Path, size: str) -> None:
         pad_token_id=2,
         tie_word_embeddings=True,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)  # type: ignore[no-untyped-call]
+    model = _with_tower(config, directory) if tower else _text_model(config)
     model.save_pretrained(directory)
+
+
+def _text_model(config: PretrainedConfig) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=config.dtype)  # type: ignore[no-untyped-call]
+    return model
+
+
+def _with_tower(text: PretrainedConfig, directory: Path) -> PreTrainedModel:
+    """A LLaVA with the text model, whose processors' files are in ``directory`` then."""
+    vision = CLIPVisionConfig(
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        image_size=SIDE,
+        patch_size=PATCH,
+    )
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_index=3,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        image_seq_length=(SIDE // PATCH) ** 2,
+        tie_word_embeddings=True,
+    )
+    side = {"height": SIDE, "width": SIDE}
+    images = {"image_processor_type": "CLIPImageProcessor", "size": side, "do_center_crop": False}
+    prompts = {
+        "processor_class": "LlavaProcessor",
+        "image_token": IMAGE,
+        "patch_size": PATCH,
+        "num_additional_image_tokens": 1,
+        "vision_feature_select_strategy": "default",
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(images))
+    (directory / "processor_config.json").write_text(json.dumps(prompts))
+    return LlavaForConditionalGeneration(config)
 
 
 def main() -> int:
@@ -110,8 +169,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make_model", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--size", choices=list(SIZES), default="100M")
+    parser.add_argument("--tower", action="store_true", help="with a tower for images")
     args = parser.parse_args()
-    make_model(args.directory, args.size)
+    make_model(args.directory, args.size, tower=args.tower)
     print(f"{args.directory}: {args.size} parameters, random weights")
     return 0
 

@@ -1,0 +1,223 @@
+"""What images do to the text beside them, and how fast they are: ``python -m tests.benchmarks.multimodal_serving --model MODEL``.
+
+MODEL is a checkpoint with a tower, as ``make_model --tower`` makes one. Servers of the whole stack are asked over HTTP, in turn:
+
+- *neighbours*: eight streams of text, alone and while images arrive one after the other, each another one. What counts is the
+  longest gap between two pieces of a stream. Once as the server comes, once with towers that are not sliced.
+- *text*: tokens per second of text alone, beside the same checkpoint without its tower.
+- *images*: seconds to the first token at one stream, images per second at eight; with ``--peer DIR`` beside vLLM's CPU build in
+  ``DIR/venv``.
+"""
+
+import argparse
+import asyncio
+import base64
+import contextlib
+import io
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from PIL import Image
+
+from tests.benchmarks.peers import ALL_CORES, KV_CACHE, Server, machine, vllm_environment
+from tests.benchmarks.speculation import healthy, served
+from tests.fakes.network.ports import free_port
+
+STREAMS, PROMPT = 8, 64
+NOT_SLICED = "engine.scheduler.max_num_encoder_tokens=1000000000"
+SIDE = 672
+
+
+class Pictures:
+    """Images of noise and gradients, each another one."""
+
+    def __init__(self) -> None:
+        self._random = np.random.default_rng(time.time_ns())
+
+    def message(self) -> list[dict[str, Any]]:
+        """Of a user, with an image."""
+        coarse = self._random.integers(0, 256, (12, 12, 3), dtype=np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(coarse).resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(file, "JPEG", quality=85)
+        url = f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "def show("}]
+        return [{"role": "user", "content": content}]
+
+
+def text_body(tokens: int) -> dict[str, Any]:
+    """A completion of a prompt that nobody asked before."""
+    prompt = [random.randrange(300, 8000) for _ in range(PROMPT)]
+    return {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+
+
+async def stream(client: httpx.AsyncClient, body: dict[str, Any], gaps: list[float]) -> None:
+    """Ask for a stream, and note seconds between its pieces."""
+    last = 0.0
+    async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            now = time.perf_counter()
+            if last:
+                gaps.append(now - last)
+            last = now
+
+
+async def show(client: httpx.AsyncClient, pictures: Pictures, tokens: int = 4) -> float:
+    """Seconds to the first piece of the answer to an image."""
+    body = {"model": "m", "messages": pictures.message(), "max_tokens": tokens, "temperature": 0, "stream": True}
+    began, first = time.perf_counter(), 0.0
+    async with client.stream("POST", "/v1/chat/completions", json=body | {"ignore_eos": True}) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {") and not first:
+                first = time.perf_counter() - began
+    return first
+
+
+async def gaps_of(url: str, tokens: int, images: int) -> list[float]:
+    """Seconds between pieces of eight streams, while images arrive one after the other."""
+    gaps: list[float] = []
+    pictures = Pictures()
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        streams = [asyncio.create_task(stream(client, text_body(tokens), gaps)) for _ in range(STREAMS)]
+        await asyncio.sleep(1.5)
+        gaps.clear()
+        for _ in range(images):
+            await show(client, pictures)
+        if not images:
+            await asyncio.sleep(8)
+        noted = list(gaps)
+        for task in streams:
+            task.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+    return noted
+
+
+async def text_rate(url: str, requests: int) -> float:
+    """Tokens of output per second of eight streams of text."""
+    waiting = [text_body(128) for _ in range(requests)]
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+
+        async def work() -> None:
+            while waiting:
+                (await client.post("/v1/completions", json=waiting.pop())).raise_for_status()
+
+        began = time.perf_counter()
+        await asyncio.gather(*(work() for _ in range(STREAMS)))
+        return requests * 128 / (time.perf_counter() - began)
+
+
+async def image_rates(url: str, images: int) -> dict[str, float]:
+    """Seconds to the first token at one stream, and images per second at eight."""
+    pictures = Pictures()
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        await show(client, pictures)
+        alone = [await show(client, pictures, 1) for _ in range(3)]
+        waiting = list(range(images))
+
+        async def work() -> None:
+            while waiting:
+                waiting.pop()
+                await show(client, pictures, 8)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(work() for _ in range(STREAMS)))
+        return {"ttft": statistics.median(alone), "images/s": images / (time.perf_counter() - began)}
+
+
+@contextlib.contextmanager
+def penstock(model: Path, folder: Path, name: str, *flags: str) -> Iterator[str]:
+    """The base URL of a server."""
+    common = [
+        "--served-model-name",
+        "m",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "4096",
+        "--kv-cache-memory",
+        KV_CACHE,
+    ]
+    with served(name, model, [*common, *flags], folder) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def vllm(peer: Path, model: Path, folder: Path) -> Iterator[str]:
+    """The same of vLLM."""
+    port = free_port()
+    command = [str(peer / "venv/bin/vllm"), "serve", str(model), "--port", str(port), "--served-model-name", "m"]
+    command += ["--dtype", "float32", "--max-model-len", "4096"]
+    env = vllm_environment(threads=ALL_CORES, libraries=peer)
+    process, url = Server("vLLM", command, env, folder / "vllm-images.log"), f"http://127.0.0.1:{port}"
+    try:
+        process.wait(lambda: healthy(url))
+        yield url
+    finally:
+        process.close()
+
+
+def neighbours(url: str, images: int) -> dict[str, float]:
+    """Milliseconds: p99 of undisturbed gaps, the longest of them, and the longest beside images."""
+    asyncio.run(gaps_of(url, 512, 1))
+    alone = asyncio.run(gaps_of(url, 512, 0))
+    beside = asyncio.run(gaps_of(url, 2048, images))
+    cut = statistics.quantiles(alone, n=100)
+    found = {"undisturbed p99": cut[98], "undisturbed longest": max(alone)}
+    found |= {"beside p99": statistics.quantiles(beside, n=100)[98], "beside longest": max(beside)}
+    return {name: round(1000 * seconds, 1) for name, seconds in found.items()}
+
+
+def tell(found: dict[str, Any]) -> None:
+    """A line."""
+    print(json.dumps(found), flush=True)
+
+
+def main() -> int:
+    """Print a line of JSON for each measurement."""
+    parser = argparse.ArgumentParser(prog="multimodal_serving", description=(__doc__ or "").split("\n\n", 1)[1])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--peer", type=Path, help="where vLLM's CPU build is")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--images", type=int, default=4, help="of a round")
+    parser.add_argument("--only", choices=("neighbours", "text", "images"), action="append")
+    parser.add_argument("--set", action="append", default=[], help="more settings of the servers with a tower")
+    parser.add_argument("--folder", type=Path, default=Path("build/multimodal_serving"))
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    what = arguments.only or ["neighbours", "text", "images"]
+    more = [word for setting in arguments.set for word in ("--set", setting)]
+    tell({"machine": machine(), "model": arguments.model.name, "settings": arguments.set})
+    for number in range(arguments.rounds):
+        if "neighbours" in what:
+            for name, flags in (("sliced", more), ("not sliced", [*more, "--set", NOT_SLICED])):
+                with penstock(arguments.model, arguments.folder, name.replace(" ", "-"), *flags) as url:
+                    tell({"round": number, "neighbours": name} | neighbours(url, arguments.images))
+        if "text" in what:
+            rates = {}
+            for name, flags in (("with tower", more), ("without", ["--set", "engine.multimodal.enabled=false"])):
+                with penstock(arguments.model, arguments.folder, name.replace(" ", "-"), *flags) as url:
+                    asyncio.run(text_rate(url, 16))
+                    rates[name] = round(statistics.median([asyncio.run(text_rate(url, 32)) for _ in range(3)]), 1)
+            tell({"round": number, "text": rates, "ratio": round(rates["with tower"] / rates["without"], 3)})
+        if "images" in what:
+            with penstock(arguments.model, arguments.folder, "images", *more) as url:
+                tell({"round": number, "images": "penstock"} | asyncio.run(image_rates(url, 4 * arguments.images)))
+            if arguments.peer:
+                with vllm(arguments.peer, arguments.model, arguments.folder) as url:
+                    tell({"round": number, "images": "vLLM"} | asyncio.run(image_rates(url, 4 * arguments.images)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
