@@ -19,7 +19,7 @@ GROUNDS = ((255, 255, 255), (225, 225, 225), (30, 30, 30))
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "middle", "right")
 PLACES = tuple("middle" if row == column == "middle" else f"{row} {column}" for row in ROWS for column in COLUMNS)
 NUMBERS = ("no", "one", "two", "three", "four", "five")
-MOST = 5
+MOST = 3
 
 Question = tuple[str, str]
 """What is asked, and the answer."""

@@ -118,12 +118,12 @@ class Batch(NamedTuple):
     kinds: Tensor
 
 
-def batches(tokenizer: Tokenizer, seed: int) -> Generator[Batch, float]:
+def batches(tokenizer: Tokenizer, seed: int, *, easy_first: bool) -> Generator[Batch, float]:
     """Batches of scenes. Sent to it: how far training is, from 0 to 1; scenes are of one thing at first, then of more."""
     rng = random.Random(seed)
     progress = 0.0
     while True:
-        most = min(1 + int(progress / 0.1), MOST)
+        most = min(1 + int(progress / 0.1), MOST) if easy_first else MOST
         scenes = [make_scene(rng, most) for _ in range(SCENES)]
         rows = [conversation(tokenizer, scene, rng, QUESTIONS) for scene in scenes]
         length = max(len(ids) for ids, _ in rows)
@@ -173,7 +173,7 @@ def train(model: Any, tokenizer: Tokenizer, options: Options) -> dict[str, float
     muon = Muon(matrices, Team(0, 1))
     others = [weight for weight in weights if id(weight) not in chosen]
     adam = torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    data = batches(tokenizer, options.seed)
+    data = batches(tokenizer, options.seed, easy_first=options.start is None)
     began, smooth, step = time.monotonic(), math.nan, 0
     with concurrent.futures.ThreadPoolExecutor(1) as drawing:
         coming = drawing.submit(next, data)

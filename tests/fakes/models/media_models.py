@@ -25,7 +25,9 @@ MAX_LEN = 512
 
 
 class FakeEncoder:
-    """What a forward pass looks at of a ``MediaEncoder``."""
+    """What a forward pass looks at of a ``MediaEncoder``, whose towers have no layers."""
+
+    modules = ()
 
     def __init__(self, *, has_sections: bool, num_deepstack: int, both_ways: bool) -> None:
         self.has_sections, self.num_deepstack, self.width = has_sections, num_deepstack, 64 * (1 + num_deepstack)

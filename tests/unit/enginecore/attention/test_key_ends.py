@@ -1,10 +1,10 @@
 """Queries that see keys behind themselves, against attention with a dense mask in torch."""
 
-from dataclasses import itertools
+import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
-import replace
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
