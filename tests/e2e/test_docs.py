@@ -71,6 +71,7 @@ COMMANDS_NOT_RUN = {
 BLOCKS_NOT_RUN = {
     "Qwen/Qwen3-0.6B": "is on the hub",
     "register_scheduler": "is a part of a package",
+    "def describe(llm: LLM": "asks a model that sees; tests/integration/test_media_families.py has them",
 }
 """What a program of a page contains that cannot be run."""
 

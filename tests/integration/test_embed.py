@@ -186,7 +186,7 @@ async def test_classifying_with_an_embedding_model_is_refused(embedding: Fronten
         ({}, "inputs", "inputs is empty: there is nothing to compute"),
         ({"inputs": texts(*"123456789")}, "inputs", "inputs has 9 entries; limits.max_pooling_inputs is 8"),
         ({"inputs": texts("x", "")}, "inputs[1].text", "inputs[1].text is empty: there is nothing to compute"),
-        ({"inputs": [pb.PoolingInput()]}, "inputs[0]", "inputs[0] is not set: give text or token_ids"),
+        ({"inputs": [pb.PoolingInput()]}, "inputs[0]", "inputs[0] is not set: give text, token_ids or mixed"),
         (
             {"inputs": texts("x", "a " * 255)},
             "inputs[1].text",

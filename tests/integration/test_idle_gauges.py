@@ -41,7 +41,8 @@ async def refused_by_the_engine(system: System) -> None:
 async def refused_before_it_was_sent(system: System) -> None:
     for connection in system.frontend.frontend._engines._pool.connected():
         assert connection.session is not None
-        connection.session._limits = connection.session._limits._replace(max_message_bytes=10)
+        outgoing = connection.session._outgoing
+        outgoing._limits = outgoing._limits._replace(max_message_bytes=10)
     assert await outcome(system.generate()) == "MESSAGE_TOO_LARGE"
 
 

@@ -315,7 +315,8 @@ def test_operators_add_pin_list_and_remove_adapters(make: Make, telling: Telling
     with pytest.raises(RequestFailed) as changed:
         call("add_lora", "a12", adapters[1].path, digest_of(99))
     assert changed.value.reason == "LORA_CHANGED"
-    assert [held.digest for held in call("list_loras")] == [adapters[2].digest]  # room was made before it was read
+    # Room was made before it was read, or it was known to be the same file as before.
+    assert adapters[2].digest in [held.digest for held in call("list_loras")]
     call("add_lora", "a12", adapters[1].path)
     assert telling.tokens.keys() == {a.digest for a in adapters[1:]}
 

@@ -27,6 +27,7 @@ from tests.fakes.media_files import image_file
 from tests.fakes.network.file_server import FileServer, answer
 from tests.fakes.patience import PATIENCE
 
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
     "image_processor_type": "CLIPImageProcessor",
     "size": {"shortest_edge": 32},
@@ -66,6 +67,11 @@ async def test_pixels_are_those_of_the_models_processor(folder: Path) -> None:
         assert np.array_equal(np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape), expected["pixel_values"])
 
 
+def with_tests() -> dict[str, str]:
+    """An environment in which media workers, which do not look where they are started, find the families of these tests."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+
+
 def test_neither_the_frontend_nor_its_workers_load_torch(folder: Path) -> None:
     check = f"""
 import asyncio, sys
@@ -97,7 +103,9 @@ import importlib.util
 assert importlib.util.find_spec("torch") is not None
 print(asyncio.run(main()))
 """
-    run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=PATIENCE)
+    run = subprocess.run(
+        [sys.executable, "-c", check], env=with_tests(), capture_output=True, text=True, timeout=PATIENCE
+    )
     assert run.stdout == "(b'\\x00', [])\n", run.stdout + run.stderr
 
 
@@ -189,7 +197,7 @@ async def main():
 
 asyncio.run(main())
 """
-    frontend = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    frontend = subprocess.Popen([sys.executable, "-c", program], env=with_tests(), stdout=subprocess.PIPE, text=True)
     assert frontend.stdout is not None
     with frontend, frontend.stdout:
         worker = int(frontend.stdout.readline())
