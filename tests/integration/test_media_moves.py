@@ -246,7 +246,7 @@ def segments() -> set[str]:
 @pytest.mark.slow
 async def test_processes_that_are_killed_leave_no_request_and_no_shared_memory() -> None:
     async with AsyncExitStack() as stack:
-        made = [OracleProcess(name, receiver_cache_bytes=700_000, step_seconds=0.02) for name in "abc"]
+        made = [OracleProcess(name, receiver_cache_bytes=700_000, step_seconds=0.1) for name in "abc"]
         engines = [await stack.enter_async_context(engine) for engine in made]
         await asyncio.gather(*(engine.serving() for engine in engines))
         client = await stack.enter_async_context(client_of(*engines))
