@@ -93,7 +93,9 @@ def test_tokens_are_those_of_transformers_whatever_is_cut(case: Case) -> None:
 
 
 @llava_soon
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow) if way in ("processes", "split") else way for way in WAYS]
+)
 def test_tokens_are_those_of_transformers(case: Case, way: str) -> None:
     assert run(case.engine(**WAYS[way]), case.requests()).tokens == case.expected
 
