@@ -214,7 +214,7 @@ class Panicking:
 
 def panicking(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = system.frontend.frontend._llm.tokenizer
-    monkeypatch.setattr(tokenizer, "_backend", Panicking(tokenizer._backend))
+    monkeypatch.setattr(tokenizer, "_reader", Panicking(tokenizer._reader))
 
 
 class PanickingDecoder(Panicking):
