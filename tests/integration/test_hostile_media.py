@@ -10,9 +10,9 @@ import pytest
 from penstock_common.config.reread import Reread
 from penstock_common.errors import RequestFailed
 from penstock_frontend.config import LimitsConfig, MediaConfig
+from penstock_frontend.media_parts import EncodedFile, MediaPart
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.media.metrics import MediaMetrics
-from penstock_frontend.processing.media.part import EncodedFile, MediaPart
 from penstock_frontend.processing.media.service import MediaService
 from tests.fakes.hostile_media import Addresses, hostile
 from tests.fakes.media_family import PlainFamily

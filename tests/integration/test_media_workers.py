@@ -17,9 +17,9 @@ from penstock_common.config.reread import Reread
 from penstock_common.errors import RequestFailed
 from penstock_common.rpc.loop import GrpcEventLoop
 from penstock_frontend.config import LimitsConfig, MediaConfig
+from penstock_frontend.media_parts import EncodedFile, MediaPart, Url
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.media.metrics import MediaMetrics
-from penstock_frontend.processing.media.part import EncodedFile, MediaPart, Url
 from penstock_frontend.processing.media.service import MediaService
 from tests.fakes.clip_family import ClipFamily
 from tests.fakes.media_family import PlainFamily
@@ -80,7 +80,7 @@ from penstock_common.config.reread import Reread
 from penstock_frontend.config import LimitsConfig, MediaConfig
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.media.metrics import MediaMetrics
-from penstock_frontend.processing.media.part import EncodedFile, MediaPart
+from penstock_frontend.media_parts import EncodedFile, MediaPart
 from penstock_frontend.processing.media.service import MediaService
 from tests.fakes.clip_family import ClipFamily
 from tests.fakes.media_files import image_file
@@ -178,7 +178,7 @@ from penstock_common.config.reread import Reread
 from penstock_frontend.config import LimitsConfig, MediaConfig
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.media.metrics import MediaMetrics
-from penstock_frontend.processing.media.part import EncodedFile, MediaPart
+from penstock_frontend.media_parts import EncodedFile, MediaPart
 from penstock_frontend.processing.media.service import MediaService
 from tests.fakes.media_family import PlainFamily
 from tests.fakes.media_files import image_file

@@ -6,7 +6,7 @@ import math
 
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.media import Modality
-from penstock_frontend.processing.media.part import Frame, Frames, Source, Url
+from penstock_frontend.media_parts import Frame, Frames, Source, Url
 
 _JPEG_FRAMES = "data:video/jpeg;base64,"
 """What a video as pictures begins with, as vLLM has it; the pictures follow, with commas between."""

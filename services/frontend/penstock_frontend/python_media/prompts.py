@@ -15,8 +15,8 @@ from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.media import MODALITIES, Modality
 from penstock_frontend.api.media_sources import source_of_url
 from penstock_frontend.call_types import MixedPrompt
+from penstock_frontend.media_parts import EncodedFile, Frame, Frames, MediaPart, Source
 from penstock_frontend.processing.media.families.base import Family
-from penstock_frontend.processing.media.part import EncodedFile, Frame, Frames, MediaPart, Source
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 _FORMS: Mapping[Modality, str] = {

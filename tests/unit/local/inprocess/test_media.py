@@ -11,7 +11,7 @@ from PIL import Image
 
 from penstock_common.errors import ConfigError, InvalidArgument, RequestFailed, Unimplemented
 from penstock_frontend.call_types import MixedPrompt
-from penstock_frontend.processing.media.part import EncodedFile, Frames, MediaPart, Url
+from penstock_frontend.media_parts import EncodedFile, Frames, MediaPart, Url
 from penstock_frontend.python_media.prompts import UnplacedPrompt, placed
 from penstock_local.inprocess.inputs import conversations_of, predicted_of, prompts_of
 from penstock_local.inprocess.options import media_config, media_limits

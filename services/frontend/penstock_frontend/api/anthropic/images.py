@@ -3,7 +3,7 @@
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_frontend.api.anthropic.messages_body import SourceBody
 from penstock_frontend.api.media_sources import source_of_url
-from penstock_frontend.processing.media.part import MediaPart
+from penstock_frontend.media_parts import MediaPart
 
 _TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 

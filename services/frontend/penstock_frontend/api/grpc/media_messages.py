@@ -13,7 +13,7 @@ from penstock_frontend.api.grpc.json_fields import object_of
 from penstock_frontend.api.media_sources import MAX_FRAMES, source_of_url
 from penstock_frontend.call_types import MixedPrompt, Part
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.processing.media.part import EncodedFile, Features, Frame, Frames, MediaPart, Source
+from penstock_frontend.media_parts import EncodedFile, Features, Frame, Frames, MediaPart, Source
 from penstock_frontend.processing.prompts.counts import check_count
 
 MAX_TENSORS = 64

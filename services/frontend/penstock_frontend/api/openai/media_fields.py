@@ -8,7 +8,7 @@ import msgspec
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.media import Modality
 from penstock_frontend.api.media_sources import DEFAULT_FPS, check_fps, source_of_url
-from penstock_frontend.processing.media.part import MediaPart
+from penstock_frontend.media_parts import MediaPart
 
 _URLS: Mapping[str, tuple[str, Modality]] = {
     "image_url": ("image_url", "image"),

@@ -14,7 +14,7 @@ from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.media import DTYPE_BYTES, Modality, TensorData, TensorDtype
 from penstock_frontend.api.media_sources import source_of_url
 from penstock_frontend.call_types import MixedPrompt, Part
-from penstock_frontend.processing.media.part import Features, MediaPart
+from penstock_frontend.media_parts import Features, MediaPart
 
 MAX_ITEMS = 1024
 """Of a batch, before the frontend's own limit is applied."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from penstock_common.errors import InvalidArgument
 from penstock_frontend.call_types import ChatMessage, ContentPart, ToolCall
+from penstock_frontend.media_parts import MediaPart
 from penstock_frontend.processing.chat.content_format import ContentFormat
 from penstock_frontend.processing.chat.places import Places
-from penstock_frontend.processing.media.part import MediaPart
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Content = str | list[dict[str, str]]

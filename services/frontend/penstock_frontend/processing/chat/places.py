@@ -12,8 +12,8 @@ from typing import Any
 
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.media import Modality
+from penstock_frontend.media_parts import MediaPart
 from penstock_frontend.processing.media.families.base import Family
-from penstock_frontend.processing.media.part import MediaPart
 
 
 class Places:

@@ -8,11 +8,11 @@ from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument
 from penstock_frontend.call_types import ChatRequest, GenerateRequest, MixedPrompt, Tool
 from penstock_frontend.config import LimitsConfig
+from penstock_frontend.media_parts import MediaPart
 from penstock_frontend.processing.chat.messages import MessageReader, add_text, media_of, size_of
 from penstock_frontend.processing.chat.places import Places
 from penstock_frontend.processing.chat.templates import ChatTemplates
 from penstock_frontend.processing.media.families.base import Family
-from penstock_frontend.processing.media.part import MediaPart
 from penstock_frontend.processing.parsers import registry
 from penstock_frontend.processing.prompts.counts import check_conversation
 from penstock_frontend.processing.prompts.media_inputs import check_media

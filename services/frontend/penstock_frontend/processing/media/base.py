@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from penstock_frontend.media_parts import MediaPart
 from penstock_frontend.processing.media.families.base import Family
 from penstock_frontend.processing.media.item import ProcessedItem
-from penstock_frontend.processing.media.part import MediaPart
 
 
 class PreparedMedia(NamedTuple):

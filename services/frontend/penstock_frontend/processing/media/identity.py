@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from penstock_common.types.media import Modality, TensorData
-from penstock_frontend.processing.media.part import EncodedFile, Features, Frames
+from penstock_frontend.media_parts import EncodedFile, Features, Frames
 
 _KEY_BYTES = hashlib.blake2b.MAX_KEY_SIZE
 _LENGTH_BYTES = 8

@@ -9,12 +9,12 @@ from typing import TypeVar
 from penstock_common.errors import ResourceExhausted
 from penstock_common.in_flight import BytesInFlight, Held
 from penstock_frontend.config import MediaConfig
+from penstock_frontend.media_parts import EncodedFile, Features, Frames, MediaPart, Url
 from penstock_frontend.processing.media import refusals
 from penstock_frontend.processing.media.features import check_tensors
 from penstock_frontend.processing.media.fetch import Fetcher, Resolver
 from penstock_frontend.processing.media.identity import Content
 from penstock_frontend.processing.media.metrics import MediaMetrics
-from penstock_frontend.processing.media.part import EncodedFile, Features, Frames, MediaPart, Url
 from penstock_frontend.processing.media.sniff import FORMATS, is_of
 from penstock_frontend.processing.media.sources import data_url_size, is_data_url, read_data_url
 

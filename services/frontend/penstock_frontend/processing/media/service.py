@@ -11,6 +11,7 @@ from penstock_common.errors import DeadlineExceeded, InvalidArgument, RequestFai
 from penstock_common.in_flight import BytesInFlight
 from penstock_common.types.media import Modality
 from penstock_frontend.config import LimitsConfig, MediaConfig
+from penstock_frontend.media_parts import Features, Frames, MediaPart
 from penstock_frontend.processing.media import refusals
 from penstock_frontend.processing.media.base import PreparedMedia
 from penstock_frontend.processing.media.decode_limits import TooLarge, Unreadable
@@ -19,7 +20,6 @@ from penstock_frontend.processing.media.fetch import Resolver
 from penstock_frontend.processing.media.identity import Arguments, Content, arguments_of, identifier
 from penstock_frontend.processing.media.item import ProcessedItem
 from penstock_frontend.processing.media.metrics import MediaMetrics
-from penstock_frontend.processing.media.part import Features, Frames, MediaPart
 from penstock_frontend.processing.media.pool import WorkerPool
 from penstock_frontend.processing.media.reader import Counted, MediaReader
 from penstock_frontend.processing.media.store import MediaStore

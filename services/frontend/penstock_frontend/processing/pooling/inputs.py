@@ -15,8 +15,8 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_frontend.call_types import MixedPrompt, PoolingRequest
 from penstock_frontend.config import LimitsConfig, ModelConfig
+from penstock_frontend.media_parts import MediaPart
 from penstock_frontend.ports import ModelLimits
-from penstock_frontend.processing.media.part import MediaPart
 from penstock_frontend.processing.prompts.input import InputProcessor, check_size, check_token_ids, longest_text
 from penstock_frontend.processing.prompts.media_inputs import no_media_with
 from penstock_frontend.processing.prompts.media_text import media_tokens

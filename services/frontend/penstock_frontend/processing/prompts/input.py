@@ -18,10 +18,10 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Prediction
 from penstock_frontend.config import FairnessConfig, LimitsConfig, LoraConfig
 from penstock_frontend.engine.adapters import Adapters
+from penstock_frontend.media_parts import MediaPart
 from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.chat.reasoning import Reasoning
 from penstock_frontend.processing.media.base import MediaPreparer
-from penstock_frontend.processing.media.part import MediaPart
 from penstock_frontend.processing.prompts import sampling_params
 from penstock_frontend.processing.prompts.media_inputs import MediaInputs, check_beside_media, check_media
 from penstock_frontend.processing.prompts.media_text import PlacedMedia

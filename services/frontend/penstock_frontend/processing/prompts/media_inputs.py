@@ -8,9 +8,9 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.call_types import MixedPrompt
+from penstock_frontend.media_parts import MediaPart
 from penstock_frontend.processing.media.base import MediaPreparer
 from penstock_frontend.processing.media.families.base import Family
-from penstock_frontend.processing.media.part import MediaPart
 from penstock_frontend.processing.prompts.media_text import PlacedMedia
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from penstock_frontend.api.grpc.pooling_messages import embed_request, score_req
 from penstock_frontend.api.media_sources import MAX_FRAMES
 from penstock_frontend.call_types import ContentPart, MixedPrompt
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.processing.media.part import EncodedFile, Features, Frame, Frames, MediaPart, Url
+from penstock_frontend.media_parts import EncodedFile, Features, Frame, Frames, MediaPart, Url
 
 pb: Any = messages_pb2  # messages are made of dictionaries here
 media_pb2: Any = media_messages

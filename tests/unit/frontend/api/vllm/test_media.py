@@ -8,7 +8,7 @@ from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
 from penstock_common.types.media import Modality, TensorData
 from penstock_frontend.api.vllm.requests import generate_request
 from penstock_frontend.call_types import MixedPrompt
-from penstock_frontend.processing.media.part import Features, Frame, Frames, MediaPart, Url
+from penstock_frontend.media_parts import Features, Frame, Frames, MediaPart, Url
 
 pb: Any = vllm_engine_pb2  # messages are made of dictionaries here
 IDS = [1, 9, 9, 9, 2, 9, 9, 3]

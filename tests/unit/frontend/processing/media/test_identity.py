@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from penstock_common.types.media import Modality, TensorData
+from penstock_frontend.media_parts import EncodedFile, Features, Frame, Frames
 from penstock_frontend.processing.media.identity import Content, arguments_of, identifier
-from penstock_frontend.processing.media.part import EncodedFile, Features, Frame, Frames
 
 FILE = EncodedFile(b"data")
 

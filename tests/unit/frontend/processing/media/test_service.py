@@ -19,10 +19,10 @@ from penstock_common.errors import (
 )
 from penstock_common.types.media import EMBEDS, Modality, TensorData
 from penstock_frontend.config import LimitsConfig, MaxMediaConfig, MediaConfig
+from penstock_frontend.media_parts import EncodedFile, Features, Frame, Frames, MediaPart, Source, Url
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.media.base import MediaPreparer, PreparedMedia
 from penstock_frontend.processing.media.metrics import MediaMetrics
-from penstock_frontend.processing.media.part import EncodedFile, Features, Frame, Frames, MediaPart, Source, Url
 from penstock_frontend.processing.media.service import MediaService
 from tests.fakes.media_family import PlainFamily
 from tests.fakes.media_files import image_file, png, sound_file

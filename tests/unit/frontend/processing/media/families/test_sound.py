@@ -17,10 +17,10 @@ from penstock_common.types.media import TensorData
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part
 from penstock_frontend.config import FairnessConfig, LimitsConfig, ModelConfig
+from penstock_frontend.media_parts import EncodedFile, MediaPart
 from penstock_frontend.processing.media.families.base import Family
 from penstock_frontend.processing.media.families.factory import load_family
 from penstock_frontend.processing.media.families.tensors import to_array
-from penstock_frontend.processing.media.part import EncodedFile, MediaPart
 from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.tokenizer import load_model_files
 from tests.fakes.multimodal_models import make_sound, save_multimodal_model
