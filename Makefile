@@ -268,8 +268,9 @@ sanitize: setup ## What is compiled, under ASan, UBSan and TSan, each shown to f
 	@$(BIN)/python -m tests.sanitizers && rm $(SANITIZE_FAILED)
 
 .PHONY: model-check
-model-check: setup ## Every state of small data-parallel groups under faults: millions, two networks at a time (20 minutes)
+model-check: setup ## Every state of small data-parallel groups under faults: millions, two networks at a time (25 minutes)
 	@$(BIN)/python -m tests.modelcheck $(ARGS)
+	@$(BIN)/python -m tests.modelcheck.walk
 
 .PHONY: group-kills
 group-kills: setup ## Kill ranks of a data-parallel group KILLS times (20), whenever; stop them, cut them off, change their number

@@ -46,6 +46,10 @@ WAVES = (
 EPOCHS = (
     Configuration("a collective breaks", bounds(requests=(0, 0), broken_collectives=1)),
     Configuration("a rank dies, and the coordinator", bounds(rank_crashes=1, coordinator_crashes=1)),
+    Configuration(
+        "a rank dies, and the coordinator, and a message is lost",
+        bounds(rank_crashes=1, coordinator_crashes=1, losses=1),
+    ),
     Configuration("a rank dies in a pause", bounds(rank_crashes=1, pause_calls=("wait", "resume"))),
     Configuration("a rank dies, and another takes its place", bounds(rank_crashes=1, spares=1, min_size=2)),
     Configuration(
@@ -56,6 +60,10 @@ EPOCHS = (
     Configuration("from two to three, and the coordinator dies", bounds(scales=(3,), spares=1, coordinator_crashes=1)),
     Configuration("from two to three, and a rank dies", bounds(scales=(3,), spares=1, rank_crashes=1)),
     Configuration("from two to three, and a rank cannot", bounds(scales=(3,), spares=1, failed_preparations=1)),
+    Configuration(
+        "from two to three, and a rank cannot, and a message is lost",
+        bounds(requests=(), scales=(3,), spares=1, failed_preparations=1, losses=1),
+    ),
     Configuration("from two to three, and a message is lost", bounds(scales=(3,), spares=1, losses=1)),
     Configuration(
         "from two to three without requests, and rank and coordinator die",

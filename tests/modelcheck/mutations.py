@@ -84,6 +84,18 @@ class SaysNothingAgain(Rank, frozen=True):
         return self, ()
 
 
+class HidesWhereItBroke(Rank, frozen=True):
+    def repeat(self):
+        after, said = super().repeat()
+        return after, said[1:] if self.phase is Phase.BROKEN else said
+
+
+class FailsOnlyOnce(Rank, frozen=True):
+    def prepare_failed(self, epoch):
+        after, said = super().prepare_failed(epoch)
+        return after._with(unable=False), said
+
+
 class ForgetsTheNextWave(Rank, frozen=True):
     def start_dp_wave(self, message):
         after, effects = super().start_dp_wave(message)
@@ -453,5 +465,17 @@ MUTATIONS = (
         Protocol(group=LeavesTheExpelled),
         Bounds(requests=(), scales=(3,), spares=1, failed_preparations=1),
         ("20", "2"),
+    ),
+    Mutation(
+        "who is in a broken group does not say where it is",
+        ranks(HidesWhereItBroke),
+        Bounds(requests=(0,), coordinator_crashes=1, rank_crashes=1, losses=1),
+        ("15", "20"),
+    ),
+    Mutation(
+        "says only once that it cannot be in a group",
+        ranks(FailsOnlyOnce),
+        Bounds(requests=(), scales=(3,), spares=1, failed_preparations=1, losses=1),
+        ("2",),
     ),
 )

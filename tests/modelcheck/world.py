@@ -211,10 +211,14 @@ class World:
         return self._informs(state[self.coordinator_at], mask)
 
     def _informs(self, coordinator: int, mask: int) -> bool:
-        if coordinator == DOWN or not mask:
+        if coordinator == DOWN:
             return False
-        number, sent = self._other_step(coordinator, mask)
-        return number != coordinator or sent != 0
+        while mask:
+            bit = mask & -mask
+            mask ^= bit
+            if self._other_step(coordinator, bit) != (coordinator, 0):
+                return True
+        return False
 
     def _crash_rank(self, state: State, at: int, engine: Engine) -> State:
         lost = sum(1 << asked.id for asked in engine.requests)

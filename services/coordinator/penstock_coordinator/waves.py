@@ -60,9 +60,11 @@ class Waves(msgspec.Struct, frozen=True, cache_hash=True):
         return self._seen(message.wave + 1, message.pauses, running=False), ()
 
     def report(self, message: RankReport) -> tuple[Self, tuple[StartDpWave, ...]]:
-        """Where a rank is. An idle one shows that the wave before its own is over."""
-        wave = message.place.wave
-        if message.place.epoch != self.group.epoch or message.opening or wave < self.wave:
+        """Where a rank is. An idle one shows that the wave before its own is over; who is outside may know of none, or of more
+        than there were.
+        """
+        wave, outside = message.place.wave, message.engine not in self.group.members
+        if message.place.epoch != self.group.epoch or outside or message.opening or wave < self.wave:
             return self, ()
         running = message.running or (self.running and wave == self.wave)
         return self._seen(wave, message.pauses, running=running), ()

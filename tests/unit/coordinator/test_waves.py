@@ -55,3 +55,8 @@ def test_what_belongs_to_another_epoch_or_an_older_wave_is_dropped():
 
 def test_a_first_request_of_a_group_that_runs_is_told_to_nobody():
     assert RUNNING.first_request(FirstRequest("a", 2, 3)) == (RUNNING, ())
+
+
+def test_a_wave_that_somebody_outside_of_the_group_was_told_of_is_none():
+    outside = RankReport("c", GROUP, Place(2, 9), Pauses(1), running=False, opening=False)
+    assert IDLE.report(outside) == (IDLE, ())

@@ -89,6 +89,8 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
     """The group that it prepares."""
     ready: bool = False
     """Whether the standby group is prepared."""
+    unable: bool = False
+    """Whether it cannot be prepared here."""
     told: int = 0
     """The prepared epoch of its row in the last exchange."""
 
@@ -166,11 +168,12 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
 
     def repeat(self) -> tuple[Self, Effects]:
         """Some time went by: say again what may have been lost."""
+        unable = (PrepareFailed(self.engine, self.standby.epoch),) if self.unable else ()
         if self.phase is Phase.BROKEN:
-            return self, (PeerLost(self.engine, self.group.epoch),)
+            return self, (self.report, PeerLost(self.engine, self.group.epoch), *unable)
         if self.phase is Phase.EXCHANGE and self.step == 0 and not self.opening:
-            return self, (self._start_wave(),)
-        return self, (self.report,)
+            return self, (self._start_wave(), *unable)
+        return self, (self.report, *unable)
 
     # Pauses.
 
@@ -207,10 +210,11 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
             return self, ()
         if message.base and self.phase is not Phase.OUTSIDE:
             serves = message.base == self.group.epoch
-            return (self._with(standby=message.group, ready=False), (Prepare(message.group),)) if serves else (self, ())
+            return self._prepare(message.group) if serves else (self, ())
         raised, effects = self._with(wave=max(self.wave, message.wave))._raise_pauses(message.pauses)
         if message.base:
-            return raised._with(standby=message.group, ready=False), (*effects, Prepare(message.group))
+            preparing, more = raised._prepare(message.group)
+            return preparing, effects + more
         opened, more = raised._open(message.group)
         return opened, effects + more
 
@@ -225,7 +229,7 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         """The standby group of this epoch cannot be built here."""
         if epoch != self.standby.epoch or self.ready:
             return self, ()
-        return self, (PrepareFailed(self.engine, epoch),)
+        return self._with(unable=True), (PrepareFailed(self.engine, epoch),)
 
     # What events have in common.
 
@@ -288,6 +292,9 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         keeps = pauses.mode is not PauseMode.ABORT
         return self._with(pauses=pauses, unfinished=self.unfinished and keeps), (Hold(pauses.mode),)
 
+    def _prepare(self, group: RankGroup) -> tuple[Self, Effects]:
+        return self._with(standby=group, ready=False, unable=False), (Prepare(group),)
+
     def _open(self, group: RankGroup) -> tuple[Self, Effects]:
         """Leave the group and whatever collective there is, and enter the first exchange of this one."""
         left: list[Effect] = []
@@ -295,7 +302,8 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
             left.append(RollBack())
         if self.phase in (Phase.EXCHANGE, Phase.FORWARD):
             left.append(AbortCollective())
-        after = self._with(group=group, step=0, start_at=0, standby=_NO_GROUP, ready=False, told=0, opening=True)
+        after = self._with(group=group, step=0, start_at=0, told=0, opening=True)
+        after = after._with(standby=_NO_GROUP, ready=False, unable=False)
         if self.engine not in group.members:
             outside = after._with(phase=Phase.OUTSIDE, opening=False, unfinished=False, held=False)
             return outside, (*left, Leave())

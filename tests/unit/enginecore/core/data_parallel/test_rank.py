@@ -153,7 +153,7 @@ def test_a_lost_peer_rolls_the_step_back_and_is_reported_until_somebody_answers(
     rank = msgspec.structs.replace(IDLE, phase=Phase.FORWARD)
     rank, effects = rank.peer_lost()
     assert effects == (RollBack(), PeerLost("a", 1))
-    assert rank.repeat()[1] == (PeerLost("a", 1),)
+    assert rank.repeat()[1] == (rank.report, PeerLost("a", 1))
     assert rank.step == 0
 
 
@@ -200,5 +200,9 @@ def test_a_newcomer_waits_in_the_first_exchange_of_its_epoch():
 
 def test_what_cannot_be_prepared_is_reported():
     rank, _ = IDLE.reconfigure(Reconfigure("a", THREE, 0, Pauses(), base=1))
-    assert rank.prepare_failed(2)[1] == (PrepareFailed("a", 2),)
     assert rank.prepare_failed(3) == (rank, ())
+    failed, effects = rank.prepare_failed(2)
+    assert effects == (PrepareFailed("a", 2),)
+    assert failed.repeat()[1] == (failed.report, *effects)
+    other, _ = failed.reconfigure(Reconfigure("a", RankGroup(3, ("a", "b")), 0, Pauses()))
+    assert PrepareFailed("a", 2) not in other.repeat()[1]
