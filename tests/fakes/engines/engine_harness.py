@@ -198,8 +198,9 @@ class OtherScheduler(DefaultScheduler):
 class StuckScheduler(DefaultScheduler):
     """Takes requests and starts none."""
 
-    def _schedule_requests(self, *_: object) -> None:
-        pass
+    def __init__(self, context: SchedulerContext) -> None:
+        super().__init__(context)
+        self._step.schedule = lambda *_, **__: None
 
 
 class Transcript:

@@ -9,7 +9,7 @@ asynchronous scheduling a request also gets the step behind a token that is not 
 the worker, which runs steps in order, has the token by then.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
@@ -32,6 +32,7 @@ from penstock_enginecore.core.scheduler.results import StepResults
 from penstock_enginecore.core.scheduler.rows import count_as_computed, count_as_not_computed, sampled_by_grammar
 from penstock_enginecore.core.scheduler.running import RunningRequests
 from penstock_enginecore.core.scheduler.schedule_running import RunningScheduler
+from penstock_enginecore.core.scheduler.schedule_step import StepScheduler
 from penstock_enginecore.core.scheduler.schedule_waiting import WaitingScheduler
 from penstock_enginecore.core.scheduler.trial import StepTrial
 from penstock_enginecore.core.scheduler.waiting import WaitingRequests
@@ -84,7 +85,7 @@ class DefaultScheduler(Scheduler):
             lora_slots=context.lora_slots,
             encoder=encoder,
         )
-        self._continue_running = RunningScheduler(
+        continue_running = RunningScheduler(
             budget=budget,
             preemption=self._preemption,
             lifecycle=lifecycle,
@@ -92,7 +93,7 @@ class DefaultScheduler(Scheduler):
             drafting=drafting,
             encoder=encoder,
         )
-        self._start_waiting = WaitingScheduler(
+        start_waiting = WaitingScheduler(
             budget=budget,
             waiting=waiting,
             running=running,
@@ -103,6 +104,15 @@ class DefaultScheduler(Scheduler):
             clock=self._clock,
             lora_slots=context.lora_slots,
             encoder=encoder,
+        )
+        self._step = StepScheduler(
+            requests=self._requests,
+            running=running,
+            trial=self._trial,
+            preemption=self._preemption,
+            continue_running=continue_running,
+            start_waiting=start_waiting,
+            drafting=drafting,
         )
         self._lora_stats = context.lora_stats
         self._next_step = 0
@@ -152,17 +162,12 @@ class DefaultScheduler(Scheduler):
     # A step.
 
     def schedule(self, *, begin: bool = True) -> SchedulerOutput:
-        """Running requests first; waiting ones only if nobody had to give up blocks."""
+        """See ``Scheduler``. Who is in the step is told by ``StepScheduler``."""
         self._lifecycle.abort_expired()
         output = SchedulerOutput(step=self._next_step, num_scheduled_tokens={})
         output.preempted_request_ids = self._preemption.take_preempted_keys()
         if self.pause_state is not PauseState.PAUSED:
-            self._start_waiting.begin_step(self._requests.by_key)
-            if self._trial:
-                self._schedule_in_turns(output)
-            else:
-                start_waiting = self._start_waiting.schedule if begin else _start_none
-                self._schedule_requests(output, self._running.requests.copy(), start_waiting)
+            self._step.schedule(output, begin=begin)
             output.num_common_prefix_blocks = self.kv_cache.num_common_prefix_blocks(self._running.requests)
             if output.num_scheduled_tokens:
                 self._next_step += 1
@@ -173,42 +178,6 @@ class DefaultScheduler(Scheduler):
         if self._encoder is not None:
             self._encoder.end_step(output)
         return output
-
-    def _schedule_requests(
-        self, output: SchedulerOutput, running: list[Request], start_waiting: Callable[[SchedulerOutput], None]
-    ) -> None:
-        had_preempted = self._preemption.num_preemptions
-        if self._drafting is not None:
-            self._drafting.plan(running)
-        left_out = self._continue_running.schedule(output, running)
-        if self._preemption.num_preemptions == had_preempted:
-            start_waiting(output)
-        if left_out and not output.num_scheduled_tokens:
-            self._continue_running.schedule(output, running, early=True)
-
-    def _schedule_in_turns(self, output: SchedulerOutput) -> None:
-        """While a step's failure is looked into: a step of the suspects that are tried, then one of all others."""
-        self._trial.settle(self._requests.by_key)
-        suspects = self._trial.subset
-        suspects_turn = self._trial.next_turn()
-        for of_suspects in (suspects_turn, not suspects_turn):
-            running = [request for request in self._running if (request.key in suspects) is of_suspects]
-            self._schedule_requests(output, running, self._start_suspects if of_suspects else self._start_others)
-            if output.num_scheduled_tokens:
-                return
-
-    def _start_suspects(self, output: SchedulerOutput) -> None:
-        for request in self._waiting_suspects():
-            if not self._start_waiting.has_room(output) or not self._start_waiting.try_start(request, output):
-                return
-
-    def _start_others(self, output: SchedulerOutput) -> None:
-        if not self._waiting_suspects():  # or they might wait for ever
-            self._start_waiting.schedule(output)
-
-    def _waiting_suspects(self) -> list[Request]:
-        requests = self._requests.by_key
-        return [requests[key] for key in self._trial.subset if key in requests and requests[key].hold == Hold.TRIAL]
 
     def constrained(self, scheduler_output: SchedulerOutput) -> list[Request]:
         """Requests of a step that get a token which a grammar decides on, in batch order."""
@@ -344,7 +313,3 @@ class DefaultScheduler(Scheduler):
             lora=self._lora_stats(),
             media=None if self._encoder is None else self._encoder.stats(),
         )
-
-
-def _start_none(output: SchedulerOutput) -> None:
-    """Waiting requests wait for another step."""
