@@ -20,7 +20,8 @@ from penstock_frontend.pooling_calls import PoolingCalls
 from penstock_frontend.ports import EngineClient, OutputHandler
 from penstock_frontend.processing.chat.reasoning import reasoning_of
 from penstock_frontend.processing.chat.rendering import ChatRenderer
-from penstock_frontend.processing.chat.templates import load_chat_templates
+from penstock_frontend.processing.chat.templates import ChatTemplates, load_chat_templates
+from penstock_frontend.processing.media.families.base import Family
 from penstock_frontend.processing.media.families.factory import load_family
 from penstock_frontend.processing.media.metrics import MediaMetrics
 from penstock_frontend.processing.media.service import MediaService
@@ -85,22 +86,16 @@ def assemble(
     ``llm.full`` has changed.
     """
     settings = LiveSettings(Reread(limits), Reread(fairness), Reread(log))
-    texts = msgspec.structs.replace(model, path=tokenizer_path or model.path)
-    files = load_model_files(texts, num_threads=tokenizer_threads)
-    tokenizer, metrics = files.tokenizer, FrontendMetrics(model.name)
-    generation_config = (
-        read_json(resolve(model) / "generation_config.json") if tokenizer_path else files.generation_config
-    )
-    family = load_family(resolve(model), tokenizer.literal) if media.enabled else None
+    metrics = FrontendMetrics(model.name)
+    files = _read(model, tokenizer_path, num_threads=tokenizer_threads, with_media=media.enabled)
+    tokenizer, family, parsers = files.tokenizer, files.family, files.parsers
     service = None
     if family is not None:
         service = MediaService(family, media, settings.limits, MediaMetrics(metrics.registry, model.name))
-    templates = load_chat_templates(texts)
-    parsers = registry.pick(tool=model.tool_parser, reasoning=model.reasoning_parser, template=templates.source)
     adapters = Adapters(lora, model=model.name, frontend_id=frontend_id)
     inputs = InputProcessor(
         tokenizer,
-        generation_config,
+        files.generation_config,
         model_name=model.name,
         limits=settings.limits,
         fairness=settings.fairness,
@@ -112,6 +107,7 @@ def assemble(
     pooled = PooledOutputs(lambda state, engine: metrics.engine(engine).pooled(state.started, state.num_prompt))
     client = engines(SplitOutputs(outputs, pooled), metrics)
     adapter_calls = AdapterCalls(adapters, lora, client)
+    pooling_inputs = PoolingInputs(tokenizer, inputs, settings.limits)
     llm = AsyncLLM(
         tokenizer=tokenizer,
         inputs=inputs,
@@ -119,24 +115,14 @@ def assemble(
         engines=client,
         limits=settings.limits,
         observer=RequestObserver(metrics, settings.log, tracer),
-        pooling=PoolingCalls(
-            inputs=PoolingInputs(tokenizer, inputs, settings.limits),
-            outputs=pooled,
-            engines=client,
-            adapters=adapter_calls,
-            answers=BytesInFlight(
-                lambda: settings.limits.now.max_answer_bytes_in_flight,
-                "limits.max_answer_bytes_in_flight",
-                what="answers",
-            ),
-        ),
+        pooling=_pooling_calls(pooling_inputs, pooled, client, adapter_calls, settings.limits),
         adapters=adapter_calls,
         on_full=on_full,
     )
-    renderer = ChatRenderer(templates, tokenizer, settings.limits, tool_parser=model.tool_parser, family=family)
+    renderer = ChatRenderer(files.templates, tokenizer, settings.limits, tool_parser=model.tool_parser, family=family)
     return Assembly(
         tokenizer=tokenizer,
-        generation_config=generation_config,
+        generation_config=files.generation_config,
         metrics=metrics,
         engines=client,
         llm=llm,
@@ -145,3 +131,39 @@ def assemble(
         labels=load_labels(model),
         media=service,
     )
+
+
+class _Files(NamedTuple):
+    """What is read of a model."""
+
+    tokenizer: Tokenizer
+    generation_config: dict[str, Any]
+    templates: ChatTemplates
+    parsers: registry.Parsers
+    family: Family | None
+
+
+def _read(model: ModelConfig, tokenizer_path: str, *, num_threads: int, with_media: bool) -> _Files:
+    """Tokenizer and chat template are of ``tokenizer_path``, unless it is empty; all else is the model's. Raises ConfigError."""
+    texts = msgspec.structs.replace(model, path=tokenizer_path or model.path)
+    tokenizer, generation_config = load_model_files(texts, num_threads=num_threads)
+    if tokenizer_path:
+        generation_config = read_json(resolve(model) / "generation_config.json")
+    family = load_family(resolve(model), tokenizer.literal) if with_media else None
+    templates = load_chat_templates(texts)
+    parsers = registry.pick(tool=model.tool_parser, reasoning=model.reasoning_parser, template=templates.source)
+    return _Files(tokenizer, generation_config, templates, parsers, family)
+
+
+def _pooling_calls(
+    inputs: PoolingInputs,
+    outputs: PooledOutputs,
+    engines: EngineClient,
+    adapters: AdapterCalls,
+    limits: Reread[LimitsConfig],
+) -> PoolingCalls:
+    """Their answers are counted in bytes while they are in flight."""
+    answers = BytesInFlight(
+        lambda: limits.now.max_answer_bytes_in_flight, "limits.max_answer_bytes_in_flight", what="answers"
+    )
+    return PoolingCalls(inputs=inputs, outputs=outputs, engines=engines, adapters=adapters, answers=answers)

@@ -71,43 +71,17 @@ class EngineCore:
         self.stalled = False
         self._wall_clock = wall_clock
         self.model = model = executor.load_model(progress)
-        if config.data_parallel.grouped and model.pooling is not None:
-            raise ConfigError(
-                f"data_parallel.size is {config.data_parallel.size} and the model pools; ranks of a group generate"
-            )
+        _check_pooling(config, model)
         _check_speculative(config, model)
-        scheduling = _settled(config, model)
-        self.config = config = msgspec.structs.replace(config, scheduler=scheduling)
-        num_stages = config.executor.pipeline_parallel_size
-        # One step in each stage, and where tokens are not waited for, one more that the first stage need not wait for.
-        max_steps = max(config.executor.max_concurrent_batches, num_stages + bool(scheduling.async_scheduling))
+        self.config = config = msgspec.structs.replace(config, scheduler=_settled(config, model))
+        max_steps = _max_steps(config)
         self.kv_cache_config = size_engine(config, executor, model, progress, max_steps=max_steps)
         grammars: GrammarBackend | None = None
         if make_grammars is not None:
             grammars = make_grammars(config, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
         lora_slots = LoraSlots(config.lora.max_loras, config.lora.max_wait) if config.lora.enabled else None
         self.scheduler: Scheduler = create_scheduler(
-            SchedulerContext(
-                config=scheduling,
-                kv_cache=self.kv_cache_config,
-                # Pooling needs every token's hidden state, which the cache does not hold.
-                enable_prefix_caching=config.cache.enable_prefix_caching and model.pooling is None,
-                enable_kv_events=config.cache.enable_kv_events,
-                supports_chunked_prefill=model.supports_chunked_prefill,
-                num_stages=num_stages,
-                speculative=config.speculative,
-                step_seconds=executor.step_seconds(_ROWS) if config.speculative.enabled else {},
-                lora_slots=lora_slots,
-                lora_stats=lambda: self.loras.stats(),
-                media=model.media,
-                encoder_cache_size=encoder_cache_size(
-                    config.multimodal.encoder_cache_size, scheduling.step_tokens, model
-                ),
-                receiver_cache_bytes=lambda: self.receiver_cache_bytes(),
-                eos_token_ids=model.eos_token_ids,
-                monotonic_clock=monotonic_clock,
-                wall_clock=wall_clock,
-            )
+            self._scheduler_context(lora_slots, monotonic_clock=monotonic_clock, wall_clock=wall_clock)
         )
         self._grammars = GrammarIntake(
             grammars,
@@ -135,6 +109,34 @@ class EngineCore:
             StepRecovery(executor, self.scheduler, keep_failed_step),
             max_steps=max_steps,
             on_done=self._count_step,
+        )
+
+    def _scheduler_context(
+        self, lora_slots: LoraSlots | None, *, monotonic_clock: Clock, wall_clock: Clock
+    ) -> SchedulerContext:
+        """What the scheduler is told of the model, the cache and the executor."""
+        config, model = self.config, self.model
+        speculative = config.speculative
+        return SchedulerContext(
+            config=config.scheduler,
+            kv_cache=self.kv_cache_config,
+            # Pooling needs every token's hidden state, which the cache does not hold.
+            enable_prefix_caching=config.cache.enable_prefix_caching and model.pooling is None,
+            enable_kv_events=config.cache.enable_kv_events,
+            supports_chunked_prefill=model.supports_chunked_prefill,
+            num_stages=config.executor.pipeline_parallel_size,
+            speculative=speculative,
+            step_seconds=self.executor.step_seconds(_ROWS) if speculative.enabled else {},
+            lora_slots=lora_slots,
+            lora_stats=lambda: self.loras.stats(),
+            media=model.media,
+            encoder_cache_size=encoder_cache_size(
+                config.multimodal.encoder_cache_size, config.scheduler.step_tokens, model
+            ),
+            receiver_cache_bytes=lambda: self.receiver_cache_bytes(),
+            eos_token_ids=model.eos_token_ids,
+            monotonic_clock=monotonic_clock,
+            wall_clock=wall_clock,
         )
 
     @property
@@ -299,6 +301,22 @@ def _settled(config: EngineCoreConfig, model: ModelInfo) -> SchedulerConfig:
     if scheduling.max_prompt_batch_tokens is None:
         scheduling = msgspec.structs.replace(scheduling, max_prompt_batch_tokens=model.prompt_batch_tokens)
     return scheduling
+
+
+def _max_steps(config: EngineCoreConfig) -> int:
+    """Steps that the executor is given at once: one in each stage, and where tokens are not waited for, one more that the first
+    stage need not wait for.
+    """
+    steps = config.executor.pipeline_parallel_size + bool(config.scheduler.async_scheduling)
+    return max(config.executor.max_concurrent_batches, steps)
+
+
+def _check_pooling(config: EngineCoreConfig, model: ModelInfo) -> None:
+    """Raises ConfigError for a model that pools in a group of ranks."""
+    if config.data_parallel.grouped and model.pooling is not None:
+        raise ConfigError(
+            f"data_parallel.size is {config.data_parallel.size} and the model pools; ranks of a group generate"
+        )
 
 
 def _check_speculative(config: EngineCoreConfig, model: ModelInfo) -> None:
