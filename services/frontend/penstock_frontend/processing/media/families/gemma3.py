@@ -3,11 +3,10 @@
 https://huggingface.co/docs/transformers/model_doc/gemma3
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from penstock_common.errors import ConfigError
-from penstock_common.types.media import EmbedRun, Modality, TensorData
-from penstock_frontend.processing.media.families import tensors
+from penstock_common.types.media import EmbedRun
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.llava import Square, image_size
 from penstock_frontend.processing.media.families.single_images import ImageFamily
@@ -37,20 +36,10 @@ class Gemma3(ImageFamily):
             default=256,
         )
         images = Square(image_size(checkpoint), self._rows, names=("pixel_values", "num_crops"))
-        super().__init__(checkpoint, begin, images, media_tokens=(token, end))
+        super().__init__(checkpoint, begin, images, media_tokens=(token, end), least_embeds=self._rows)
         self._token_ids = [self.token_id, *[checkpoint.token_id(token)] * self._rows, checkpoint.token_id(end)]
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
         """The same for all."""
         runs = (EmbedRun(1, self._rows),)
         return [Replacement(self._token_ids, runs, before=_APART, after=_APART) for _ in items]
-
-    def embedded(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """As many rows as every image has."""
-        rows = tensors.num_embeds(data, least=self._rows, most=self._rows)
-        return ProcessedItem(modality="image", data=dict(data), num_embeds=rows)
-
-    def max_tokens(self, modality: Modality) -> int:
-        """Of every image. What begins and ends it are tokens as any other."""
-        del modality
-        return self._rows

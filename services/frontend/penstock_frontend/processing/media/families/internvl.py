@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from penstock_common.types.media import EmbedRun, Modality, TensorData
-from penstock_frontend.processing.media.families import tensors
 from penstock_frontend.processing.media.families.base import FamilyProcessor
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.frames import frame_videos
@@ -31,7 +30,7 @@ class InternVL(ImageFamily):
         self._token = checkpoint.token("context_image_token", "<IMG_CONTEXT>")
         self._video = checkpoint.token("video_token", "<video>")
         tokens = (self._begin, self._end, self._video)
-        super().__init__(checkpoint, self._token, self._canvas, media_tokens=tokens)
+        super().__init__(checkpoint, self._token, self._canvas, media_tokens=tokens, least_embeds=1)
         self._begin_id, self._end_id = checkpoint.token_id(self._begin), checkpoint.token_id(self._end)
         checkpoint.token_id(self._video)
         self._encode = checkpoint.encode
@@ -57,15 +56,10 @@ class InternVL(ImageFamily):
         """Of the tensors that the processors give."""
         return self._videos.item(data) if modality == "video" else super().described(modality, data)
 
-    def embedded(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """As many rows as an image may have."""
-        rows = tensors.num_embeds(data, least=1, most=self._canvas.max_rows)
-        return ProcessedItem(modality="image", data=dict(data), num_embeds=rows)
-
     def max_tokens(self, modality: Modality) -> int:
-        """Of an image with most tiles, or a video with most frames. What begins and ends it are tokens as any other."""
+        """Of an image with most tiles, or a video with most frames."""
         if modality == "image":
-            return self._canvas.max_rows
+            return super().max_tokens(modality)
         largest = self._of_frames(self._videos.max_frames).embed_runs
         return largest[-1].start + largest[-1].count - largest[0].start
 

@@ -3,15 +3,15 @@
 https://huggingface.co/docs/transformers/model_doc/llava
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from penstock_common.errors import ConfigError
-from penstock_common.types.media import Modality, TensorData
+from penstock_common.types.media import TensorData
 from penstock_frontend.processing.media.families import arguments, tensors
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.single_images import ImageFamily
-from penstock_frontend.processing.media.item import ProcessedItem, Replacement
+from penstock_frontend.processing.media.item import ProcessedItem
 
 
 class Square(NamedTuple):
@@ -37,22 +37,9 @@ class Llava(ImageFamily):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         size, patch = image_size(checkpoint), patch_size(checkpoint)
-        self._rows = (size[0] // patch) * (size[1] // patch) + extra_rows(checkpoint)
-        super().__init__(checkpoint, checkpoint.token("image_token", "<image>"), Square(size, self._rows))
-
-    def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
-        """Image tokens, each of them a row."""
-        return [Replacement([self.token_id] * item.num_embeds) for item in items]
-
-    def embedded(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """As many rows as every image has."""
-        rows = tensors.num_embeds(data, least=self._rows, most=self._rows)
-        return ProcessedItem(modality="image", data=dict(data), num_embeds=rows)
-
-    def max_tokens(self, modality: Modality) -> int:
-        """Of every image."""
-        del modality
-        return self._rows
+        rows = (size[0] // patch) * (size[1] // patch) + extra_rows(checkpoint)
+        token = checkpoint.token("image_token", "<image>")
+        super().__init__(checkpoint, token, Square(size, rows), least_embeds=rows)
 
 
 def patch_size(checkpoint: Checkpoint) -> int:

@@ -6,13 +6,13 @@ https://huggingface.co/docs/transformers/model_doc/llava_next
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from penstock_common.types.media import Modality, TensorData
+from penstock_common.types.media import TensorData
 from penstock_frontend.processing.media.families import arguments, tensors
 from penstock_frontend.processing.media.families.anyres import Size, best_resolution, pinpoints, unpadded
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.llava import extra_rows, image_size, patch_size
 from penstock_frontend.processing.media.families.single_images import ImageFamily
-from penstock_frontend.processing.media.item import ProcessedItem, Replacement
+from penstock_frontend.processing.media.item import ProcessedItem
 
 
 class Tiles(NamedTuple):
@@ -53,22 +53,8 @@ class LlavaNext(ImageFamily):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         tile, patch = image_size(checkpoint), patch_size(checkpoint)
-        self._tiles = Tiles(tile, (tile[0] // patch, tile[1] // patch), extra_rows(checkpoint), pinpoints(checkpoint))
-        super().__init__(checkpoint, checkpoint.token("image_token", "<image>"), self._tiles)
-
-    def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
-        """Image tokens, each of them a row."""
-        return [Replacement([self.token_id] * item.num_embeds) for item in items]
-
-    def embedded(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """As many rows as an image may have."""
-        rows = tensors.num_embeds(data, least=1, most=self._tiles.max_rows)
-        return ProcessedItem(modality="image", data=dict(data), num_embeds=rows)
-
-    def max_tokens(self, modality: Modality) -> int:
-        """Of the largest image."""
-        del modality
-        return self._tiles.max_rows
+        tiles = Tiles(tile, (tile[0] // patch, tile[1] // patch), extra_rows(checkpoint), pinpoints(checkpoint))
+        super().__init__(checkpoint, checkpoint.token("image_token", "<image>"), tiles, least_embeds=1)
 
 
 def checked_size(data: Mapping[str, TensorData]) -> Size:

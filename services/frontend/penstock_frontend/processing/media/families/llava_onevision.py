@@ -141,7 +141,7 @@ class LlavaOnevision(ImageFamily):
 
     def max_tokens(self, modality: Modality) -> int:
         """Of the largest image, or a video with most frames."""
-        return self._videos.max_rows if modality == "video" else self._tiles.max_rows
+        return self._videos.max_rows if modality == "video" else super().max_tokens(modality)
 
     def make_processor(self) -> Callable[[], FamilyProcessor]:
         """A ``LlavaOnevisionProcessor``."""

@@ -59,7 +59,7 @@ class QwenVL(ImageFamily):
     def max_tokens(self, modality: Modality) -> int:
         """Of the largest image, or video: its times have at most as many tokens as its steps have rows."""
         if modality == "image":
-            return self._grids.max_rows
+            return super().max_tokens(modality)
         return self._videos.max_rows * (2 if self._videos.tells_times else 1)
 
     def make_processor(self) -> Callable[[], FamilyProcessor]:

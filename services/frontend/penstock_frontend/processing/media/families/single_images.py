@@ -12,7 +12,7 @@ from penstock_frontend.processing.media.families import tensors
 from penstock_frontend.processing.media.families.base import FamilyProcessor
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.processors import MediaProcessor, PilImages
-from penstock_frontend.processing.media.item import ProcessedItem
+from penstock_frontend.processing.media.item import ProcessedItem, Replacement
 
 
 class Images(Protocol):
@@ -34,39 +34,58 @@ class Images(Protocol):
 
 
 class ImageFamily:
-    """What is said of images alone. ``token``: the placeholder."""
+    """One token for each row, unless a family says more. ``token``: the placeholder."""
 
     modalities: frozenset[Modality] = frozenset({"image"})
     sampling_rate = 0
 
     def __init__(
-        self, checkpoint: Checkpoint, token: str, images: Images, *, media_tokens: tuple[str, ...] = ()
+        self,
+        checkpoint: Checkpoint,
+        token: str,
+        images: Images,
+        *,
+        media_tokens: tuple[str, ...] = (),
+        least_embeds: int = 0,
     ) -> None:
-        """``media_tokens``: beside the placeholder."""
+        """``media_tokens``: beside the placeholder. ``least_embeds``: embeddings that may take the place of an image at least; 0
+        where they may not, because they do not say what the image looks like in a prompt.
+        """
         self.identity = checkpoint.identity
         self.media_tokens = tuple(dict.fromkeys((token, *media_tokens)))
         self.token_id = checkpoint.token_id(token)
         self._token = token
         self._folder = checkpoint.folder
         self._images = images
+        self._least_embeds = least_embeds
 
     def placeholder(self, modality: Modality) -> str:
         """One for all."""
         del modality
         return self._token
 
+    def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
+        """Tokens, each of them a row."""
+        return [Replacement([self.token_id] * item.num_embeds) for item in items]
+
     def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of the tensors that the image processor gives. Embeddings of any image may take their place where all have as many."""
+        """Of the tensors that the image processor gives, or of embeddings where these say all that a prompt needs."""
         del modality
         if EMBEDS in data:
-            return self.embedded(data)
+            return self._embedded(data)
         tensors.check_names(data, self._images.names)
         return checked(self._images, data)
 
-    def embedded(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of what the tower would give. Raises ValueError where that does not say what the image looks like in a prompt."""
-        del data
-        raise ValueError(f"{EMBEDS} does not say how the image is laid out in a prompt of this model")
+    def _embedded(self, data: Mapping[str, TensorData]) -> ProcessedItem:
+        if not self._least_embeds:
+            raise ValueError(f"{EMBEDS} does not say how the image is laid out in a prompt of this model")
+        rows = tensors.num_embeds(data, least=self._least_embeds, most=self._images.max_rows)
+        return ProcessedItem(modality="image", data=dict(data), num_embeds=rows)
+
+    def max_tokens(self, modality: Modality) -> int:
+        """Of the largest image, as many as it has rows. What begins and ends it are tokens as any other."""
+        del modality
+        return self._images.max_rows
 
     def make_processor(self) -> Callable[[], FamilyProcessor]:
         """An ``ImageProcessor``."""
