@@ -112,7 +112,7 @@ def hostile(number: int) -> MediaPart:
     )
 
 
-def _mutated(dice: random.Random, data: bytes) -> bytes:
+def mutated(dice: random.Random, data: bytes) -> bytes:
     made = bytearray(data)
     for _ in range(dice.choice((1, 1, 2, 8, 64))):
         made[dice.randrange(len(made))] = dice.randrange(256)
@@ -121,12 +121,12 @@ def _mutated(dice: random.Random, data: bytes) -> bytes:
 
 def _broken_image(dice: random.Random) -> tuple[Modality, Source]:
     data = dice.choice(IMAGES)
-    return "image", _file(dice, data[: dice.randrange(len(data))] if dice.random() < 0.3 else _mutated(dice, data))
+    return "image", _file(dice, data[: dice.randrange(len(data))] if dice.random() < 0.3 else mutated(dice, data))
 
 
 def _broken_sound(dice: random.Random) -> tuple[Modality, Source]:
     data = dice.choice(SOUNDS)
-    return "audio", _file(dice, data[: dice.randrange(len(data))] if dice.random() < 0.3 else _mutated(dice, data))
+    return "audio", _file(dice, data[: dice.randrange(len(data))] if dice.random() < 0.3 else mutated(dice, data))
 
 
 def _joined(dice: random.Random) -> tuple[Modality, Source]:
@@ -160,7 +160,7 @@ def _bomb(dice: random.Random) -> tuple[Modality, Source]:
 
 
 def _bad_frames(dice: random.Random) -> tuple[Modality, Source]:
-    files = [_mutated(dice, dice.choice(IMAGES)) for _ in range(dice.randrange(6))]
+    files = [mutated(dice, dice.choice(IMAGES)) for _ in range(dice.randrange(6))]
     times = [dice.choice((0.0, 1.0, -1.0, float("nan"), float("inf"), 1e308)) for _ in files]
     return dice.choice(("image", "video", "video")), Frames([Frame(*each) for each in zip(files, times, strict=True)])
 

@@ -1,7 +1,7 @@
 """Which attack has which number: each request is made from the seed and its number alone."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
@@ -11,10 +11,11 @@ from penstock.inference.v1 import messages_pb2 as pb
 from tests.fuzz import hostile_grammars, http2_garbage, http_calls, json_places, rpc_calls, schemas, sizes
 from tests.fuzz.hostile_grammars import RAW, Constraint
 from tests.fuzz.http_calls import HttpCase
+from tests.fuzz.media.attacks import Killing, MediaAttacks
 from tests.fuzz.rpc_calls import Case
 from tests.fuzz.rpcs import CONTROL, Rpc, rpcs
 from tests.fuzz.seeds import HELLO, SCHEMA
-from tests.fuzz.variants import LETTER, VARIANTS, Variant, variant_of
+from tests.fuzz.variants import LETTER, SETS, VARIANTS, Variant, variant_of
 
 _PATIENCE = 60.0
 _WEIGHTS = {
@@ -39,12 +40,12 @@ class Attempt(NamedTuple):
     number: int
     attack: str
     target: str
-    payload: Case | HttpCase | bytes
+    payload: Case | HttpCase | Killing | bytes
 
     @property
     def shown(self) -> str:
         """What is sent, shortened."""
-        match self.payload:
+        match self._call:
             case Case() as case:
                 return f"{case.metadata or ''} {[message[:1000] for message in case.sent]!r:.1200}"
             case HttpCase() as case:
@@ -55,7 +56,7 @@ class Attempt(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes that are sent."""
-        match self.payload:
+        match self._call:
             case Case() as case:
                 return sum(map(len, case.sent))
             case HttpCase() as case:
@@ -63,15 +64,21 @@ class Attempt(NamedTuple):
             case data:
                 return len(data)
 
+    @property
+    def _call(self) -> Case | HttpCase | bytes:
+        return self.payload.call if isinstance(self.payload, Killing) else self.payload
+
 
 class Attacks:
-    """Makes requests."""
+    """Makes requests. ``turns``: of the variants; ``port``: of the hostile host of media."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, turns: Sequence[str] = SETS["all"], port: int = 0) -> None:
         self._seed = seed
+        self.turns = turns
         self.rpcs = [rpc for rpc in rpcs() if rpc.method not in CONTROL or rpc.port != "admin"]
         self.rpcs = [rpc for rpc in self.rpcs if rpc.method not in ("StartProfile", "StopProfile")]
         self._ours = {rpc.method: rpc for rpc in reversed(self.rpcs) if "vllm" not in rpc.path}
+        self._media = MediaAttacks(self._ours | {f"vllm {r.method}": r for r in self.rpcs if "vllm" in r.path}, port)
         self._makers: dict[str, Callable[[Random, Variant], Case | HttpCase | bytes]] = {
             "rpc": self._any_rpc,
             "http": lambda rng, _: http_calls.make_case(rng),
@@ -89,7 +96,11 @@ class Attacks:
     def make(self, number: int) -> Attempt:
         """The request of this number."""
         rng = Random(f"{self._seed} {number}")
-        variant = VARIANTS[variant_of(number)]
+        variant = VARIANTS[variant_of(number, self.turns)]
+        if variant.media:
+            attack, made = self._media.make(rng, variant)
+            call = made.call if isinstance(made, Killing) else made
+            return Attempt(number, attack, call.rpc.name if isinstance(call, Case) else f"http {call.path}", made)
         weights = [_WEIGHTS[name][variant.pools] for name in self._makers]
         attack = rng.choices(list(self._makers), weights)[0]
         payload = self._makers[attack](rng, variant)

@@ -11,7 +11,9 @@ import grpc
 
 from tests.fuzz.attacks import Attacks, Attempt
 from tests.fuzz.findings import Findings
+from tests.fuzz.media.hosts import Hosts
 from tests.fuzz.neighbour import Itl, Neighbour, between
+from tests.fuzz.neighbour_kinds import kinds_of
 from tests.fuzz.openapi import schema_storm
 from tests.fuzz.storm import Storm
 from tests.fuzz.system import Held, System
@@ -61,13 +63,20 @@ class Campaign:
     """``run`` does it all. ``again``: the only requests to send, each alone."""
 
     def __init__(
-        self, variant: Variant, plan: Plan, attacks: Attacks, findings: Findings, again: tuple[int, ...] = ()
+        self,
+        variant: Variant,
+        plan: Plan,
+        attacks: Attacks,
+        findings: Findings,
+        again: tuple[int, ...] = (),
+        hosts: Hosts | None = None,
     ) -> None:
         self._variant = variant
         self._plan = plan
         self._attacks = attacks
         self._findings = findings
         self._again = again
+        self._hosts = hosts
         self._marks: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         self._gaps: list[tuple[float, float]] = []
         self._muted: set[str] = set()
@@ -91,7 +100,7 @@ class Campaign:
         while not done and systems < _SYSTEMS and failed < 2:
             systems += 1
             try:
-                async with System(self._variant) as system:
+                async with System(self._variant, self._hosts) as system:
                     done = await self._beside_neighbours(system)
             except (RuntimeError, TimeoutError, AssertionError, grpc.aio.AioRpcError) as e:
                 failed += 1
@@ -106,7 +115,7 @@ class Campaign:
         number = -1
         while self._sent < self._plan.count:
             number += 1
-            if variant_of(number) != self._variant.name:
+            if variant_of(number, self._attacks.turns) != self._variant.name:
                 continue
             attempt = self._attacks.make(number)
             if self._plan.attacks and not attempt.attack.startswith(self._plan.attacks):
@@ -122,7 +131,7 @@ class Campaign:
         await system.answers()
         await system.warm_up()
         neighbour = Neighbour(
-            system.frontend.address, system.http_port, pools=self._variant.pools, on_error=lambda error: told(error)
+            system.frontend.address, system.http_port, kinds_of(self._variant), on_error=lambda error: told(error)
         )
         async with neighbour, Watch(system, neighbour) as watch:
             told = watch.neighbour_error
@@ -274,6 +283,8 @@ class Campaign:
             for left in await system.until_idle():
                 self._findings.add("left behind", left)
             await system.answers()
+        if kept := system.temporary_files() - system.temporary:
+            self._findings.add("left behind", f"{len(kept)} temporary files: {sorted(kept)[:5]}")
         watch.look()
         for incident in watch.take():
             self._findings.happened(incident.kind, incident.what)

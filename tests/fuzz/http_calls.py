@@ -7,6 +7,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from tests.fuzz import values
+from tests.fuzz.blame import Blame
 from tests.fuzz.rpc_calls import TIMEOUT, End
 from tests.fuzz.seeds import MODEL, SCHEMA
 
@@ -176,7 +177,9 @@ _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_toke
 
 
 class HttpCase(NamedTuple):
-    """A request as it is sent. ``cancel``: seconds until its client goes away. ``slow``: seconds between pieces of it."""
+    """A request as it is sent. ``cancel``: seconds until its client goes away. ``slow``: seconds between pieces of it. ``blame``:
+    what may be answered, where that is known.
+    """
 
     path: str
     raw: bytes
@@ -185,6 +188,7 @@ class HttpCase(NamedTuple):
     slow: float = 0.0
     valid: bool = False
     timeout: float = TIMEOUT
+    blame: Blame | None = None
 
 
 def request(method: str, path: str, body: bytes, headers: list[tuple[str, str]]) -> bytes:
@@ -353,6 +357,8 @@ def _judged(answer: bytes, case: HttpCase) -> End:
     code = str(status)
     if status >= 500 and not (status == 504 and case.may_time_out):
         return End(code, f"{status}: {body[:300]!r}")
+    if case.blame is not None and status >= 400:
+        return _blamed(status, body, case.blame)
     if case.valid and status != 200:
         return End(code, f"a valid request was answered {status}: {body[:300]!r}")
     if (
@@ -361,4 +367,15 @@ def _judged(answer: bytes, case: HttpCase) -> End:
         and (b'"server_error"' in body or b'"api_error"' in body or b'"internal"' in body)
     ):
         return End(code, f"a stream ended with an error of ours: {body[-300:]!r}")
-    return End(code)
+    return End(code, case.blame.of_answer() if case.blame is not None else "")
+
+
+def _blamed(status: int, body: bytes, blame: Blame) -> End:
+    try:
+        error = json.loads(body)["error"]
+        message, reason = error["message"], error.get("code") or ""
+    except (ValueError, KeyError, TypeError) as e:
+        return End(str(status), f"{status} with a body that is no error: {e!r}: {body[:300]!r}")
+    # Anthropic's errors have neither codes nor fields: their messages begin with the field.
+    field = (error["param"] or "") if "param" in error else message.partition(" ")[0].rstrip(":")
+    return End(f"{status} {reason}".strip(), blame.of_http(status, reason, field, message))

@@ -18,7 +18,7 @@ import grpc
 
 from penstock.inference.v1 import service_pb2_grpc as rpc
 from penstock_common.rpc.channel import make_channel
-from tests.fuzz.neighbour_kinds import GENERATING, KINDS, POOLING, VARIETY, Ask
+from tests.fuzz.neighbour_kinds import KINDS, VARIETY, Ask
 
 _TELL = 0.25
 _PATIENCE = 120.0
@@ -39,8 +39,10 @@ class Neighbour:
     kind. ``flowing``: kinds that have begun to get an answer and wait for more of it.
     """
 
-    def __init__(self, address: str, http_port: int, *, pools: bool, on_error: Callable[[str], None]) -> None:
-        self._given = [address, str(http_port), *(POOLING if pools else GENERATING)]
+    def __init__(
+        self, address: str, http_port: int, kinds: Sequence[str], *, on_error: Callable[[str], None]
+    ) -> None:
+        self._given = [address, str(http_port), *kinds]
         self._on_error = on_error
         self._process: asyncio.subprocess.Process | None = None
         self._ready = asyncio.Event()

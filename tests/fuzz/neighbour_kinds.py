@@ -1,23 +1,30 @@
 """What the neighbours ask for, each several times with other prompts: always the same answers."""
 
 import asyncio
+import base64
 import http.client
 import json
 import math
 import operator
+import uuid
 from array import array
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from penstock.common.v1 import pooling_pb2, structured_output_pb2
+from penstock.common.v1.media_pb2 import Media
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc as rpc
+from tests.fakes.media_files import image_file, sound_file
+from tests.fuzz.variants import Variant
 
 VARIETY = 3
 """Requests of each kind."""
 _PROMPTS = ("Once upon a time there was", "The fox and the", "One day, a little girl went to the forest and")
 _TENANT = "neighbour"
+_IMAGES = [image_file(kind, (60, 44), seed=number) for number, kind in enumerate(("PNG", "JPEG", "WEBP"))]
+_SOUNDS = [sound_file(kind, seconds=0.3 + number / 10) for number, kind in enumerate(("WAV", "FLAC", "OGG"))]
 _SCHEMA = json.dumps(
     {
         "type": "object",
@@ -52,10 +59,13 @@ class Kind(NamedTuple):
     same: Callable[[dict[str, Any], dict[str, Any]], bool] = operator.eq
 
 
-async def _generate(ask: Ask, **fields: Any) -> dict[str, Any]:
+async def _generate(ask: Ask, medium: Media | None = None, **fields: Any) -> dict[str, Any]:
     params = SamplingParams(**{"max_tokens": 120, "ignore_eos": True, **fields})
     routing = pb.RoutingHints(tenant=_TENANT)
     request = pb.GenerateRequest(text=_PROMPTS[ask.number], sampling_params=params, routing=routing)
+    if medium is not None:
+        request.cache_salt = _salt()
+        request.mixed.CopyFrom(_beside(medium, ask))
     tokens: dict[str, Any] = {}
     async for output in ask.stub.Generate(request, timeout=100):
         ask.came(len(output.token_ids))
@@ -82,31 +92,58 @@ async def _two(ask: Ask) -> dict[str, Any]:
     return await _generate(ask, temperature=0.8, seed=ask.number + 5, n=2, max_tokens=40)
 
 
+async def _seeing(ask: Ask) -> dict[str, Any]:
+    return await _generate(ask, Media(modality="image", data=_IMAGES[ask.number]), temperature=0.0, max_tokens=40)
+
+
+async def _hearing(ask: Ask) -> dict[str, Any]:
+    return await _generate(ask, Media(modality="audio", data=_SOUNDS[ask.number]), temperature=0.0, max_tokens=40)
+
+
+def _beside(medium: Media, ask: Ask) -> pb.MixedPrompt:
+    return pb.MixedPrompt(parts=[pb.PromptPart(media=medium), pb.PromptPart(text=_PROMPTS[ask.number])])
+
+
+def _salt() -> str:
+    """What nobody had before: the medium is decoded and encoded anew."""
+    return uuid.uuid4().hex
+
+
 async def _over_http(ask: Ask) -> dict[str, Any]:
+    return await _streamed(ask, "/v1/completions", {"prompt": _PROMPTS[ask.number], "logprobs": 1})
+
+
+async def _seeing_over_http(ask: Ask) -> dict[str, Any]:
+    url = "data:image/png;base64," + base64.b64encode(_IMAGES[ask.number]).decode()
+    parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": url}}]
+    body = {"messages": [{"role": "user", "content": parts}], "cache_salt": _salt()}
+    return await _streamed(ask, "/v1/chat/completions", body)
+
+
+async def _streamed(ask: Ask, path: str, body: dict[str, Any]) -> dict[str, Any]:
     loop = asyncio.get_running_loop()
 
     def came(count: int) -> None:
         loop.call_soon_threadsafe(ask.came, count)
 
-    return await asyncio.to_thread(_stream, ask, came)
+    return await asyncio.to_thread(_stream, ask, path, body, came)
 
 
-def _stream(ask: Ask, came: Callable[[int], None]) -> dict[str, Any]:
+def _stream(ask: Ask, path: str, prompt: dict[str, Any], came: Callable[[int], None]) -> dict[str, Any]:
     """A completion as a stream of events. ValueError for anything else."""
     connection = http.client.HTTPConnection("127.0.0.1", ask.http_port, timeout=100)
     body = {
-        "prompt": _PROMPTS[ask.number],
+        **prompt,
         "stream": True,
         "max_tokens": 40,
         "temperature": 0.7,
         "seed": 3,
         "ignore_eos": True,
-        "logprobs": 1,
     }
     headers = {"content-type": "application/json", "x-penstock-tenant": _TENANT}
     text, reasons = "", []
     try:
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        connection.request("POST", path, json.dumps(body), headers)
         answer = connection.getresponse()
         if answer.status != 200:
             raise ValueError(f"{answer.status}: {answer.read()[:300]!r}")
@@ -118,7 +155,7 @@ def _stream(ask: Ask, came: Callable[[int], None]) -> dict[str, Any]:
                 raise ValueError(str(event["error"]))
             for choice in event.get("choices", ()):
                 came(1)
-                text += choice["text"]
+                text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
                 reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
     except http.client.HTTPException as e:
         raise ValueError(f"{type(e).__name__}: {e}") from None
@@ -127,8 +164,12 @@ def _stream(ask: Ask, came: Callable[[int], None]) -> dict[str, Any]:
     return {"text": text, "reasons": reasons}
 
 
-async def _embed(ask: Ask, task: pooling_pb2.PoolingTask = pooling_pb2.POOLING_TASK_EMBED) -> dict[str, Any]:
+async def _embed(
+    ask: Ask, task: pooling_pb2.PoolingTask = pooling_pb2.POOLING_TASK_EMBED, *, sees: bool = False
+) -> dict[str, Any]:
     inputs = [pb.PoolingInput(text=_PROMPTS[ask.number])]
+    if sees:
+        inputs[0].mixed.CopyFrom(_beside(Media(modality="image", data=_IMAGES[ask.number]), ask))
     params = pooling_pb2.PoolingParams(task=task)
     routing = pb.RoutingHints(tenant=_TENANT)
     request = pb.EmbedRequest(inputs=inputs, pooling_params=params, routing=routing)
@@ -140,6 +181,10 @@ async def _embed(ask: Ask, task: pooling_pb2.PoolingTask = pooling_pb2.POOLING_T
 
 async def _embed_tokens(ask: Ask) -> dict[str, Any]:
     return await _embed(ask, pooling_pb2.POOLING_TASK_TOKEN_EMBED)
+
+
+async def _embed_images(ask: Ask) -> dict[str, Any]:
+    return await _embed(ask, sees=True)
 
 
 def _close(answer: dict[str, Any], expected: dict[str, Any]) -> bool:
@@ -156,8 +201,20 @@ KINDS = {
     "constrained": Kind(_constrained, timed=False, pause=0.2),
     "two": Kind(_two, timed=False, pause=0.2),
     "http": Kind(_over_http, timed=False, pause=0.2),
+    "image": Kind(_seeing, timed=False, pause=0.2),
+    "image over http": Kind(_seeing_over_http, timed=False, pause=0.2),
+    "sound": Kind(_hearing, timed=False, pause=0.2),
     "embed": Kind(_embed, timed=False, pause=0.02, same=_close),
     "embed tokens": Kind(_embed_tokens, timed=False, pause=0.1, same=_close),
+    "embed images": Kind(_embed_images, timed=False, pause=0.1, same=_close),
 }
-GENERATING = ("greedy", "seeded", "constrained", "two", "http")
-POOLING = ("embed", "embed tokens")
+
+
+def kinds_of(variant: Variant) -> tuple[str, ...]:
+    """What neighbours can ask a system for."""
+    if variant.pools:
+        return ("embed", "embed tokens", "embed images") if variant.media else ("embed", "embed tokens")
+    if not variant.media:
+        return "greedy", "seeded", "constrained", "two", "http"
+    media = ("sound",) if variant.media == ("audio",) else ("image", "image over http")
+    return "greedy", "seeded", "http", *media

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from penstock_common.rpc.loop import GrpcEventLoop
+from tests.fuzz.media import names
 
 FILE = "FUZZ_PROBE"
 _BEAT = 0.002
@@ -155,5 +156,7 @@ def _watched(
 
 if __name__ == "__main__":
     install(Path(os.environ[FILE].format(pid=os.getpid())))
+    if names.VARIABLE in os.environ:
+        names.install()
     module = sys.argv.pop(1)
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import grpc
 from google.protobuf import message_factory
 
+from penstock_common.rpc.status import from_rpc_error
+from tests.fuzz.blame import Blame
 from tests.fuzz.rpcs import Rpc, messages
 
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -45,7 +47,7 @@ _OF_THE_CLIENT = "Internal error from Core"
 
 class Case(NamedTuple):
     """A call to make. ``cancel``: seconds until its client goes away; ``half``: it never says that it has sent all. ``seed``:
-    which of the RPC's valid messages it was made from.
+    which of the RPC's valid messages it was made from. ``blame``: what may be answered, where that is known.
     """
 
     rpc: Rpc
@@ -56,6 +58,7 @@ class Case(NamedTuple):
     half: bool = False
     valid: bool = False
     seed: int = 0
+    blame: Blame | None = None
 
 
 class End(NamedTuple):
@@ -107,12 +110,19 @@ async def call(channel: grpc.aio.Channel, case: Case) -> End:
         code, problem = e.code(), ""
         if e.details() == _OF_THE_CLIENT:
             return End("(ended while sending)")
+        if case.blame is not None:
+            failed = from_rpc_error(e)
+            problem = case.blame.of_status(code.name, failed.reason, failed.field, failed.message)
+            late = code is grpc.StatusCode.DEADLINE_EXCEEDED and case.timeout > 5
+            return End(f"{code.name} {failed.reason}", "" if late else problem, slow=late)
         if code in _SERVERS_FAULT and not any(word in (e.details() or "") for word in _ANOTHER_TOOK_THE_NAME):
             return End(code.name, f"{code.name}: {e.details()}")
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and case.timeout > 5 and rpc.method != "FlushCache":  # it may wait
             return End(code.name, slow=True)
     except (UnicodeError, ValueError, grpc.aio.UsageError, TypeError) as e:
         return End("(unsendable)", "" if case.metadata else repr(e))
+    if not problem and case.blame is not None:
+        problem = case.blame.of_answer()
     if not problem and case.valid and code is not grpc.StatusCode.OK:
         problem = f"a valid request ended as {code.name}"
     return End(code.name, problem)

@@ -14,9 +14,10 @@ from typing import NamedTuple
 from tests.fuzz.attacks import Attacks
 from tests.fuzz.campaign import Campaign, Outcome, Plan
 from tests.fuzz.findings import Findings
+from tests.fuzz.media.hosts import Hosts
 from tests.fuzz.neighbour import Itl
 from tests.fuzz.system import Held
-from tests.fuzz.variants import VARIANTS, share_of, variant_of
+from tests.fuzz.variants import SETS, VARIANTS, share_of, turns_of, variant_of
 
 ITL_FACTOR = 2.0
 
@@ -32,7 +33,7 @@ class Options(NamedTuple):
     at_once: int
     quiet: float
     schema_examples: int
-    variants: tuple[str, ...] = tuple(VARIANTS)
+    variants: tuple[str, ...] = tuple(dict.fromkeys(SETS["all"]))
     again: tuple[int, ...] = ()
     attacks: tuple[str, ...] = ()
     warm: int = 300
@@ -54,12 +55,19 @@ class Result(NamedTuple):
 async def fuzz(options: Options, result: Result | None = None) -> Result:
     """Run it all. ``result`` is filled meanwhile, so that it is there when the run is interrupted."""
     result = result or Result(Findings(), {})
-    attacks = Attacks(options.seed)
-    chosen = dict.fromkeys(map(variant_of, options.again)) or options.variants
-    whole = sum(map(share_of, options.variants))
+    turns = turns_of(options.variants[0])
+    async with Hosts() as hosts:
+        await _in_turn(options, result, Attacks(options.seed, turns, hosts.port), hosts)
+    return result
+
+
+async def _in_turn(options: Options, result: Result, attacks: Attacks, hosts: Hosts) -> None:
+    turns = attacks.turns
+    chosen = dict.fromkeys(variant_of(number, turns) for number in options.again) or options.variants
+    whole = sum(share_of(name, turns) for name in options.variants)
     for name in chosen:
         plan = Plan(
-            count=round(options.requests * share_of(name) / whole),
+            count=round(options.requests * share_of(name, turns) / whole),
             rate=options.rate,
             at_once=options.at_once,
             quiet=options.quiet,
@@ -69,9 +77,9 @@ async def fuzz(options: Options, result: Result | None = None) -> Result:
             attacks=options.attacks,
             special=options.special and name == options.variants[0],
         )
-        again = tuple(number for number in options.again if variant_of(number) == name)
-        result.outcomes[name] = await Campaign(VARIANTS[name], plan, attacks, result.findings, again).run()
-    return result
+        again = tuple(number for number in options.again if variant_of(number, turns) == name)
+        campaign = Campaign(VARIANTS[name], plan, attacks, result.findings, again, hosts)
+        result.outcomes[name] = await campaign.run()
 
 
 def report(result: Result) -> str:
@@ -85,7 +93,7 @@ def report(result: Result) -> str:
             f"{span:34} {i.p50:8.2f} {i.p99:8.2f} {i.longest:9.1f} {i.count:9}" for span, i in outcome.itl.items()
         ]
         lines += ["held by             RSS MiB         threads     fds         tasks       (before, after), peak MiB"]
-        lines += [_held(service, outcome) for service in outcome.peaks]
+        lines += [_held(service, outcome) for service in outcome.before or outcome.peaks]
         lines += ["longest hold of the event loop: computing; by the clock, without what other programs took"]
         for service, (longest, wall, blocks) in outcome.blocks.items():
             lines.append(f"{service:18} {longest} ms, {wall} ms")
@@ -101,7 +109,7 @@ def _held(service: str, outcome: Outcome) -> str:
     before, after = outcome.before.get(service, Held()), outcome.after.get(service, Held())
     pairs = zip((14, 10, 10, 10), before.amounts, after.amounts, strict=True)
     held = "  ".join(f"{f'{old}, {new}':{width}}" for width, old, new in pairs)
-    return f"{service:18} {held}  {outcome.peaks[service]}"
+    return f"{service:18} {held}  {outcome.peaks.get(service, '-')}"
 
 
 def slowed(itl: dict[str, Itl]) -> list[str]:
@@ -125,7 +133,7 @@ def main() -> int:
         "--quiet", type=float, default=16.0, help="seconds that the neighbours are measured alone, each time"
     )
     parser.add_argument("--schema-examples", type=int, default=150, help="of each route, by schemathesis")
-    parser.add_argument("--variant", choices=("all", *VARIANTS), default="all", help="which system")
+    parser.add_argument("--variant", choices=(*SETS, *VARIANTS), default="all", help="which systems")
     parser.add_argument("--attack", action="append", default=[], help="send only those of a run that begin so")
     parser.add_argument("--again", type=int, action="append", default=[], help="send this request of a run again")
     parser.add_argument("--logs", help="folder for the services' logs")
@@ -137,7 +145,7 @@ def main() -> int:
         at_once=given.at_once,
         quiet=given.quiet,
         schema_examples=given.schema_examples,
-        variants=tuple(VARIANTS) if given.variant == "all" else (given.variant,),
+        variants=tuple(dict.fromkeys(SETS.get(given.variant, (given.variant,)))),
         again=tuple(given.again),
         attacks=tuple(given.attack),
     )

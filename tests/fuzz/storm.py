@@ -13,6 +13,8 @@ from tests.fuzz import http2_garbage, http_calls, rpc_calls
 from tests.fuzz.attacks import Attacks, Attempt
 from tests.fuzz.findings import Findings
 from tests.fuzz.http_calls import HttpCase
+from tests.fuzz.media.attacks import Killing
+from tests.fuzz.media.decoders import kill_all, kill_at_work
 from tests.fuzz.rpc_calls import Case, End
 from tests.fuzz.rpcs import CONTROL, cheap, rpcs
 from tests.fuzz.system import System
@@ -26,6 +28,7 @@ _CHEAP = ("Tokenize", "Detokenize", "GetModel", "ListModels", "HealthCheck", "Ge
 _RECENT = 5.0
 """Seconds for which what has ended may still be the cause of what happens."""
 _SUSPECTS = 32
+_KILLED_WITHIN = 20.0
 
 
 class Storm:
@@ -44,6 +47,7 @@ class Storm:
         self._flying: dict[int, Attempt] = {}
         self._ended: deque[tuple[float, Attempt]] = deque(maxlen=_SUSPECTS)
         self._faulty: set[int] = set()
+        self._killing = asyncio.Lock()
         self.late: list[Attempt] = []
         """What had no answer in time."""
 
@@ -127,9 +131,28 @@ class Storm:
                 return await self._call(case, Random(attempt.number))
             case HttpCase() as case:
                 return await http_calls.call(self._system.http_port, case)
+            case Killing() as killing:
+                return await self._kill(killing, attempt)
             case garbage:
                 address = Random(attempt.number).choice(list(self._system.addresses.values()))
                 return await http2_garbage.connect(address, garbage)
+
+    async def _kill(self, killing: Killing, attempt: Attempt) -> End:
+        """One after the other: no item of others' is to lose two decoders."""
+        async with self._killing:
+            frontend = self._system.frontend.pid
+            if not killing.times:
+                kill_all(frontend)
+            sent = asyncio.create_task(self._send(attempt._replace(payload=killing.call)))
+            killed: list[int] = []
+            for _ in range(killing.times):
+                kill = asyncio.create_task(kill_at_work(frontend, _KILLED_WITHIN, spared=killed))
+                await asyncio.wait((sent, kill), return_when=asyncio.FIRST_COMPLETED)
+                if not kill.done():
+                    kill.cancel()
+                    break
+                killed.append(kill.result())
+            return await sent
 
     async def special(self) -> None:
         """Send what costs more, each once."""

@@ -22,9 +22,15 @@ from penstock_common.rpc.channel import make_channel
 from tests.fakes.network.ports import free_port
 from tests.fakes.processes import KEPT, Service
 from tests.fuzz import probe
+from tests.fuzz.media import names
+from tests.fuzz.media.decoders import decoders
+from tests.fuzz.media.hosts import Hosts
+from tests.fuzz.media.limits import ENGINE_FLAGS, STORE_BYTES, WORKERS, frontend_flags, left_by, segments_of
 from tests.fuzz.variants import NAME, Variant
 
 _WARM_PROMPTS = 16
+_DECODERS = "media workers"
+"""The largest of them, and how many there are."""
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -52,11 +58,7 @@ class Probed(Service):
 
     def memory(self, name: str, unit: int = 1024) -> int:
         """What the system counts of the process under this name, memory in MiB; 0 where there is none any more."""
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-                if line.startswith(f"{name}:"):
-                    return int(line.split()[1]) // unit
-        return 0
+        return _status(self.pid, name, unit)
 
     def more_log(self, seen: int) -> bytes:
         """What it has printed behind the first ``seen`` bytes, up to the last whole line."""
@@ -77,13 +79,22 @@ class Probed(Service):
         return 0.0
 
 
-class System:
-    """``async with System(variant)``: everything answers when the block begins."""
+def _status(pid: int, name: str, unit: int) -> int:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) // unit
+    return 0
 
-    def __init__(self, variant: Variant) -> None:
+
+class System:
+    """``async with System(variant, hosts)``: everything answers when the block begins. ``hosts``: of media."""
+
+    def __init__(self, variant: Variant, hosts: Hosts | None = None) -> None:
         self.variant = variant
+        self._hosts = hosts
         self.http_port, self.admin_port = free_port(), free_port()
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder, self._temporary = tempfile.TemporaryDirectory(), tempfile.TemporaryDirectory()
         model = Path(self._folder.name, NAME)
         model.mkdir()
         variant.save(model)
@@ -101,7 +112,12 @@ class System:
             limits__max_message_bytes_in_flight="128MiB",
             limits__max_answer_bytes_in_flight="128MiB",
             **KEPT,
+            **(frontend_flags(variant, hosts.port) if variant.media and hosts is not None else {}),
         )
+        if variant.media:
+            self.frontend.environment[names.VARIABLE] = "1"
+        for service in self.services:
+            service.environment["TMPDIR"] = self._temporary.name
 
     def _engine(self, name: str, model: Path) -> Probed:
         """Two of them, so that what fails is tried again, as it would be."""
@@ -114,6 +130,7 @@ class System:
             cache__kv_cache_memory="64MiB",
             executor__num_threads=1,
             structured_output__compile_timeout=2,  # of processor time: a hostile one is refused in time on a busy machine, too
+            **(ENGINE_FLAGS if self.variant.media else {}),
             **self.variant.flags,
         )
         engine.add_flag("coordinator.advertise", engine.address)
@@ -141,6 +158,7 @@ class System:
             await self._stack.enter_async_context(service)
         try:
             await asyncio.gather(*(service.serving() for service in self.services))
+            self.temporary = self.temporary_files()
         except BaseException:
             await self._stack.aclose()
             raise
@@ -151,6 +169,7 @@ class System:
     ) -> None:
         await self._stack.aclose()
         self._folder.cleanup()
+        self._temporary.cleanup()
 
     async def answers(self) -> None:
         """Ask for a little. Raises when the system does not give it within a minute."""
@@ -170,7 +189,7 @@ class System:
             stub = rpc.InferenceServiceStub(channel)
 
             async def ask() -> None:
-                ids = pb.TokenIds(ids=[rng.randrange(6, 2048) for _ in range(1990)])
+                ids = pb.TokenIds(ids=[rng.randrange(6, self.variant.vocab_size) for _ in range(1990)])
                 if self.variant.pools:
                     await stub.Embed(pb.EmbedRequest(inputs=[pb.PoolingInput(token_ids=ids)]), timeout=120)
                     return
@@ -199,7 +218,32 @@ class System:
                 f"waiting requests in {engine.service}": stats.num_waiting_reqs,
                 f"KV cache in use in {engine.service}": stats.kv_cache_usage,
             }
+            if self.variant.media:
+                left |= left_by(stats.media, engine.service)
+        if self.variant.media:
+            left |= await self._left_of_media()
         return [f"{name}: {value:g}" for name, value in left.items() if value]
+
+    async def _left_of_media(self) -> dict[str, float]:
+        stored = sum(await self.metric("penstock:media_store_bytes"))
+        return {
+            "media in the queue": sum(await self.metric("penstock:media_queued")),
+            "bytes in the store, beyond its size": max(0.0, stored - STORE_BYTES),
+            "media workers too many or too few": len(decoders(self.frontend.pid)) - WORKERS,
+            "segments of shared memory": len(segments_of(self.frontend.pid)),
+            "connections to hosts of media": self._hosts.num_open if self._hosts is not None else 0,
+        }
+
+    def temporary_files(self) -> set[str]:
+        """What services have put where temporary files are."""
+        return {str(path) for path in Path(self._temporary.name).rglob("*") if not path.is_dir()}
+
+    def led(self) -> list[str]:
+        """What has come to the private host since the last call."""
+        if self._hosts is None:
+            return []
+        found, self._hosts.led = self._hosts.led, []
+        return found
 
     async def metric(self, name: str) -> list[float]:
         """The values of the frontend's metric, one per set of labels."""
@@ -211,7 +255,11 @@ class System:
 
     def held(self) -> dict[str, Held]:
         """What each process holds now."""
-        return {service.service: self._held(service) for service in self.services}
+        found = {service.service: self._held(service) for service in self.services}
+        if self.variant.media:
+            sizes = [_status(pid, "VmRSS", 1024) for pid in decoders(self.frontend.pid)]
+            found[_DECODERS] = Held(rss=max(sizes, default=0), threads=len(sizes))
+        return found
 
     def _held(self, service: Probed) -> Held:
         return Held(

@@ -1,12 +1,16 @@
-"""The systems that are put under fire: the same model in several number formats, one with windows, one that pools."""
+"""The systems that are put under fire: the same model in several number formats, one with windows, one that pools; models with
+towers, which hosts of media are allowed for in three ways.
+"""
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers.utils.logging import disable_progress_bar
+
+from penstock_common.types.media import Modality
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo_model" / "penstock-tiny"
 NAME = "penstock-tiny"
@@ -19,13 +23,16 @@ DEFAULT_TOKENS = 12
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _WINDOW, _WINDOWED = 40, 64
 """Positions that the windowed model sees, and the length of a position's vector there."""
+Modalities = tuple[Modality, ...]
 _POOLED = 2048
 """Length of the pooled vectors: some 8 000 of them are more than a frame of 64 MiB."""
 
 
 class Variant(NamedTuple):
     """``save`` writes the checkpoint to a folder; ``flags`` are the engines'. ``hidden``: length of a position's vector.
-    ``longest``: tokens of a sequence. ``peak``: MiB that a process may hold at any moment more than after the warm-up.
+    ``longest``: tokens of a sequence. ``peak``: MiB that a process may hold at any moment more than after the warm-up. ``media``:
+    what it takes; ``domains``: whose URLs, each with the port of the hostile host behind it. ``placeholders``: the tokens that stand
+    for it.
     """
 
     name: str
@@ -35,6 +42,10 @@ class Variant(NamedTuple):
     longest: int
     pools: bool = False
     peak: int = 512
+    vocab_size: int = VOCAB_SIZE
+    media: Modalities = ()
+    domains: tuple[str, ...] = ()
+    placeholders: Mapping[str, int] = {}
 
 
 def _demo(folder: Path) -> None:
@@ -65,6 +76,27 @@ def _pooling(folder: Path) -> None:
     _complete(folder)
 
 
+def _seeing(folder: Path) -> None:
+    _with_tower("qwen2_5_vl", folder)
+
+
+def _hearing(folder: Path) -> None:
+    _with_tower("qwen2_audio", folder)
+
+
+def _embedding(folder: Path) -> None:
+    _with_tower("llava", folder)
+
+
+def _with_tower(family: str, folder: Path) -> None:
+    from tests.fakes.multimodal_models import save_multimodal_model  # torch, as above
+
+    disable_progress_bar()
+    save_multimodal_model(family, folder)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**generation, "max_new_tokens": DEFAULT_TOKENS}))
+
+
 def _complete(folder: Path) -> None:
     """The tokenizer of the demo model, and how long answers are that name no length."""
     for name in _TOKENIZER:
@@ -74,6 +106,7 @@ def _complete(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({**generation, "max_new_tokens": DEFAULT_TOKENS}))
 
 
+_TINY: dict[str, Any] = {"hidden": 64, "longest": 2048, "vocab_size": 512}
 VARIANTS = {
     variant.name: variant
     for variant in (
@@ -82,16 +115,28 @@ VARIANTS = {
         Variant("float16", _demo, {"model__dtype": "float16"}, 256, 2048),
         Variant("windowed", _windowed, {}, _WINDOWED, 2048),
         Variant("pooling", _pooling, {"model__task": "embed"}, _POOLED, 16_384, pools=True, peak=1024),
+        Variant("images", _seeing, {}, media=("image", "video"), domains=("*",), placeholders={"image": 345, "video": 346}, **_TINY),
+        Variant("sound", _hearing, {}, media=("audio",), domains=("images.test", "*.images.test"), placeholders={"audio": 343}, **_TINY),
+        Variant("image vectors", _embedding, {"model__task": "embed"}, pools=True, media=("image",), placeholders={"image": 343}, **_TINY),
     )
 }
-_TURNS = ("plain", "bfloat16", "plain", "windowed", "plain", "bfloat16", "pooling", "plain", "windowed", "float16")
+SETS = {
+    "all": ("plain", "bfloat16", "plain", "windowed", "plain", "bfloat16", "pooling", "plain", "windowed", "float16"),
+    "media": ("images", "images", "sound", "images", "images", "image vectors", "images", "images", "sound", "images"),
+}
+"""Whose turn it is, again and again: of all that read text alone, and of all that take media."""
 
 
-def variant_of(number: int) -> str:
+def variant_of(number: int, turns: Sequence[str] = SETS["all"]) -> str:
     """Whose turn the request of this number is."""
-    return _TURNS[number % len(_TURNS)]
+    return turns[number % len(turns)]
 
 
-def share_of(name: str) -> float:
+def share_of(name: str, turns: Sequence[str] = SETS["all"]) -> float:
     """How many of all requests are a variant's."""
-    return _TURNS.count(name) / len(_TURNS)
+    return turns.count(name) / len(turns)
+
+
+def turns_of(name: str) -> Sequence[str]:
+    """The turns that a variant, or a set of them, has its own among."""
+    return next(turns for known, turns in SETS.items() if name == known or name in turns)

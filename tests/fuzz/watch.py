@@ -88,6 +88,8 @@ class Watch:
 
     def look(self) -> None:
         """See what has happened."""
+        for head in self._system.led():
+            self._add(Incident("led to a private host", f"the private host was asked: {head}"))
         for service in self._system.services:
             if not service.alive:
                 if not any(f"process {service.service} " in known.what for known in self._incidents):

@@ -1,0 +1,79 @@
+"""Processes that decode media, seen from outside: which there are, which work on something long, and their ends."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+_NAMES = ("media-worker", "media.worker")
+"""Of a process that works, and of one that starts."""
+_EVERY = 0.005
+_LONG = 0.02
+"""Seconds of computing without a pause that are no small file's."""
+
+
+class _Work(NamedTuple):
+    """``pauses``: times that the process has waited for something; ``computed``: seconds."""
+
+    pauses: int
+    computed: float
+
+
+def decoders(parent: int) -> list[int]:
+    """Ids of the media workers of a frontend."""
+    return [pid for pid in _children(parent) if any(name in _read(pid, "cmdline") for name in _NAMES)]
+
+
+def kill_all(parent: int) -> int:
+    """Kill all media workers of a frontend, whatever they do. Returns how many there were."""
+    found = decoders(parent)
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return len(found)
+
+
+async def kill_at_work(parent: int, seconds: float, spared: Collection[int] = ()) -> int:
+    """Kill the first media worker that is seen decoding something long. Returns its id, 0 where there was none in that time."""
+    until = time.monotonic() + seconds
+    begun: dict[int, _Work] = {}
+    while time.monotonic() < until:
+        for pid in decoders(parent):
+            now = _work(pid)
+            if now is None or pid in spared:
+                continue
+            before = begun.get(pid)
+            if before is None or before.pauses != now.pauses:
+                begun[pid] = now
+            elif now.computed - before.computed > _LONG:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    return pid
+        await asyncio.sleep(_EVERY)
+    return 0
+
+
+def _children(parent: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in Path(f"/proc/{parent}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def _work(pid: int) -> _Work | None:
+    for line in _read(pid, "status").splitlines():
+        if line.startswith("voluntary_ctxt_switches:") and (stat := _read(pid, "schedstat")):
+            return _Work(int(line.split()[1]), int(stat.split()[0]) / 1e9)
+    return None
+
+
+def _read(pid: int, name: str) -> str:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/{name}").read_text()
+    return ""

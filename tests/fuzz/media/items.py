@@ -1,0 +1,436 @@
+"""Media that nobody should send, each with what may come of it."""
+
+import base64
+import math
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from penstock_common.types.media import DTYPE_BYTES, EMBEDS, MODALITIES, Modality, TensorData
+from penstock_frontend.media_parts import EncodedFile, Features, Frame, Frames, Source, Url
+from tests.fakes.hostile_media import IMAGES, OTHERS, SOUNDS, URLS, mutated
+from tests.fakes.media_files import image_file, png, png_bomb, saved, sound_file
+from tests.fuzz.media import hosts
+from tests.fuzz.media.names import NAMES
+from tests.fuzz.variants import Variant
+
+UNREADABLE, TOO_LARGE, TOO_MANY = "MEDIA_UNREADABLE", "MEDIA_TOO_LARGE", "MEDIA_TOO_MANY"
+NOT_ALLOWED, FETCH_FAILED = "MEDIA_NOT_ALLOWED", "MEDIA_FETCH_FAILED"
+INVALID, NOT_SERVED = "INVALID_FIELD", "NOT_SERVED_YET"
+MAX_PIXELS, MAX_BYTES, MAX_FRAMES, MAX_SECONDS = 4_000_000, 1_000_000, 32, 60.0
+"""What a frontend under fire is configured with."""
+_PATCH, _NUMBERS = 8, 3 * 2 * 8 * 8
+"""Pixels of a side, and numbers of a patch, of the model that sees."""
+
+
+class Item(NamedTuple):
+    """``reasons``: with which it may be refused; ``taken``: whether it may be answered. ``arguments``: of the processor."""
+
+    attack: str
+    modality: Modality
+    source: Source
+    reasons: frozenset[str]
+    taken: bool
+    arguments: dict[str, Any] = {}
+
+
+def good(rng: Random, variant: Variant) -> Item:
+    """One that must be taken."""
+    if variant.media == ("audio",):
+        return Item("good", "audio", EncodedFile(rng.choice(SOUNDS)), frozenset(), taken=True)
+    return Item("good", "image", EncodedFile(rng.choice(IMAGES)), frozenset(), taken=True)
+
+
+def slow(rng: Random, variant: Variant) -> Item:
+    """One that takes a decoder a while and must be taken; no two are the same."""
+    if variant.media == ("audio",):
+        return Item("slow", "audio", EncodedFile(_long_sound() + rng.randbytes(8)), frozenset(), taken=True)
+    return Item("slow", "image", EncodedFile(_large_image() + rng.randbytes(8)), frozenset(), taken=True)
+
+
+def hostile(rng: Random, variant: Variant, port: int) -> Item:
+    """One of all kinds. ``port``: of the hostile host."""
+    makers = [(weight, make) for weight, modality, make in _MAKERS if modality is None or modality in variant.media]
+    make = rng.choices([make for _, make in makers], [weight for weight, _ in makers])[0]
+    return make(rng, variant, port)
+
+
+def _item(
+    attack: str, modality: Modality, source: Source, *reasons: str, taken: bool = False, **arguments: Any
+) -> Item:
+    return Item(attack, modality, source, frozenset(reasons), taken, arguments)
+
+
+def _broken(rng: Random, variant: Variant, _port: int) -> Item:
+    modality: Modality = "audio" if variant.media == ("audio",) else "image"
+    data = rng.choice(SOUNDS if modality == "audio" else IMAGES)
+    if rng.random() < 0.4:
+        return _item("truncated", modality, _file(data[: rng.randrange(len(data))], rng), UNREADABLE, TOO_LARGE, INVALID, taken=True)
+    return _item("flipped", modality, _file(mutated(rng, data), rng), UNREADABLE, TOO_LARGE, taken=True)
+
+
+def _joined(rng: Random, variant: Variant, _port: int) -> Item:
+    """The begin of one file, the end of another."""
+    one, other = rng.choice(IMAGES + SOUNDS), rng.choice(IMAGES + SOUNDS + OTHERS)
+    data = one[: rng.randrange(64)] + other[rng.randrange(64) :]
+    return _item("joined", _any_of(rng, variant), _file(data, rng), UNREADABLE, TOO_LARGE, INVALID, NOT_SERVED, taken=True)
+
+
+def _other_format(rng: Random, variant: Variant, _port: int) -> Item:
+    data = rng.choice(OTHERS) + bytes(rng.randrange(9))
+    modality = _any_of(rng, variant)
+    return _item("other format", modality, _file(data, rng), UNREADABLE, INVALID, NOT_SERVED)
+
+
+def _other_modality(rng: Random, variant: Variant, _port: int) -> Item:
+    """A sound that is said to be an image, and the reverse; what the model does not take at all."""
+    if rng.random() < 0.5:
+        if variant.media == ("audio",):
+            return _item("other medium", "audio", _file(rng.choice(IMAGES), rng), UNREADABLE)
+        return _item("other medium", "image", _file(rng.choice(SOUNDS), rng), UNREADABLE)
+    modality = rng.choice([each for each in MODALITIES if each not in variant.media])
+    source = _file(rng.choice(SOUNDS if modality == "audio" else IMAGES), rng)
+    return _item("other modality", modality, source, INVALID, NOT_SERVED, UNREADABLE)
+
+
+def _image_bomb(rng: Random, _variant: Variant, _port: int) -> Item:
+    width, height = rng.choice(((30_000, 30_000), (65_535, 65_535), (2**31 - 1, 2**31 - 1), (5_000_000, 1), (1, 2**31 - 1)))
+    lie = zlib.compress(bytes(rng.randrange(1000)))
+    screen = struct.pack("<HHBBB", 65_535, rng.choice((65_535, 30_000)), 0x80, 0, 0)
+    files: list[Callable[[], bytes]] = [
+        lambda: png(width, height, lie),
+        lambda: b"GIF89a" + screen + bytes(6) + b",\0\0\0\0\1\0\1\0\0",
+        _png_bomb,
+        lambda: _sized_jpeg(65_500, 65_500),
+        lambda: _sized_webp(16_383, 16_383),
+    ]
+    return _item("bomb", "image", _file(rng.choice(files)(), rng), TOO_LARGE, UNREADABLE)
+
+
+def _hidden_bomb(rng: Random, _variant: Variant, _port: int) -> Item:
+    """A picture that is small, with a chunk that is not, or one that is as large as it may be."""
+    return rng.choice(
+        (
+            lambda: _item("chunk bomb", "image", _file(_chunk_bomb(rng.choice((b"zTXt", b"iTXt", b"iCCP", b"eXIf"))), rng), TOO_LARGE, UNREADABLE, taken=True),
+            lambda: _item("largest picture", "image", _file(_largest(), rng), TOO_LARGE, taken=True),
+            lambda: _item("long GIF", "image", _file(_long_gif(), rng), TOO_LARGE, UNREADABLE, taken=True),
+        )
+    )()
+
+
+def _sound_bomb(rng: Random, _variant: Variant, _port: int) -> Item:
+    data = rng.choice(
+        (
+            lambda: _wav(rate=1, samples=400_000),
+            lambda: _wav(rate=2**32 - 1, samples=1000),
+            lambda: _wav(rate=16_000, channels=65_535, samples=10),
+            lambda: _wav(rate=16_000, samples=100, claimed=2**32 - 1),
+            lambda: _wav(rate=0, samples=100),
+            lambda: _wav(rate=16_000, samples=100, bits=rng.choice((0, 1, 7, 24, 64, 65_535))),
+            _silent_flac,
+            lambda: _claiming_flac(rng),
+        )
+    )()
+    return _item("sound bomb", "audio", _file(data, rng), TOO_LARGE, UNREADABLE, taken=True)
+
+
+def _strange_sound(rng: Random, _variant: Variant, _port: int) -> Item:
+    """Numbers that are no sound, in a file that is one; nothing at all."""
+    samples = np.frombuffer(rng.randbytes(4000), "<f4").copy() if rng.random() < 0.5 else np.full(1000, math.nan, "<f4")
+    if rng.random() < 0.3:
+        samples = samples[:0]
+    return _item("strange sound", "audio", _file(_float_wav(samples), rng), UNREADABLE, TOO_LARGE, taken=True)
+
+
+def _frames(rng: Random, variant: Variant, _port: int) -> Item:
+    how = rng.randrange(6)
+    times = [float(i) for i in range(4)]
+    files = [image_file("JPEG", (40, 30), seed=i) for i in range(4)]
+    reasons, taken = {UNREADABLE, TOO_LARGE, INVALID}, False
+    if how == 0:
+        times = [rng.choice((-1.0, math.nan, math.inf, 1e308, 0.0)) for _ in times]
+        taken = True
+    elif how == 1:
+        files = [image_file("JPEG", (40 + 8 * i, 30), seed=i) for i in range(4)]
+    elif how == 2:
+        files = [mutated(rng, file) for file in files]
+        taken = True
+    elif how == 3:
+        files, times = files * 9, [float(i) for i in range(36)]
+    elif how == 4:
+        files = [_largest()] * MAX_FRAMES if rng.random() < 0.1 else [_png_bomb()] * 4
+        times, taken = [float(i) for i in range(len(files))], len(files) > 4
+    else:
+        files, times = [], []
+    source = Frames([Frame(*each) for each in zip(files, times, strict=True)])
+    return Item("frames", "video", source, frozenset(reasons), taken)
+
+
+def _url(rng: Random, variant: Variant, port: int) -> Item:
+    """What is no URL that may be fetched."""
+    text = rng.choice(URLS).format(rng.randrange(10**9))
+    if rng.random() < 0.5:
+        host = rng.choice(("127.0.0.1", "localhost", "[::1]", "2130706433", "0x7f000001", "0177.0.0.1", "127.1", "0", "[::]"))
+        text = f"http://{host}:{port}/{rng.randrange(10**9)}"
+    return _item("url", variant.media[0], Url(text), UNREADABLE, NOT_ALLOWED, FETCH_FAILED, INVALID)
+
+
+def _name(rng: Random, variant: Variant, port: int) -> Item:
+    """Names whose addresses are private, or change."""
+    host = rng.choice([*NAMES, "unknown.test", "a.b.c.images.test", "images.test."])
+    path = hosts.GOOD_SOUND if variant.media == ("audio",) else hosts.GOOD
+    url = Url(f"http://{host}:{port}/{path}/{rng.randrange(10**6)}")
+    taken = host in ("images.test", "cdn.images.test", "slow.images.test", "rebinding.images.test", "later.images.test")
+    return _item("name", variant.media[0], url, NOT_ALLOWED, FETCH_FAILED, UNREADABLE, taken=taken)
+
+
+def _host(rng: Random, variant: Variant, port: int) -> Item:
+    """A host that answers as none should."""
+    path = rng.choice([*hosts.ANSWERS, "redirect", "redirect", "redirect", "redirect"])
+    url = Url(f"http://images.test:{port}/{path}/{rng.randrange(10**6)}")
+    return _item(f"host {path}", variant.media[0], url, NOT_ALLOWED, FETCH_FAILED, UNREADABLE, TOO_LARGE)
+
+
+def _arguments(rng: Random, variant: Variant, _port: int) -> Item:
+    arguments = rng.choice(
+        (
+            {"size": 10**30},
+            {"size": {"height": -1, "width": 1e308}},
+            {"size": {"shortest_edge": 10**9, "longest_edge": 10**9}},
+            {"min_pixels": 10**12, "max_pixels": 10**12},
+            {"min_pixels": -1},
+            {"max_pixels": 1},
+            {"fps": 1e-300, "num_frames": 10**9},
+            {"do_resize": False},
+            {"image_mean": [0.0, 0.0, 0.0], "image_std": [0.0, 0.0, 0.0]},
+            {"patch_size": 1},
+            {"__class__": "object", "trust_remote_code": True, "pretrained_model_name_or_path": "/etc/passwd"},
+            {"device": "cuda", "return_tensors": "pt"},
+            {"sampling_rate": 1, "padding": "longest", "truncation": False},
+            {"a": "a" * 100_000},
+            {"\0": -(2**63) - 1, "": None},
+        )
+    )
+    return good(rng, variant)._replace(
+        attack="arguments", arguments=arguments, reasons=frozenset({UNREADABLE, TOO_LARGE, INVALID}), taken=True
+    )
+
+
+def _too_long(rng: Random, variant: Variant, _port: int) -> Item:
+    data = rng.choice(IMAGES + SOUNDS)[:64] + bytes(MAX_BYTES)
+    return _item("too many bytes", variant.media[0], _file(data, rng), TOO_LARGE)
+
+
+def _base64(rng: Random, variant: Variant, _port: int) -> Item:
+    """``data:`` URLs that are none."""
+    encoded = base64.b64encode(rng.choice(IMAGES)).decode()
+    url = rng.choice(
+        (
+            f"data:image/png;base64,{encoded[:-3]}",
+            f"data:image/png;base64,{encoded}!",
+            f"data:image/png;base64,{encoded[:20]} {encoded[20:]}",
+            f"data:image/png;base64,{encoded[:20]}%0A{encoded[20:]}",
+            f"data:image/png,{encoded}",
+            f"data:;base64;base64,{encoded[:40]}",
+            "data:image/png;base64,",
+            "data:image/png;base64,=",
+            "data:image/png;base64,AAAA====",
+            "data:" + "x" * 5000 + ";base64,AAAA",
+            "data:image/png;base64,\u0430\u0430\u0430\u0430",
+            "data:",
+        )
+    )
+    return _item("base64", variant.media[0], Url(url), UNREADABLE, NOT_ALLOWED, INVALID)
+
+
+def tensors(rng: Random, variant: Variant) -> Item:
+    """An image, processed already: right but for one thing."""
+    grid = [1, 4, 4]
+    patches = np.frombuffer(Random(rng.random()).randbytes(16 * _NUMBERS), np.uint8).astype(np.float32) / 255
+    pixels = _tensor("float32", (16, _NUMBERS), patches.astype("<f4").tobytes())
+    sizes = _tensor("int64", (1, 3), np.array([grid], "<i8").tobytes())
+    found = {"pixel_values": pixels, "image_grid_thw": sizes}
+    how = rng.randrange(12)
+    taken = False
+    if how == 0:
+        taken = True  # nothing is wrong
+    elif how == 1:
+        wrong = patches.astype("<f4").copy()
+        wrong[rng.randrange(len(wrong))] = rng.choice((math.nan, math.inf, -math.inf))
+        found["pixel_values"] = _tensor("float32", (16, _NUMBERS), wrong.tobytes())
+    elif how == 2:  # numbers that are finite alone
+        wrong = np.full(16 * _NUMBERS, rng.choice((3e38, -3e38, 1e-45, 1e30)), "<f4")
+        found["pixel_values"], taken = _tensor("float32", (16, _NUMBERS), wrong.tobytes()), True
+    elif how == 3:
+        shape = rng.choice(((15, _NUMBERS), (16, _NUMBERS + 1), (16 * _NUMBERS,), (1, 16, _NUMBERS), (0, _NUMBERS), (2**40, 2**40), (16, 3, 128)))
+        found["pixel_values"] = _tensor("float32", shape, pixels.data)
+    elif how == 4:
+        dtype = rng.choice(("int64", "int32", "uint8", "float16", "bfloat16"))
+        found["pixel_values"] = _tensor(dtype, (16, _NUMBERS), rng.randbytes(16 * _NUMBERS * DTYPE_BYTES[dtype]))
+        taken = dtype in ("uint8", "float16", "bfloat16")
+    elif how == 5:
+        grid = rng.choice(([1, 4, 5], [1, 3, 3], [0, 4, 4], [-1, -4, 4], [1, 2**62, 4], [2**32, 2**32, 2**32], [4, 2, 2], [1, 2, 8], [1, 16, 1]))
+        found["image_grid_thw"] = _tensor("int64", (1, 3), np.array([grid], "<i8").tobytes())
+        taken = True
+    elif how == 6:
+        found["image_grid_thw"] = rng.choice(
+            (
+                _tensor("float32", (1, 3), bytes(12)),
+                _tensor("int64", (3,), sizes.data),
+                _tensor("int64", (2, 3), sizes.data * 2),
+                _tensor("int64", (1, 3), sizes.data[:-1]),
+                _tensor("int32", (1, 3), np.array([grid], "<i4").tobytes()),
+            )
+        )
+        taken = True
+    elif how == 7:
+        del found[rng.choice(list(found))]
+    elif how == 8:
+        found[rng.choice(("../../etc/passwd", "\0", "x" * 1000, "image_sizes", "forward", "pixel_values_videos"))] = pixels
+    elif how == 9:
+        found |= {f"t{number}": sizes for number in range(rng.choice((40, 100)))}
+    elif how == 10:
+        rows = np.frombuffer(rng.randbytes(4 * 64 * 4), "<f4") if rng.random() < 0.5 else np.zeros(256, "<f4")
+        found = {EMBEDS: _tensor("float32", rng.choice(((4, 64), (4, 32), (256,), (1, 4, 64))), rows.tobytes())}
+        taken = True
+    else:  # too many patches
+        count = 4096
+        found["pixel_values"] = _tensor("uint8", (count, _NUMBERS), bytes(count * _NUMBERS))
+        found["image_grid_thw"] = _tensor("int64", (1, 3), np.array([[1, 64, 64]], "<i8").tobytes())
+    return _item("tensors", "image", Features(found), UNREADABLE, TOO_LARGE, INVALID, NOT_ALLOWED, taken=taken and "images" == variant.name)
+
+
+def _tensor_item(rng: Random, variant: Variant, _port: int) -> Item:
+    return tensors(rng, variant)
+
+
+def _any_of(rng: Random, variant: Variant) -> Modality:
+    return rng.choice([each for each in variant.media if each != "video"])
+
+
+def _file(data: bytes, rng: Random) -> Source:
+    if data and rng.random() < 0.6:
+        return EncodedFile(data)
+    return Url("data:application/octet-stream;base64," + base64.b64encode(data).decode())
+
+
+def _tensor(dtype: Any, shape: Sequence[int], data: bytes) -> TensorData:
+    return TensorData(dtype, tuple(shape), data)
+
+
+@cache
+def _png_bomb() -> bytes:
+    return png_bomb(3000, 3000)
+
+
+@cache
+def _largest() -> bytes:
+    return png_bomb(2000, 2000)
+
+
+@cache
+def _large_image() -> bytes:
+    return saved(Image.radial_gradient("L").resize((1900, 1900)).convert("RGB"), "PNG", compress_level=1)
+
+
+@cache
+def _long_sound() -> bytes:
+    return sound_file("OGG", seconds=MAX_SECONDS - 1, rate=44_100)
+
+
+@cache
+def _long_gif() -> bytes:
+    pictures = [Image.new("P", (400, 400), color % 256) for color in range(400)]
+    return saved(pictures[0], "GIF", save_all=True, append_images=pictures[1:])
+
+
+@cache
+def _silent_flac() -> bytes:
+    """Hours in few bytes."""
+    return sound_file("FLAC", seconds=0.0, rate=8000)[:42] + _silence_frames()
+
+
+def _silence_frames() -> bytes:
+    return sound_file("FLAC", seconds=20.0, rate=8000)[42:]
+
+
+def _claiming_flac(rng: Random) -> bytes:
+    data = bytearray(sound_file("FLAC"))
+    data[18:26] = rng.choice((b"\xff" * 8, b"\0" * 8, rng.randbytes(8)))  # rate, channels, bits, samples
+    return bytes(data)
+
+
+def _chunk_bomb(kind: bytes) -> bytes:
+    """A small picture with a hundred megabytes in a chunk."""
+    squeezed = _squeezed()
+    content = {
+        b"zTXt": b"Comment\0\0" + squeezed,
+        b"iTXt": b"Comment\0\1\0\0\0" + squeezed,
+        b"iCCP": b"profile\0\0" + squeezed,
+        b"eXIf": b"II*\0\x08\0\0\0\xff\xff" + bytes(65_535),
+    }[kind]
+    chunk = struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    small = image_file("PNG", (40, 30))
+    return small[:33] + chunk + small[33:]
+
+
+@cache
+def _squeezed() -> bytes:
+    packer = zlib.compressobj(9)
+    return b"".join(packer.compress(bytes(2**20)) for _ in range(100)) + packer.flush()
+
+
+def _sized_jpeg(width: int, height: int) -> bytes:
+    data = bytearray(IMAGES[0])
+    at = data.index(b"\xff\xc0")
+    data[at + 5 : at + 9] = struct.pack(">HH", height, width)
+    return bytes(data)
+
+
+def _sized_webp(width: int, height: int) -> bytes:
+    data = bytearray(image_file("WEBP", (40, 30)))
+    at = data.index(b"VP8 ") + 8 + 6
+    data[at : at + 4] = struct.pack("<HH", width, height)
+    return bytes(data)
+
+
+def _wav(rate: int, samples: int, channels: int = 1, bits: int = 16, claimed: int | None = None) -> bytes:
+    size = samples * channels * 2 if claimed is None else claimed
+    head = struct.pack("<HHIIHH", 1, channels, rate, (rate * channels * 2) % 2**32, (channels * 2) % 65_536, bits)
+    data = bytes(samples * channels * 2)
+    total = struct.pack("<I", min(36 + size, 2**32 - 1))
+    return b"RIFF" + total + b"WAVEfmt " + struct.pack("<I", 16) + head + b"data" + struct.pack("<I", size) + data
+
+
+def _float_wav(samples: np.ndarray[Any, Any]) -> bytes:
+    head = struct.pack("<HHIIHH", 3, 1, 16_000, 64_000, 4, 32)
+    data = samples.tobytes()
+    body = b"WAVEfmt " + struct.pack("<I", 16) + head + b"data" + struct.pack("<I", len(data)) + data
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+_MAKERS: tuple[tuple[float, Modality | None, Callable[[Random, Variant, int], Item]], ...] = (
+    (12, None, _broken),
+    (4, None, _joined),
+    (5, None, _other_format),
+    (4, None, _other_modality),
+    (8, "image", _image_bomb),
+    (2, "image", _hidden_bomb),
+    (10, "audio", _sound_bomb),
+    (4, "audio", _strange_sound),
+    (5, "video", _frames),
+    (10, None, _url),
+    (8, None, _name),
+    (12, None, _host),
+    (5, None, _arguments),
+    (2, None, _too_long),
+    (4, None, _base64),
+    (8, "image", _tensor_item),
+)
+"""Weight, what the model must take, and what is made."""
