@@ -39,9 +39,7 @@ class Neighbour:
     kind. ``flowing``: kinds that have begun to get an answer and wait for more of it.
     """
 
-    def __init__(
-        self, address: str, http_port: int, kinds: Sequence[str], *, on_error: Callable[[str], None]
-    ) -> None:
+    def __init__(self, address: str, http_port: int, kinds: Sequence[str], *, on_error: Callable[[str], None]) -> None:
         self._given = [address, str(http_port), *kinds]
         self._on_error = on_error
         self._process: asyncio.subprocess.Process | None = None

@@ -115,9 +115,33 @@ VARIANTS = {
         Variant("float16", _demo, {"model__dtype": "float16"}, 256, 2048),
         Variant("windowed", _windowed, {}, _WINDOWED, 2048),
         Variant("pooling", _pooling, {"model__task": "embed"}, _POOLED, 16_384, pools=True, peak=1024),
-        Variant("images", _seeing, {}, media=("image", "video"), domains=("*",), placeholders={"image": 345, "video": 346}, **_TINY),
-        Variant("sound", _hearing, {}, media=("audio",), domains=("images.test", "*.images.test"), placeholders={"audio": 343}, **_TINY),
-        Variant("image vectors", _embedding, {"model__task": "embed"}, pools=True, media=("image",), placeholders={"image": 343}, **_TINY),
+        Variant(
+            "images",
+            _seeing,
+            {},
+            media=("image", "video"),
+            domains=("*",),
+            placeholders={"image": 345, "video": 346},
+            **_TINY,
+        ),
+        Variant(
+            "sound",
+            _hearing,
+            {},
+            media=("audio",),
+            domains=("images.test", "*.images.test"),
+            placeholders={"audio": 343},
+            **_TINY,
+        ),
+        Variant(
+            "image vectors",
+            _embedding,
+            {"model__task": "embed"},
+            pools=True,
+            media=("image",),
+            placeholders={"image": 343},
+            **_TINY,
+        ),
     )
 }
 SETS = {

@@ -26,7 +26,7 @@ STORE_BYTES = 1024 * 1024
 
 def check(number: int, part: MediaPart, error: RequestFailed) -> None:
     assert error.reason in REASONS, (number, error.reason, error.message)
-    assert error.code in ("INVALID_ARGUMENT", "PERMISSION_DENIED", "UNAVAILABLE"), (number, error.message)
+    assert error.code in ("INVALID_ARGUMENT", "PERMISSION_DENIED", "FAILED_PRECONDITION"), (number, error.message)
     assert error.field.startswith(part.field), (number, error.field)
     assert len(error.message) < 1000, number
     assert "secret" not in error.message, (number, error.message)

@@ -165,7 +165,7 @@ def test_all_of_it_works_on_the_frontends_own_event_loop() -> None:
         "2400000",
         "INVALID_ARGUMENT MEDIA_UNREADABLE",
         "INVALID_ARGUMENT MEDIA_TOO_LARGE",
-        "UNAVAILABLE MEDIA_FETCH_FAILED",
+        "FAILED_PRECONDITION MEDIA_FETCH_FAILED",
         "INVALID_ARGUMENT MEDIA_FETCH_FAILED",
     ]
 

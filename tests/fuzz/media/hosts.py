@@ -42,6 +42,17 @@ REDIRECTS = (
 _BLOCK = bytes(65_536)
 
 
+async def _until_gone(reader: asyncio.StreamReader, answering: "asyncio.Future[None]") -> None:
+    """Answer until that is done, or the client has closed its end."""
+    gone = asyncio.ensure_future(reader.read())
+    try:
+        await asyncio.wait((gone, answering), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in (gone, answering):
+            each.cancel()
+        await asyncio.gather(gone, answering, return_exceptions=True)
+
+
 async def _endless(writer: asyncio.StreamWriter) -> None:
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\n\r\n" + IMAGES[1])
     while True:
@@ -85,9 +96,8 @@ async def _slow_head(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.2)
 
 
-async def _silence(writer: asyncio.StreamWriter) -> None:
-    while not writer.transport.is_closing():
-        await asyncio.sleep(0.2)
+async def _silence(_writer: asyncio.StreamWriter) -> None:
+    await asyncio.Event().wait()
 
 
 async def _reset(writer: asyncio.StreamWriter) -> None:
@@ -179,9 +189,9 @@ class Hosts:
                 writer.write(given)
                 await writer.drain()
             else:
-                await given(writer)
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # its client has seen enough
+                await _until_gone(reader, asyncio.ensure_future(given(writer)))
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError):
+            pass  # its client has seen enough, or the host ends
         finally:
             self.num_open -= 1
             self._tasks.discard(task)

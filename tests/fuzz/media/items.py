@@ -71,7 +71,15 @@ def _broken(rng: Random, variant: Variant, _port: int) -> Item:
     modality: Modality = "audio" if variant.media == ("audio",) else "image"
     data = rng.choice(SOUNDS if modality == "audio" else IMAGES)
     if rng.random() < 0.4:
-        return _item("truncated", modality, _file(data[: rng.randrange(len(data))], rng), UNREADABLE, TOO_LARGE, INVALID, taken=True)
+        return _item(
+            "truncated",
+            modality,
+            _file(data[: rng.randrange(len(data))], rng),
+            UNREADABLE,
+            TOO_LARGE,
+            INVALID,
+            taken=True,
+        )
     return _item("flipped", modality, _file(mutated(rng, data), rng), UNREADABLE, TOO_LARGE, taken=True)
 
 
@@ -79,7 +87,9 @@ def _joined(rng: Random, variant: Variant, _port: int) -> Item:
     """The begin of one file, the end of another."""
     one, other = rng.choice(IMAGES + SOUNDS), rng.choice(IMAGES + SOUNDS + OTHERS)
     data = one[: rng.randrange(64)] + other[rng.randrange(64) :]
-    return _item("joined", _any_of(rng, variant), _file(data, rng), UNREADABLE, TOO_LARGE, INVALID, NOT_SERVED, taken=True)
+    return _item(
+        "joined", _any_of(rng, variant), _file(data, rng), UNREADABLE, TOO_LARGE, INVALID, NOT_SERVED, taken=True
+    )
 
 
 def _other_format(rng: Random, variant: Variant, _port: int) -> Item:
@@ -100,7 +110,9 @@ def _other_modality(rng: Random, variant: Variant, _port: int) -> Item:
 
 
 def _image_bomb(rng: Random, _variant: Variant, _port: int) -> Item:
-    width, height = rng.choice(((30_000, 30_000), (65_535, 65_535), (2**31 - 1, 2**31 - 1), (5_000_000, 1), (1, 2**31 - 1)))
+    width, height = rng.choice(
+        ((30_000, 30_000), (65_535, 65_535), (2**31 - 1, 2**31 - 1), (5_000_000, 1), (1, 2**31 - 1))
+    )
     lie = zlib.compress(bytes(rng.randrange(1000)))
     screen = struct.pack("<HHBBB", 65_535, rng.choice((65_535, 30_000)), 0x80, 0, 0)
     files: list[Callable[[], bytes]] = [
@@ -117,7 +129,14 @@ def _hidden_bomb(rng: Random, _variant: Variant, _port: int) -> Item:
     """A picture that is small, with a chunk that is not, or one that is as large as it may be."""
     return rng.choice(
         (
-            lambda: _item("chunk bomb", "image", _file(_chunk_bomb(rng.choice((b"zTXt", b"iTXt", b"iCCP", b"eXIf"))), rng), TOO_LARGE, UNREADABLE, taken=True),
+            lambda: _item(
+                "chunk bomb",
+                "image",
+                _file(_chunk_bomb(rng.choice((b"zTXt", b"iTXt", b"iCCP", b"eXIf"))), rng),
+                TOO_LARGE,
+                UNREADABLE,
+                taken=True,
+            ),
             lambda: _item("largest picture", "image", _file(_largest(), rng), TOO_LARGE, taken=True),
             lambda: _item("long GIF", "image", _file(_long_gif(), rng), TOO_LARGE, UNREADABLE, taken=True),
         )
@@ -176,7 +195,9 @@ def _url(rng: Random, variant: Variant, port: int) -> Item:
     """What is no URL that may be fetched."""
     text = rng.choice(URLS).format(rng.randrange(10**9))
     if rng.random() < 0.5:
-        host = rng.choice(("127.0.0.1", "localhost", "[::1]", "2130706433", "0x7f000001", "0177.0.0.1", "127.1", "0", "[::]"))
+        host = rng.choice(
+            ("127.0.0.1", "localhost", "[::1]", "2130706433", "0x7f000001", "0177.0.0.1", "127.1", "0", "[::]")
+        )
         text = f"http://{host}:{port}/{rng.randrange(10**9)}"
     return _item("url", variant.media[0], Url(text), UNREADABLE, NOT_ALLOWED, FETCH_FAILED, INVALID)
 
@@ -268,14 +289,36 @@ def tensors(rng: Random, variant: Variant) -> Item:
         wrong = np.full(16 * _NUMBERS, rng.choice((3e38, -3e38, 1e-45, 1e30)), "<f4")
         found["pixel_values"], taken = _tensor("float32", (16, _NUMBERS), wrong.tobytes()), True
     elif how == 3:
-        shape = rng.choice(((15, _NUMBERS), (16, _NUMBERS + 1), (16 * _NUMBERS,), (1, 16, _NUMBERS), (0, _NUMBERS), (2**40, 2**40), (16, 3, 128)))
+        shape = rng.choice(
+            (
+                (15, _NUMBERS),
+                (16, _NUMBERS + 1),
+                (16 * _NUMBERS,),
+                (1, 16, _NUMBERS),
+                (0, _NUMBERS),
+                (2**40, 2**40),
+                (16, 3, 128),
+            )
+        )
         found["pixel_values"] = _tensor("float32", shape, pixels.data)
     elif how == 4:
         dtype = rng.choice(("int64", "int32", "uint8", "float16", "bfloat16"))
         found["pixel_values"] = _tensor(dtype, (16, _NUMBERS), rng.randbytes(16 * _NUMBERS * DTYPE_BYTES[dtype]))
         taken = dtype in ("uint8", "float16", "bfloat16")
     elif how == 5:
-        grid = rng.choice(([1, 4, 5], [1, 3, 3], [0, 4, 4], [-1, -4, 4], [1, 2**62, 4], [2**32, 2**32, 2**32], [4, 2, 2], [1, 2, 8], [1, 16, 1]))
+        grid = rng.choice(
+            (
+                [1, 4, 5],
+                [1, 3, 3],
+                [0, 4, 4],
+                [-1, -4, 4],
+                [1, 2**62, 4],
+                [2**32, 2**32, 2**32],
+                [4, 2, 2],
+                [1, 2, 8],
+                [1, 16, 1],
+            )
+        )
         found["image_grid_thw"] = _tensor("int64", (1, 3), np.array([grid], "<i8").tobytes())
         taken = True
     elif how == 6:
@@ -292,7 +335,9 @@ def tensors(rng: Random, variant: Variant) -> Item:
     elif how == 7:
         del found[rng.choice(list(found))]
     elif how == 8:
-        found[rng.choice(("../../etc/passwd", "\0", "x" * 1000, "image_sizes", "forward", "pixel_values_videos"))] = pixels
+        found[rng.choice(("../../etc/passwd", "\0", "x" * 1000, "image_sizes", "forward", "pixel_values_videos"))] = (
+            pixels
+        )
     elif how == 9:
         found |= {f"t{number}": sizes for number in range(rng.choice((40, 100)))}
     elif how == 10:
@@ -303,7 +348,16 @@ def tensors(rng: Random, variant: Variant) -> Item:
         count = 4096
         found["pixel_values"] = _tensor("uint8", (count, _NUMBERS), bytes(count * _NUMBERS))
         found["image_grid_thw"] = _tensor("int64", (1, 3), np.array([[1, 64, 64]], "<i8").tobytes())
-    return _item("tensors", "image", Features(found), UNREADABLE, TOO_LARGE, INVALID, NOT_ALLOWED, taken=taken and "images" == variant.name)
+    return _item(
+        "tensors",
+        "image",
+        Features(found),
+        UNREADABLE,
+        TOO_LARGE,
+        INVALID,
+        NOT_ALLOWED,
+        taken=taken and "images" == variant.name,
+    )
 
 
 def _tensor_item(rng: Random, variant: Variant, _port: int) -> Item:

@@ -1,5 +1,6 @@
 """How services under fire are configured for media, and what none of them may keep."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,8 +33,8 @@ def frontend_flags(variant: Variant, port: int) -> dict[str, Any]:
         "media__fetch_timeout": 1,
     }
     if variant.domains:
-        flags["media__allowed_domains"] = ",".join(f"{domain}:{port}" for domain in variant.domains)
-        flags["media__allowed_private_networks"] = PUBLIC_NETWORK
+        flags["media__allowed_domains"] = json.dumps([f"{domain}:{port}" for domain in variant.domains])
+        flags["media__allowed_private_networks"] = json.dumps([PUBLIC_NETWORK])
     if variant.name == "images":
         flags["media__allow_features"] = "true"
     return flags
@@ -44,7 +45,9 @@ def left_by(stats: MediaStats, engine: str) -> dict[str, float]:
     return {
         f"embeddings to be computed in {engine}": stats.pending_embeds,
         f"requests that wait for media in {engine}": stats.num_waiting_reqs,
-        f"bytes in the receiver cache of {engine}, beyond its size": max(0, stats.receiver_cache_bytes - RECEIVER_BYTES),
+        f"bytes in the receiver cache of {engine}, beyond its size": max(
+            0, stats.receiver_cache_bytes - RECEIVER_BYTES
+        ),
     }
 
 

@@ -110,7 +110,9 @@ def references(prompt: Prompt, placeholders: dict[str, int]) -> tuple[vllm.Gener
     ids = [5, 6]
     for item in items:
         ids += [placeholders.get(item.modality, 7), 8]
-    refs = vllm.MediaRefs(items=[vllm.MediaRef(url=_url_of(item), modality=_MODALITIES[item.modality]) for item in items])
+    refs = vllm.MediaRefs(
+        items=[vllm.MediaRef(url=_url_of(item), modality=_MODALITIES[item.modality]) for item in items]
+    )
     request = vllm.GenerateRequest(
         tokenized=vllm.TokenizedInput(original_text="x", input_ids=ids),
         sampling_params=vllm.SamplingParams(max_tokens=_TOKENS, temperature=0.0),
@@ -154,10 +156,17 @@ def _vllm_tensor(data: TensorData) -> vllm.TensorData:
 
 def chat_body(prompt: Prompt) -> tuple[str, dict[str, Any], Blame]:
     """Of a chat completion, a tokenization or an embedding."""
-    body = {"messages": [{"role": "user", "content": [_chat_part(part) for part in prompt.parts]}], **_arguments(prompt)}
+    body = {
+        "messages": [{"role": "user", "content": [_chat_part(part) for part in prompt.parts]}],
+        **_arguments(prompt),
+    }
     if prompt.salt:
         body["cache_salt"] = prompt.salt
-    return "/v1/chat/completions", {**body, "max_tokens": _TOKENS}, prompt.blame("messages[0].content[{}]", "messages[{}]")
+    return (
+        "/v1/chat/completions",
+        {**body, "max_tokens": _TOKENS},
+        prompt.blame("messages[0].content[{}]", "messages[{}]"),
+    )
 
 
 def responses_body(prompt: Prompt) -> tuple[str, dict[str, Any], Blame]:

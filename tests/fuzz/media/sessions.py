@@ -58,10 +58,15 @@ def _request(rng: Random, variant: Variant, number: int) -> list[_Message]:
             chunks += _chunks(rng, transfer, content)
         feature.data[name].CopyFrom(tensor)
     if rng.random() < 0.1:
-        reference = tensor_pb2.SharedMemoryReference(name=rng.choice(("/etc/passwd", "../x", f"penstock-{'0' * 32}-1")), size=16)
+        reference = tensor_pb2.SharedMemoryReference(
+            name=rng.choice(("/etc/passwd", "../x", f"penstock-{'0' * 32}-1")), size=16
+        )
         feature.data["pixel_values"].shared_memory.CopyFrom(reference)
     if rng.random() < 0.3:
-        runs = [engine.EmbedRun(start=rng.choice((0, 1, 3, 2**31)), count=rng.choice((0, 1, 2, 2**31))) for _ in range(rng.choice((1, 2, 500)))]
+        runs = [
+            engine.EmbedRun(start=rng.choice((0, 1, 3, 2**31)), count=rng.choice((0, 1, 2, 2**31)))
+            for _ in range(rng.choice((1, 2, 500)))
+        ]
         feature.embed_runs.extend(runs)
     features = [feature] * rng.choice((1, 1, 1, 2, 40))
     params = sampling_pb2.SamplingParams(max_tokens=2, temperature=0.0, seed=1, n=1)

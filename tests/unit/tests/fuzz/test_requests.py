@@ -9,7 +9,7 @@ from tests.fuzz.attacks import Attacks
 from tests.fuzz.findings import Findings
 from tests.fuzz.http_calls import bounded
 from tests.fuzz.rpc_calls import End
-from tests.fuzz.variants import VARIANTS, share_of, variant_of
+from tests.fuzz.variants import SETS, VARIANTS, share_of, variant_of
 
 _NUMBERS = range(400)
 
@@ -43,9 +43,11 @@ def test_every_attack_comes_up() -> None:
 
 
 def test_a_request_belongs_to_one_variant() -> None:
-    counted = Counter(map(variant_of, range(1000)))
+    for turns in SETS.values():
+        counted = Counter(variant_of(number, turns) for number in range(1000))
 
-    assert counted == {name: round(1000 * share_of(name)) for name in VARIANTS}
+        assert counted == {name: round(1000 * share_of(name, turns)) for name in set(turns)}
+    assert set(VARIANTS) == {name for turns in SETS.values() for name in turns}
 
 
 def test_null_is_put_at_every_keyword_of_json_schema() -> None:

@@ -22,10 +22,7 @@ _STATUS = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-_REASON_STATUS = {
-    "MEDIA_TOO_LARGE": 413,
-    "MEDIA_FETCH_FAILED": 400,  # what the client named does not answer: not this server's failure, which others would try again
-}
+_REASON_STATUS = {"MEDIA_TOO_LARGE": 413}
 """Reasons with a status of their own."""
 _TYPES = {
     400: "invalid_request_error",

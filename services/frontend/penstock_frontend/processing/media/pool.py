@@ -133,10 +133,14 @@ class WorkerPool:
                 if worker is None and (worker := await self._replaced()) is None:
                     continue
                 waiting = await self._next()
-                if not await self._run(worker, waiting):
-                    self._metrics.replaced_worker()
-                    await self._end(worker)
-                    worker = None
+                if not worker.alive:  # it ended while it had nothing to do, which is no item's fault
+                    self._again(waiting)
+                    get_logger().warning("a media worker ended", code=await self._end(worker), modality="")
+                elif await self._run(worker, waiting):
+                    continue
+                self._metrics.replaced_worker()
+                await self._end(worker)
+                worker = None
         finally:
             if worker is not None:
                 await self._end(worker)
@@ -200,8 +204,12 @@ class WorkerPool:
         elif waiting.attempts >= _ATTEMPTS:
             waiting.fail(Unreadable("ends the processes that decode it"))
         else:
-            self._queue.appendleft(waiting)
-            self._work.set()
+            self._again(waiting)
+
+    def _again(self, waiting: _Waiting) -> None:
+        """Another worker is to have it, before all others."""
+        self._queue.appendleft(waiting)
+        self._work.set()
 
     def _too_slow(self) -> TooLarge:
         limit = self._config.worker_timeout

@@ -1,6 +1,6 @@
 """Why a medium is not taken, in the words of a client's error. No message has anything of a medium, nor a URL's path or query."""
 
-from penstock_common.errors import InvalidArgument, PermissionDenied, RequestFailed, Unavailable
+from penstock_common.errors import FailedPrecondition, InvalidArgument, PermissionDenied, RequestFailed, Unavailable
 
 UNREADABLE = "MEDIA_UNREADABLE"
 TOO_LARGE = "MEDIA_TOO_LARGE"
@@ -38,6 +38,8 @@ def shutting_down() -> Unavailable:
 
 
 def fetch_failed(field: str, why: str, *, for_now: bool) -> RequestFailed:
-    """Its host gave no file. ``for_now``: later it may."""
-    kind = Unavailable if for_now else InvalidArgument
+    """Its host gave no file. ``for_now``: later it may. Never Unavailable: whoever names a dead host must not make clients try
+    again by themselves, nor gateways think that this frontend is down.
+    """
+    kind = FailedPrecondition if for_now else InvalidArgument
     return kind(f"{field} could not be fetched: {why}", field=field, reason=FETCH_FAILED)

@@ -88,6 +88,11 @@ class WorkerProcess:
         """Of the process."""
         return self._process.pid
 
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
     async def set_up(self, setup: Setup) -> None:
         """Wait until it has its processor. Raises NoWorker, WorkerLost."""
         with self._lost_if_broken():

@@ -12,7 +12,7 @@ from penstock_common.errors import (
     PermissionDenied,
     RequestFailed,
     ResourceExhausted,
-    Unavailable,
+    FailedPrecondition,
 )
 from penstock_frontend.config import MediaConfig
 from penstock_frontend.processing.media.fetch import Fetcher
@@ -215,7 +215,7 @@ async def test_a_host_that_drips_is_given_up_in_time(server: FileServer, first: 
     server.answers["/a.png"] = drip
     error = await refused(fetcher(server, fetch_timeout=0.3), url(server))
     assert error.reason == "MEDIA_FETCH_FAILED"
-    assert error.code == "UNAVAILABLE" or not first
+    assert error.code == "FAILED_PRECONDITION" or not first
 
 
 async def test_a_name_that_takes_too_long_is_given_up(server: FileServer) -> None:
@@ -224,7 +224,7 @@ async def test_a_name_that_takes_too_long_is_given_up(server: FileServer) -> Non
         return []
 
     each = fetcher(server, slow, fetch_timeout=0.1)  # type: ignore[arg-type]
-    assert isinstance(await refused(each, url(server)), Unavailable)
+    assert isinstance(await refused(each, url(server)), FailedPrecondition)
 
 
 @pytest.mark.parametrize("status", ["404 Not Found", "500 Oops", "204 No Content", "206 Partial", "304 Not Modified"])
@@ -233,7 +233,7 @@ async def test_an_answer_that_is_no_file_is_told_with_its_status(server: FileSer
     error = await refused(fetcher(server), url(server))
     assert error.reason == "MEDIA_FETCH_FAILED"
     assert status[:3] in error.message
-    assert error.code == ("UNAVAILABLE" if status[0] == "5" else "INVALID_ARGUMENT")
+    assert error.code == ("FAILED_PRECONDITION" if status[0] == "5" else "INVALID_ARGUMENT")
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ async def test_an_answer_that_is_wrong_is_a_failed_fetch(server: FileServer, giv
 
 async def test_a_host_that_takes_no_connections_is_unavailable(server: FileServer) -> None:
     each = fetcher(server, Names(["127.0.0.2"]), allowed_private_networks=("127.0.0.2/32",))
-    assert isinstance(await refused(each, url(server)), Unavailable)
+    assert isinstance(await refused(each, url(server)), FailedPrecondition)
 
 
 async def test_the_next_address_is_dialled_when_the_first_takes_no_connections(server: FileServer) -> None:
@@ -273,7 +273,7 @@ async def test_a_name_without_addresses_is_unavailable(server: FileServer) -> No
     async def unknown(host: str, port: int) -> list[str]:
         raise OSError("no such name")
 
-    assert isinstance(await refused(fetcher(server, unknown), url(server)), Unavailable)  # type: ignore[arg-type]
+    assert isinstance(await refused(fetcher(server, unknown), url(server)), FailedPrecondition)  # type: ignore[arg-type]
 
 
 async def test_fetches_at_once_are_bounded_and_so_are_those_that_wait(server: FileServer) -> None:

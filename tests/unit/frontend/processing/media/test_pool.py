@@ -50,6 +50,14 @@ def is_alive(pid: int) -> bool:
     return True
 
 
+def is_running(pid: int) -> bool:
+    """Neither gone nor a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def image(data: bytes | None = None, **kwargs: Any) -> Job:
     return Job("image", [data if data is not None else image_file()], [], json.dumps(kwargs).encode())
 
@@ -104,6 +112,19 @@ async def test_an_item_outlives_a_worker_that_ends_by_itself(make: MakePool, tmp
     (before,) = pool.pids
     assert isinstance(await pool.process(image(fault="kill", once=str(tmp_path / "once"))), ProcessedItem)
     assert before not in pool.pids
+
+
+async def test_workers_that_end_with_nothing_to_do_are_no_items_fault(make: MakePool) -> None:
+    pool = make(workers=3)
+    await pool.start()
+    while len(pool.pids) < 3:
+        await asyncio.sleep(0.01)
+    for pid in pool.pids:
+        os.kill(pid, signal.SIGKILL)
+    for pid in pool.pids:
+        while is_running(pid):
+            await asyncio.sleep(0.01)
+    assert isinstance(await pool.process(image()), ProcessedItem)
 
 
 @pytest.mark.parametrize("fault", ["hang", "spin"])
