@@ -205,10 +205,14 @@ image-test: setup ## What is in the images of the test cluster, and that they ru
 soak: setup ## Random requests, cancels and kills for 20 minutes
 	@$(BIN)/python -m tests.soak --minutes 20
 
+.PHONY: soak-media
+soak-media: setup ## The same for ten minutes with images and video, small caches, and media workers that are killed
+	@$(BIN)/python -m tests.soak --towers qwen2_vl --minutes 10 --out build/soak-media
+
 .PHONY: soak-short
 soak-short: setup ## The same for a minute and at least five accidents, one right after the other
 	@mkdir -p $(dir $(SOAK_FAILED)) && touch $(SOAK_FAILED)
-	@$(BIN)/python -m tests.soak --minutes 1 --pause 0.5 --accidents 5 --out build/soak-short && rm $(SOAK_FAILED)
+	@$(BIN)/python -m tests.soak --towers qwen2_vl --minutes 1 --pause 0.5 --accidents 5 --out build/soak-short && rm $(SOAK_FAILED)
 
 .PHONY: soak-lora
 soak-lora: setup ## Adapters that are loaded, replaced, unloaded and pinned under load for five minutes

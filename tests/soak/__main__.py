@@ -2,6 +2,9 @@
 
 Every completed answer is compared with what its request gave undisturbed. At the end, when nothing is asked any more, every KV
 block must be free and no request left, and each process that lived throughout must hold what it held after the warm-up.
+
+``--towers FAMILY``: with images, sound or video of a tiny model in half of the requests; media workers are killed and caches
+emptied, too, and of media nothing may be left at the end.
 """
 
 import argparse
@@ -24,10 +27,13 @@ from rich.table import Table
 from tests.chaos.client import Client
 from tests.chaos.flow import catalogue
 from tests.chaos.killing import address
+from tests.chaos.media import media_ones
 from tests.chaos.outages import Known
 from tests.chaos.requests import short_ones
+from tests.fakes.multimodal_models import FAMILIES
 from tests.fakes.systems.cluster import Cluster
 from tests.soak.havoc import Havoc
+from tests.soak.media import MediaCluster
 from tests.soak.plot import plot
 from tests.soak.traffic import Traffic, known_kinds
 from tests.soak.watch import IDLE, TOLERANCES, Growth, Watch, gauge, metrics
@@ -45,6 +51,7 @@ class Soak:
 
     def __init__(self, cluster: Cluster, args: argparse.Namespace) -> None:
         self._cluster = cluster
+        self._media = cluster if isinstance(cluster, MediaCluster) else None
         self._args = args
         self._rng = random.Random(args.seed)
         names = ["coordinator", *(f"engine-{n}" for n in range(args.engines)), "frontend"]
@@ -57,7 +64,10 @@ class Soak:
         """Warm up, look, go on for the rest of the time, look again."""
         seconds = self._args.minutes * 60
         async with Client(*map(address, self._cluster.frontends)) as client:
-            known = await catalogue(client, short_ones(120, self._args.tokens), streams=16)
+            requests = short_ones(120, self._args.tokens)
+            if self._media:
+                requests += media_ones(self._args.towers, 120, self._args.tokens)
+            known = await catalogue(client, requests, streams=16)
         console.log(f"{len(known)} requests of {known_kinds(known)} shapes; seed {self._args.seed}")
         async with _cancelled_at_end(self.watch.run(SAMPLE_EVERY)):
             await self._phase("warm-up", known, seconds * WARM_UP)
@@ -72,10 +82,13 @@ class Soak:
     async def _phase(self, name: str, known: Known, seconds: float, accidents: int = 0) -> None:
         """So many seconds, and until so many accidents have happened: how long one takes depends on the machine."""
         log = console.log if self._args.verbose else lambda line: None
-        havoc = Havoc(self._cluster, self._rng, pause=self._args.pause, log=log)
+        more = self._media.accidents(self._rng) if self._media else {}
+        havoc = Havoc(self._cluster, self._rng, pause=self._args.pause, log=log, more=more)
         async with (
             Client(*map(address, self._cluster.frontends)) as client,
-            Traffic(client, known, streams=self._args.streams, rng=self._rng) as traffic,
+            Traffic(
+                client, known, streams=self._args.streams, rng=self._rng, with_media=self._media is not None
+            ) as traffic,
         ):
             self.watch.phase = name
             raging = asyncio.create_task(havoc.run())
@@ -124,7 +137,7 @@ class Soak:
             for frontend in self._cluster.frontends:
                 if live := gauge(await metrics(http, frontend), "penstock:requests_in_flight"):
                     return f"frontend: {live:.0f} requests in flight"
-        return ""
+        return await self._media.left() if self._media else ""
 
 
 @contextlib.asynccontextmanager
@@ -154,13 +167,13 @@ async def soak(args: argparse.Namespace) -> Soak:
     """Run it, whole. SIGTERM ends it like Ctrl-C, services first."""
     if (task := asyncio.current_task()) is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    async with Cluster(
-        args.model,
-        engines=args.engines,
-        lease_seconds=3,
-        kv_cache_memory="128MiB",
-        drain_timeout=2.0,
-    ) as cluster:
+    flags: dict[str, Any] = {
+        "engines": args.engines,
+        "lease_seconds": 3,
+        "kv_cache_memory": "128MiB",
+        "drain_timeout": 2.0,
+    }
+    async with MediaCluster(args.towers, **flags) if args.towers else Cluster(args.model, **flags) as cluster:
         made = Soak(cluster, args)
         try:
             await made.run()
@@ -168,6 +181,8 @@ async def soak(args: argparse.Namespace) -> Soak:
             args.out.mkdir(parents=True, exist_ok=True)
             for name, service in made.watch.services.items():
                 (args.out / f"{name}.log").write_text(service.log())
+    if isinstance(cluster, MediaCluster):
+        made.problems += [f"when all had ended: {left}" for left in cluster.left_behind]
     return made
 
 
@@ -176,6 +191,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0, help="how long requests are sent")
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="checkpoint to serve")
+    parser.add_argument("--towers", choices=FAMILIES, help="serve a tiny model of this family instead, with media")
     parser.add_argument("--streams", type=int, default=24, help="requests at once")
     parser.add_argument("--tokens", type=int, default=80, help="output length, give or take")
     parser.add_argument("--engines", type=int, default=3, help="engines; the first is never ended")

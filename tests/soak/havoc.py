@@ -4,10 +4,12 @@ import asyncio
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from tests.fakes.processes import Service
 from tests.fakes.systems.cluster import Cluster
+
+Accidents = Mapping[str, tuple[int, Callable[[], Awaitable[None]]]]
 
 
 class Havoc:
@@ -17,24 +19,34 @@ class Havoc:
     first engine is frozen, the others run.
     """
 
-    def __init__(self, cluster: Cluster, rng: random.Random, *, pause: float, log: Callable[[str], object]) -> None:
-        """``pause``: mean seconds between two accidents."""
+    def __init__(
+        self,
+        cluster: Cluster,
+        rng: random.Random,
+        *,
+        pause: float,
+        log: Callable[[str], object],
+        more: Accidents | None = None,
+    ) -> None:
+        """``pause``: mean seconds between two accidents. ``more`` of them, by their names, with their weights."""
         self._cluster = cluster
         self._rng = rng
         self._pause = pause
         self._log = log
+        self._more = more or {}
         self._over = asyncio.Event()
         self.counts: Counter[str] = Counter()
 
     async def run(self) -> None:
         """One accident after the other, until ``end``."""
-        accidents = {
+        accidents: Accidents = {
             "engine killed": (3, self._kill_engine),
             "two engines killed": (1, self._kill_two),
             "engine frozen": (2, self._freeze_engine),
             "engine stopped": (2, self._stop_engine),
             "coordinator killed": (1, self._kill_coordinator),
             "coordinator frozen": (1, self._freeze_coordinator),
+            **self._more,
         }
         weights = [weight for weight, _ in accidents.values()]
         while not await self._ended_within(self._rng.uniform(0.5, 1.5) * self._pause):

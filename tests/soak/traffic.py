@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from tests.chaos.client import Client
+from tests.chaos.media import salted
 from tests.chaos.outages import Known
 from tests.chaos.outcome import Outcome, difference
 from tests.chaos.requests import Request
 
 CANCELLED, DEADLINE = 0.15, 0.1
 """Shares of the requests."""
+FRESH = 0.25
+"""Share of the requests whose media nobody has had, where there are any."""
 PATIENCE = 1.5
 """Seconds after which clients give up, at most."""
 MAX_EXAMPLES = 20
@@ -23,14 +26,17 @@ class Traffic:
     lasts, and finish those that they are at.
 
     Most run to their end, the others are cancelled or have a deadline that may pass. ``counts``: completed, cancelled, expired,
-    harmed. ``examples``: of harmed ones, in words.
+    harmed. ``examples``: of harmed ones, in words. ``with_media``: some requests get a salt of their own.
     """
 
-    def __init__(self, client: Client, known: Known, *, streams: int, rng: random.Random) -> None:
+    def __init__(
+        self, client: Client, known: Known, *, streams: int, rng: random.Random, with_media: bool = False
+    ) -> None:
         self._client = client
         self._known = known
         self._streams = streams
         self._rng = rng
+        self._with_media = with_media
         self._over = False
         self.counts: Counter[str] = Counter()
         self.examples: list[str] = []
@@ -48,6 +54,8 @@ class Traffic:
     async def _stream(self) -> None:
         while not self._over:
             request, expected = self._rng.choice(self._known)
+            if self._with_media and self._rng.random() < FRESH:
+                request = salted(request, f"{self._rng.getrandbits(64):x}")
             share = self._rng.random()
             if share < CANCELLED:
                 await self._cancelled(request, expected)

@@ -1,6 +1,7 @@
 """What the processes hold, sampled from outside, and whether it has grown."""
 
 import asyncio
+import contextlib
 import re
 import statistics
 import time
@@ -18,7 +19,10 @@ IDLE = "idle"
 
 
 class Held(msgspec.Struct, frozen=True):
-    """By one process, ``at`` seconds of the run. ``tasks``: of asyncio, as its metrics say. ``phase``: what the run was doing."""
+    """By one process, ``at`` seconds of the run. ``tasks``: of asyncio, as its metrics say. ``phase``: what the run was doing.
+    ``children``: processes that it has started. ``media_mib``: processed media that it keeps, ``encoder_usage``: of its encoder
+    cache, 0 to 1.
+    """
 
     at: float
     service: str
@@ -28,6 +32,9 @@ class Held(msgspec.Struct, frozen=True):
     threads: int
     tasks: int
     phase: str
+    children: int = 0
+    media_mib: float = 0.0
+    encoder_usage: float = 0.0
 
 
 class Tolerance(msgspec.Struct, frozen=True):
@@ -46,6 +53,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
     "fds": Tolerance(4),  # connections that close later
     "threads": Tolerance(4),  # pools start their threads when these are first needed
     "tasks": Tolerance(3),
+    "children": Tolerance(0),
 }
 
 
@@ -84,13 +92,26 @@ class Watch:
     async def _sample(self, http: httpx.AsyncClient, name: str) -> Held | None:
         service = self.services[name]
         try:
-            tasks = gauge(await metrics(http, service), "penstock:asyncio_tasks")
+            text = await metrics(http, service)
+            tasks = gauge(text, "penstock:asyncio_tasks")
             status, fds = process(service.pid)
         except (httpx.HTTPError, FileNotFoundError):
             return None
         rss, threads = (int(re.findall(rf"^{key}:\s+(\d+)", status, re.MULTILINE)[0]) for key in ("VmRSS", "Threads"))
         at = time.monotonic() - self._began
-        return Held(at, name, service.pid, rss / 1024, fds, threads, int(tasks), self.phase)
+        return Held(
+            at,
+            name,
+            service.pid,
+            rss / 1024,
+            fds,
+            threads,
+            int(tasks),
+            self.phase,
+            children=len(children_of(service.pid)),
+            media_mib=_media_bytes(text) / 2**20,
+            encoder_usage=gauge(text, "penstock:encoder_cache_usage", 0.0),
+        )
 
     def growth(self, busy: str) -> list[Growth]:
         """Of the processes that were there, idle, before and after the phase ``busy``. RuntimeError when there is none."""
@@ -119,6 +140,16 @@ def process(pid: int) -> tuple[str, int]:
     return (folder / "status").read_text(), len(list((folder / "fd").iterdir()))
 
 
+def children_of(pid: int) -> list[int]:
+    """Ids of the processes that one has started, whichever of its threads did."""
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                found += map(int, (thread / "children").read_text().split())
+    return found
+
+
 def per_minute(points: Sequence[tuple[float, float]]) -> float:
     """Slope of the straight line through (seconds, value); 0 of fewer than two."""
     if len(points) < 2:
@@ -132,9 +163,15 @@ async def metrics(http: httpx.AsyncClient, service: Service) -> str:
     return response.raise_for_status().text
 
 
-def gauge(text: str, name: str) -> float:
-    """Sum over the labels. KeyError when there is no such metric."""
+def gauge(text: str, name: str, default: float | None = None) -> float:
+    """Sum over the labels. ``default``, or KeyError where that is None, when there is no such metric."""
     for family in text_string_to_metric_families(text):
         if family.name == name:
             return sum(sample.value for sample in family.samples)
-    raise KeyError(name)
+    if default is None:
+        raise KeyError(name)
+    return default
+
+
+def _media_bytes(text: str) -> float:
+    return gauge(text, "penstock:media_store_bytes", 0.0) or gauge(text, "penstock:receiver_cache_bytes", 0.0)

@@ -1,0 +1,151 @@
+"""Images, sound and video in the soak: small caches, accidents of their own, and what may be left when nothing is asked."""
+
+import asyncio
+import contextlib
+import os
+import random
+import re
+import signal
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from penstock.admin.v1 import messages_pb2 as admin_pb
+from penstock.admin.v1 import service_pb2_grpc as admin_rpc
+from penstock_common.rpc.channel import make_channel
+from penstock_common.tensors.shared_memory import ROOT
+from tests.fakes.multimodal_models import save_multimodal_model
+from tests.fakes.network.ports import free_port
+from tests.fakes.patience import PATIENCE
+from tests.fakes.processes import Service
+from tests.fakes.systems.cluster import Cluster
+from tests.soak.havoc import Accidents
+from tests.soak.watch import children_of, gauge, metrics
+
+WORKERS = 2
+STORE_BYTES = 2 * 1024 * 1024
+"""Of a frontend, and so small that items go and are made again: twenty of a hundred thousand bytes."""
+RECEIVER_BYTES = 1024 * 1024
+ENCODER_ROWS = 128
+IN_FLIGHT_BYTES = 32 * 1024 * 1024
+"""Of media of all requests: twice what the streams can have. What is not given back is refused soon."""
+_WORKER = re.compile(r"media[.-]worker")
+_LOCK = re.compile(r"penstock-([0-9a-f]{32})\.lock")
+
+
+class MediaCluster(Cluster):
+    """A cluster of a tiny model with towers, small caches, and a folder of its own for temporary files."""
+
+    def __init__(self, family: str, **flags: Any) -> None:
+        self._models = tempfile.TemporaryDirectory()
+        model = Path(self._models.name) / family
+        save_multimodal_model(family, model)
+        self.admin_port = free_port()
+        self._temporary = tempfile.TemporaryDirectory()
+        self.temporary = Path(self._temporary.name)
+        self._owners: set[str] = set()
+        self.left_behind: list[str] = []
+        """What is there when all services have ended, in words."""
+        frontend: dict[str, Any] = {
+            "admin__port": self.admin_port,
+            "media__workers": WORKERS,
+            "media__store_bytes": STORE_BYTES,
+            "limits__max_media_bytes_in_flight": IN_FLIGHT_BYTES,
+        }
+        engine: dict[str, Any] = {
+            "multimodal__receiver_cache_bytes": RECEIVER_BYTES,
+            "multimodal__encoder_cache_size": ENCODER_ROWS,
+            "scheduler__max_num_batched_tokens": 96,
+        }
+        super().__init__(model, frontend_flags=frontend, **engine, **flags)
+        for service in self.services:
+            service.environment["TMPDIR"] = self._temporary.name
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        workers = self.workers()
+        await super().__aexit__(kind, error, trace)
+        if there := [pid for pid in workers if _WORKER.search(name_of(pid))]:
+            self.left_behind.append(f"{len(there)} media workers")
+        for what, found in (("temporary files", self.temporary_files()), ("files in shared memory", self.segments())):
+            if found:
+                self.left_behind.append(f"{what}: {', '.join(found)}")
+        self._models.cleanup()
+        self._temporary.cleanup()
+
+    def workers(self) -> list[int]:
+        """Process ids of the frontend's media workers."""
+        return [pid for pid in children_of(self.frontend.pid) if _WORKER.search(name_of(pid))]
+
+    def segments(self) -> list[str]:
+        """What the frontend has in shared memory; while it runs, beside the lock."""
+        if self.frontend.alive:
+            self._owners |= owners_of(self.frontend)
+        names = [path.name for path in ROOT.iterdir() if any(owner in path.name for owner in self._owners)]
+        return [name for name in names if not (self.frontend.alive and _LOCK.fullmatch(name))]
+
+    async def reset(self) -> None:
+        """Have all engines forget media and their embeddings."""
+        async with make_channel(f"127.0.0.1:{self.admin_port}") as channel:
+            admin = admin_rpc.AdminServiceStub(channel)
+            await admin.ResetMultimodalCache(admin_pb.ResetMultimodalCacheRequest())
+            await admin.ResetEncoderCache(admin_pb.ResetEncoderCacheRequest())
+
+    def accidents(self, rng: random.Random) -> Accidents:
+        """By their names, with their weights, for ``Havoc``."""
+
+        async def kill_worker() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rng.choice(self.workers()), signal.SIGKILL)
+            async with asyncio.timeout(PATIENCE):
+                while len(self.workers()) < WORKERS:
+                    await asyncio.sleep(0.05)
+
+        return {"media worker killed": (3, kill_worker), "media forgotten": (3, self.reset)}
+
+    async def left(self) -> str:
+        """What media still hold when nothing is asked and the caches have been emptied, in words; empty when that is nothing."""
+        await self.reset()
+        if len(pids := self.workers()) != WORKERS:
+            return f"frontend: {len(pids)} media workers instead of {WORKERS}"
+        if files := self.temporary_files():
+            return f"{len(files)} temporary files: {', '.join(files)}"
+        if segments := self.segments():
+            return f"frontend: {len(segments)} segments of shared memory"
+        async with httpx.AsyncClient(verify=False, trust_env=False) as http:
+            text = await metrics(http, self.frontend)
+            if queued := gauge(text, "penstock:media_queued"):
+                return f"frontend: {queued:.0f} items wait for a media worker"
+            if (stored := gauge(text, "penstock:media_store_bytes")) > STORE_BYTES:
+                return f"frontend: {stored:.0f} bytes in the store, which may have {STORE_BYTES}"
+            for number, engine in enumerate(self.engines):
+                text = await metrics(http, engine)
+                for name in ("receiver_cache_bytes", "encoder_cache_usage", "encoder_pending_embeds"):
+                    if held := gauge(text, f"penstock:{name}"):
+                        return f"engine-{number}: {name} is {held:g} after a reset"
+        return ""
+
+    def temporary_files(self) -> list[str]:
+        """Paths of what the services have there."""
+        return sorted(str(path.relative_to(self.temporary)) for path in self.temporary.rglob("*"))
+
+
+def name_of(pid: int) -> str:
+    """The words it was started with, or has given itself; empty when it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""
+
+
+def owners_of(service: Service) -> set[str]:
+    """What names of shared memory say of a process: by the locks that it has open."""
+    found = set()
+    for file in Path(f"/proc/{service.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if match := _LOCK.fullmatch(file.readlink().name):
+                found.add(match[1])
+    return found
