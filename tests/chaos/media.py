@@ -7,9 +7,12 @@ from typing import Any
 
 import soundfile
 
+from penstock.admin.v1 import messages_pb2 as admin_pb
+from penstock.admin.v1 import service_pb2_grpc as admin_rpc
 from penstock.common.v1.media_pb2 import Media, MediaFrame, MediaFrames
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.inference.v1 import messages_pb2 as pb
+from penstock_common.rpc.channel import make_channel
 from tests.chaos.requests import Request, Way
 from tests.fakes.multimodal_models import AUDIO_FAMILIES, make_image, make_sound
 
@@ -130,3 +133,13 @@ def salted(request: Request, salt: str) -> Request:
     message.CopyFrom(request.message)
     message.cache_salt = salt
     return Request(request.kind, request.way, message)
+
+
+async def forget(admin_port: int, *, inputs: bool = True, embeds: bool = True) -> None:
+    """Have all engines of a frontend, whose operators' API is there, forget media, and what their towers made of them."""
+    async with make_channel(f"127.0.0.1:{admin_port}") as channel:
+        admin = admin_rpc.AdminServiceStub(channel)
+        if inputs:
+            await admin.ResetMultimodalCache(admin_pb.ResetMultimodalCacheRequest())
+        if embeds:
+            await admin.ResetEncoderCache(admin_pb.ResetEncoderCacheRequest())

@@ -13,10 +13,8 @@ from typing import Any
 
 import httpx
 
-from penstock.admin.v1 import messages_pb2 as admin_pb
-from penstock.admin.v1 import service_pb2_grpc as admin_rpc
-from penstock_common.rpc.channel import make_channel
 from penstock_common.tensors.shared_memory import ROOT
+from tests.chaos.media import forget
 from tests.fakes.multimodal_models import save_multimodal_model
 from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
@@ -90,10 +88,7 @@ class MediaCluster(Cluster):
 
     async def reset(self) -> None:
         """Have all engines forget media and their embeddings."""
-        async with make_channel(f"127.0.0.1:{self.admin_port}") as channel:
-            admin = admin_rpc.AdminServiceStub(channel)
-            await admin.ResetMultimodalCache(admin_pb.ResetMultimodalCacheRequest())
-            await admin.ResetEncoderCache(admin_pb.ResetEncoderCacheRequest())
+        await forget(self.admin_port)
 
     def accidents(self, rng: random.Random) -> Accidents:
         """By their names, with their weights, for ``Havoc``."""
