@@ -21,11 +21,14 @@ from penstock_frontend.processing.media.item import ProcessedItem, Replacement
 
 _FEATURES, _MASK = "input_features", "feature_attention_mask"
 _MAX_WINDOWS = 60
+"""Of a clip, however long prompts may be: half an hour. The processor knows no limit."""
+_POSITIONS = 131_072
+"""Of Voxtral's text model, where the checkpoint does not say."""
 
 
 class Windows(NamedTuple):
     """Sound of ``samples`` a window at ``sampling_rate``, as ``steps`` of ``bins`` numbers. ``rows_of_window``: 0 where a
-    window has as many rows as there is sound in it, which a mask says; else there may be several windows.
+    window has as many rows as there is sound in it, which a mask says; else a clip may have ``max_windows``.
     """
 
     sampling_rate: int
@@ -33,16 +36,12 @@ class Windows(NamedTuple):
     steps: int
     bins: int
     rows_of_window: int = 0
-
-    @property
-    def max_windows(self) -> int:
-        """Of a clip."""
-        return _MAX_WINDOWS if self.rows_of_window else 1
+    max_windows: int = 1
 
     @property
     def max_rows(self) -> int:
         """Of the longest clip."""
-        return self.rows_of_window * _MAX_WINDOWS or _masked_rows(self.steps)
+        return self.rows_of_window * self.max_windows or _masked_rows(self.steps)
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
         """Of ``input_features`` ``[windows, bins, steps]``, and of ``feature_attention_mask`` ``[1, steps]`` where there is
@@ -122,16 +121,19 @@ class Qwen2Audio(Audio):
 
 
 class Voxtral(Audio):
-    """A clip is filled up with silence to whole windows, all of which the model hears."""
+    """A clip is filled up with silence to whole windows, all of which the model hears, as many as a prompt has room for."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         tower = checkpoint.sub_config("audio_config")
         positions, hidden, merged = (
             checkpoint.number(name, tower) for name in ("max_source_positions", "hidden_size", "intermediate_size")
         )
-        windows = _windows(checkpoint)._replace(rows_of_window=positions * hidden // merged)
-        if windows.rows_of_window < 1:
+        rows = positions * hidden // merged
+        if rows < 1:
             raise ConfigError(f"{checkpoint.folder}: audio_config makes no row of a window")
+        room = checkpoint.number("max_position_embeddings", checkpoint.sub_config("text_config"), default=_POSITIONS)
+        most = max(min(_MAX_WINDOWS, room // rows), 1)
+        windows = _windows(checkpoint)._replace(rows_of_window=rows, max_windows=most)
         super().__init__(checkpoint, checkpoint.token("audio_token", "[AUDIO]"), windows, (_FEATURES,))
 
 

@@ -1,5 +1,7 @@
 """Sound: tokens and tensors as transformers' own processors make them."""
 
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from penstock_frontend.media_parts import EncodedFile, MediaPart
 from penstock_frontend.processing.media.families.base import Family
 from penstock_frontend.processing.media.families.factory import load_family
 from penstock_frontend.processing.media.families.tensors import to_array
+from penstock_frontend.processing.media.item import ProcessedItem
 from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.tokenizer import load_model_files
 from tests.fakes.multimodal_models import make_sound, save_multimodal_model
@@ -140,9 +143,31 @@ def test_sound_that_a_client_processed_is_looked_at(qwen2_audio: Path, voxtral: 
     assert family.described("audio", {"embeds": rows}).num_embeds == 7
     with pytest.raises(ValueError, match="input_ids is no input"):
         family.described("audio", {**item.data, "input_ids": rows})
-    _, family = make_inputs(voxtral)
-    with pytest.raises(ValueError, match="has 61 windows"):
-        family.described("audio", {"input_features": TensorData("float32", (61, 16, 3000), b"")})
+
+
+ROWS_OF_WINDOW = 1500 * 32 // 128
+
+
+@pytest.mark.parametrize(("positions", "most"), [(2048, 5), (ROWS_OF_WINDOW - 1, 1), (10**6, 60), (None, 60)])
+def test_voxtral_hears_as_many_windows_as_a_prompt_has_room_for(
+    voxtral: Path, make_inputs: Any, tmp_path: Path, positions: int | None, most: int
+) -> None:
+    folder = shutil.copytree(voxtral, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= {"max_position_embeddings": positions}
+    (folder / "config.json").write_text(json.dumps(config))
+    _, family = make_inputs(folder)
+    assert family.max_tokens("audio") == most * ROWS_OF_WINDOW
+
+    def described(count: int) -> ProcessedItem:
+        return family.described("audio", {"input_features": TensorData("float32", (count, 16, 3000), b"")})
+
+    assert described(most).num_embeds == most * ROWS_OF_WINDOW
+    with pytest.raises(ValueError, match=f"has {most + 1} windows; a clip has 1 to {most}"):
+        described(most + 1)
+    clip = np.zeros(most * 480_000 + 1, np.float32)
+    with pytest.raises(ValueError, match=f"the model hears up to {most * 30} s at once"):
+        family.make_processor()().audio(clip, {})
 
 
 WITHOUT_TORCH = """
