@@ -7,7 +7,7 @@ import torch
 
 from penstock_common.types.media import Modality, MultiModalFeature
 from penstock_enginecore.core.model_info import MediaInfo
-from penstock_enginecore.models.multimodal.base import EncodedItem, EncoderItem, RopePositions
+from penstock_enginecore.models.multimodal.base import EncodedItem, EncoderItem, RopeIndex, RopePositions
 
 NUM_BLOCKS = 4
 BAD = "bad"
@@ -35,7 +35,7 @@ class FakeMediaEncoder:
         self.media: Sequence[MediaInfo] = (info,)
         self.width = hidden * (1 + num_deepstack)
         self.num_deepstack = num_deepstack
-        self.has_sections = has_sections
+        self.rope_positions: RopeIndex | None = self._rope_positions if has_sections else None
         self.modules: Sequence[torch.nn.Module] = (torch.nn.Linear(3, 2, bias=False),)
         self.queue: list[tuple[EncoderItem, int]] = []
         self.num_slices = 0
@@ -73,8 +73,7 @@ class FakeMediaEncoder:
         """See ``MediaEncoder``."""
         return bool(self.queue)
 
-    def rope_positions(self, token_ids: Sequence[int], features: Sequence[MultiModalFeature]) -> RopePositions:
-        """See ``MediaEncoder``."""
+    def _rope_positions(self, token_ids: Sequence[int], features: Sequence[MultiModalFeature]) -> RopePositions:
         positions = np.tile(np.arange(len(token_ids)), (3, 1))
         for feature in features:
             inside = np.arange(feature.length)

@@ -16,12 +16,18 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLPreTrainedMode
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLPreTrainedModel, Qwen3VLTextModel
 
+from penstock_common.types.media import MultiModalFeature
 from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.models import attention_hook
 from penstock_enginecore.models.loader import LoadedModel, prepare_decoder
+from penstock_enginecore.models.multimodal.base import RopePositions
 
 VOCAB = 320
 MAX_LEN = 512
+
+
+def _unasked(token_ids: Sequence[int], features: Sequence[MultiModalFeature]) -> RopePositions:
+    raise AssertionError("forward passes are told positions")
 
 
 class FakeEncoder:
@@ -30,7 +36,8 @@ class FakeEncoder:
     modules = ()
 
     def __init__(self, *, has_sections: bool, num_deepstack: int, both_ways: bool) -> None:
-        self.has_sections, self.num_deepstack, self.width = has_sections, num_deepstack, 64 * (1 + num_deepstack)
+        self.rope_positions = _unasked if has_sections else None
+        self.num_deepstack, self.width = num_deepstack, 64 * (1 + num_deepstack)
         self.media: Sequence[MediaInfo] = [
             MediaInfo(modality="image", num_blocks=1, max_embeds=16, max_tokens=16, attends_both_ways=both_ways)
         ]

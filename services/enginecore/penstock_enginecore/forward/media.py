@@ -39,7 +39,7 @@ def demands_of(model: LoadedModel) -> MediaDemands:
     if encoder is None:
         return NO_DEMANDS
     spans = any(info.attends_both_ways for info in encoder.media)
-    demands = MediaDemands(encoder.has_sections, encoder.num_deepstack, spans)
+    demands = MediaDemands(encoder.rope_positions is not None, encoder.num_deepstack, spans)
     base: Any = model.module.base_model
     if demands.sections and not any(hasattr(module, "mrope_section") for module in base.modules()):
         raise ModelLoadError(f"{type(base).__name__} is not served with media: its rotary embedding has no sections")

@@ -97,7 +97,7 @@ class MediaPrompts:
 
     def rope_positions(self, placed: Placed) -> IntArray | None:
         """Int64 ``[3, tokens]`` of a step in which a request has media, of a model that asks for them; else None."""
-        if not self._encoder.has_sections:
+        if self._encoder.rope_positions is None:
             return None
         deltas, within = [], []
         for request_id, start, first, end in placed.chunks():
@@ -149,8 +149,8 @@ class MediaPrompts:
             each = zip(new.mm_features, positions, both_ways, strict=True)
             ends = np.concatenate([_ends(feature) if both else own + 1 for feature, own, both in each])
         rope = None
-        if self._encoder.has_sections:
-            rope = self._encoder.rope_positions(new.token_ids[: new.num_prompt_tokens], new.mm_features)
+        if (rope_index := self._encoder.rope_positions) is not None:
+            rope = rope_index(new.token_ids[: new.num_prompt_tokens], new.mm_features)
         return _Prompt(
             identifiers=[feature.identifier for feature in new.mm_features],
             positions=np.concatenate(positions),

@@ -1,6 +1,6 @@
 """What a worker asks of a model's towers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -39,6 +39,10 @@ class RopePositions(NamedTuple):
     delta: int
 
 
+RopeIndex = Callable[[Sequence[int], Sequence[MultiModalFeature]], RopePositions]
+"""Positions of a prompt's token ids, whose features have their small tensors (grids) at least."""
+
+
 class MediaEncoder(Protocol):
     """The towers of a model on its device, computed in slices between forward passes. One thread calls, with gradients off.
 
@@ -50,8 +54,8 @@ class MediaEncoder(Protocol):
     """Numbers in a row: the model's hidden size, times one more than the layers that deepstack feeds."""
     num_deepstack: int
     """Layers that get rows of their own, which stand behind the embedding in each row; 0 for most models."""
-    has_sections: bool
-    """Whether ``rope_positions`` are to be asked for."""
+    rope_positions: RopeIndex | None
+    """Of a prompt, where rotary embeddings have sections; None where a token has one position."""
     modules: Sequence[torch.nn.Module]
     """All that has weights, in an order of the model's: what moves when the engine sleeps."""
 
@@ -70,9 +74,6 @@ class MediaEncoder(Protocol):
     @property
     def has_work(self) -> bool:
         """Whether an item is to be encoded."""
-
-    def rope_positions(self, token_ids: Sequence[int], features: Sequence[MultiModalFeature]) -> RopePositions:
-        """Of a prompt, whose features have their small tensors (grids) at least."""
 
     def largest(self, modality: Modality) -> EncoderItem:
         """An item as large as the model takes, for profiling memory."""

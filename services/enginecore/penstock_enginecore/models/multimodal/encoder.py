@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock_common.types.media import EMBEDS, Modality, MultiModalFeature
+from penstock_common.types.media import EMBEDS, Modality
 from penstock_enginecore.core.model_info import MediaInfo
-from penstock_enginecore.models.multimodal.base import EncodedItem, EncoderItem, RopePositions
+from penstock_enginecore.models.multimodal.base import EncodedItem, EncoderItem
 from penstock_enginecore.models.multimodal.families.base import Family
 from penstock_enginecore.models.multimodal.slices import SlicedRun, hook_blocks
 from penstock_enginecore.models.multimodal.tensors import FLOATS, ItemError, Spec, read_tensors, to_data
@@ -43,7 +43,7 @@ class TowerEncoder:
         self.media: Sequence[MediaInfo] = [intake.info(len(family.blocks)) for intake in family.by_modality.values()]
         self.width = family.width * (1 + family.num_deepstack)
         self.num_deepstack = family.num_deepstack
-        self.has_sections = family.has_sections
+        self.rope_positions = family.rope_index
         self.modules: Sequence[torch.nn.Module] = (family.towers,)
         hook_blocks(family.blocks)
 
@@ -92,10 +92,6 @@ class TowerEncoder:
                 logger.warning("a tower failed at an item of %d embeddings", item.num_embeds, exc_info=True)
                 done.append(self._fail(item, f"the model's tower failed: {type(e).__name__}: {_first_line(e)}"))
         return done
-
-    def rope_positions(self, token_ids: Sequence[int], features: Sequence[MultiModalFeature]) -> RopePositions:
-        """See ``MediaEncoder``."""
-        return self._family.rope_positions(token_ids, features)
 
     def largest(self, modality: Modality) -> EncoderItem:
         """An item as large as the model takes."""

@@ -146,7 +146,7 @@ def test_a_grid_that_does_not_fill_its_positions_is_refused(model: Model) -> Non
 
 
 def test_positions_have_sections_and_rows_are_as_wide_as_deepstack_wants(model: Model) -> None:
-    assert model.encoder.has_sections
+    assert model.encoder.rope_positions is not None
     assert model.encoder.num_deepstack == (2 if model.family == "qwen3_vl" else 0)
     assert model.encoder.width == 64 * (1 + model.encoder.num_deepstack)
 
@@ -155,6 +155,4 @@ def test_other_families_have_one_position_a_token(tmp_path: Path) -> None:
     save_multimodal_model("llava", tmp_path)
     loaded = load_model(ModelConfig(path=str(tmp_path)), torch.device("cpu"), lambda line: None, with_towers=True)
     assert loaded.encoder is not None
-    assert not loaded.encoder.has_sections
-    with pytest.raises(NotImplementedError, match="positions of one dimension"):
-        loaded.encoder.rope_positions([1], [])
+    assert loaded.encoder.rope_positions is None

@@ -11,10 +11,10 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from penstock_common.types.media import Modality, MultiModalFeature
+from penstock_common.types.media import Modality
 from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.multimodal.base import RopePositions
+from penstock_enginecore.models.multimodal.base import RopeIndex
 from penstock_enginecore.models.multimodal.pixels import Normalization
 from penstock_enginecore.models.multimodal.processors import ProcessorSettings
 from penstock_enginecore.models.multimodal.tensors import Spec
@@ -118,7 +118,6 @@ class Family:
     """What transformers' model calls its text model."""
     intakes: ClassVar[tuple[type[Intake], ...]]
     num_deepstack: int = 0
-    has_sections: bool = False
 
     def __init__(self, towers: Any, checkpoint: Checkpoint) -> None:
         self.towers = towers
@@ -168,9 +167,10 @@ class Family:
             block.forward = _unchanged  # transformers counts states by the class of blocks
             block._modules.clear()
 
-    def rope_positions(self, token_ids: Sequence[int], features: Sequence[MultiModalFeature]) -> RopePositions:
-        """Where ``has_sections``."""
-        raise NotImplementedError(f"{type(self).__name__} has positions of one dimension")
+    @property
+    def rope_index(self) -> RopeIndex | None:
+        """See ``MediaEncoder.rope_positions``."""
+        return None
 
 
 def _unchanged(hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from penstock_common.types.media import EmbedRun, Modality, MultiModalFeature
 from penstock_enginecore.attention.base import IntArray
-from penstock_enginecore.models.multimodal.base import RopePositions
+from penstock_enginecore.models.multimodal.base import RopeIndex, RopePositions
 from penstock_enginecore.models.multimodal.families.base import Family, Intake, Tensors
 from penstock_enginecore.models.multimodal.tensors import FLOATS, INTEGERS, PIXELS, ItemError, Spec, to_torch
 
@@ -142,9 +142,13 @@ class Qwen2VL(Family):
     """A step in time is one position."""
 
     intakes: ClassVar[tuple[type[Intake], ...]] = (_Images, _Video)
-    has_sections = True
 
-    def rope_positions(self, token_ids: Sequence[int], features: Sequence[MultiModalFeature]) -> RopePositions:
+    @property
+    def rope_index(self) -> RopeIndex:
+        """See ``Family``."""
+        return self._rope_positions
+
+    def _rope_positions(self, token_ids: Sequence[int], features: Sequence[MultiModalFeature]) -> RopePositions:
         """As ``get_rope_index`` of transformers' model, by the grids of ``features``."""
         parts: list[IntArray] = []
         at = position = 0
