@@ -4,6 +4,7 @@ lost, and the events tell exactly what can be found.
 
 from collections import Counter
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -186,6 +187,17 @@ class GroupsMachine(RuleBasedStateMachine):
 
 
 GroupsMachine.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=80,
+    derandomize=True,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestRandomLivesOfGroups = GroupsMachine.TestCase
+
+
+@pytest.mark.slow
+class TestManyRandomLivesOfGroups(GroupsMachine.TestCase):
+    """Others each time."""
+
+    settings = settings(TestRandomLivesOfGroups.settings, max_examples=600, derandomize=False)

@@ -2,6 +2,7 @@
 once.
 """
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
@@ -323,6 +324,17 @@ def _lose_peers(grammar=None):
 
 
 MediaMachine.TestCase.settings = settings(
-    max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=80,
+    derandomize=True,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestRandomLivesWithMedia = MediaMachine.TestCase
+
+
+@pytest.mark.slow
+class TestManyRandomLivesWithMedia(MediaMachine.TestCase):
+    """Others each time."""
+
+    settings = settings(TestRandomLivesWithMedia.settings, max_examples=500, derandomize=False)

@@ -1,6 +1,7 @@
 """Random lives of an engine: whatever happens, no block is lost or owned twice, and every request ends once, as it should."""
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
@@ -398,6 +399,17 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=80,
+    derandomize=True,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestRandomLives = EngineMachine.TestCase
+
+
+@pytest.mark.slow
+class TestManyRandomLives(EngineMachine.TestCase):
+    """Others each time."""
+
+    settings = settings(TestRandomLives.settings, max_examples=500, derandomize=False)
