@@ -55,7 +55,14 @@ def test_many_threads_give_the_bits_of_one(
     torch.testing.assert_close(got, expected, rtol=0.02 if rounds else 3e-5, atol=0.02 if rounds else 4e-6)
 
 
-@pytest.mark.parametrize("name", ["full", "window across segments", "window and sinks"])
+@pytest.mark.parametrize(
+    ("alone_and_many", "name"),
+    [
+        *((isa, name) for isa in runnable() for name in ("full", "window across segments", "window and sinks")),
+        ("rounding", "window and sinks"),  # emulated instructions take seconds
+    ],
+    indirect=["alone_and_many"],
+)
 def test_a_querys_bits_do_not_tell_whether_its_prompt_was_computed_at_once(
     alone_and_many: tuple[NativeLibrary, NativeLibrary], name: str
 ) -> None:
