@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Collection
@@ -67,6 +68,9 @@ def _children(parent: int) -> list[int]:
 
 
 def _work(pid: int) -> _Work | None:
+    """None for one that starts: it may write no file once it decodes."""
+    if not re.search(r"^Max file size +0 ", _read(pid, "limits"), re.MULTILINE):
+        return None
     for line in _read(pid, "status").splitlines():
         if line.startswith("voluntary_ctxt_switches:") and (stat := _read(pid, "schedstat")):
             return _Work(int(line.split()[1]), int(stat.split()[0]) / 1e9)

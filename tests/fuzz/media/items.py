@@ -356,7 +356,7 @@ def tensors(rng: Random, variant: Variant) -> Item:
         TOO_LARGE,
         INVALID,
         NOT_ALLOWED,
-        taken=taken and "images" == variant.name,
+        taken=taken and variant.name == "images",
     )
 
 
@@ -395,7 +395,7 @@ def _large_image() -> bytes:
 
 @cache
 def _long_sound() -> bytes:
-    return sound_file("OGG", seconds=MAX_SECONDS - 1, rate=44_100)
+    return sound_file("MP3", seconds=MAX_SECONDS - 1, rate=44_100)
 
 
 @cache

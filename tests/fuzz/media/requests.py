@@ -36,9 +36,15 @@ class Prompt(NamedTuple):
     taken: bool
     salt: str = ""
 
-    def blame(self, *paths: str) -> Blame:
+    def blame(self, path: str) -> Blame:
         """What may be answered, if a part's path begins so; ``{}`` is its place."""
-        return Blame(self.reasons, self.taken, tuple(path.format(place) for path in paths for place in self.bad))
+        return Blame(self.reasons, self.taken, tuple(path.format(place) for place in self.bad))
+
+    def blame_all(self, path: str) -> Blame:
+        """The same where arguments of the processor are of all media: the first of them is at fault."""
+        if any(isinstance(part, Item) and part.arguments for part in self.parts):
+            return Blame(self.reasons, self.taken, (path.partition("{}")[0],))
+        return self.blame(path)
 
 
 def can_be_http(prompt: Prompt) -> bool:
@@ -118,7 +124,7 @@ def references(prompt: Prompt, placeholders: dict[str, int]) -> tuple[vllm.Gener
         sampling_params=vllm.SamplingParams(max_tokens=_TOKENS, temperature=0.0),
         media_refs=refs,
     )
-    return request, Blame(prompt.reasons, prompt.taken, ("media_refs.items",))
+    return request, Blame(prompt.reasons, prompt.taken, ("media_refs",))
 
 
 def processed(item: Item, rng: Random, placeholder: int) -> tuple[vllm.GenerateRequest, Blame]:
@@ -165,7 +171,7 @@ def chat_body(prompt: Prompt) -> tuple[str, dict[str, Any], Blame]:
     return (
         "/v1/chat/completions",
         {**body, "max_tokens": _TOKENS},
-        prompt.blame("messages[0].content[{}]", "messages[{}]"),
+        prompt.blame_all("messages[0].content[{}]"),
     )
 
 

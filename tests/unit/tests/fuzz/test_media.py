@@ -39,7 +39,16 @@ def test_half_come_over_each_protocol_with_every_attack() -> None:
     names = {each.attack for each in made}
 
     assert abs(over[Case] - over[HttpCase]) < len(NUMBERS) / 8
-    assert {"truncated", "flipped", "bomb", "other format", "other modality", "tensors", "frames", "sound bomb"} <= names
+    assert {
+        "truncated",
+        "flipped",
+        "bomb",
+        "other format",
+        "other modality",
+        "tensors",
+        "frames",
+        "sound bomb",
+    } <= names
     assert {"url", "name", "host endless", "host redirect", "placeholders", "too many", "session", "processed"} <= names
     assert any(name.startswith("killed") for name in names)
     targets = {each.target for each in made}
@@ -57,7 +66,13 @@ def test_what_a_variant_does_not_take_is_not_left_out() -> None:
 @pytest.mark.parametrize(
     ("code", "reason", "field", "message", "right"),
     [
-        ("INVALID_ARGUMENT", "MEDIA_TOO_LARGE", "mixed.parts[1].media.data", "it has 9 pixels; media.max_pixels is 4", True),
+        (
+            "INVALID_ARGUMENT",
+            "MEDIA_TOO_LARGE",
+            "mixed.parts[1].media.data",
+            "it has 9 pixels; media.max_pixels is 4",
+            True,
+        ),
         ("RESOURCE_EXHAUSTED", "QUEUE_FULL", "", "no room", True),
         ("INVALID_ARGUMENT", "MEDIA_TOO_LARGE", "mixed.parts[1].media.data", "it is too large", False),
         ("INVALID_ARGUMENT", "MEDIA_TOO_LARGE", "mixed.parts[0]", "it has 9 pixels; media.max_pixels is 4", False),

@@ -82,14 +82,17 @@ class MediaPrompts:
         """Forget every request."""
         self._prompts.clear()
 
-    def update(self, step: SchedulerOutput) -> None:
-        """Forget requests that are gone, take in those that are new."""
+    def update(self, step: SchedulerOutput) -> dict[str, str]:
+        """Forget requests that are gone, take in those that are new. By identifier, why items do not fit where they stand."""
         if self._prompts:
             for request_id in (*step.finished_request_ids, *step.preempted_request_ids):
                 self._prompts.pop(request_id, None)
+        failures: dict[str, str] = {}
         for new in step.new_requests:
             if new.mm_features:
-                self._prompts[new.request_id] = self._read(new)
+                rope = self._rope(new, failures)
+                self._prompts[new.request_id] = self._read(new, rope)
+        return failures
 
     def rows(self, placed: Placed) -> list[ItemRows]:
         """The embeddings among the tokens of a step."""
@@ -141,16 +144,23 @@ class MediaPrompts:
             if prompt is not None and first < prompt.behind:
                 yield prompt, start, first, end
 
-    def _read(self, new: NewRequestData) -> _Prompt:
+    def _rope(self, new: NewRequestData, failures: dict[str, str]) -> RopePositions | None:
+        """None for a model without sections, and for a request that ends: its items do not fit."""
+        if (rope_index := self._encoder.rope_positions) is None:
+            return None
+        try:
+            return rope_index(new.token_ids[: new.num_prompt_tokens], new.mm_features)
+        except ValueError as e:
+            failures |= {feature.identifier: str(e) for feature in new.mm_features}
+            return None
+
+    def _read(self, new: NewRequestData, rope: RopePositions | None) -> _Prompt:
         positions = [embed_positions(feature) for feature in new.mm_features]
         both_ways = [feature.modality in self._both_ways for feature in new.mm_features]
         ends = None
         if any(both_ways):
             each = zip(new.mm_features, positions, both_ways, strict=True)
             ends = np.concatenate([_ends(feature) if both else own + 1 for feature, own, both in each])
-        rope = None
-        if (rope_index := self._encoder.rope_positions) is not None:
-            rope = rope_index(new.token_ids[: new.num_prompt_tokens], new.mm_features)
         return _Prompt(
             identifiers=[feature.identifier for feature in new.mm_features],
             positions=np.concatenate(positions),

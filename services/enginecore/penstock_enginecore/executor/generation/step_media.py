@@ -30,8 +30,7 @@ class StepMedia:
 
     def update(self, step: SchedulerOutput) -> dict[str, str]:
         """Know the requests of a step, and compute rows. By identifier, why items could not be encoded."""
-        self._prompts.update(step)
-        return self.cached.update(step)
+        return self._prompts.update(step) | self.cached.update(step)
 
     def are_in(self, placed: Placed) -> bool:
         """Whether a step computes embeddings of media."""

@@ -22,6 +22,8 @@ from penstock_frontend.processing.media.worker_process import Job, NoWorker, Wor
 
 _ATTEMPTS = 2
 """Workers that may end while they have an item: the first may have ended for a reason of its own."""
+_STARTS = 3
+"""Workers that may end while they start, one after the other in each place, before nobody waits for the next."""
 _PAUSE = 1.0
 """Seconds before a worker is started again after one that did not start."""
 _UNMEASURED = 1.0
@@ -71,6 +73,7 @@ class WorkerPool:
         self._workers: set[WorkerProcess] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._failure = ""
+        self._num_lost = 0
         self._closed = False
 
     @property
@@ -219,6 +222,10 @@ class WorkerPool:
         try:
             return await self._started()
         except (NoWorker, WorkerLost, OSError) as e:
+            self._num_lost += 1
+            if isinstance(e, WorkerLost) and self._num_lost < _STARTS * self._config.num_workers:  # whatever killed it need not kill the next
+                get_logger().warning("a media worker ended while it started", error=str(e))
+                return None
             self._failure = str(e) or type(e).__name__
             get_logger().error("a media worker does not start", error=self._failure)
             if not self._workers:
@@ -233,7 +240,7 @@ class WorkerPool:
         except BaseException:
             await worker.end()
             raise
-        self._failure = ""
+        self._failure, self._num_lost = "", 0
         self._workers.add(worker)
         return worker
 

@@ -1,5 +1,7 @@
 """Where media of requests are in the flat batch of a step."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from penstock_common.types.media import EmbedRun, MultiModalFeature
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.generation.media_prompts import MediaPrompts, Placed
+from penstock_enginecore.models.multimodal.base import RopePositions
 from tests.fakes.models.fake_media_encoder import FakeMediaEncoder
 
 ROWS_OF_THREE = (EmbedRun(0, 3), EmbedRun(4, 3))
@@ -109,3 +112,18 @@ def test_a_step_that_cuts_what_sees_each_other_is_an_error() -> None:
     made = prompts(FakeMediaEncoder(4, both_ways=True))
     with pytest.raises(RuntimeError, match="ends at position 12 of a prompt, between embeddings .* up to 14"):
         made.key_ends(placed(x=(9, 12)))
+
+
+def test_an_item_that_does_not_fit_where_it_stands_fails_alone() -> None:
+    class Encoder(FakeMediaEncoder):
+        def rope_positions(self, token_ids: Sequence[int], features: Sequence[MultiModalFeature]) -> RopePositions:
+            if features[0].length != 4:
+                raise ValueError(f"{features[0].length} positions are not 4")
+            return RopePositions(np.zeros((3, len(token_ids)), np.int64), 0)
+
+    encoder = Encoder(4)
+    encoder.has_sections = True
+    made = MediaPrompts(encoder)
+    step = SchedulerOutput(new_requests=[new("x", 9, feature("a", 1, 5)), new("y", 9, feature("b", 1, 4))])
+    assert made.update(step) == {"a": "5 positions are not 4"}
+    assert len(made) == 2

@@ -8,11 +8,11 @@ import pytest
 
 from penstock_common.errors import (
     ConfigError,
+    FailedPrecondition,
     InvalidArgument,
     PermissionDenied,
     RequestFailed,
     ResourceExhausted,
-    FailedPrecondition,
 )
 from penstock_frontend.config import MediaConfig
 from penstock_frontend.processing.media.fetch import Fetcher

@@ -127,6 +127,27 @@ async def test_workers_that_end_with_nothing_to_do_are_no_items_fault(make: Make
     assert isinstance(await pool.process(image()), ProcessedItem)
 
 
+async def test_a_worker_that_ends_while_it_starts_is_replaced(make: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make()
+    await pool.start()
+    started: list[int] = []
+
+    class Killed(worker_process.WorkerProcess):
+        async def set_up(self, setup: Any) -> None:
+            started.append(self.pid)
+            if len(started) <= 2:
+                os.kill(self.pid, signal.SIGKILL)
+            await super().set_up(setup)
+
+    monkeypatch.setattr("penstock_frontend.processing.media.pool.WorkerProcess", Killed)
+    (pid,) = pool.pids
+    os.kill(pid, signal.SIGKILL)
+    while is_running(pid):
+        await asyncio.sleep(0.01)
+    assert isinstance(await pool.process(image()), ProcessedItem)
+    assert len(started) == 3
+
+
 @pytest.mark.parametrize("fault", ["hang", "spin"])
 async def test_an_item_that_takes_too_long_is_refused_and_its_worker_replaced(make: MakePool, fault: str) -> None:
     pool = make(worker_timeout=0.5)

@@ -17,7 +17,8 @@ _MAX_PIXELS = 28 * 28 * 1280
 _MAX_FRAMES = 768
 """Where the checkpoint's processors do not say."""
 _MAX_VIDEO_EMBEDS = 16_384
-_SECOND_DTYPES = (*FLOATS, "float64")
+_SECONDS_SPEC = Spec((*FLOATS, "float64"), (1,), wanted=False)
+_GRID = Spec(INTEGERS, (1, 3))
 
 
 class _Images(Intake):
@@ -30,7 +31,7 @@ class _Images(Intake):
         """See ``Intake``."""
         tower = self.config.vision_config
         numbers = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
-        return {self.pixels_name: Spec(PIXELS, (None, numbers)), self.grid_name: Spec(INTEGERS, (1, 3))}
+        return {self.pixels_name: Spec(PIXELS, (None, numbers)), self.grid_name: _GRID}
 
     @property
     def max_embeds(self) -> int:
@@ -98,7 +99,7 @@ class _Video(_Images):
     @property
     def specs(self) -> Mapping[str, Spec]:
         """See ``Intake``. The seconds of a step in time matter for positions alone."""
-        return {**super().specs, _SECONDS: Spec(_SECOND_DTYPES, (1,), wanted=False)}
+        return {**super().specs, _SECONDS: _SECONDS_SPEC}
 
     @property
     def processor_settings(self) -> Mapping[str, Any]:
@@ -182,7 +183,9 @@ class Qwen2VL(Family):
 
     def _grid(self, feature: MultiModalFeature) -> _Grid:
         name = _Video.grid_name if feature.modality == "video" else _Images.grid_name
-        time, height, width = to_torch(feature.data[name])[0].tolist()
+        time, height, width = _read(feature, name, _GRID)[0].tolist()
+        if min(time, height, width) < 1:
+            raise ValueError(f"{name} is {[time, height, width]}; all of it must be 1 at least")
         merge = self.config.vision_config.spatial_merge_size
         return _Grid(time, height // merge, width // merge, self._interval(feature))
 
@@ -196,7 +199,7 @@ class Qwen25VL(Qwen2VL):
     def _interval(self, feature: MultiModalFeature) -> float | torch.Tensor:
         if feature.modality != "video":
             return 1
-        seconds = to_torch(feature.data[_SECONDS])[0] if _SECONDS in feature.data else 1
+        seconds = _read(feature, _SECONDS, _SECONDS_SPEC)[0] if _SECONDS in feature.data else 1
         interval: float | torch.Tensor = self.config.vision_config.tokens_per_second * seconds
         return interval
 
@@ -209,6 +212,20 @@ class Qwen3VL(Qwen2VL):
     def __init__(self, towers: Any, checkpoint: Any) -> None:
         super().__init__(towers, checkpoint)
         self.num_deepstack = len(self.config.vision_config.deepstack_visual_indexes)
+
+
+def _read(feature: MultiModalFeature, name: str, spec: Spec) -> torch.Tensor:
+    """A tensor that positions depend on. Raises ValueError for one that is not there, or is not as it must be."""
+    if (tensor := feature.data.get(name)) is None:
+        raise ValueError(f"{name} is missing")
+    try:
+        spec.check(name, tensor)
+    except ItemError as e:
+        raise ValueError(str(e)) from None
+    read = to_torch(tensor)
+    if not bool(read.isfinite().all()):
+        raise ValueError(f"{name} has numbers that are not finite")
+    return read
 
 
 def _text(count: int, position: int) -> IntArray:

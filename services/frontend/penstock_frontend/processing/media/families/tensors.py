@@ -10,6 +10,16 @@ from penstock_common.types.media import DTYPE_BYTES, EMBEDS, TensorData, TensorD
 
 _DTYPES: Mapping[str, TensorDtype] = {name: name for name in DTYPE_BYTES if name != "bfloat16"}
 PIXELS = ("pixel_values", "pixel_values_videos")
+_FLOATS: tuple[TensorDtype, ...] = ("float32", "float16", "bfloat16")
+_MASKS: tuple[TensorDtype, ...] = ("int64", "int32", "bool", "uint8", "int8")
+_TAKEN: Mapping[str, tuple[TensorDtype, ...]] = {
+    **dict.fromkeys(PIXELS, ("uint8", *_FLOATS)),
+    "input_features": _FLOATS,
+    "feature_attention_mask": _MASKS,
+    "pixel_attention_mask": _MASKS,
+    "second_per_grid_ts": ("float64", *_FLOATS),
+}
+"""As engines have it."""
 
 
 def from_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, TensorData]:
@@ -34,10 +44,14 @@ def to_array(tensor: TensorData) -> npt.NDArray[Any]:
 
 
 def taken(data: Mapping[str, TensorData], name: str, dims: Sequence[int | None]) -> TensorData:
-    """The tensor of that name. Raises ValueError where it is missing, or has other dimensions than ``dims``; None: any size."""
+    """The tensor of that name. Raises ValueError where it is missing, or has another dtype or other dimensions than ``dims``;
+    None: any size.
+    """
     tensor = data.get(name)
     if tensor is None:
         raise ValueError(f"{name} is missing")
+    if tensor.dtype not in (known := _TAKEN.get(name, (tensor.dtype,))):
+        raise ValueError(f"{name} is {tensor.dtype}; it must be {' or '.join(known)}")
     fits = len(tensor.shape) == len(dims) and all(
         size is None or size == given for size, given in zip(dims, tensor.shape, strict=True)
     )
