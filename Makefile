@@ -266,6 +266,10 @@ kernels-report: setup ## Compile every tuned kernel for an H200, and print what 
 fuzz: setup ## 50 000 hostile requests at real systems, beside neighbours that must not notice (20 minutes)
 	@$(BIN)/python -m tests.fuzz.run --requests $(or $(REQUESTS),50000) --seed $(or $(SEED),7) --variant $(or $(VARIANT),all)
 
+.PHONY: fuzz-media
+fuzz-media: setup ## 10 000 requests with hostile media, their hosts and killed decoders, beside neighbours that must not notice (6 minutes)
+	@$(BIN)/python -m tests.fuzz.run --requests $(or $(REQUESTS),10000) --seed $(or $(SEED),7) --variant $(or $(VARIANT),media) --schema-examples 0 --rate 60 --quiet 8
+
 .PHONY: sanitize
 sanitize: setup ## What is compiled, under ASan, UBSan and TSan, each shown to find what is broken on purpose (2 minutes)
 	@mkdir -p $(dir $(SANITIZE_FAILED)) && touch $(SANITIZE_FAILED)

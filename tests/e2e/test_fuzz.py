@@ -7,6 +7,23 @@ from tests.fuzz.run import Options, fuzz, report
 pytestmark = pytest.mark.slow
 
 
+async def test_hostile_media_are_their_senders_errors_and_leave_nothing_behind() -> None:
+    options = Options(
+        requests=400,
+        seed=1,
+        rate=80.0,
+        at_once=8,
+        quiet=0.0,
+        schema_examples=0,
+        variants=("images", "sound"),
+        warm=100,
+        special=False,
+    )
+    result = await fuzz(options)
+    assert not result.wrong, report(result)
+    assert result.findings.count >= 400
+
+
 async def test_hostile_requests_are_their_senders_errors_and_leave_nothing_behind() -> None:
     options = Options(
         requests=1000,

@@ -31,8 +31,8 @@ _POOLED = 2048
 class Variant(NamedTuple):
     """``save`` writes the checkpoint to a folder; ``flags`` are the engines'. ``hidden``: length of a position's vector.
     ``longest``: tokens of a sequence. ``peak``: MiB that a process may hold at any moment more than after the warm-up. ``media``:
-    what it takes; ``domains``: whose URLs, each with the port of the hostile host behind it. ``placeholders``: the tokens that stand
-    for it.
+    what it takes; ``domains``: whose URLs, each with the port of the hostile host behind it. ``placeholders``: the tokens that
+    stand for it.
     """
 
     name: str

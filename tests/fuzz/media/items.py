@@ -5,25 +5,23 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from functools import cache
 from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
 
 from penstock_common.types.media import DTYPE_BYTES, EMBEDS, MODALITIES, Modality, TensorData
 from penstock_frontend.media_parts import EncodedFile, Features, Frame, Frames, Source, Url
 from tests.fakes.hostile_media import IMAGES, OTHERS, SOUNDS, URLS, mutated
-from tests.fakes.media_files import image_file, png, png_bomb, saved, sound_file
-from tests.fuzz.media import hosts
+from tests.fakes.media_files import image_file, png
+from tests.fuzz.media import files, hosts
 from tests.fuzz.media.names import NAMES
 from tests.fuzz.variants import Variant
 
 UNREADABLE, TOO_LARGE, TOO_MANY = "MEDIA_UNREADABLE", "MEDIA_TOO_LARGE", "MEDIA_TOO_MANY"
 NOT_ALLOWED, FETCH_FAILED = "MEDIA_NOT_ALLOWED", "MEDIA_FETCH_FAILED"
 INVALID, NOT_SERVED = "INVALID_FIELD", "NOT_SERVED_YET"
-MAX_PIXELS, MAX_BYTES, MAX_FRAMES, MAX_SECONDS = 4_000_000, 1_000_000, 32, 60.0
+MAX_PIXELS, MAX_BYTES, MAX_FRAMES, MAX_SECONDS = 4_000_000, 1_000_000, 32, files.MAX_SECONDS
 """What a frontend under fire is configured with."""
 _PATCH, _NUMBERS = 8, 3 * 2 * 8 * 8
 """Pixels of a side, and numbers of a patch, of the model that sees."""
@@ -50,8 +48,8 @@ def good(rng: Random, variant: Variant) -> Item:
 def slow(rng: Random, variant: Variant) -> Item:
     """One that takes a decoder a while and must be taken; no two are the same."""
     if variant.media == ("audio",):
-        return Item("slow", "audio", EncodedFile(_long_sound() + rng.randbytes(8)), frozenset(), taken=True)
-    return Item("slow", "image", EncodedFile(_large_image() + rng.randbytes(8)), frozenset(), taken=True)
+        return Item("slow", "audio", EncodedFile(files.long_sound() + rng.randbytes(8)), frozenset(), taken=True)
+    return Item("slow", "image", EncodedFile(files.large_image() + rng.randbytes(8)), frozenset(), taken=True)
 
 
 def hostile(rng: Random, variant: Variant, port: int) -> Item:
@@ -115,14 +113,14 @@ def _image_bomb(rng: Random, _variant: Variant, _port: int) -> Item:
     )
     lie = zlib.compress(bytes(rng.randrange(1000)))
     screen = struct.pack("<HHBBB", 65_535, rng.choice((65_535, 30_000)), 0x80, 0, 0)
-    files: list[Callable[[], bytes]] = [
+    made: list[Callable[[], bytes]] = [
         lambda: png(width, height, lie),
         lambda: b"GIF89a" + screen + bytes(6) + b",\0\0\0\0\1\0\1\0\0",
-        _png_bomb,
-        lambda: _sized_jpeg(65_500, 65_500),
-        lambda: _sized_webp(16_383, 16_383),
+        files.too_large,
+        lambda: files.sized_jpeg(65_500, 65_500),
+        lambda: files.sized_webp(16_383, 16_383),
     ]
-    return _item("bomb", "image", _file(rng.choice(files)(), rng), TOO_LARGE, UNREADABLE)
+    return _item("bomb", "image", _file(rng.choice(made)(), rng), TOO_LARGE, UNREADABLE)
 
 
 def _hidden_bomb(rng: Random, _variant: Variant, _port: int) -> Item:
@@ -132,13 +130,13 @@ def _hidden_bomb(rng: Random, _variant: Variant, _port: int) -> Item:
             lambda: _item(
                 "chunk bomb",
                 "image",
-                _file(_chunk_bomb(rng.choice((b"zTXt", b"iTXt", b"iCCP", b"eXIf"))), rng),
+                _file(files.chunk_bomb(rng.choice((b"zTXt", b"iTXt", b"iCCP", b"eXIf"))), rng),
                 TOO_LARGE,
                 UNREADABLE,
                 taken=True,
             ),
-            lambda: _item("largest picture", "image", _file(_largest(), rng), TOO_LARGE, taken=True),
-            lambda: _item("long GIF", "image", _file(_long_gif(), rng), TOO_LARGE, UNREADABLE, taken=True),
+            lambda: _item("largest picture", "image", _file(files.largest(), rng), TOO_LARGE, taken=True),
+            lambda: _item("long GIF", "image", _file(files.long_gif(), rng), TOO_LARGE, UNREADABLE, taken=True),
         )
     )()
 
@@ -146,14 +144,14 @@ def _hidden_bomb(rng: Random, _variant: Variant, _port: int) -> Item:
 def _sound_bomb(rng: Random, _variant: Variant, _port: int) -> Item:
     data = rng.choice(
         (
-            lambda: _wav(rate=1, samples=400_000),
-            lambda: _wav(rate=2**32 - 1, samples=1000),
-            lambda: _wav(rate=16_000, channels=65_535, samples=10),
-            lambda: _wav(rate=16_000, samples=100, claimed=2**32 - 1),
-            lambda: _wav(rate=0, samples=100),
-            lambda: _wav(rate=16_000, samples=100, bits=rng.choice((0, 1, 7, 24, 64, 65_535))),
-            _silent_flac,
-            lambda: _claiming_flac(rng),
+            lambda: files.wav(rate=1, samples=400_000),
+            lambda: files.wav(rate=2**32 - 1, samples=1000),
+            lambda: files.wav(rate=16_000, channels=65_535, samples=10),
+            lambda: files.wav(rate=16_000, samples=100, claimed=2**32 - 1),
+            lambda: files.wav(rate=0, samples=100),
+            lambda: files.wav(rate=16_000, samples=100, bits=rng.choice((0, 1, 7, 24, 64, 65_535))),
+            files.silent_flac,
+            lambda: files.claiming_flac(rng),
         )
     )()
     return _item("sound bomb", "audio", _file(data, rng), TOO_LARGE, UNREADABLE, taken=True)
@@ -164,30 +162,30 @@ def _strange_sound(rng: Random, _variant: Variant, _port: int) -> Item:
     samples = np.frombuffer(rng.randbytes(4000), "<f4").copy() if rng.random() < 0.5 else np.full(1000, math.nan, "<f4")
     if rng.random() < 0.3:
         samples = samples[:0]
-    return _item("strange sound", "audio", _file(_float_wav(samples), rng), UNREADABLE, TOO_LARGE, taken=True)
+    return _item("strange sound", "audio", _file(files.float_wav(samples), rng), UNREADABLE, TOO_LARGE, taken=True)
 
 
 def _frames(rng: Random, variant: Variant, _port: int) -> Item:
     how = rng.randrange(6)
     times = [float(i) for i in range(4)]
-    files = [image_file("JPEG", (40, 30), seed=i) for i in range(4)]
+    pictures = [image_file("JPEG", (40, 30), seed=i) for i in range(4)]
     reasons, taken = {UNREADABLE, TOO_LARGE, INVALID}, False
     if how == 0:
         times = [rng.choice((-1.0, math.nan, math.inf, 1e308, 0.0)) for _ in times]
         taken = True
     elif how == 1:
-        files = [image_file("JPEG", (40 + 8 * i, 30), seed=i) for i in range(4)]
+        pictures = [image_file("JPEG", (40 + 8 * i, 30), seed=i) for i in range(4)]
     elif how == 2:
-        files = [mutated(rng, file) for file in files]
+        pictures = [mutated(rng, file) for file in pictures]
         taken = True
     elif how == 3:
-        files, times = files * 9, [float(i) for i in range(36)]
+        pictures, times = pictures * 9, [float(i) for i in range(36)]
     elif how == 4:
-        files = [_largest()] * MAX_FRAMES if rng.random() < 0.1 else [_png_bomb()] * 4
-        times, taken = [float(i) for i in range(len(files))], len(files) > 4
+        pictures = [files.largest()] * MAX_FRAMES if rng.random() < 0.1 else [files.too_large()] * 4
+        times, taken = [float(i) for i in range(len(pictures))], len(pictures) > 4
     else:
-        files, times = [], []
-    source = Frames([Frame(*each) for each in zip(files, times, strict=True)])
+        pictures, times = [], []
+    source = Frames([Frame(*each) for each in zip(pictures, times, strict=True)])
     return Item("frames", "video", source, frozenset(reasons), taken)
 
 
@@ -376,97 +374,6 @@ def _file(data: bytes, rng: Random) -> Source:
 
 def _tensor(dtype: Any, shape: Sequence[int], data: bytes) -> TensorData:
     return TensorData(dtype, tuple(shape), data)
-
-
-@cache
-def _png_bomb() -> bytes:
-    return png_bomb(3000, 3000)
-
-
-@cache
-def _largest() -> bytes:
-    return png_bomb(2000, 2000)
-
-
-@cache
-def _large_image() -> bytes:
-    return saved(Image.radial_gradient("L").resize((1900, 1900)).convert("RGB"), "PNG", compress_level=1)
-
-
-@cache
-def _long_sound() -> bytes:
-    return sound_file("MP3", seconds=MAX_SECONDS - 1, rate=44_100)
-
-
-@cache
-def _long_gif() -> bytes:
-    pictures = [Image.new("P", (400, 400), color % 256) for color in range(400)]
-    return saved(pictures[0], "GIF", save_all=True, append_images=pictures[1:])
-
-
-@cache
-def _silent_flac() -> bytes:
-    """Hours in few bytes."""
-    return sound_file("FLAC", seconds=0.0, rate=8000)[:42] + _silence_frames()
-
-
-def _silence_frames() -> bytes:
-    return sound_file("FLAC", seconds=20.0, rate=8000)[42:]
-
-
-def _claiming_flac(rng: Random) -> bytes:
-    data = bytearray(sound_file("FLAC"))
-    data[18:26] = rng.choice((b"\xff" * 8, b"\0" * 8, rng.randbytes(8)))  # rate, channels, bits, samples
-    return bytes(data)
-
-
-def _chunk_bomb(kind: bytes) -> bytes:
-    """A small picture with a hundred megabytes in a chunk."""
-    squeezed = _squeezed()
-    content = {
-        b"zTXt": b"Comment\0\0" + squeezed,
-        b"iTXt": b"Comment\0\1\0\0\0" + squeezed,
-        b"iCCP": b"profile\0\0" + squeezed,
-        b"eXIf": b"II*\0\x08\0\0\0\xff\xff" + bytes(65_535),
-    }[kind]
-    chunk = struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-    small = image_file("PNG", (40, 30))
-    return small[:33] + chunk + small[33:]
-
-
-@cache
-def _squeezed() -> bytes:
-    packer = zlib.compressobj(9)
-    return b"".join(packer.compress(bytes(2**20)) for _ in range(100)) + packer.flush()
-
-
-def _sized_jpeg(width: int, height: int) -> bytes:
-    data = bytearray(IMAGES[0])
-    at = data.index(b"\xff\xc0")
-    data[at + 5 : at + 9] = struct.pack(">HH", height, width)
-    return bytes(data)
-
-
-def _sized_webp(width: int, height: int) -> bytes:
-    data = bytearray(image_file("WEBP", (40, 30)))
-    at = data.index(b"VP8 ") + 8 + 6
-    data[at : at + 4] = struct.pack("<HH", width, height)
-    return bytes(data)
-
-
-def _wav(rate: int, samples: int, channels: int = 1, bits: int = 16, claimed: int | None = None) -> bytes:
-    size = samples * channels * 2 if claimed is None else claimed
-    head = struct.pack("<HHIIHH", 1, channels, rate, (rate * channels * 2) % 2**32, (channels * 2) % 65_536, bits)
-    data = bytes(samples * channels * 2)
-    total = struct.pack("<I", min(36 + size, 2**32 - 1))
-    return b"RIFF" + total + b"WAVEfmt " + struct.pack("<I", 16) + head + b"data" + struct.pack("<I", size) + data
-
-
-def _float_wav(samples: np.ndarray[Any, Any]) -> bytes:
-    head = struct.pack("<HHIIHH", 3, 1, 16_000, 64_000, 4, 32)
-    data = samples.tobytes()
-    body = b"WAVEfmt " + struct.pack("<I", 16) + head + b"data" + struct.pack("<I", len(data)) + data
-    return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
 _MAKERS: tuple[tuple[float, Modality | None, Callable[[Random, Variant, int], Item]], ...] = (

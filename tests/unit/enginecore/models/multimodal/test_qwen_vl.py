@@ -145,6 +145,22 @@ def test_a_grid_that_does_not_fill_its_positions_is_refused(model: Model) -> Non
         model.encoder.rope_positions(tokens, [wrong])
 
 
+@pytest.mark.parametrize(
+    ("tensors", "why"),
+    [
+        ({}, "image_grid_thw is missing"),
+        ({"image_grid_thw": TensorData("int64", (1, 3), np.array([-1, -4, 4]).tobytes())}, "must be 1 at least"),
+        ({"image_grid_thw": TensorData("int64", (3,), bytes(24))}, "has the shape"),
+        ({"image_grid_thw": TensorData("float32", (1, 3), bytes(12))}, "is float32"),
+        ({"image_grid_thw": TensorData("int64", (1, 3), bytes(23))}, "has 23 bytes"),
+    ],
+)
+def test_positions_are_not_made_of_what_is_no_grid(model: Model, tensors: dict[str, TensorData], why: str) -> None:
+    wrong = MultiModalFeature(modality="image", identifier="0" * 64, offset=0, length=4, data=tensors)
+    with pytest.raises(ValueError, match=why):
+        model.encoder.rope_positions([1] * 9, [wrong])
+
+
 def test_positions_have_sections_and_rows_are_as_wide_as_deepstack_wants(model: Model) -> None:
     assert model.encoder.rope_positions is not None
     assert model.encoder.num_deepstack == (2 if model.family == "qwen3_vl" else 0)
