@@ -149,7 +149,9 @@ async def with_kill(
             await asyncio.sleep(0.005)
         if case.inputs or case.embeds:
             await forget(admin_port, inputs=case.inputs, embeds=case.embeds)
-        before = counted(cluster, rest)
+        before = await asyncio.to_thread(counted, cluster, rest)
+        if any(outcome.at(0).finish for outcome in outcomes):
+            raise RuntimeError("a stream has ended before the kill: ask for more tokens")
         await engine.kill()
         moment = time.monotonic()
 
@@ -219,7 +221,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="media_kills", description=(__doc__ or "").split("\n\n", 1)[1])
     parser.add_argument("--model", type=Path, help="a checkpoint with a tower for images; a tiny LLaVA by default")
     parser.add_argument("--streams", type=int, default=32, help="requests at once")
-    parser.add_argument("--tokens", type=int, default=300, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=1000, help="of each answer")
     parser.add_argument("--kv-cache", default="128MiB", help="of an engine")
     args = parser.parse_args()
     print(json.dumps({"machine": machine(), "model": args.model.name if args.model else "tiny LLaVA"}), flush=True)

@@ -26,6 +26,9 @@ REFUSALS = ("UNAVAILABLE", "CANCELLED")
 """What a frontend says that does not take a request. gRPC itself cancels calls that reach a server just as it closes."""
 REFUSED_WITHIN = 25.0
 """A refusal comes at once, or in seconds on a busy machine. What takes longer waited in vain for an engine, 30 s, and failed."""
+_NOT_WRITTEN = "Internal error from Core"
+"""What gRPC's client says when a call was over, by its deadline or by its server, before the request was written."""
+_CLOCKS_DIFFER = 0.02
 STATUS = {
     400: "INVALID_ARGUMENT",
     404: "NOT_FOUND",
@@ -103,6 +106,8 @@ class Client:
         return outcome
 
     async def _try(self, frontend: _Frontend, request: Request, outcome: Outcome, seconds: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             if request.way.startswith("/"):
                 async with asyncio.timeout(seconds):
@@ -110,7 +115,9 @@ class Client:
             else:
                 await self._over_grpc(frontend.stub, request, outcome, seconds)
         except grpc.aio.AioRpcError as e:
-            outcome.error, outcome.message = e.code().name, e.details() or ""
+            late = seconds is not None and loop.time() - began > seconds - _CLOCKS_DIFFER
+            code = "DEADLINE_EXCEEDED" if late and e.details() == _NOT_WRITTEN else e.code().name
+            outcome.error, outcome.message = code, e.details() or ""
         except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError) as e:
             outcome.error, outcome.message = "UNAVAILABLE", repr(e)
         except TimeoutError:

@@ -1,11 +1,7 @@
 """The SMG gateway, nobody's work here, in front of a frontend: OpenAI's API over ``vllm.grpc.engine.VllmEngine``."""
 
 import asyncio
-import contextlib
 import json
-import os
-import shutil
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,60 +11,17 @@ import pytest
 import pytest_asyncio
 
 from tests.e2e.conftest import DEMO_MODEL
-from tests.fakes.network.ports import free_port
+from tests.fakes.clients.smg import MISSING, SMG, gateway, post, written
 from tests.fakes.patience import PATIENCE
 from tests.fakes.processes import KEPT, Service
 
-SMG = os.environ.get("PENSTOCK_SMG") or shutil.which("smg")
-START_TIMEOUT = PATIENCE
 CHAT = {"model": "penstock-tiny", "messages": [{"role": "user", "content": "What color is the sky?"}], "temperature": 0}
 COMPLETION = {"model": "penstock-tiny", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
 
 pytestmark = [
-    pytest.mark.skipif(
-        SMG is None,
-        reason="no gateway: smg is neither on PATH nor in PENSTOCK_SMG (docs/gateways.md)",
-    ),
+    pytest.mark.skipif(SMG is None, reason=MISSING),
     pytest.mark.asyncio(loop_scope="module"),
 ]
-
-
-@contextlib.asynccontextmanager
-async def gateway(worker: str, log: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a gateway that is ready, in front of a frontend. RuntimeError, with its log, when it does not get so."""
-    port, metrics = free_port(), free_port()
-    arguments = ["--worker-urls", f"grpc://{worker}", "--host", "127.0.0.1", "--port", str(port)]
-    arguments += ["--prometheus-port", str(metrics), "--model-path", str(DEMO_MODEL)]
-    with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            str(SMG), "launch", *arguments, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": ""}
-        )
-    try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client:
-            async with asyncio.timeout(START_TIMEOUT):
-                while not await is_ready(client):
-                    if process.returncode is not None:
-                        raise RuntimeError(f"the gateway ended with {process.returncode}: {written(log)[-3000:]}")
-                    await asyncio.sleep(0.1)
-            yield client
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-        await process.wait()
-
-
-def written(log: Path) -> str:
-    """What the gateway has written."""
-    return log.read_text()
-
-
-async def is_ready(client: httpx.AsyncClient) -> bool:
-    """Whether the gateway lists the frontend's model."""
-    try:
-        response = await client.get("/v1/models")
-    except httpx.TransportError:
-        return False
-    return response.is_success and any(each["id"] == "penstock-tiny" for each in response.json()["data"])
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -98,15 +51,8 @@ async def client(log: Path) -> AsyncIterator[httpx.AsyncClient]:
     async with engine, frontend:
         await engine.serving()
         await frontend.serving()
-        async with gateway(frontend.address, log) as client:
+        async with gateway(frontend.address, DEMO_MODEL, "penstock-tiny", log) as client:
             yield client
-
-
-async def post(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    response = await client.post(path, json=body)
-    assert response.is_success, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
 
 
 async def stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

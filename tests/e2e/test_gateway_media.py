@@ -1,0 +1,107 @@
+"""Images through the SMG gateway: as tensors that it has made, and as references that the frontend fetches."""
+
+import base64
+import io
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.fakes.clients.smg import MISSING, SMG, gateway, post
+from tests.fakes.multimodal_models import make_image, save_multimodal_model
+from tests.fakes.patience import PATIENCE
+from tests.fakes.processes import KEPT, Service
+
+pytestmark = [
+    pytest.mark.skipif(SMG is None, reason=MISSING),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+FITS = {"llava": [(32, 32), (32, 32)], "qwen3_vl": [(64, 48), (32, 96)]}
+"""Sizes that are not resized: the gateway's resizing is its own, whose pixels differ by a level here and there."""
+
+
+class Served(NamedTuple):
+    """A model behind a frontend that has an HTTP server, too."""
+
+    family: str
+    name: str
+    folder: Path
+    address: str
+    client: httpx.AsyncClient
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=sorted(FITS))
+async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    """The gateway knows families by the names of models, and puts no special tokens before a chat that its template did not."""
+    name = f"{request.param.replace('_', '-')}-tiny"
+    folder = tmp_path_factory.mktemp("models") / name
+    save_multimodal_model(request.param, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None}))
+    engine = Service("penstock_enginecore", model__path=folder, cache__kv_cache_memory="64MiB", executor__num_threads=1)
+    frontend = Service(
+        "penstock_frontend",
+        metrics_flag="http.port",
+        http__host="127.0.0.1",
+        model__path=folder,
+        engines=json.dumps([engine.address]),
+        media__allow_features="true",
+        admin__port=0,
+        **KEPT,
+    )
+    async with engine, frontend:
+        await engine.serving()
+        await frontend.serving()
+        url = f"http://127.0.0.1:{frontend.metrics_port}"
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
+            yield Served(request.param, name, folder, frontend.address, client)
+
+
+def chat(name: str, *sizes: tuple[int, int]) -> dict[str, Any]:
+    """A question about images of these sizes."""
+    content: list[dict[str, Any]] = []
+    for number, (width, height) in enumerate(sizes):
+        file = io.BytesIO()
+        make_image(width, height, seed=number).save(file, "PNG")
+        url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        content.append({"type": "image_url", "image_url": {"url": url}})
+    content.append({"type": "text", "text": "What is it?"})
+    messages = [{"role": "user", "content": content}]
+    return {"model": name, "messages": messages, "temperature": 0, "max_tokens": 16, "ignore_eos": True}
+
+
+def answered(answer: dict[str, Any]) -> tuple[str, int]:
+    """What was said, without half a character at the end, and the tokens of the prompt."""
+    return answer["choices"][0]["message"]["content"].rstrip("\ufffd"), answer["usage"]["prompt_tokens"]
+
+
+async def assert_the_same(served: Served, client: httpx.AsyncClient, *sizes: tuple[int, int]) -> None:
+    """With the gateway as without, and one answer is not another's."""
+    body = chat(served.name, *sizes)
+    got, wanted = [answered(await post(each, "/v1/chat/completions", body)) for each in (client, served.client)]
+    assert got == wanted
+    assert wanted[0] != answered(await post(served.client, "/v1/chat/completions", chat(served.name)))[0]
+
+
+async def test_tensors_of_the_gateway_are_answered_as_files_are(served: Served, tmp_path: Path) -> None:
+    words = ("--mm-processing", "router")
+    async with gateway(served.address, served.folder, served.name, tmp_path / "log", *words) as client:
+        first, second = FITS[served.family]
+        await assert_the_same(served, client, first)
+        await assert_the_same(served, client, second, first)
+
+
+async def test_references_are_answered_as_files_are(served: Served, tmp_path: Path) -> None:
+    words = ("--mm-processing", "worker")
+    async with gateway(served.address, served.folder, served.name, tmp_path / "log", *words) as client:
+        if served.family == "llava":  # which the gateway keeps to itself
+            refused = await client.post("/v1/chat/completions", json=chat(served.name, (32, 32)))
+            assert refused.json()["error"]["code"] == "multimodal_worker_processing_unsupported_model"
+            return
+        await assert_the_same(served, client, (90, 70))
+        await assert_the_same(served, client, (300, 40), (64, 64))
