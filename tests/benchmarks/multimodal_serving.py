@@ -3,7 +3,8 @@
 MODEL is a checkpoint with a tower, as ``make_model --tower`` makes one. Servers of the whole stack are asked over HTTP, in turn:
 
 - *neighbours*: eight streams of text, alone and while images arrive one after the other, each another one. What counts is the
-  longest gap between two pieces of a stream. Once as the server comes, once with towers that are not sliced.
+  longest gap between two pieces of a stream, beside the time of a block of the tower alone. Once as the server comes, once with
+  towers that are not sliced and steps that are not shared; with ``--peer`` once vLLM.
 - *text*: tokens per second of text alone, beside the same checkpoint without its tower.
 - *images*: seconds to the first token at one stream, images per second at eight; with ``--peer DIR`` beside vLLM's CPU build in
   ``DIR/venv``.
@@ -17,9 +18,11 @@ import io
 import json
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,7 @@ from tests.benchmarks.speculation import healthy, served
 from tests.fakes.network.ports import free_port
 
 STREAMS, PROMPT = 8, 64
-NOT_SLICED = "engine.scheduler.max_num_encoder_tokens=1000000000"
+NOT_SLICED = ("engine.scheduler.max_num_encoder_tokens=1000000000", "engine.scheduler.max_prompt_batch_tokens=0")
 SIDE = 672
 
 
@@ -122,7 +125,7 @@ async def image_rates(url: str, images: int) -> dict[str, float]:
     pictures = Pictures()
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         await show(client, pictures)
-        alone = [await show(client, pictures, 1) for _ in range(3)]
+        alone = [await show(client, pictures, 1) for _ in range(2)]
         waiting = list(range(images))
 
         async def work() -> None:
@@ -132,7 +135,8 @@ async def image_rates(url: str, images: int) -> dict[str, float]:
 
         began = time.perf_counter()
         await asyncio.gather(*(work() for _ in range(STREAMS)))
-        return {"ttft": statistics.median(alone), "images/s": images / (time.perf_counter() - began)}
+        rate = images / (time.perf_counter() - began)
+        return {"ttft": round(statistics.median(alone), 3), "images/s": round(rate, 4)}
 
 
 @contextlib.contextmanager
@@ -153,12 +157,12 @@ def penstock(model: Path, folder: Path, name: str, *flags: str) -> Iterator[str]
 
 
 @contextlib.contextmanager
-def vllm(peer: Path, model: Path, folder: Path) -> Iterator[str]:
-    """The same of vLLM."""
+def vllm(peer: Path, packages: Path | None, model: Path, folder: Path) -> Iterator[str]:
+    """The same of vLLM. ``packages``: more of them."""
     port = free_port()
     command = [str(peer / "venv/bin/vllm"), "serve", str(model), "--port", str(port), "--served-model-name", "m"]
     command += ["--dtype", "float32", "--max-model-len", "4096"]
-    env = vllm_environment(threads=ALL_CORES, libraries=peer)
+    env = vllm_environment(threads=ALL_CORES, libraries=peer) | ({"PYTHONPATH": str(packages)} if packages else {})
     process, url = Server("vLLM", command, env, folder / "vllm-images.log"), f"http://127.0.0.1:{port}"
     try:
         process.wait(lambda: healthy(url))
@@ -178,6 +182,38 @@ def neighbours(url: str, images: int) -> dict[str, float]:
     return {name: round(1000 * seconds, 1) for name, seconds in found.items()}
 
 
+def block_seconds(model: Path) -> float:
+    """Of a block of the tower with nothing beside it, the median of an image's, in a process of its own."""
+    program = f"from {__name__ if __name__ != '__main__' else 'tests.benchmarks.multimodal_serving'} import time_blocks"
+    command = [sys.executable, "-c", f"{program}; print(time_blocks({str(model)!r}))"]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def time_blocks(model: str) -> float:
+    """Here, on as many threads as torch has."""
+    import torch
+
+    from penstock_enginecore.config import KernelsConfig, ModelConfig
+    from penstock_enginecore.forward.native_towers import pack_towers
+    from penstock_enginecore.models.loader import load_model
+    from penstock_enginecore.native.backend import open_backend
+
+    cpu = torch.device("cpu")
+    encoder = load_model(ModelConfig(path=model), cpu, lambda _: None, with_towers=True).encoder
+    if encoder is None:
+        raise SystemExit(f"{model} has no tower")
+    pack_towers(encoder, open_backend(KernelsConfig(), cpu, torch.get_num_threads()))
+    seconds: list[float] = []
+    for _ in range(2):
+        seconds.clear()  # of the first
+        encoder.start(encoder.largest("image"))
+        while encoder.has_work:
+            began = time.perf_counter()
+            encoder.advance(0)
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
 def tell(found: dict[str, Any]) -> None:
     """A line."""
     print(json.dumps(found), flush=True)
@@ -188,8 +224,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="multimodal_serving", description=(__doc__ or "").split("\n\n", 1)[1])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--peer", type=Path, help="where vLLM's CPU build is")
+    parser.add_argument("--peer-packages", type=Path, help="what vLLM imports besides: torchvision")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--images", type=int, default=4, help="of a round")
+    parser.add_argument("--server", choices=("penstock", "not sliced", "vLLM"), action="append", help="these alone")
     parser.add_argument("--only", choices=("neighbours", "text", "images"), action="append")
     parser.add_argument("--set", action="append", default=[], help="more settings of the servers with a tower")
     parser.add_argument("--folder", type=Path, default=Path("build/multimodal_serving"))
@@ -197,11 +235,18 @@ def main() -> int:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     what = arguments.only or ["neighbours", "text", "images"]
     more = [word for setting in arguments.set for word in ("--set", setting)]
+    ours = partial(penstock, arguments.model, arguments.folder)
+    not_sliced = [word for setting in NOT_SLICED for word in ("--set", setting)]
+    servers = {"penstock": partial(ours, "images", *more), "not sliced": partial(ours, "not-sliced", *more, *not_sliced)}
+    if arguments.peer:
+        servers["vLLM"] = partial(vllm, arguments.peer, arguments.peer_packages, arguments.model, arguments.folder)
+    servers = {name: server for name, server in servers.items() if name in (arguments.server or servers)}
     tell({"machine": machine(), "model": arguments.model.name, "settings": arguments.set})
     for number in range(arguments.rounds):
         if "neighbours" in what:
-            for name, flags in (("sliced", more), ("not sliced", [*more, "--set", NOT_SLICED])):
-                with penstock(arguments.model, arguments.folder, name.replace(" ", "-"), *flags) as url:
+            tell({"round": number, "one block": round(1000 * block_seconds(arguments.model), 1)})
+            for name, server in servers.items():
+                with server() as url:
                     tell({"round": number, "neighbours": name} | neighbours(url, arguments.images))
         if "text" in what:
             rates = {}
@@ -211,11 +256,11 @@ def main() -> int:
                     rates[name] = round(statistics.median([asyncio.run(text_rate(url, 32)) for _ in range(3)]), 1)
             tell({"round": number, "text": rates, "ratio": round(rates["with tower"] / rates["without"], 3)})
         if "images" in what:
-            with penstock(arguments.model, arguments.folder, "images", *more) as url:
-                tell({"round": number, "images": "penstock"} | asyncio.run(image_rates(url, 4 * arguments.images)))
-            if arguments.peer:
-                with vllm(arguments.peer, arguments.model, arguments.folder) as url:
-                    tell({"round": number, "images": "vLLM"} | asyncio.run(image_rates(url, 4 * arguments.images)))
+            for name, server in servers.items():
+                if name == "not sliced":
+                    continue
+                with server() as url:
+                    tell({"round": number, "images": name} | asyncio.run(image_rates(url, 2 * arguments.images)))
     return 0
 
 

@@ -27,6 +27,7 @@ class EncoderQueue:
         """Whether the step that was begun last computes anything."""
         self._items: dict[str, _Item] = {}
         self._left = 0
+        self._waits = False
 
     def __len__(self) -> int:
         return len(self._items)
@@ -34,10 +35,11 @@ class EncoderQueue:
     def __contains__(self, identifier: str) -> bool:
         return identifier in self._items
 
-    def begin_step(self) -> list[str]:
-        """Compute for a step. Returns the items that are done before its forward pass."""
+    def begin_step(self, *, waits: bool = False) -> list[str]:
+        """Compute for a step; nothing at all if it ``waits``. Returns the items that are done before its forward pass."""
         self._left = self.budget
         self.is_used = False
+        self._waits = waits
         return self._advance() if self._items else []
 
     def add(self, identifier: str, num_embeds: int, num_blocks: int) -> bool:
@@ -56,8 +58,8 @@ class EncoderQueue:
             self.num_pending -= item.num_embeds
 
     def _advance(self) -> list[str]:
-        done = []
-        while self._items:
+        done: list[str] = []
+        while self._items and not self._waits:
             identifier, item = next(iter(self._items.items()))
             count = min(max(self._left // item.num_embeds, 0 if self.is_used else 1), item.num_blocks_left)
             if count:

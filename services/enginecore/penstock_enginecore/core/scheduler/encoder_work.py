@@ -76,10 +76,18 @@ class EncoderWork:
 
     # A step.
 
-    def begin_step(self) -> None:
-        """A step is being scheduled: what it encodes first is known."""
-        for identifier in self._queue.begin_step():
+    @property
+    def has_work(self) -> bool:
+        """Whether an item is to be encoded."""
+        return bool(self._queue)
+
+    def begin_step(self, *, waits: bool) -> bool:
+        """A step is being scheduled: what it encodes first is known; nothing, also of what comes, while that ``waits``. Returns
+        whether it encodes.
+        """
+        for identifier in self._queue.begin_step(waits=waits):
             self._done(identifier)
+        return self._queue.is_used
 
     def fit(self, request: Request, start: int, count: int, output: SchedulerOutput) -> int:
         """How many of ``count`` tokens from ``start`` on a step takes without parting what is computed together; 0 while it has

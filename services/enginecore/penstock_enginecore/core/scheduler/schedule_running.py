@@ -50,6 +50,8 @@ class RunningScheduler:
                     continue
                 if num_new_tokens > 1:
                     num_new_tokens = budget.tokens_for(num_new_tokens, output)
+                    if num_new_tokens == 0:
+                        continue
                 elif decodes_left is not None and decodes(request):
                     if decodes_left == 0:
                         continue

@@ -12,6 +12,7 @@ from penstock_enginecore.core.request_log import log_incident
 from penstock_enginecore.core.scheduler.admission import QueueAdmission
 from penstock_enginecore.core.scheduler.base import Clock
 from penstock_enginecore.core.scheduler.budget import StepBudget
+from penstock_enginecore.core.scheduler.dealing import decodes
 from penstock_enginecore.core.scheduler.encoder_work import EncoderWork
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
@@ -63,8 +64,7 @@ class WaitingScheduler:
         """Let those go on whose adapters have got a slot, and whose media are encoded before the step's forward pass.
         ``requests``: the living ones by key.
         """
-        if self._encoder is not None:
-            self._encoder.begin_step()
+        self._budget.begin_step(self._encoder, decoding=any(map(decodes, self._running)))
         if self._lora_slots is not None:
             for key in self._lora_slots.settle(self._clock()):
                 self._waiting.release(requests[key], Hold.LORA_SLOT)
@@ -100,7 +100,7 @@ class WaitingScheduler:
         if not self._budget.may_join(num_missing_tokens, output):
             return False
         num_new_tokens = self._budget.tokens_for(num_missing_tokens, output)
-        if num_new_tokens < num_missing_tokens and not self._budget.chunked_prefill:
+        if num_new_tokens == 0 or (num_new_tokens < num_missing_tokens and not self._budget.chunked_prefill):
             return False
         if self._encoder is not None and computed.num_tokens < request.media_end:
             num_new_tokens = self._encoder.fit(request, computed.num_tokens, num_new_tokens, output)
