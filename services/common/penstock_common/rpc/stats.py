@@ -14,6 +14,7 @@ _NAMES = tuple(field.name for field in msgspec.structs.fields(SchedulerStats) if
 _LORA_NUMBERS = tuple(
     field.name for field in msgspec.structs.fields(LoraStats) if field.name not in ("active", "waiting", "held")
 )
+_MEDIA_NUMBERS = tuple(field.name for field in msgspec.structs.fields(MediaStats))
 
 
 def from_proto(message: stats_pb2.SchedulerStats, *, path: str = "scheduler_stats") -> SchedulerStats:
@@ -79,7 +80,7 @@ def media_from_proto(message: stats_pb2.MediaStats, *, path: str = "media") -> M
     """The domain's statistics of media. Raises InvalidArgument for numbers that can not be."""
     if not 0.0 <= message.encoder_cache_usage <= 1.0:
         _refuse(f"{path}.encoder_cache_usage", message.encoder_cache_usage, "from 0 to 1")
-    return MediaStats(**{field.name: getattr(message, field.name) for field in msgspec.structs.fields(MediaStats)})
+    return MediaStats(**{name: getattr(message, name) for name in _MEDIA_NUMBERS})
 
 
 def held_from_proto(message: stats_pb2.LoraHeld, *, path: str = "held") -> LoraHeld:
