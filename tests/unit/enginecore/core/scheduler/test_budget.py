@@ -5,6 +5,7 @@ import pytest
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import SchedulerConfig
 from penstock_enginecore.core.scheduler.budget import StepBudget
+from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from tests.fakes.engines.engine_harness import (
     assert_as_expected,
     make_engine,
@@ -66,3 +67,36 @@ def test_a_stages_piece_holds_what_is_computed_together(largest_span, tokens):
         config, supports_chunked_prefill=True, max_model_len=8192, num_stages=2, largest_span=largest_span
     )
     assert budget.max_num_tokens == tokens
+
+
+def test_beside_requests_that_decode_prompts_have_few_tokens_of_a_step():
+    engine = make_engine(max_num_batched_tokens=40, max_prompt_batch_tokens=8, prefix_caching=False)
+    requests = [make_request(3, max_tokens=6), make_request(25, max_tokens=2, seed=1)]
+    transcript = run_to_end(engine, *requests)
+    assert_as_expected(engine, transcript, *requests)
+    assert tokens_by_step(engine) == [[3], [1, 8], [1, 8], [1, 8], [1, 1], [1, 1]]
+
+
+def test_prompts_share_what_they_have_beside_decodes_and_have_whole_steps_without():
+    engine = make_engine(max_num_batched_tokens=40, max_prompt_batch_tokens=8, prefix_caching=False)
+    first = make_request(3, max_tokens=3)
+    requests = [make_request(30, max_tokens=1, seed=1), make_request(list(range(90, 96)), max_tokens=1)]
+    transcript = run_to_end(engine, first, *requests)
+    assert_as_expected(engine, transcript, first, *requests)
+    # One decodes in two steps; the second prompt would be too many to begin with the first.
+    assert tokens_by_step(engine) == [[3], [1, 8], [1, 8], [14], [6]]
+
+
+def test_drafts_are_not_counted_as_tokens_of_prompts():
+    config = SchedulerConfig(max_num_batched_tokens=100, max_prompt_batch_tokens=8)
+    budget = StepBudget(config, supports_chunked_prefill=True, max_model_len=8192)
+    budget.begin_step(None, decoding=True)
+    output = SchedulerOutput(
+        num_scheduled_tokens={"a": 20}, total_num_scheduled_tokens=20, scheduled_spec_decode_tokens={"a": [7] * 19}
+    )
+    assert budget.tokens_for(50, output) == 8
+    assert budget.may_join(50, output)
+    output.num_scheduled_tokens["b"] = 8
+    output.total_num_scheduled_tokens += 8
+    assert budget.tokens_for(50, output) == 1  # a token of each request is not counted
+    assert not budget.may_join(2, output)

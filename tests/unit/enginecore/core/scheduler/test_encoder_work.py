@@ -121,6 +121,38 @@ def test_a_running_request_computes_up_to_what_is_not_there():
     assert [identifier_of(1), identifier_of(2)] == engine.executor.encoder.encoded
 
 
+def test_beside_decodes_towers_and_prompts_take_turns():
+    engine = media_engine(max_prompt_batch_tokens=6)
+    transcript = Transcript()
+    text = make_request(5, max_tokens=20)
+    add(engine, text)
+    step(engine, transcript)
+    image, prompt = images(1, max_tokens=1), make_request(list(range(300, 320)), max_tokens=1)
+    assert_as_expected(engine, run_to_end(engine, image, prompt, transcript=transcript), text, image, prompt)
+    told = [(tokens - 1, budget) for tokens, budget, _ in steps_of(engine)[1:10]]
+    # A block of the image and six tokens of the prompt; at last what is left of that, and the image's own tokens.
+    assert told == [(6, 0), (0, 8), (6, 0), (0, 8), (6, 0), (0, 8), (2, 0), (6, 0), (6, 0)]
+    assert_nothing_left(engine)
+
+
+def test_alone_an_item_has_the_step_in_which_its_tokens_are():
+    engine = media_engine(max_prompt_batch_tokens=6)
+    request = images(1, max_tokens=2)
+    assert_as_expected(engine, run_to_end(engine, request), request)
+    assert steps_of(engine) == [(0, 8, 1), (0, 8, 0), (13, 8, 0), (1, 0, 0), (0, 0, 0)]
+
+
+def test_a_span_that_is_computed_together_has_a_step_beside_decodes():
+    engine = media_engine(media=(WHOLE,), max_prompt_batch_tokens=4, max_num_batched_tokens=32)
+    transcript = Transcript()
+    text = make_request(5, max_tokens=20)
+    add(engine, text)
+    step(engine, transcript)
+    image = images(1, max_tokens=1)
+    assert_as_expected(engine, run_to_end(engine, image, transcript=transcript), text, image)
+    assert [1, 8] in tokens_by_step(engine)
+
+
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_images_that_exceed_the_cache_together_go_through(async_scheduling):
     engine = media_engine(size=16, async_scheduling=async_scheduling, max_num_encoder_tokens=100)
