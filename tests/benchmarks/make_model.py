@@ -6,11 +6,13 @@
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
@@ -124,11 +126,20 @@ def make_model(directory: Path, size: str, *, tower: bool = False) -> None:
     )
     model = _with_tower(config, directory) if tower else _text_model(config)
     model.save_pretrained(directory)
+    if tower:
+        _name_as_published(directory / "model.safetensors")
 
 
 def _text_model(config: PretrainedConfig) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=config.dtype)  # type: ignore[no-untyped-call]
     return model
+
+
+def _name_as_published(file: Path) -> None:
+    """Weights of a tower have the names that checkpoints of LLaVA have had, which other servers know alone."""
+    weights = load_file(file)
+    named = {re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): w for name, w in weights.items()}
+    save_file(named, file, metadata={"format": "pt"})
 
 
 def _with_tower(text: PretrainedConfig, directory: Path) -> PreTrainedModel:
