@@ -6,12 +6,11 @@ from math import ceil, sqrt
 from typing import Any, ClassVar
 
 import torch
-from transformers import PretrainedConfig
 from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, image_size_to_num_patches
 
 from penstock_common.types.media import Modality
-from penstock_enginecore.models.multimodal.families.base import Family, Intake, Tensors
-from penstock_enginecore.models.multimodal.families.squares import check_square_tower, positions_of_square
+from penstock_enginecore.models.multimodal.families.base import Intake, Tensors
+from penstock_enginecore.models.multimodal.families.squares import SquareFamily, chosen_states, positions_of_square
 from penstock_enginecore.models.multimodal.tensors import INTEGERS, PIXELS, ItemError, Spec
 
 _PIXELS, _SIZES, _NUM_IMAGES, _VIDEO = "pixel_values", "image_sizes", "batch_num_images", "pixel_values_videos"
@@ -59,8 +58,7 @@ class _Images(Intake):
         found = self.towers.get_image_features(
             pixel_values=self.pixels(tensors[_PIXELS], 2),
             image_sizes=tensors[_SIZES].cpu(),
-            vision_feature_layer=self.config.vision_feature_layer,
-            vision_feature_select_strategy=self.config.vision_feature_select_strategy,
+            **chosen_states(self.config),
             **self._options(tensors),
         )
         rows: torch.Tensor = found.pooler_output[0]
@@ -171,11 +169,7 @@ class _OneVisionVideo(Intake):
 
     def encode(self, tensors: Tensors) -> torch.Tensor:
         """See ``Intake``."""
-        found = self.towers.get_video_features(
-            self.pixels(tensors[_VIDEO], 2),
-            vision_feature_layer=self.config.vision_feature_layer,
-            vision_feature_select_strategy=self.config.vision_feature_select_strategy,
-        )
+        found = self.towers.get_video_features(self.pixels(tensors[_VIDEO], 2), **chosen_states(self.config))
         rows: torch.Tensor = found.pooler_output[0]
         return rows
 
@@ -195,26 +189,16 @@ class _OneVisionVideo(Intake):
         return max(min(most, (self.checkpoint.max_tokens - 1) // self._per_frame), 1)
 
 
-class LlavaNext(Family):
+class LlavaNext(SquareFamily):
     """LLaVA 1.6."""
 
     intakes: ClassVar[tuple[type[Intake], ...]] = (_Images,)
 
-    @classmethod
-    def unsupported(cls, config: PretrainedConfig) -> str | None:
-        """See ``Family``."""
-        return check_square_tower(config)
 
-
-class LlavaOneVision(Family):
+class LlavaOneVision(SquareFamily):
     """Images alone, or several in a prompt, and video."""
 
     intakes: ClassVar[tuple[type[Intake], ...]] = (_OneVisionImages, _OneVisionVideo)
-
-    @classmethod
-    def unsupported(cls, config: PretrainedConfig) -> str | None:
-        """See ``Family``."""
-        return check_square_tower(config)
 
 
 def _is_one_of_several(tensors: Tensors) -> bool:

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from transformers import PretrainedConfig
 
-from penstock_enginecore.models.multimodal.families.base import Family, Intake, Tensors
-from penstock_enginecore.models.multimodal.families.squares import check_square_tower, positions_of_square
+from penstock_enginecore.models.multimodal.families.base import Intake, Tensors
+from penstock_enginecore.models.multimodal.families.squares import SquareFamily, chosen_states, positions_of_square
 from penstock_enginecore.models.multimodal.tensors import PIXELS, Spec
 
 _PIXELS = "pixel_values"
@@ -33,11 +32,8 @@ class _Images(Intake):
 
     def encode(self, tensors: Tensors) -> torch.Tensor:
         """See ``Intake``."""
-        found = self.towers.get_image_features(
-            pixel_values=self.pixels(tensors[_PIXELS], 1),
-            vision_feature_layer=self.config.vision_feature_layer,
-            vision_feature_select_strategy=self.config.vision_feature_select_strategy,
-        )
+        pixels = self.pixels(tensors[_PIXELS], 1)
+        found = self.towers.get_image_features(pixel_values=pixels, **chosen_states(self.config))
         rows: torch.Tensor = found.pooler_output[0]
         return rows
 
@@ -47,12 +43,7 @@ class _Images(Intake):
         return {_PIXELS: torch.zeros(1, 3, side, side, dtype=torch.uint8)}
 
 
-class Llava(Family):
+class Llava(SquareFamily):
     """LLaVA 1.5 and what is made like it."""
 
     intakes: ClassVar[tuple[type[Intake], ...]] = (_Images,)
-
-    @classmethod
-    def unsupported(cls, config: PretrainedConfig) -> str | None:
-        """See ``Family``."""
-        return check_square_tower(config)

@@ -4,6 +4,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from penstock_enginecore.models.multimodal.families.base import Family
+
 _WITH_CLASS = "clip_vision_model"
 """Its first position is that of the class."""
 SQUARE_TOWERS = (_WITH_CLASS, "siglip_vision_model")
@@ -17,6 +19,23 @@ def check_square_tower(config: PretrainedConfig) -> str | None:
     if not isinstance(tower.image_size, int) or not isinstance(tower.patch_size, int):
         return "its tower takes images that are not square"
     return None
+
+
+class SquareFamily(Family):
+    """A checkpoint with such a tower."""
+
+    @classmethod
+    def unsupported(cls, config: PretrainedConfig) -> str | None:
+        """See ``Family``."""
+        return check_square_tower(config)
+
+
+def chosen_states(config: Any) -> dict[str, Any]:
+    """Which of the tower's states make the embeddings, as arguments of transformers' model."""
+    return {
+        "vision_feature_layer": config.vision_feature_layer,
+        "vision_feature_select_strategy": config.vision_feature_select_strategy,
+    }
 
 
 def positions_of_square(config: Any) -> int:
