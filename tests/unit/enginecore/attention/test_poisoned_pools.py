@@ -116,12 +116,14 @@ def first_key(params: AttentionParams, position: int) -> int:
     return max(window, chunk)
 
 
-def check(backend: Backend, step: Step, params: AttentionParams, number: float) -> None:
+def check(backend: Backend, step: Step, params: AttentionParams, *numbers: float) -> None:
     pool = Pool(backend.make(), step)
     expected = pool.attend(params)
     assert expected.isfinite().all()
-    pool.fill(pool.unseen(params), number)
-    assert torch.equal(pool.attend(params), expected)
+    unseen = pool.unseen(params)
+    for number in numbers:
+        pool.fill(unseen, number)
+        assert torch.equal(pool.attend(params), expected)
 
 
 @every_backend
@@ -131,9 +133,7 @@ def test_what_lies_in_slots_that_no_query_sees_changes_no_bit(
     backend: Backend, params: AttentionParams, lengths: tuple[list[int], list[int]]
 ) -> None:
     for block_size in backend.block_sizes:
-        step = make_step(*lengths, block_size=block_size)
-        for number in POISONS.values():
-            check(backend, step, params, number)
+        check(backend, make_step(*lengths, block_size=block_size), params, *POISONS.values())
 
 
 @every_backend
