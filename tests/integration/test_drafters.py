@@ -12,7 +12,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams, StructuredOutput
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.models.errors import ModelLoadError
-from tests.fakes.engines.in_process import build_engine, generate
+from tests.fakes.engines.in_process import Run, build_engine, generate
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 
 DEMO = Path("examples/demo_model/penstock-tiny")
@@ -95,6 +95,7 @@ def test_a_draft_model_is_slept_on_and_woken(models: dict[str, Path]) -> None:
     expect_the_same_behind_sleep(engine)
 
 
+@pytest.mark.slow
 def test_workers_in_processes_draft_as_one_does(models: dict[str, Path]) -> None:
     expected = generate(engine_of(models["model"]), requests(0.8)).tokens
     engine = engine_of(
@@ -135,13 +136,8 @@ SCHEMAS = (
 )
 
 
-@pytest.mark.parametrize("method", ["prediction", "ngram", "draft_model"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_constrained_requests_get_the_tokens_that_they_get_without(method: str, temperature: float) -> None:
-    speculative = {"method": method, "num_speculative_tokens": 6} | (
-        {"model": str(DRAFTER)} if method == "draft_model" else {}
-    )
-    made = [
+def constrained(temperature: float) -> list[tuple[str, list[int], SamplingParams]]:
+    return [
         (
             f"r{number}",
             [10 + number, 20, 30],
@@ -154,14 +150,33 @@ def test_constrained_requests_get_the_tokens_that_they_get_without(method: str, 
         )
         for number in range(9)
     ]
-    plain, engine = engine_of(DEMO), engine_of(DEMO, speculative)
+
+
+@pytest.fixture(scope="module")
+def without() -> dict[float, Run]:
+    """Answers to constrained requests without drafts, by temperature. Processes that follow constraints take seconds to start."""
+    engine = engine_of(DEMO)
     try:
-        expected, found = generate(plain, made), generate(engine, made)
-        assert found.tokens == expected.tokens
-        assert found.finish_reasons == expected.finish_reasons
-        assert found.stats.spec_decoding_stats.num_accepted_tokens > 0
+        return {temperature: generate(engine, constrained(temperature)) for temperature in (0.0, 0.9)}
     finally:
-        plain.shutdown()
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("method", ["prediction", "ngram", "draft_model"])
+def test_constrained_requests_get_the_tokens_that_they_get_without(method: str, without: dict[float, Run]) -> None:
+    engine = engine_of(
+        DEMO,
+        {"method": method, "num_speculative_tokens": 6} | ({"model": str(DRAFTER)} if method == "draft_model" else {}),
+    )
+    num_accepted = 0
+    try:
+        for temperature, expected in without.items():
+            found = generate(engine, constrained(temperature))
+            assert found.tokens == expected.tokens
+            assert found.finish_reasons == expected.finish_reasons
+            assert found.stats.spec_decoding_stats.num_accepted_tokens > num_accepted
+            num_accepted = found.stats.spec_decoding_stats.num_accepted_tokens
+    finally:
         engine.shutdown()
 
 

@@ -95,8 +95,10 @@ class Seen:
         monkeypatch.setattr(NativeHead, "chain", count)
 
 
-@pytest.mark.parametrize("kernels", [{}, {"decoder": False}, {"isa": "off"}])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "kernels"),
+    [*((layout, {}) for layout in LAYOUTS), *((LAYOUTS[0], off) for off in ({"decoder": False}, {"isa": "off"}))],
+)
 @pytest.mark.parametrize("head", HEADS)
 def test_drafts_are_those_of_plain_torch(
     model: Path, head: str, layout: str, kernels: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -149,6 +151,7 @@ def test_a_head_is_slept_on_and_woken(model: Path, tmp_path: Path) -> None:
     assert not engine.drafter_failure
 
 
+@pytest.mark.slow
 def test_workers_in_processes_draft_as_one_does(model: Path, tmp_path: Path) -> None:
     expected = generate(engine_of(model), requests(0.8)).tokens
     engine = engine_of(

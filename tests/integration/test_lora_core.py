@@ -250,6 +250,7 @@ def test_drafts_of_a_request_are_its_adapters_too(make: Make, telling: Telling, 
     assert stats.num_accepted_tokens > 5
 
 
+@pytest.mark.slow
 def test_workers_that_are_processes_read_adapters_beside_their_steps(
     model: Path, tmp_path: Path, telling: Telling
 ) -> None:
