@@ -9,19 +9,19 @@ pytestmark = pytest.mark.slow
 
 async def test_hostile_media_are_their_senders_errors_and_leave_nothing_behind() -> None:
     options = Options(
-        requests=400,
+        requests=300,
         seed=1,
         rate=80.0,
         at_once=8,
         quiet=0.0,
         schema_examples=0,
-        variants=("images", "sound"),
+        variants=("images",),
         warm=100,
         special=False,
     )
     result = await fuzz(options)
     assert not result.wrong, report(result)
-    assert result.findings.count >= 400
+    assert result.findings.count >= 300
 
 
 async def test_hostile_requests_are_their_senders_errors_and_leave_nothing_behind() -> None:

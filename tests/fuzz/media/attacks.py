@@ -94,8 +94,9 @@ class MediaAttacks:
 
     def _killed(self, rng: Random, variant: Variant, http: bool) -> _Made:
         times = rng.choice((0, 1, 1, 2))
-        reasons = frozenset({UNREADABLE}) if times > 1 else frozenset[str]()
-        prompt = Prompt("killed", ["a", items.slow(rng, variant)], [1], reasons, taken=True, salt=self._salt(rng))
+        item = items.slow(rng, variant)
+        reasons = item.reasons | ({UNREADABLE} if times > 1 else set())
+        prompt = Prompt("killed", ["a", item], [1], reasons, item.taken, self._salt(rng))
         made = self._call(prompt, rng, variant, http)
         return None if made is None else (f"killed {times}", Killing(made, times))
 

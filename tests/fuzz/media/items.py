@@ -46,9 +46,10 @@ def good(rng: Random, variant: Variant) -> Item:
 
 
 def slow(rng: Random, variant: Variant) -> Item:
-    """One that takes a decoder a while and must be taken; no two are the same."""
+    """One that takes a decoder a while; no two are the same. An image must be taken, a sound is longer than the model hears."""
     if variant.media == ("audio",):
-        return Item("slow", "audio", EncodedFile(files.long_sound() + rng.randbytes(8)), frozenset(), taken=True)
+        sound = EncodedFile(files.long_sound() + rng.randbytes(8))
+        return Item("slow", "audio", sound, frozenset({UNREADABLE, TOO_LARGE}), taken=False)
     return Item("slow", "image", EncodedFile(files.large_image() + rng.randbytes(8)), frozenset(), taken=True)
 
 

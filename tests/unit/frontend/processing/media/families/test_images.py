@@ -1,5 +1,6 @@
 """Images of every family: tokens as transformers' own processor makes them, tensors as its Pillow backend gives them."""
 
+import math
 import random
 from collections.abc import Iterator
 from functools import cache
@@ -187,16 +188,23 @@ def test_what_a_client_processed_is_the_same_item(model: Model) -> None:
     assert model.family.described("image", data) == item
 
 
-@pytest.mark.parametrize("change", ["missing", "shape", "more"])
+@pytest.mark.parametrize("change", ["missing", "shape", "dtype", "more"])
 def test_tensors_that_the_model_does_not_take_are_refused(model: Model, change: str) -> None:
     data = dict(model.processor.image(picture(90, 60), {}).data)
     data.pop("pixel_values_of_square", None)
     pixels = data.pop("pixel_values")
     if change == "shape":
         data["pixel_values"] = TensorData(pixels.dtype, (*pixels.shape, 1), pixels.data)
+    elif change == "dtype":
+        data["pixel_values"] = TensorData("int64", pixels.shape, bytes(8 * math.prod(pixels.shape)))
     elif change == "more":
         data |= {"pixel_values": pixels, "input_ids": TensorData("int64", (1,), bytes(8))}
-    names = {"missing": "pixel_values is missing", "shape": "pixel_values has shape", "more": "input_ids is no input"}
+    names = {
+        "missing": "pixel_values is missing",
+        "shape": "pixel_values has shape",
+        "dtype": "pixel_values is int64",
+        "more": "input_ids is no input",
+    }
     if model.name in ("idefics3", "smolvlm") and change != "more":
         names[change] = "rows is missing"
     with pytest.raises(ValueError, match=names[change]):
