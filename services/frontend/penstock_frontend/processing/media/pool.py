@@ -223,7 +223,8 @@ class WorkerPool:
             return await self._started()
         except (NoWorker, WorkerLost, OSError) as e:
             self._num_lost += 1
-            if isinstance(e, WorkerLost) and self._num_lost < _STARTS * self._config.num_workers:  # whatever killed it need not kill the next
+            if isinstance(e, WorkerLost) and self._num_lost < _STARTS * self._config.num_workers:
+                # Whatever killed it need not kill the next.
                 get_logger().warning("a media worker ended while it started", error=str(e))
                 return None
             self._failure = str(e) or type(e).__name__
