@@ -20,14 +20,14 @@ class InProcessPreparer:
 
     def __init__(self, family: Family) -> None:
         self.family = family
-        self.asked: list[tuple[str, float | None]] = []
+        self.asked: list[tuple[str, float | None, str]] = []
         self._processor = family.make_processor()()
 
     async def prepare(
-        self, parts: Sequence[MediaPart], *, cache_salt: str, deadline: float | None
+        self, parts: Sequence[MediaPart], *, cache_salt: str, deadline: float | None, tenant: str = ""
     ) -> list[PreparedMedia]:
         """One after the other."""
-        self.asked.append((cache_salt, deadline))
+        self.asked.append((cache_salt, deadline, tenant))
         return [PreparedMedia(self._item(part), _identifier(part, cache_salt)) for part in parts]
 
     def _item(self, part: MediaPart) -> ProcessedItem:

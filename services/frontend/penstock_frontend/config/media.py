@@ -88,7 +88,15 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             description="Seconds that a media worker may take for one item. What takes longer is refused.",
         ),
     ] = 30.0
-    max_queued: Annotated[int, Meta(ge=1, le=1_000_000, description="Items that may wait for a media worker.")] = 512
+    max_queued: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1_000_000,
+            description="Items that may wait for a media worker. Tenants take turns; in a full queue one that has fewer waiting "
+            "takes the place of the last of the one that has most.",
+        ),
+    ] = 512
     store_bytes: Annotated[
         ByteSize,
         Meta(

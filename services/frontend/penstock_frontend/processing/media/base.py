@@ -21,10 +21,11 @@ class MediaPreparer(Protocol):
     family: Family
 
     async def prepare(
-        self, parts: Sequence[MediaPart], *, cache_salt: str, deadline: float | None
+        self, parts: Sequence[MediaPart], *, cache_salt: str, deadline: float | None, tenant: str = ""
     ) -> list[PreparedMedia]:
-        """In the order of ``parts``. ``deadline`` in seconds since the Unix epoch. Raises InvalidArgument with reason
-        MEDIA_UNREADABLE, MEDIA_TOO_LARGE or MEDIA_TOO_MANY, PermissionDenied with MEDIA_NOT_ALLOWED, Unavailable or, where
-        another try brings nothing, InvalidArgument with MEDIA_FETCH_FAILED, each with the part's field, the value and the limit;
-        ResourceExhausted while queues are full; DeadlineExceeded.
+        """In the order of ``parts``. ``deadline`` in seconds since the Unix epoch. ``tenant``: whose they are.
+
+        Raises InvalidArgument with reason MEDIA_UNREADABLE, MEDIA_TOO_LARGE or MEDIA_TOO_MANY, PermissionDenied with
+        MEDIA_NOT_ALLOWED, Unavailable or, where another try brings nothing, InvalidArgument with MEDIA_FETCH_FAILED, each with
+        the part's field, the value and the limit; ResourceExhausted while queues are full; DeadlineExceeded.
         """

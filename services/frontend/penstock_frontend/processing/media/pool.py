@@ -4,7 +4,6 @@ import asyncio
 import pickle
 import signal
 import time
-from collections import deque
 from collections.abc import Callable
 
 from penstock_common.drain_rate import DrainRate, retry_after
@@ -14,6 +13,7 @@ from penstock_common.observability.logging import get_logger
 from penstock_frontend.config.media import MediaConfig
 from penstock_frontend.processing.media import refusals
 from penstock_frontend.processing.media.decode_limits import DecodeLimits, TooLarge, Unreadable
+from penstock_frontend.processing.media.fair_queue import FairQueue
 from penstock_frontend.processing.media.families.base import FamilyProcessor
 from penstock_frontend.processing.media.item import ProcessedItem
 from penstock_frontend.processing.media.metrics import MediaMetrics
@@ -33,10 +33,11 @@ _UNMEASURED = 1.0
 class _Waiting:
     """An item in the queue or in a worker."""
 
-    __slots__ = ("attempts", "came", "job", "result")
+    __slots__ = ("attempts", "came", "job", "result", "tenant")
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, tenant: str) -> None:
         self.job = job
+        self.tenant = tenant
         self.result: asyncio.Future[ProcessedItem] = asyncio.get_running_loop().create_future()
         self.came = time.perf_counter()
         self.attempts = 0
@@ -67,7 +68,7 @@ class WorkerPool:
             memory=config.worker_memory,
             seconds=config.worker_timeout,
         )
-        self._queue: deque[_Waiting] = deque()
+        self._queue: FairQueue[_Waiting] = FairQueue()
         self._work = asyncio.Event()
         self._rate = DrainRate()
         self._workers: set[WorkerProcess] = set()
@@ -97,25 +98,33 @@ class WorkerPool:
             for number in range(self._config.num_workers)
         ]
 
-    async def process(self, job: Job) -> ProcessedItem:
-        """Raises TooLarge, Unreadable; ResourceExhausted while the queue is full; Unavailable where there is no worker."""
+    async def process(self, job: Job, tenant: str = "") -> ProcessedItem:
+        """Raises TooLarge, Unreadable; ResourceExhausted while the queue is full, or where it was and the place went to a tenant
+        that had fewer waiting; Unavailable where there is no worker.
+        """
         if self._closed:
             raise refusals.shutting_down()
         if self._failure and not self._workers:
             raise _no_worker()
         if len(self._queue) >= self._config.max_queued:
-            seconds = self._rate.time_for(time.monotonic(), 1, 0)
-            raise ResourceExhausted(
-                f"{len(self._queue)} items wait for a media worker; media.max_queued is {self._config.max_queued}",
-                retry_after=retry_after(_UNMEASURED if seconds is None else seconds),
-            )
+            self._make_room(tenant)
         if not self._queue:
             self._rate.begin(time.monotonic())
-        waiting = _Waiting(job)
-        self._queue.append(waiting)
+        waiting = _Waiting(job, tenant)
+        self._queue.put(tenant, waiting)
         self._metrics.queued(len(self._queue))
         self._work.set()
         return await waiting.result
+
+    def _make_room(self, tenant: str) -> None:
+        seconds = self._rate.time_for(time.monotonic(), 1, 0)
+        full = ResourceExhausted(
+            f"{len(self._queue)} items wait for a media worker; media.max_queued is {self._config.max_queued}",
+            retry_after=retry_after(_UNMEASURED if seconds is None else seconds),
+        )
+        if (displaced := self._queue.displace(tenant)) is None:
+            raise full
+        displaced.fail(full)
 
     async def close(self) -> None:
         """End all workers; what waits fails as Unavailable. Idempotent."""
@@ -127,7 +136,7 @@ class WorkerPool:
 
     def _fail_all(self, error: Callable[[], Unavailable]) -> None:
         while self._queue:
-            self._queue.popleft().fail(error())
+            self._queue.take().fail(error())
 
     async def _serve(self, worker: WorkerProcess | None) -> None:
         """A place in the pool: a worker, and the next when that is gone."""
@@ -135,28 +144,45 @@ class WorkerPool:
             while True:
                 if worker is None and (worker := await self._replaced()) is None:
                     continue
-                waiting = await self._next()
-                if not worker.alive:  # it ended while it had nothing to do, which is no item's fault
-                    self._again(waiting)
-                    get_logger().warning("a media worker ended", code=await self._end(worker), modality="")
-                elif await self._run(worker, waiting):
-                    continue
-                self._metrics.replaced_worker()
-                await self._end(worker)
-                worker = None
+                if (waiting := await self._next(worker)) is None:
+                    await self._lost_idle(worker)
+                    worker = None
+                elif not await self._run(worker, waiting):
+                    self._metrics.replaced_worker()
+                    await self._end(worker)
+                    worker = None
         finally:
             if worker is not None:
                 await self._end(worker)
 
-    async def _next(self) -> _Waiting:
+    async def _next(self, worker: WorkerProcess) -> _Waiting | None:
+        """The next item; None when the worker has ended before there is one."""
         while True:
             while self._queue:
-                waiting = self._queue.popleft()
+                if not worker.alive:  # which is no item's fault
+                    return None
+                waiting = self._queue.take()
                 self._metrics.queued(len(self._queue))
                 if not waiting.result.done():  # its client may have gone
                     return waiting
             self._work.clear()
-            await self._work.wait()
+            if not await self._work_for(worker):
+                return None
+
+    async def _work_for(self, worker: WorkerProcess) -> bool:
+        """Wait until there may be something to do; False when the worker has ended before."""
+        work, end = asyncio.ensure_future(self._work.wait()), asyncio.ensure_future(worker.ended())
+        try:
+            await asyncio.wait([work, end], return_when=asyncio.FIRST_COMPLETED)
+            return not end.done()
+        finally:
+            for each in (work, end):
+                each.cancel()
+            await asyncio.gather(work, end, return_exceptions=True)
+
+    async def _lost_idle(self, worker: WorkerProcess) -> None:
+        self._metrics.replaced_worker()
+        get_logger().warning("a media worker ended while it had nothing to do", code=await self._end(worker))
 
     async def _run(self, worker: WorkerProcess, waiting: _Waiting) -> bool:
         """Have an item processed. Returns whether the worker goes on."""
@@ -207,12 +233,8 @@ class WorkerPool:
         elif waiting.attempts >= _ATTEMPTS:
             waiting.fail(Unreadable("ends the processes that decode it"))
         else:
-            self._again(waiting)
-
-    def _again(self, waiting: _Waiting) -> None:
-        """Another worker is to have it, before all others."""
-        self._queue.appendleft(waiting)
-        self._work.set()
+            self._queue.put_back(waiting.tenant, waiting)
+            self._work.set()
 
     def _too_slow(self) -> TooLarge:
         limit = self._config.worker_timeout

@@ -88,7 +88,7 @@ class MediaService:
         self._reader.close()
 
     async def prepare(
-        self, parts: Sequence[MediaPart], *, cache_salt: str, deadline: float | None
+        self, parts: Sequence[MediaPart], *, cache_salt: str, deadline: float | None, tenant: str = ""
     ) -> list[PreparedMedia]:
         """As ``MediaPreparer`` has it."""
         if not parts:
@@ -99,7 +99,7 @@ class MediaService:
         room = asyncio.Semaphore(_AT_ONCE)
         try:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.time())):
-                return await _all([self._prepare(part, cache_salt, room) for part in parts])
+                return await _all([self._prepare(part, cache_salt, tenant, room) for part in parts])
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before the request's media were processed") from None
 
@@ -119,7 +119,7 @@ class MediaService:
                     raise refusals.too_many(part.field, part.modality, total, limit)
                 self._reader.check(part)
 
-    async def _prepare(self, part: MediaPart, cache_salt: str, room: asyncio.Semaphore) -> PreparedMedia:
+    async def _prepare(self, part: MediaPart, cache_salt: str, tenant: str, room: asyncio.Semaphore) -> PreparedMedia:
         with _refused_as(self._metrics, part), Counted(self.in_flight, part.field) as counted:
             arguments = _arguments(part)
             async with room:
@@ -135,7 +135,7 @@ class MediaService:
                     ),
                 )
             try:
-                item = await self.store.get(name, self._making(part.modality, content, arguments))
+                item = await self.store.get(name, self._making(part.modality, content, arguments, tenant))
             except TooLarge as e:
                 raise refusals.too_large(part.field, e.what, e.setting, e.limit) from None
             except Unreadable as e:
@@ -143,7 +143,7 @@ class MediaService:
             return PreparedMedia(item, name)
 
     def _making(
-        self, modality: Modality, content: Content, arguments: Arguments
+        self, modality: Modality, content: Content, arguments: Arguments, tenant: str
     ) -> Callable[[], Awaitable[ProcessedItem]]:
         """What makes the item where it is not there. The one made is for all who ask, so its errors name no field."""
 
@@ -162,7 +162,7 @@ class MediaService:
 
         async def process() -> ProcessedItem:
             await self.start()
-            return await self._pool.process(job)
+            return await self._pool.process(job, tenant)
 
         return process
 

@@ -119,6 +119,11 @@ class WorkerProcess:
                 return answer
             return await self._item(answer, job.modality), answer.seconds
 
+    async def ended(self) -> None:
+        """Wait until it has ended, or says something though it has no item. Can be cancelled."""
+        with contextlib.suppress(OSError):
+            await asyncio.get_running_loop().sock_recv(self._channel, 1)
+
     async def end(self) -> int:
         """Kill it. Returns its exit code, negative for a signal."""
         self._process.kill()

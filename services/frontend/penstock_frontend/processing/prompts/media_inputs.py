@@ -27,7 +27,9 @@ class MediaInputs(NamedTuple):
         """What the prompt's media come to, in order. Raises as ``check_media`` and ``MediaPreparer.prepare``."""
         parts, family = prompt.media, self.preparer.family
         check_media(parts, family)
-        prepared = await self.preparer.prepare(parts, cache_salt=context.cache_salt, deadline=context.deadline)
+        prepared = await self.preparer.prepare(
+            parts, cache_salt=context.cache_salt, deadline=context.deadline, tenant=context.tenant
+        )
         tokens = [family.placeholder(part.modality) for part in parts]
         try:
             replacements = family.replacements([each.item for each in prepared])

@@ -211,6 +211,53 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back(make: MakePool) -> 
     assert [type(each) for each in ended] == [Unavailable] * 3
 
 
+async def test_a_tenant_with_much_to_do_delays_others_by_an_item(make: MakePool) -> None:
+    pool = make()
+    await pool.start()
+    order: list[str] = []
+
+    async def process(tenant: str) -> None:
+        await pool.process(image(), tenant)
+        order.append(tenant)
+
+    much = [asyncio.create_task(process("much")) for _ in range(6)]
+    await asyncio.sleep(0)
+    await asyncio.gather(*much, process("little"))
+    assert order.index("little") <= 2
+
+
+async def test_the_last_of_who_has_most_makes_room_in_a_full_queue(make: MakePool) -> None:
+    pool = make(max_queued=3)
+    await pool.start()
+    running = asyncio.create_task(pool.process(image(fault="hang")))
+    await asyncio.sleep(0)
+    while pool.num_queued:
+        await asyncio.sleep(0.01)
+    many = [asyncio.create_task(pool.process(image(), "many")) for _ in range(3)]
+    await asyncio.sleep(0)
+    few = asyncio.create_task(pool.process(image(), "few"))
+    with pytest.raises(ResourceExhausted, match=r"media\.max_queued is 3"):
+        await many[-1]
+    with pytest.raises(ResourceExhausted):
+        await pool.process(image(), "many")
+    assert pool.num_queued > 2
+    await pool.close()
+    ended = await asyncio.gather(running, *many[:2], few, return_exceptions=True)
+    assert [type(each) for each in ended] == [Unavailable] * 4
+
+
+async def test_a_worker_that_ends_without_an_item_is_replaced_at_once(make: MakePool) -> None:
+    pool = make()
+    await pool.start()
+    for _ in range(2):
+        (before,) = pool.pids
+        os.kill(before, signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE):
+            while pool.pids in ([], [before]):
+                await asyncio.sleep(0.01)
+    assert isinstance(await pool.process(image()), ProcessedItem)
+
+
 async def test_what_nobody_waits_for_any_more_is_not_processed(make: MakePool, tmp_path: Path) -> None:
     pool = make()
     await pool.start()

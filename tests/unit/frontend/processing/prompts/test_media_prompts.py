@@ -135,10 +135,12 @@ async def test_sequences_of_a_request_share_its_features(inputs: InputProcessor)
     assert len({id(each.mm_features[0]) for each in sequences}) == 1
 
 
-async def test_salt_and_deadline_go_to_who_prepares_media(inputs: InputProcessor, preparer: InProcessPreparer) -> None:
-    context = RequestContext(cache_salt="s", deadline=9e9)
+async def test_salt_deadline_and_tenant_go_to_who_prepares_media(
+    inputs: InputProcessor, preparer: InProcessPreparer
+) -> None:
+    context = RequestContext(cache_salt="s", deadline=9e9, tenant="t")
     await process(inputs, image_part(make_image(8, 8)), context=context)
-    assert preparer.asked == [("s", 9e9)]
+    assert preparer.asked == [("s", 9e9, "t")]
 
 
 async def test_what_is_not_served_beside_media_is_refused_by_name(inputs: InputProcessor) -> None:
