@@ -25,8 +25,8 @@ class EncoderTurn(Protocol):
 class StepBudget:
     """The limits of every step: tokens to compute, of prompts and in all, and running requests.
 
-    Streams wait for the whole of a step. So beside requests that decode, prompts have ``max_prompt_batch_tokens`` of it, and none of
-    one that computes a slice of a tower, which takes as long: the two take turns.
+    Streams wait for the whole of a step. So beside requests that decode, prompts have half of ``max_prompt_batch_tokens`` of it, and
+    none of one that computes a slice of a tower, which takes as long: the two take turns.
 
     Whatever else a step has only so much of (inputs of an encoder, slots for adapters) is a limit here and a condition of
     ``has_room``. What is spent stands in the step's output alone, so that a request which is taken out again gives its share
@@ -73,7 +73,7 @@ class StepBudget:
         self._prompts_wait = False
         self._prompt_tokens = self.max_num_tokens
         if sharing:
-            self._prompt_tokens = 0 if encoding else self._max_batch_tokens
+            self._prompt_tokens = 0 if encoding else max(self._max_batch_tokens // 2, 1)
 
     def has_room(self, output: SchedulerOutput, num_running: int) -> bool:
         """Whether one more request can start in the step, beside ``num_running`` that run."""

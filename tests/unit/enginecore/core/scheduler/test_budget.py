@@ -70,7 +70,7 @@ def test_a_stages_piece_holds_what_is_computed_together(largest_span, tokens):
 
 
 def test_beside_requests_that_decode_prompts_have_few_tokens_of_a_step():
-    engine = make_engine(max_num_batched_tokens=40, max_prompt_batch_tokens=8, prefix_caching=False)
+    engine = make_engine(max_num_batched_tokens=40, max_prompt_batch_tokens=16, prefix_caching=False)
     requests = [make_request(3, max_tokens=6), make_request(25, max_tokens=2, seed=1)]
     transcript = run_to_end(engine, *requests)
     assert_as_expected(engine, transcript, *requests)
@@ -78,7 +78,7 @@ def test_beside_requests_that_decode_prompts_have_few_tokens_of_a_step():
 
 
 def test_prompts_share_what_they_have_beside_decodes_and_have_whole_steps_without():
-    engine = make_engine(max_num_batched_tokens=40, max_prompt_batch_tokens=8, prefix_caching=False)
+    engine = make_engine(max_num_batched_tokens=40, max_prompt_batch_tokens=16, prefix_caching=False)
     first = make_request(3, max_tokens=3)
     requests = [make_request(30, max_tokens=1, seed=1), make_request(list(range(90, 96)), max_tokens=1)]
     transcript = run_to_end(engine, first, *requests)
@@ -88,7 +88,7 @@ def test_prompts_share_what_they_have_beside_decodes_and_have_whole_steps_withou
 
 
 def test_drafts_are_not_counted_as_tokens_of_prompts():
-    config = SchedulerConfig(max_num_batched_tokens=100, max_prompt_batch_tokens=8)
+    config = SchedulerConfig(max_num_batched_tokens=100, max_prompt_batch_tokens=16)
     budget = StepBudget(config, supports_chunked_prefill=True, max_model_len=8192)
     budget.begin_step(None, decoding=True)
     output = SchedulerOutput(
@@ -99,4 +99,4 @@ def test_drafts_are_not_counted_as_tokens_of_prompts():
     output.num_scheduled_tokens["b"] = 8
     output.total_num_scheduled_tokens += 8
     assert budget.tokens_for(50, output) == 1  # a token of each request is not counted
-    assert not budget.may_join(2, output)
+    assert not budget.may_join(10, output)

@@ -122,7 +122,7 @@ def test_a_running_request_computes_up_to_what_is_not_there():
 
 
 def test_beside_decodes_towers_and_prompts_take_turns():
-    engine = media_engine(max_prompt_batch_tokens=6)
+    engine = media_engine(max_prompt_batch_tokens=12)
     transcript = Transcript()
     text = make_request(5, max_tokens=20)
     add(engine, text)
@@ -136,14 +136,14 @@ def test_beside_decodes_towers_and_prompts_take_turns():
 
 
 def test_alone_an_item_has_the_step_in_which_its_tokens_are():
-    engine = media_engine(max_prompt_batch_tokens=6)
+    engine = media_engine(max_prompt_batch_tokens=12)
     request = images(1, max_tokens=2)
     assert_as_expected(engine, run_to_end(engine, request), request)
     assert steps_of(engine) == [(0, 8, 1), (0, 8, 0), (13, 8, 0), (1, 0, 0), (0, 0, 0)]
 
 
 def test_a_span_that_is_computed_together_has_a_step_beside_decodes():
-    engine = media_engine(media=(WHOLE,), max_prompt_batch_tokens=4, max_num_batched_tokens=32)
+    engine = media_engine(media=(WHOLE,), max_prompt_batch_tokens=8, max_num_batched_tokens=32)
     transcript = Transcript()
     text = make_request(5, max_tokens=20)
     add(engine, text)
