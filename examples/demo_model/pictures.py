@@ -48,14 +48,12 @@ class Scene:
     """Of all that nobody asks for: the ground, sizes, and how far a shape is off the middle of its place."""
 
     @property
-    def kinds(self) -> list[int]:
-        """What lies in each of the nine places: 0 for nothing, else the number of its colour and shape."""
-        kinds = [0] * len(PLACES)
+    def looks(self) -> list[tuple[int, int]]:
+        """The number of the color and that of the shape in each of the nine places, from 1; 0 where nothing lies."""
+        looks = [(0, 0)] * len(PLACES)
         for thing in self.things:
-            kinds[PLACES.index(thing.place)] = (
-                1 + list(COLORS).index(thing.color) * len(SHAPES) + SHAPES.index(thing.shape)
-            )
-        return kinds
+            looks[PLACES.index(thing.place)] = 1 + list(COLORS).index(thing.color), 1 + SHAPES.index(thing.shape)
+        return looks
 
     def draw(self, size: int) -> Image.Image:
         """The picture, ``size`` pixels wide and high."""
@@ -89,9 +87,9 @@ def _draw(pen: ImageDraw.ImageDraw, shape: str, x: float, y: float, radius: floa
             pen.rectangle((x - thin, y - radius, x + thin, y + radius), fill=color)
 
 
-def make_scene(rng: random.Random, most: int = MOST) -> Scene:
-    """One to ``most`` things, no two of which are of the same colour and shape."""
-    number = rng.randint(1, most)
+def make_scene(rng: random.Random, most: int = MOST, least: int = 1) -> Scene:
+    """``least`` to ``most`` things, no two of which are of the same colour and shape."""
+    number = rng.randint(least, most)
     kinds = rng.sample([(color, shape) for color in COLORS for shape in SHAPES], number)
     places = sorted(rng.sample(range(9), number))
     things = tuple(Thing(color, shape, PLACES[place]) for (color, shape), place in zip(kinds, places, strict=True))

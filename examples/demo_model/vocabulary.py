@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from chats import Document
@@ -27,7 +27,15 @@ Row = tuple[list[int], list[int]]
 
 
 def train_tokenizer(seed: int, size: int, samples: int = 20000) -> Tokenizer:
-    """Return a tokenizer trained on ``samples`` documents; every digit is a token of its own."""
+    """Return a tokenizer trained on ``samples`` documents."""
+    return fit_tokenizer((render(document) for document in itertools.islice(documents(seed), samples)), size)
+
+
+def fit_tokenizer(texts: Iterable[str], size: int, more_tokens: Sequence[str] = ()) -> Tokenizer:
+    """Return a tokenizer of at most ``size`` tokens trained on ``texts``; every digit is a token of its own.
+
+    ``more_tokens`` are special ones beside those of chats.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -35,11 +43,10 @@ def train_tokenizer(seed: int, size: int, samples: int = 20000) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=SPECIAL_TOKENS,
+        special_tokens=[*SPECIAL_TOKENS, *more_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (render(document) for document in itertools.islice(documents(seed), samples))
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A",
