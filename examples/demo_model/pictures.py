@@ -1,12 +1,17 @@
-"""Pictures of coloured shapes on a plain ground, and what can be asked of them."""
+"""Pictures of coloured shapes on a plain ground, and what can be asked of them.
+
+Run this file for one to try: ``python pictures.py --seed 5 scene.png`` writes it and prints what can be asked of it.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from PIL import Image, ImageDraw
 
@@ -87,9 +92,9 @@ def _draw(pen: ImageDraw.ImageDraw, shape: str, x: float, y: float, radius: floa
             pen.rectangle((x - thin, y - radius, x + thin, y + radius), fill=color)
 
 
-def make_scene(rng: random.Random, most: int = MOST, least: int = 1) -> Scene:
-    """``least`` to ``most`` things, no two of which are of the same colour and shape."""
-    number = rng.randint(least, most)
+def make_scene(rng: random.Random, most: int = MOST) -> Scene:
+    """One to ``most`` things, no two of which are of the same colour and shape."""
+    number = rng.randint(1, most)
     kinds = rng.sample([(color, shape) for color in COLORS for shape in SHAPES], number)
     places = sorted(rng.sample(range(9), number))
     things = tuple(Thing(color, shape, PLACES[place]) for (color, shape), place in zip(kinds, places, strict=True))
@@ -137,10 +142,12 @@ def _what(scene: Scene, rng: random.Random) -> Question:
     place = rng.choice([thing.place for thing in scene.things] if rng.random() < 0.8 else PLACES)
     where = _at(place)
     found = next((thing.name for thing in scene.things if thing.place == place), "nothing")
-    return f"What is {where}?", f"There is {found} {where}."
+    return f"What is {where}?", f"The {place} has {found}."
 
 
-def _describe(scene: Scene, _: random.Random) -> Question:
+def _describe(scene: Scene, _: random.Random) -> Question | None:
+    if len(scene.things) > MOST:
+        return None
     seen = (f"{thing.name} {_at(thing.place)}" for thing in scene.things)
     return "Describe the picture.", f"There is {', '.join(seen)}."
 
@@ -150,9 +157,31 @@ KINDS: dict[str, Callable[[Scene, random.Random], Question | None]] = {
     "description": _describe,
 }  # fmt: skip
 
+WEIGHTS = (1, 1, 1, 1, 2, 2, 1)
+"""How often each is asked: places are the hardest to learn."""
+
 
 def ask(scene: Scene, rng: random.Random) -> Question:
     """A question of the scene with one right answer."""
-    while (question := rng.choice(list(KINDS.values()))(scene, rng)) is None:
+    while (question := rng.choices(list(KINDS.values()), WEIGHTS)[0](scene, rng)) is None:
         pass
     return question
+
+
+def main() -> None:
+    """Write a picture, and print a question of each kind with its answer."""
+    parser = argparse.ArgumentParser(description="Draw a scene.")
+    parser.add_argument("file", type=Path, help="file to write, a PNG")
+    parser.add_argument("--seed", type=int, default=1, help="another number is another scene")
+    parser.add_argument("--size", type=int, default=240, help="pixels, wide and high")
+    options = parser.parse_args()
+    rng = random.Random(options.seed)
+    scene = make_scene(rng)
+    scene.draw(options.size).save(options.file, "PNG")
+    for kind in KINDS.values():
+        if question := kind(scene, rng):
+            print(*question)
+
+
+if __name__ == "__main__":
+    main()
