@@ -24,7 +24,7 @@ def frontend_flags(variant: Variant, port: int) -> dict[str, Any]:
     flags: dict[str, Any] = {
         "media__workers": WORKERS,
         "media__worker_memory": "512MiB",
-        "media__worker_timeout": 5,
+        "media__worker_timeout": 10,
         "media__max_pixels": items.MAX_PIXELS,
         "media__max_bytes": items.MAX_BYTES,
         "media__max_frames": items.MAX_FRAMES,
