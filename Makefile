@@ -267,7 +267,7 @@ fuzz: setup ## 50 000 hostile requests at real systems, beside neighbours that m
 	@$(BIN)/python -m tests.fuzz.run --requests $(or $(REQUESTS),50000) --seed $(or $(SEED),7) --variant $(or $(VARIANT),all)
 
 .PHONY: fuzz-media
-fuzz-media: setup ## 10 000 requests with hostile media, their hosts and killed decoders, beside neighbours that must not notice (6 minutes)
+fuzz-media: setup ## 10 000 requests with hostile media, their hosts and killed decoders, beside neighbours that must not notice (7 minutes)
 	@$(BIN)/python -m tests.fuzz.run --requests $(or $(REQUESTS),10000) --seed $(or $(SEED),7) --variant $(or $(VARIANT),media) --schema-examples 0 --rate 60 --quiet 8
 
 .PHONY: sanitize
