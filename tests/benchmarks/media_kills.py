@@ -189,7 +189,7 @@ async def measure(args: argparse.Namespace, model: Path) -> list[Killed]:
         frontend_flags={"admin__port": admin_port},
         cache__enable_kv_events="true",
     ) as cluster:
-        for number, case in enumerate(CASES):
+        for number, case in enumerate(case for case in CASES if not args.case or case.name in args.case):
             load = requests(case, args.streams, args.tokens)
             for _ in range(2):  # the first has each engine get to know the images
                 calm = await wave(cluster, load, nothing)
@@ -220,8 +220,9 @@ def main() -> int:
     """Print a line of JSON for each kill, then a table. Returns 1 when a stream was harmed."""
     parser = argparse.ArgumentParser(prog="media_kills", description=(__doc__ or "").split("\n\n", 1)[1])
     parser.add_argument("--model", type=Path, help="a checkpoint with a tower for images; a tiny LLaVA by default")
+    parser.add_argument("--case", choices=[case.name for case in CASES], action="append", help="by default all")
     parser.add_argument("--streams", type=int, default=32, help="requests at once")
-    parser.add_argument("--tokens", type=int, default=1000, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=1800, help="of each answer")
     parser.add_argument("--kv-cache", default="128MiB", help="of an engine")
     args = parser.parse_args()
     print(json.dumps({"machine": machine(), "model": args.model.name if args.model else "tiny LLaVA"}), flush=True)
