@@ -83,8 +83,8 @@ def test_prompts_share_what_they_have_beside_decodes_and_have_whole_steps_withou
     requests = [make_request(30, max_tokens=1, seed=1), make_request(list(range(90, 96)), max_tokens=1)]
     transcript = run_to_end(engine, first, *requests)
     assert_as_expected(engine, transcript, first, *requests)
-    # One decodes in two steps; the second prompt would be too many to begin with the first.
-    assert tokens_by_step(engine) == [[3], [1, 8], [1, 8], [14], [6]]
+    # One decodes in two steps, in which a token of each prompt is not counted.
+    assert tokens_by_step(engine) == [[3], [1, 8, 1], [1, 8, 1], [14, 4]]
 
 
 def test_drafts_are_not_counted_as_tokens_of_prompts():
