@@ -138,7 +138,9 @@ def _text_model(config: PretrainedConfig) -> PreTrainedModel:
 def _name_as_published(file: Path) -> None:
     """Weights of a tower have the names that checkpoints of LLaVA have had, which other servers know alone."""
     weights = load_file(file)
-    named = {re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): w for name, w in weights.items()}
+    named = {
+        re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): w for name, w in weights.items()
+    }
     save_file(named, file, metadata={"format": "pt"})
 
 

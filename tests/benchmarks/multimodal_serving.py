@@ -237,7 +237,10 @@ def main() -> int:
     more = [word for setting in arguments.set for word in ("--set", setting)]
     ours = partial(penstock, arguments.model, arguments.folder)
     not_sliced = [word for setting in NOT_SLICED for word in ("--set", setting)]
-    servers = {"penstock": partial(ours, "images", *more), "not sliced": partial(ours, "not-sliced", *more, *not_sliced)}
+    servers = {
+        "penstock": partial(ours, "images", *more),
+        "not sliced": partial(ours, "not-sliced", *more, *not_sliced),
+    }
     if arguments.peer:
         servers["vLLM"] = partial(vllm, arguments.peer, arguments.peer_packages, arguments.model, arguments.folder)
     servers = {name: server for name, server in servers.items() if name in (arguments.server or servers)}

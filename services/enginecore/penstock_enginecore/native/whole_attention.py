@@ -31,9 +31,7 @@ class WholeAttention:
             and value_size % self._library.lanes == 0
         )
 
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
         """``[sequences, tokens, heads, value size]`` for what it takes. A sequence's numbers do not depend on the others."""
         count, num_heads, tokens, head_size = query.shape
         num_kv_heads, value_size = key.shape[1], value.shape[3]

@@ -25,8 +25,8 @@ class EncoderTurn(Protocol):
 class StepBudget:
     """The limits of every step: tokens to compute, of prompts and in all, and running requests.
 
-    Streams wait for the whole of a step. So beside requests that decode, prompts have half of ``max_prompt_batch_tokens`` of it, and
-    none of one that computes a slice of a tower, which takes as long: the two take turns.
+    Streams wait for the whole of a step. So beside requests that decode, prompts have half of ``max_prompt_batch_tokens`` of it,
+    and none of one that computes a slice of a tower, which takes as long: the two take turns.
 
     Whatever else a step has only so much of (inputs of an encoder, slots for adapters) is a limit here and a condition of
     ``has_room``. What is spent stands in the step's output alone, so that a request which is taken out again gives its share
@@ -69,7 +69,9 @@ class StepBudget:
     def begin_step(self, encoder: EncoderTurn | None, *, decoding: bool) -> None:
         """Of a step in which a request decodes, or none. ``encoder``: of a model with towers."""
         sharing = self._shares and decoding
-        encoding = encoder is not None and encoder.begin_step(waits=sharing and (self._prompts_wait or not encoder.has_work))
+        encoding = encoder is not None and encoder.begin_step(
+            waits=sharing and (self._prompts_wait or not encoder.has_work)
+        )
         self._prompts_wait = False
         self._prompt_tokens = self.max_num_tokens
         if sharing:

@@ -48,11 +48,10 @@ class RunningScheduler:
                 num_new_tokens = num_tokens_due(request)
                 if num_new_tokens == 0 or request.status is not RequestStatus.RUNNING:
                     continue
-                if num_new_tokens > 1:
-                    num_new_tokens = budget.tokens_for(num_new_tokens, output)
-                    if num_new_tokens == 0:
-                        continue
-                elif decodes_left is not None and decodes(request):
+                several = num_new_tokens > 1
+                if several and not (num_new_tokens := budget.tokens_for(num_new_tokens, output)):
+                    continue
+                if not several and decodes_left is not None and decodes(request):
                     if decodes_left == 0:
                         continue
                     if not early and dealer.is_early(request, output.step):
