@@ -32,8 +32,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 ge=0,
                 description="Prompts begin in a step together while they have this many tokens at most, and a longer one alone. "
                 "Beside requests that decode, which wait for the whole of a step, it has half as many tokens of prompts at most, "
-                "and none while a tower for images, sound or video computes: they take turns. 0: as many as the step has room for. "
-                "Unset: 256 on CPUs, where more of them in a step have their first tokens later and none sooner, else 0.",
+                "and none while a tower for images, sound or video computes: they take turns. 0: as many as the step has room "
+                "for. Unset: 256 on CPUs, where more of them in a step have their first tokens later and none sooner, else 0.",
             ),
         ]
         | None
