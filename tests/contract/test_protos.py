@@ -15,7 +15,7 @@ OF_OTHERS = PROTOS / "penstock" / "keda"
 FILES = sorted(
     path.relative_to(PROTOS) for path in (PROTOS / "penstock").rglob("*.proto") if OF_OTHERS not in path.parents
 )
-PACKAGES = {"common", "enginecore", "coordinator", "inference", "admin", "worker"}
+PACKAGES = {"common", "enginecore", "coordinator", "inference", "kvtransfer", "admin", "worker"}
 
 
 def descriptor(path: Path) -> FileDescriptor:
@@ -53,7 +53,7 @@ def test_package_follows_the_directory_and_ends_in_v1(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_code_of_every_language_has_its_package(path: Path) -> None:
     _, area, version = path.parent.parts
-    title = {"enginecore": "EngineCore"}.get(area, area.capitalize())
+    title = {"enginecore": "EngineCore", "kvtransfer": "KvTransfer"}.get(area, area.capitalize())
     file = FileDescriptorProto.FromString(descriptor(path).serialized_pb)
     expected = FileOptions(
         csharp_namespace=f"Penstock.{title}.{version.upper()}",

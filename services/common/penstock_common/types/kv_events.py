@@ -2,6 +2,8 @@
 
 import msgspec
 
+from penstock_common.types.kv_transfer import KvMedium
+
 
 class BlockMedia(msgspec.Struct, frozen=True):
     """A medium of which a part lies in a block. ``offset``: where it begins, in positions from the begin of the block; negative
@@ -24,12 +26,14 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     lora_name: str = ""
     extra_keys: list[list[BlockMedia]] = []
+    medium: KvMedium = KvMedium.DEVICE
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that cannot be found any more."""
 
     block_hashes: list[bytes]
+    medium: KvMedium = KvMedium.DEVICE
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ import msgspec
 from penstock_common.errors import RequestFailed, request_failed
 from penstock_common.lora.held import LoraHeld
 from penstock_common.types.kv_events import KvCacheEvent
+from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.media import MediaLimits
 from penstock_common.types.pooling import Vectors
@@ -17,7 +18,8 @@ from penstock_common.types.token_columns import TokenColumns
 class FinishReason(enum.IntEnum):
     """Why a request ended. Values equal ``penstock.common.v1.FinishReason``.
 
-    ERROR is a retryable internal error: a client sees UNAVAILABLE or INTERNAL, never a normal end.
+    ERROR is a retryable internal error: a client sees UNAVAILABLE or INTERNAL, never a normal end. HANDOFF: the request goes on
+    elsewhere, which no client sees.
     """
 
     STOP = 1
@@ -25,6 +27,7 @@ class FinishReason(enum.IntEnum):
     ABORT = 3
     ERROR = 4
     REPETITION = 5
+    HANDOFF = 6
 
 
 class EventType(enum.IntEnum):
@@ -78,6 +81,10 @@ class PrefillStats(msgspec.Struct, frozen=True, kw_only=True):
 
     num_prompt_tokens: int
     num_cached_tokens: int
+    num_host_tokens: int = 0
+    """Of the cached ones, those that came from the engine's host memory; likewise from its disk, and from another engine."""
+    num_disk_tokens: int = 0
+    num_peer_tokens: int = 0
 
 
 class SpecDecodingStats(msgspec.Struct, kw_only=True):
@@ -131,6 +138,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_nans_in_logits: int = 0
     spec_decoding_stats: SpecDecodingStats | None = None
     """Of the attempt so far, on its last output and those of steps that verified drafts; None where nothing was drafted."""
+    kv_source: KvSource | None = None
+    """Who keeps the request's keys and values, on its last output."""
 
 
 class LoraStats(msgspec.Struct, frozen=True, kw_only=True):

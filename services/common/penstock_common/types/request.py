@@ -3,6 +3,7 @@
 import msgspec
 
 from penstock_common.lora.registration import LoraAdapter
+from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.prompt_embeds import PromptEmbeds
@@ -62,6 +63,12 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Set where a constraint holds only behind the reasoning."""
     prediction_token_ids: list[int] = []
     """What the output may turn out to be: drafts are looked up in it. It changes no token."""
+    kv_source: KvSource | None = None
+    """Who has keys and values of the sequence; None: nobody is known."""
+    handoff_after_tokens: int = 0
+    """Output tokens of this attempt after which the request is handed over; 0: never."""
+    lease_kv: bool = False
+    """Whether the blocks are kept for a while when the request ends as it should."""
 
     @property
     def skips_prefix_cache(self) -> bool:

@@ -8,7 +8,7 @@ class Hold(enum.Flag):
 
     A new reason is a name here, given to the request with ``Scheduler.add_request`` or ``hold_back``, and a call of ``release``
     by whoever knows that the wait is over; the scheduler itself asks for no reason by name but ``PAUSE``, ``TRIAL``,
-    ``LORA_SLOT`` and ``MEDIA``, which it gives and takes.
+    ``LORA_SLOT``, ``MEDIA`` and ``KV_TRANSFER``, which it gives and takes.
     """
 
     NONE = 0
@@ -24,3 +24,5 @@ class Hold(enum.Flag):
     """As many other adapters run as may."""
     MEDIA = enum.auto()
     """Embeddings of its next media are not there yet, or there is no room for them."""
+    KV_TRANSFER = enum.auto()
+    """Blocks of its tokens are on their way: its own load brings them, or that of another request."""

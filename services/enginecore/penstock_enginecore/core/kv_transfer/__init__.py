@@ -1,0 +1,1 @@
+"""Blocks of keys and values that come from elsewhere, and go there."""

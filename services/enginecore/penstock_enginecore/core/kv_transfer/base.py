@@ -1,0 +1,66 @@
+"""Who brings blocks of keys and values into the pool, and takes note of those that leave it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from penstock_common.types.kv_transfer import BlockName, KvMedium
+from penstock_enginecore.core.request import Request
+
+
+class Place(NamedTuple):
+    """A block of the pool and the content that it has, or is to get."""
+
+    name: BlockName
+    block_id: int
+
+
+class LoadEnded(NamedTuple):
+    """A load that is over: nobody writes to its blocks any more. ``arrived``: the places whose content came whole and was
+    checked, in the order of the load; others hold nothing.
+    """
+
+    load_id: int
+    arrived: tuple[tuple[Place, KvMedium], ...]
+
+
+class KVConnector(Protocol):
+    """Brings what is not in the pool. Nothing waits in it, and it raises nothing: what it cannot bring is computed.
+
+    All calls come from the thread of the busy loop. ``wake`` of whoever made it is called from any thread when a load has ended.
+    """
+
+    def lookup(self, request: Request, names: Sequence[Sequence[BlockName]]) -> int:
+        """How many blocks in a row somebody has. ``names``: for each place of a block, those of all groups that are needed there.
+        Free of side effects, and asked often.
+        """
+
+    def load(self, request: Request, places: Sequence[Place]) -> int:
+        """Begin to bring these. The blocks are written to until ``take_ended`` has said that the load is over. Returns its
+        number.
+        """
+
+    def abandon(self, load_id: int) -> None:
+        """Nobody wants a load any more. It ends when copies that are on their way have."""
+
+    def opened(self, request: Request) -> None:
+        """A request has come, and may have a source: keep its lease, so that it is there when the request has its turn."""
+
+    def closed(self, request: Request) -> None:
+        """A request has ended or gone on: its source is not needed any more."""
+
+    def on_cached(self, places: Sequence[Place]) -> None:
+        """Blocks have become findable in the pool."""
+
+    def on_freed(self, places: Sequence[Place]) -> None:
+        """Findable blocks have lost their last reference: they may be taken for something else at any time from now on, unless
+        the pool is asked to keep them.
+        """
+
+    def on_evicted(self, places: Sequence[Place]) -> None:
+        """Blocks have been taken for something else."""
+
+    def take_ended(self) -> list[LoadEnded]:
+        """Loads that have ended since the last call, each once."""
+
+    def reset(self) -> None:
+        """Forget everything that is kept, as the pool has: weights or adapters are others now."""
