@@ -51,6 +51,9 @@ def engine_status(member: Member) -> EngineStatus:
         pool=registration.pool,
         max_num_seqs=registration.max_num_seqs,
         loras=member.loras,
+        role=registration.role,
+        kv_address=registration.kv_address,
+        kv_fingerprint=registration.kv_fingerprint,
     )
 
 

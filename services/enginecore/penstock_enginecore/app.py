@@ -14,6 +14,7 @@ from penstock_common.observability.logging import configure, get_logger
 from penstock_common.process import name_process
 from penstock_common.tensors.shared_memory import remove_orphans, shared_memory_id
 from penstock_common.tensors.sizes import MAX_TENSOR_BYTES
+from penstock_common.types.kv_transfer import EngineRole
 from penstock_common.types.media import MediaLimits
 from penstock_common.types.outputs import EngineReady, LoraLimits
 from penstock_enginecore.config import EngineCoreConfig, LoraConfig
@@ -178,6 +179,7 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
         data_parallel_size=config.data_parallel.size,
         capabilities=_capabilities(config, engine),
         lora=_lora_limits(config.lora),
+        role=EngineRole[config.role.upper()],
         **_media(config, engine),
     )
 

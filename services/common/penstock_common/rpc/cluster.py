@@ -5,6 +5,7 @@ import msgspec
 from penstock.common.v1 import control_pb2
 from penstock.coordinator.v1 import messages_pb2
 from penstock_common.rpc.data_parallel import pool_group_from_proto, pool_group_to_proto
+from penstock_common.rpc.kv_transfer import role_from_proto, role_to_proto
 from penstock_common.rpc.stats import held_from_proto, held_to_proto
 from penstock_common.types.cluster import DEFAULT_POOL, ClusterView, EngineState, EngineStatus
 from penstock_common.types.view_delta import EngineLoads, ViewDelta
@@ -80,6 +81,9 @@ def engine_from_proto(message: control_pb2.EngineStatus) -> EngineStatus:
         pool=message.pool or DEFAULT_POOL,
         max_num_seqs=message.max_num_seqs,
         loras=held_from_proto(message.loras) if message.HasField("loras") else None,
+        role=role_from_proto(message.role),
+        kv_address=message.kv_address,
+        kv_fingerprint=message.kv_fingerprint,
     )
 
 
@@ -88,4 +92,5 @@ def engine_to_proto(engine: EngineStatus) -> control_pb2.EngineStatus:
     values = msgspec.structs.asdict(engine)
     if engine.loras is not None:
         values["loras"] = held_to_proto(engine.loras)
+    values["role"] = role_to_proto(engine.role)
     return control_pb2.EngineStatus(**values)

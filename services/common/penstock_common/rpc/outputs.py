@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.common.v1 import events_pb2, logprobs_pb2, pooling_pb2, tensor_pb2
 from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.rpc.kv_transfer import medium_from_proto, medium_to_proto
 from penstock_common.tensors.incoming import IncomingTensors
 from penstock_common.tensors.outgoing import Chunk, TensorRef
 from penstock_common.tensors.sizes import Buffer
@@ -242,19 +243,23 @@ def kv_event_to_proto(event: KvCacheEvent) -> events_pb2.KvCacheEvent:
                     )
                     for media in event.extra_keys
                 ],
+                medium=medium_to_proto(event.medium),
             )
             return events_pb2.KvCacheEvent(block_stored=stored)
         case BlockRemoved():
-            return events_pb2.KvCacheEvent(block_removed=events_pb2.BlockRemoved(block_hashes=event.block_hashes))
+            removed = events_pb2.BlockRemoved(block_hashes=event.block_hashes, medium=medium_to_proto(event.medium))
+            return events_pb2.KvCacheEvent(block_removed=removed)
         case AllBlocksCleared():
             return events_pb2.KvCacheEvent(all_blocks_cleared=events_pb2.AllBlocksCleared())
 
 
 def kv_event_from_proto(message: events_pb2.KvCacheEvent) -> KvCacheEvent | None:
-    """The domain's event; None for a kind that this version does not know."""
+    """The domain's event; None for a kind or a medium that this version does not know."""
     match message.WhichOneof("event"):
         case "block_stored":
             stored = message.block_stored
+            if (medium := medium_from_proto(stored.medium)) is None:
+                return None
             return BlockStored(
                 block_hashes=list(stored.block_hashes),
                 parent_hash=stored.parent_block_hash,
@@ -262,9 +267,13 @@ def kv_event_from_proto(message: events_pb2.KvCacheEvent) -> KvCacheEvent | None
                 block_size=stored.block_size,
                 lora_name=stored.lora_name,
                 extra_keys=[[BlockMedia(m.identifier, m.offset) for m in keys.media] for keys in stored.extra_keys],
+                medium=medium,
             )
         case "block_removed":
-            return BlockRemoved(block_hashes=list(message.block_removed.block_hashes))
+            removed = message.block_removed
+            if (medium := medium_from_proto(removed.medium)) is None:
+                return None
+            return BlockRemoved(block_hashes=list(removed.block_hashes), medium=medium)
         case "all_blocks_cleared":
             return AllBlocksCleared()
         case _:

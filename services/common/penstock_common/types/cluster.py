@@ -6,6 +6,7 @@ import msgspec
 
 from penstock_common.lora.held import LoraHeld
 from penstock_common.types.data_parallel import GroupRegistration, PoolGroup
+from penstock_common.types.kv_transfer import EngineRole
 
 DEFAULT_POOL = "default"
 """Of engines that name no pool."""
@@ -41,6 +42,11 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 0
     loras: LoraHeld | None = None
     """None: it applies no adapters, or has not said which it holds."""
+    role: EngineRole = EngineRole.BOTH
+    kv_address: str = ""
+    """Where others get its blocks; empty: it gives none away."""
+    kv_fingerprint: bytes = b""
+    """Between engines of one, blocks may move; empty: none of its blocks do."""
 
     @property
     def load(self) -> float | None:
@@ -60,7 +66,7 @@ class EngineRegistration(msgspec.Struct, frozen=True, kw_only=True):
 
     ``address`` is the host:port under which frontends reach it. ``draining``: it takes no new requests. Engines of one ``pool``
     are scaled together. ``max_num_seqs``: requests that it runs at once, 0 where it does not say. ``group``: set by a rank of a
-    data-parallel group.
+    data-parallel group. ``kv_address`` and ``kv_fingerprint``: as in ``EngineStatus``.
     """
 
     engine_id: str
@@ -71,6 +77,9 @@ class EngineRegistration(msgspec.Struct, frozen=True, kw_only=True):
     pool: str = DEFAULT_POOL
     max_num_seqs: int = 0
     group: GroupRegistration | None = None
+    role: EngineRole = EngineRole.BOTH
+    kv_address: str = ""
+    kv_fingerprint: bytes = b""
 
 
 class DrainCommand(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ import msgspec
 from penstock_common.errors import RequestFailed, request_failed
 from penstock_common.lora.held import LoraHeld
 from penstock_common.types.kv_events import KvCacheEvent
-from penstock_common.types.kv_transfer import KvSource
+from penstock_common.types.kv_transfer import EngineRole, KvSource
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.media import MediaLimits
 from penstock_common.types.pooling import Vectors
@@ -290,3 +290,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
     """Media that it takes, by modality."""
     encoder_cache_size: int = 0
     """Embeddings of media that it keeps; 0: it takes no media."""
+    role: EngineRole = EngineRole.BOTH
+    kv_address: str = ""
+    """Where others get its blocks; empty: it gives none away."""
+    kv_fingerprint: bytes = b""
+    """Between engines of one, blocks may move; empty: none of its blocks do."""

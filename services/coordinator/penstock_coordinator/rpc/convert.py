@@ -10,6 +10,7 @@ from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.lora.registration import LoraRegistration
 from penstock_common.rpc import data_parallel, loras
 from penstock_common.rpc import stats as stats_codec
+from penstock_common.rpc.kv_transfer import role_from_proto
 from penstock_common.rpc.sampling import refuse_set
 from penstock_common.types.cluster import DEFAULT_POOL, EngineRegistration
 from penstock_common.types.data_parallel import (
@@ -27,6 +28,8 @@ from penstock_coordinator.view_channel import Subscription
 
 MAX_NAME_LENGTH = 256
 """Of ids, incarnations, addresses, pools and names of models, in characters."""
+FINGERPRINT_BYTES = 16
+"""Of a KvLayout."""
 MAX_POOLS = 64
 """Of a frontend's subscription."""
 GROUP_FIELDS = ("parallel_config_hash", "rank", "current_wave", "step_counter", "running")
@@ -51,6 +54,7 @@ def registration(report: pb.EngineReport | None) -> EngineRegistration:
     _check_address("register.address", register.address)
     pool = register.pool or DEFAULT_POOL
     _check_name("register.pool", pool)
+    _check_kv(register)
     return EngineRegistration(
         engine_id=register.engine_id,
         incarnation=register.incarnation,
@@ -60,7 +64,22 @@ def registration(report: pb.EngineReport | None) -> EngineRegistration:
         pool=pool,
         max_num_seqs=register.max_num_seqs,
         group=_group(register) if register.HasField("group") else None,
+        role=role_from_proto(register.role),
+        kv_address=register.kv_address,
+        kv_fingerprint=register.kv_fingerprint,
     )
+
+
+def _check_kv(register: pb.Register) -> None:
+    """Raise InvalidArgument for what the register says of its blocks."""
+    if register.kv_address:
+        _check_name("register.kv_address", register.kv_address)
+        _check_address("register.kv_address", register.kv_address)
+    if (size := len(register.kv_fingerprint)) not in (0, FINGERPRINT_BYTES):
+        raise InvalidArgument(
+            f"register.kv_fingerprint has {size} bytes; it must have {FINGERPRINT_BYTES}, or none",
+            field="register.kv_fingerprint",
+        )
 
 
 def _group(register: pb.Register) -> GroupRegistration:

@@ -8,7 +8,7 @@ environment names derive from the field names: ``scheduler.max_num_seqs`` is ``-
 
 import os
 import secrets
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -103,6 +103,13 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             min_length=1, description="Name of the engines of one kind, this one among them, that are scaled together."
         ),
     ] = DEFAULT_POOL
+    role: Annotated[
+        Literal["both", "prefill", "decode"],
+        Meta(
+            description="What frontends prefer the engine for: prompts, whose requests it hands over once they have their first "
+            "token; outputs, which it takes over there; or both. Alone, any engine serves everything."
+        ),
+    ] = "both"
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     executor: ExecutorConfig = ExecutorConfig()

@@ -8,14 +8,12 @@ nothing to do. Other threads talk to it through the methods under "From any thre
 import gc
 import logging
 import time
-import traceback
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
 
-from penstock_common.errors import Internal, RequestFailed, Unavailable
+from penstock_common.errors import RequestFailed, Unavailable
 from penstock_common.observability.incidents import incident
 from penstock_common.types.outputs import (
     EngineCoreOutput,
@@ -36,6 +34,7 @@ from penstock_enginecore.core.queues import (
     ClientGone,
     ExecutorFailed,
     GroupChanged,
+    HandOver,
     InputMessage,
     InputQueues,
     OutputSink,
@@ -44,10 +43,11 @@ from penstock_enginecore.core.queues import (
     Wakeup,
 )
 from penstock_enginecore.core.request import Request
-from penstock_enginecore.core.request_log import log_aborted, log_refused
+from penstock_enginecore.core.request_log import log_aborted, refusal
 from penstock_enginecore.core.scheduler.base import Clock
 from penstock_enginecore.core.shutdown import ShutdownEffect, ShutdownPhase, ShutdownState
 from penstock_enginecore.core.step_recovery import EngineDeadError
+from penstock_enginecore.core.utility_answers import UtilityAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class BusyLoop:
         self._sink = sink
         self._clock = clock
         self._queues = InputQueues()
+        self._utilities = UtilityAnswers(control.utilities, self._queues, self._send_answer)
         self._shutdown = ShutdownState(engine.config.drain_timeout)
         self._idle = True
         self.last_step_time = clock()
@@ -93,9 +94,7 @@ class BusyLoop:
         try:
             prepared = self._engine.preprocess(client_id, request)
         except Exception as e:
-            failed = _refusal(
-                request.request_id, request.context.external_request_id, e, doing="validating the request"
-            )
+            failed = refusal(request.request_id, request.context.external_request_id, e, doing="validating the request")
             self._refuse(client_id, request.request_id, request.attempt, len(request.prior_output_token_ids), failed)
             if self._group is not None:
                 self._group.refused(request.group_epoch, request.current_wave)
@@ -109,6 +108,10 @@ class BusyLoop:
     def abort(self, client_id: str, request_ids: list[str], reason: str = "") -> None:
         """End requests of a client as soon as possible; ids that mean nothing are ignored. ``reason``: why, for the log."""
         self._queues.put_abort(AbortRequests(client_id, list(request_ids), reason))
+
+    def hand_over(self, client_id: str, request_ids: list[str]) -> None:
+        """Give requests of a client away, so that they go on elsewhere; ids that mean nothing are ignored."""
+        self._queues.put(HandOver(client_id, request_ids))
 
     def call_utility(self, client_id: str, call_id: int, method: str, arguments: bytes) -> None:
         """Call a registered method between steps; the answer goes to the client as ``utility_output``."""
@@ -173,7 +176,7 @@ class BusyLoop:
     def _receive(self) -> None:
         """Handle everything in the input queue; wait for something while there is nothing to do."""
         idle = not self._may_step
-        block = idle and (self._engine.has_requests or not self._shutdown.leaves)
+        block = idle and (self._engine.has_requests or self._engine.has_leases or not self._shutdown.leaves)
         self._idle = block
         message = self._queues.get(block=block, timeout=self._time_to_next_event())
         if block:
@@ -211,15 +214,16 @@ class BusyLoop:
             case AbortRequests():
                 self._abort(message)
                 message.request_ids.clear()
+            case HandOver(client_id, request_ids):
+                give = partial(self._engine.hand_over, client_id, request_ids)
+                _attempt(give, doing="handing requests over", requests=request_ids)
             case UtilityCall():
-                self._answer(message)
+                self._utilities.answer(message)
             case UtilityDone(call, outcome):
-                self._send_outcome(call, outcome)
+                self._utilities.send_outcome(call, outcome)
             case ClientGone(client_id):
-                try:
-                    self._engine.abort_client(client_id)
-                except Exception as e:
-                    incident(e, request="", doing=f"ending the requests of {client_id}, which has gone")
+                gone = partial(self._engine.abort_client, client_id)
+                _attempt(gone, doing=f"ending the requests of {client_id}, which has gone")
             case ExecutorFailed(error):
                 raise EngineDeadError(f"the executor failed: {error}") from error
             case GroupChanged(event):
@@ -229,7 +233,9 @@ class BusyLoop:
                 pass
 
     def _advance_shutdown(self) -> None:
-        for effect in self._shutdown.advance(self._clock(), has_requests=self._engine.has_requests):
+        self._engine.expire_leases()
+        engine, now = self._engine, self._clock()
+        for effect in self._shutdown.advance(now, has_requests=engine.has_requests, has_leases=engine.has_leases):
             logger.info("shutdown: %s", effect.value)
             match effect:
                 case ShutdownEffect.ANNOUNCE_DRAINING:
@@ -238,6 +244,7 @@ class BusyLoop:
                         self._abort_all()
                 case ShutdownEffect.ABORT_REQUESTS:
                     self._abort_all()
+                    engine.revoke_leases()
 
     def _abort_all(self) -> None:
         failure = Unavailable("the engine had to end the request: it drains", reason="DRAINING")
@@ -263,10 +270,10 @@ class BusyLoop:
             self._abort(abort)
 
     def _abort(self, message: AbortRequests) -> None:
-        try:
+        def abort() -> None:
             log_aborted(self._engine.abort(message.client_id, message.request_ids), message.reason)
-        except Exception as e:
-            incident(e, request=" ".join(message.request_ids), doing="aborting requests")
+
+        _attempt(abort, doing="aborting requests", requests=message.request_ids)
 
     def _add(self, request: Request) -> None:
         try:
@@ -276,7 +283,7 @@ class BusyLoop:
             if self._group is not None:
                 self._group.added(*request.wave)
         except Exception as e:
-            failed = _refusal(request.request_id, request.context.external_request_id, e, doing="queueing the request")
+            failed = refusal(request.request_id, request.context.external_request_id, e, doing="queueing the request")
             if not self._engine.scheduler.fail(request, RequestError.from_exception(failed)):
                 self._refuse(request.client_id, request.request_id, request.attempt, request.num_output_tokens, failed)
             if self._group is not None:
@@ -293,44 +300,10 @@ class BusyLoop:
         frame = EngineCoreOutputs(outputs=[output], timestamp=self._clock(), finished_requests=[request_id])
         self._sink.emit(client_id, frame)
 
-    def _answer(self, call: UtilityCall) -> None:
-        """Call the method. A result that is still to come is sent when it is there."""
-        try:
-            result = self._control.utilities.call(call.method, call.arguments)
-        except EngineDeadError:  # it took in a step that failed
-            raise
-        except Exception as e:
-            self._send_failure(call, e)
-            return
-        if isinstance(result, Future):
-            result.add_done_callback(lambda outcome: self._queues.put(UtilityDone(call, outcome)))
-        else:
-            self._send_result(call, result)
-
-    def _send_outcome(self, call: UtilityCall, future: "Future[Any]") -> None:
-        if (error := future.exception()) is not None:
-            self._send_failure(call, error)
-        else:
-            self._send_result(call, future.result())
-
-    def _send_result(self, call: UtilityCall, result: Any) -> None:
-        try:
-            encoded = msgspec.msgpack.encode(result)
-        except Exception as e:  # a plugin's method returned what msgpack has no form for
-            self._send_failure(call, e)
-        else:
-            self._send_answer(call, UtilityOutput(call_id=call.call_id, result=encoded))
-
-    def _send_failure(self, call: UtilityCall, error: BaseException) -> None:
-        if not isinstance(error, RequestFailed):
-            logger.error("utility method %s failed", call.method, exc_info=error)
-            error = Internal(f"{call.method} failed: {''.join(traceback.format_exception_only(error)).strip()}")
-        self._send_answer(call, UtilityOutput(call_id=call.call_id, error=RequestError.from_exception(error)))
-
-    def _send_answer(self, call: UtilityCall, answer: UtilityOutput) -> None:
+    def _send_answer(self, client_id: str, answer: UtilityOutput) -> None:
         """What a call brought about, such as the end of a request, is told before its answer."""
         self._emit(self._engine.scheduler.take_outputs())
-        self._sink.emit(call.client_id, EngineCoreOutputs(utility_output=answer, timestamp=self._clock()))
+        self._sink.emit(client_id, EngineCoreOutputs(utility_output=answer, timestamp=self._clock()))
 
     def _refuse_the_rest(self) -> None:
         """Answer what came in after the last request had ended."""
@@ -338,9 +311,9 @@ class BusyLoop:
             self._handle(message)
 
 
-def _refusal(request_id: str, external_id: str, error: Exception, *, doing: str) -> RequestFailed:
-    """What ends a request that was not taken: its own fault, or an incident."""
-    if isinstance(error, RequestFailed):
-        log_refused(request_id, external_id, error)
-        return error
-    return incident(error, request=external_id or request_id, doing=doing)
+def _attempt(act: Callable[[], None], *, doing: str, requests: Sequence[str] = ()) -> None:
+    """Do it; what goes wrong is an incident."""
+    try:
+        act()
+    except Exception as e:
+        incident(e, request=" ".join(requests), doing=doing)

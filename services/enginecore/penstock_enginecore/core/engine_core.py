@@ -16,6 +16,7 @@ from penstock_enginecore.core.executor import Executor, Progress
 from penstock_enginecore.core.grammar_intake import GrammarIntake
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.iteration_log import IterationLog
+from penstock_enginecore.core.kv_transfer.lease_seam import KVLeases
 from penstock_enginecore.core.lora.intake import LoraIntake
 from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.model_info import ModelInfo
@@ -68,8 +69,11 @@ class EngineCore:
         self.wake: Callable[[], None] = lambda: None
         self.receiver_cache_bytes: Callable[[], int] = lambda: 0
         self.reset_receiver_cache: Callable[[], None] = lambda: None
+        self.leases: KVLeases | None = None
+        """Who keeps blocks of requests that go on elsewhere; None: nobody does."""
         self.stalled = False
         self._wall_clock = wall_clock
+        self._monotonic_clock = monotonic_clock
         self.model = model = executor.load_model(progress)
         _check_pooling(config, model)
         _check_speculative(config, model)
@@ -81,7 +85,28 @@ class EngineCore:
             grammars = make_grammars(config, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
         lora_slots = LoraSlots(config.lora.max_loras, config.lora.max_wait) if config.lora.enabled else None
         self.scheduler: Scheduler = create_scheduler(
-            self._scheduler_context(lora_slots, monotonic_clock=monotonic_clock, wall_clock=wall_clock)
+            SchedulerContext(
+                config=scheduling,
+                kv_cache=self.kv_cache_config,
+                # Pooling needs every token's hidden state, which the cache does not hold.
+                enable_prefix_caching=config.cache.enable_prefix_caching and model.pooling is None,
+                enable_kv_events=config.cache.enable_kv_events,
+                supports_chunked_prefill=model.supports_chunked_prefill,
+                num_stages=num_stages,
+                speculative=config.speculative,
+                step_seconds=executor.step_seconds(_ROWS) if config.speculative.enabled else {},
+                lora_slots=lora_slots,
+                lora_stats=lambda: self.loras.stats(),
+                media=model.media,
+                encoder_cache_size=encoder_cache_size(
+                    config.multimodal.encoder_cache_size, scheduling.step_tokens, model
+                ),
+                receiver_cache_bytes=lambda: self.receiver_cache_bytes(),
+                leases=lambda: self.leases,
+                eos_token_ids=model.eos_token_ids,
+                monotonic_clock=monotonic_clock,
+                wall_clock=wall_clock,
+            )
         )
         self._grammars = GrammarIntake(
             grammars,
@@ -180,6 +205,10 @@ class EngineCore:
         """End those of a client's requests that exist, with ABORT outputs. Returns their ids."""
         return self.scheduler.abort_requests(client_id, request_ids)
 
+    def hand_over(self, client_id: str, request_ids: Iterable[str]) -> None:
+        """End those of a client's requests that exist, with HANDOFF outputs: they go on elsewhere."""
+        self.scheduler.abort_requests(client_id, request_ids, hand_over=True)
+
     def abort_client(self, client_id: str) -> None:
         """End all requests of a client that has gone, without outputs."""
         self.scheduler.abort_client(client_id)
@@ -199,9 +228,32 @@ class EngineCore:
         return bool(self._steps) or self.scheduler.has_work or self.loras.has_news
 
     def time_to_next_deadline(self) -> float | None:
-        """Seconds until the next request expires, negative if it has; None when no request has a deadline."""
+        """Seconds until the next request or lease expires, negative if it has; None when nothing has a deadline."""
         deadline = self.scheduler.next_deadline()
-        return None if deadline is None else deadline - self._wall_clock()
+        left = None if deadline is None else deadline - self._wall_clock()
+        if self.leases is None or (expiry := self.leases.next_expiry()) is None:
+            return left
+        of_lease = expiry - self._monotonic_clock()
+        return of_lease if left is None else min(left, of_lease)
+
+    # Blocks of requests that go on elsewhere.
+
+    @property
+    def has_leases(self) -> bool:
+        """Whether blocks are kept for others."""
+        return self.leases is not None and len(self.leases) > 0
+
+    def expire_leases(self) -> None:
+        """End the leases whose time is over."""
+        if self.leases is None or (expiry := self.leases.next_expiry()) is None:
+            return
+        if expiry <= (now := self._monotonic_clock()):
+            self.leases.expire(now)
+
+    def revoke_leases(self) -> None:
+        """End all leases."""
+        if self.leases is not None:
+            self.leases.revoke_all()
 
     # A step.
 

@@ -34,6 +34,13 @@ class AbortRequests(msgspec.Struct):
     reason: str = ""
 
 
+class HandOver(msgspec.Struct, frozen=True):
+    """Give requests of a client away."""
+
+    client_id: str
+    request_ids: list[str]
+
+
 class UtilityCall(msgspec.Struct, frozen=True):
     """Call a registered method; the answer goes to the client under ``call_id``. ``arguments``: a msgpack array."""
 
@@ -73,7 +80,15 @@ class Wakeup(msgspec.Struct, frozen=True):
 
 
 InputMessage = (
-    AddRequest | AbortRequests | UtilityCall | UtilityDone | ClientGone | ExecutorFailed | GroupChanged | Wakeup
+    AddRequest
+    | AbortRequests
+    | HandOver
+    | UtilityCall
+    | UtilityDone
+    | ClientGone
+    | ExecutorFailed
+    | GroupChanged
+    | Wakeup
 )
 
 

@@ -25,6 +25,7 @@ class RequestStatus(enum.IntEnum):
     FINISHED_ABORTED = 6
     FINISHED_ERROR = 7
     FINISHED_REPETITION = 8
+    HANDED_OVER = 9
 
     @property
     def finished(self) -> bool:
@@ -43,6 +44,7 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
     RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
     RequestStatus.FINISHED_REPETITION: FinishReason.REPETITION,
+    RequestStatus.HANDED_OVER: FinishReason.HANDOFF,
 }
 
 
@@ -75,6 +77,8 @@ class Request:
     as the scheduler knows them. ``num_asked_media``: of its media, those that the encoder cache was asked for, or need not be.
     ``num_uncharged_embeds``: computed for it, and not yet counted for its tenant's share.
     ``lora``: its adapter, with the digest once that is known; ``lora_use``: keeps it, from when it is loaded to the end.
+    ``hands_over``: at ``max_tokens`` it goes on elsewhere. ``lease_kv``: its blocks are kept for a while when it ends as it
+    should. ``kv_source``: who has blocks of it, as its client knows.
     ``arrival`` numbers requests in the order in which the scheduler got them. ``grammar`` is set once a constraint is compiled.
     """
 
@@ -90,8 +94,11 @@ class Request:
         "events",
         "forced_history",
         "grammar",
+        "hands_over",
         "hold",
         "key",
+        "kv_source",
+        "lease_kv",
         "lora",
         "lora_use",
         "max_drafts",
@@ -153,6 +160,12 @@ class Request:
         room = max_model_len - self.num_prompt_tokens
         asked = request.sampling_params.max_tokens
         self.max_tokens = room if asked is None else min(asked, room)
+        first_leg = len(request.prior_output_token_ids) + request.handoff_after_tokens
+        self.hands_over = request.handoff_after_tokens > 0 and first_leg < self.max_tokens
+        if self.hands_over:
+            self.max_tokens = first_leg
+        self.lease_kv = request.lease_kv
+        self.kv_source = request.kv_source
         self.stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
         self.skip_reading_prefix_cache = request.skips_prefix_cache
         self.attempt = request.attempt

@@ -30,6 +30,14 @@ def log_aborted(request_ids: Sequence[str], reason: str) -> None:
         logger.info("request aborted", extra={"engine_request": request_id, "reason": reason})
 
 
+def refusal(request_id: str, external_id: str, error: Exception, *, doing: str) -> RequestFailed:
+    """What ends a request that was not taken, which is logged: its own fault, or an incident."""
+    if isinstance(error, RequestFailed):
+        log_refused(request_id, external_id, error)
+        return error
+    return incident(error, request=external_id or request_id, doing=doing)
+
+
 def log_incident(request: Request, error: Exception, *, doing: str, reason: str = REASON) -> RequestError:
     """Log an error that is no fault of the request, under a number that its client gets. Returns what to end the request with."""
     name = request.context.external_request_id or request.request_id

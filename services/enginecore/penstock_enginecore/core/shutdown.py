@@ -22,7 +22,7 @@ class ShutdownEffect(enum.Enum):
     """What the busy loop has to do."""
 
     ANNOUNCE_DRAINING = "tell the frontends that new requests are refused"
-    ABORT_REQUESTS = "end the requests that are left"
+    ABORT_REQUESTS = "end the requests that are left, and the leases"
 
 
 class ShutdownState:
@@ -61,8 +61,10 @@ class ShutdownState:
             self.timeout = timeout
             self.phase = ShutdownPhase.REQUESTED
 
-    def advance(self, now: float, *, has_requests: bool) -> list[ShutdownEffect]:
-        """Move on as far as time and the requests in flight allow. Returns what to do, in order."""
+    def advance(self, now: float, *, has_requests: bool, has_leases: bool = False) -> list[ShutdownEffect]:
+        """Move on as far as time, the requests in flight and, until the deadline, the leases of blocks allow. Returns what to do,
+        in order.
+        """
         effects = []
         if self.phase is ShutdownPhase.REQUESTED:
             self.phase = ShutdownPhase.DRAINING
@@ -70,7 +72,7 @@ class ShutdownState:
             effects.append(ShutdownEffect.ANNOUNCE_DRAINING)
         if self.phase is not ShutdownPhase.DRAINING:
             return effects
-        if not has_requests:
+        if not has_requests and not (has_leases and self.deadline is not None):
             self.deadline = None
             if self.leaves:
                 self.phase = ShutdownPhase.EXIT

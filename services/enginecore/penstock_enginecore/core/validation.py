@@ -16,6 +16,7 @@ from penstock_common.types.sampling import (
     SamplingParams,
 )
 from penstock_enginecore.core.embeds_validation import check_prompt_embeds
+from penstock_enginecore.core.kv_transfer.validation import check_kv_transfer
 from penstock_enginecore.core.media_validation import check_media
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.pooling_validation import refuse_generation, validate_pooling
@@ -62,6 +63,7 @@ def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
         raise InvalidArgument(f"attempt is {request.attempt}; it must be at least 0", field="attempt")
     _check_reasoning(request, limits.model.vocab_size)
     _check_prediction(request, limits)
+    check_kv_transfer(request)
     _check_context(request.context)
 
 

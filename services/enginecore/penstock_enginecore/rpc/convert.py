@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.common.v1 import events_pb2, finish_pb2
+from penstock.common.v1 import events_pb2, finish_pb2, stats_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
 from penstock_common.lora.registration import LoraAdapter
@@ -13,6 +13,7 @@ from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import sampling, stats
 from penstock_common.rpc.columns import fill_columns
 from penstock_common.rpc.data_parallel import checked
+from penstock_common.rpc.kv_transfer import role_to_proto, source_from_proto, source_to_proto
 from penstock_common.rpc.media import limits_to_proto
 from penstock_common.rpc.request_context import context_from_proto
 from penstock_common.tensors.outgoing import TensorRef
@@ -68,6 +69,9 @@ def request_from_proto(
         reasoning_ended=message.reasoning_ended if message.HasField("reasoning_ended") else None,
         reasoning_parser_kwargs=_reasoning(message.reasoning_parser_kwargs),
         prediction_token_ids=list(message.prediction_token_ids),
+        kv_source=source_from_proto(message.kv_source) if message.HasField("kv_source") else None,
+        handoff_after_tokens=message.handoff_after_tokens,
+        lease_kv=message.lease_kv,
     )
 
 
@@ -144,10 +148,11 @@ def output_to_proto(output: EngineCoreOutput) -> pb.EngineCoreOutput:
     for event in output.events:
         message.events.add(type=events_pb2.EngineCoreEventType.ValueType(event.type), timestamp=event.timestamp)
     if output.prefill_stats is not None:
-        message.prefill_stats.num_prompt_tokens = output.prefill_stats.num_prompt_tokens
-        message.prefill_stats.num_cached_tokens = output.prefill_stats.num_cached_tokens
+        message.prefill_stats.CopyFrom(stats_pb2.PrefillStats(**msgspec.structs.asdict(output.prefill_stats)))
     if output.spec_decoding_stats is not None:
         message.spec_decoding_stats.CopyFrom(stats.speculation_to_proto(output.spec_decoding_stats))
+    if output.kv_source is not None:
+        message.kv_source.CopyFrom(source_to_proto(output.kv_source))
     return message
 
 
@@ -193,4 +198,7 @@ def ready_to_proto(ready: EngineReady, *, protocol_revision: int) -> pb.Ready:
         shared_memory_id=ready.shared_memory_id,
         media=limits_to_proto(ready.media),
         encoder_cache_size=ready.encoder_cache_size,
+        role=role_to_proto(ready.role),
+        kv_address=ready.kv_address,
+        kv_fingerprint=ready.kv_fingerprint,
     )

@@ -18,6 +18,7 @@ from penstock_common.rpc import sampling
 from penstock_common.rpc import stats as stats_codec
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
+from penstock_common.rpc.kv_transfer import role_to_proto
 from penstock_common.rpc.reconnect import Reconnector, wait_at_most
 from penstock_common.types.cluster import DrainCommand, EngineRegistration
 from penstock_common.types.data_parallel import StartDpWave, rank_name
@@ -134,6 +135,9 @@ class CoordinatorClient:
                     pool=registration.pool,
                     max_num_seqs=registration.max_num_seqs,
                     group=None if group is None else group_messages.registration_to_proto(group),
+                    role=role_to_proto(registration.role),
+                    kv_address=registration.kv_address,
+                    kv_fingerprint=registration.kv_fingerprint,
                 )
             )
         )

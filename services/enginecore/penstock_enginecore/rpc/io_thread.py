@@ -145,6 +145,9 @@ class IoThread:
             model=ready.model,
             pool=self._config.pool,
             max_num_seqs=ready.max_num_seqs,
+            role=ready.role,
+            kv_address=ready.kv_address,
+            kv_fingerprint=ready.kv_fingerprint,
         )
         return CoordinatorClient(
             config,

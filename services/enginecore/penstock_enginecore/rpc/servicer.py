@@ -89,6 +89,8 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
                 self._add(message.add, session, busy_loop)
             case "abort":
                 busy_loop.abort(session.client_id, list(message.abort.request_ids), message.abort.reason)
+            case "handoff":
+                busy_loop.hand_over(session.client_id, list(message.handoff.request_ids))
             case "utility":
                 call = message.utility
                 busy_loop.call_utility(session.client_id, call.call_id, call.method, call.arguments)

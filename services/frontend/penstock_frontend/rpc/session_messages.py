@@ -12,6 +12,7 @@ from penstock_common.observability.incidents import incident
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import stats
 from penstock_common.rpc.columns import columns_from_proto
+from penstock_common.rpc.kv_transfer import role_from_proto, source_from_proto, source_to_proto
 from penstock_common.rpc.media import limits_from_proto
 from penstock_common.rpc.request_context import fill_context
 from penstock_common.rpc.sampling import to_proto
@@ -70,6 +71,10 @@ def add_request(
     if request.reasoning_parser_kwargs is not None:
         add.reasoning_parser_kwargs = msgspec.json.encode(request.reasoning_parser_kwargs).decode()
     add.prediction_token_ids.extend(request.prediction_token_ids)
+    if request.kv_source is not None:
+        add.kv_source.CopyFrom(source_to_proto(request.kv_source))
+    add.handoff_after_tokens = request.handoff_after_tokens
+    add.lease_kv = request.lease_kv
     return message
 
 
@@ -99,6 +104,9 @@ def engine_ready(message: pb.Ready) -> EngineReady:
         shared_memory_id=message.shared_memory_id,
         media=limits_from_proto(message.media),
         encoder_cache_size=message.encoder_cache_size,
+        role=role_from_proto(message.role),
+        kv_address=message.kv_address,
+        kv_fingerprint=message.kv_fingerprint,
     )
 
 
@@ -183,7 +191,11 @@ def _output(message: pb.EngineCoreOutput, take: parts.TakeTensor | None) -> Engi
     if message.HasField("prefill_stats"):
         prefill = message.prefill_stats
         output.prefill_stats = PrefillStats(
-            num_prompt_tokens=prefill.num_prompt_tokens, num_cached_tokens=prefill.num_cached_tokens
+            num_prompt_tokens=prefill.num_prompt_tokens,
+            num_cached_tokens=prefill.num_cached_tokens,
+            num_host_tokens=prefill.num_host_tokens,
+            num_disk_tokens=prefill.num_disk_tokens,
+            num_peer_tokens=prefill.num_peer_tokens,
         )
     if message.events:
         output.events = [
@@ -201,6 +213,8 @@ def _output(message: pb.EngineCoreOutput, take: parts.TakeTensor | None) -> Engi
         output.stop_reason = _stop_reason(message.stop_reason)
         if message.HasField("error"):
             output.error = _error(message.error)
+    if message.HasField("kv_source"):
+        output.kv_source = source_from_proto(message.kv_source)
     if message.HasField("pooling_output"):
         output.pooling_output = parts.vectors_from_proto(message.pooling_output, take)
     return output

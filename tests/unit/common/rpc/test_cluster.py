@@ -7,6 +7,7 @@ from penstock_common.errors import InvalidArgument
 from penstock_common.lora.held import MAX_HELD, LoraHeld
 from penstock_common.rpc import cluster, stats
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
+from penstock_common.types.kv_transfer import EngineRole
 from penstock_common.types.outputs import LoraStats, MediaStats, SchedulerStats, SpecDecodingStats
 from penstock_common.types.view_delta import changed_by, difference
 
@@ -25,10 +26,18 @@ def test_a_view_survives_the_wire(state):
         index=4,
         model="m",
         loras=LoraHeld(version=3, active=(1,), held=(1, 2**64 - 1), max_loras=4, requests_per_load=1.5, full=True),
+        role=EngineRole.PREFILL,
+        kv_address="h:2",
+        kv_fingerprint=b"f" * 16,
     )
     view = ClusterView(engines=(engine,))
     wire = cluster.view_to_proto(view).SerializeToString()
     assert cluster.view_from_proto(messages_pb2.ClusterView.FromString(wire)) == view
+
+
+@pytest.mark.parametrize("role", [0, 99])
+def test_an_engine_of_an_unknown_role_serves_everything(role):
+    assert cluster.engine_from_proto(control_pb2.EngineStatus(role=role)).role is EngineRole.BOTH
 
 
 @pytest.mark.parametrize("state", [0, 99])

@@ -4,10 +4,11 @@ from array import array
 
 import pytest
 
-from penstock.common.v1 import tensor_pb2
+from penstock.common.v1 import events_pb2, tensor_pb2
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc import outputs as parts
 from penstock_common.types.kv_events import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
+from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 
@@ -75,8 +76,22 @@ def test_pooling_parameters_survive_the_wire(params: PoolingParams) -> None:
             extra_keys=[[BlockMedia("i", -3), BlockMedia("j", 0)], []],
         ),
         BlockRemoved(block_hashes=[b"a"]),
+        BlockStored(block_hashes=[b"a"], parent_hash=b"", token_ids=[1], block_size=1, medium=KvMedium.HOST),
+        BlockRemoved(block_hashes=[b"a"], medium=KvMedium.DISK),
         AllBlocksCleared(),
     ],
 )
 def test_cache_events_survive_the_wire(event: KvCacheEvent) -> None:
     assert parts.kv_event_from_proto(parts.kv_event_to_proto(event)) == event
+
+
+def test_an_event_of_an_unknown_medium_is_none_and_one_of_no_medium_is_the_devices() -> None:
+    message = events_pb2.KvCacheEvent(block_removed=events_pb2.BlockRemoved(block_hashes=[b"a"]))
+    assert parts.kv_event_from_proto(message) == BlockRemoved(block_hashes=[b"a"])
+    for event in (
+        BlockRemoved(block_hashes=[b"a"]),
+        BlockStored(block_hashes=[b"a"], parent_hash=b"", token_ids=[1], block_size=1),
+    ):
+        message = parts.kv_event_to_proto(event)
+        getattr(message, message.WhichOneof("event")).medium = 99
+        assert parts.kv_event_from_proto(events_pb2.KvCacheEvent.FromString(message.SerializeToString())) is None

@@ -5,6 +5,7 @@ from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.data_parallel import Pauses, RankGroup, Reconfigure
+from penstock_common.types.kv_transfer import EngineRole
 from penstock_common.types.outputs import SchedulerStats
 from penstock_coordinator.rpc import convert
 
@@ -31,6 +32,22 @@ def test_the_pool_and_the_slots_of_an_engine_are_read():
     assert (found.pool, found.max_num_seqs) == ("spot", 64)
     with pytest.raises(InvalidArgument, match=r"register.pool has 257 characters; it must have at most 256"):
         convert.registration(register(pool="x" * 257))
+
+
+def test_what_an_engine_says_of_its_blocks_is_read():
+    found = convert.registration(register(role=2, kv_address="h:50054", kv_fingerprint=b"f" * 16))
+    assert (found.role, found.kv_address, found.kv_fingerprint) == (EngineRole.PREFILL, "h:50054", b"f" * 16)
+    plain = convert.registration(register())
+    assert (plain.role, plain.kv_address, plain.kv_fingerprint) == (EngineRole.BOTH, "", b"")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("kv_address", "nowhere"), ("kv_address", "h" * 255 + ":1"), ("kv_fingerprint", b"f" * 15)]
+)
+def test_what_cannot_be_said_of_blocks_is_refused_by_name(name, value):
+    with pytest.raises(InvalidArgument) as refused:
+        convert.registration(register(**{name: value}))
+    assert refused.value.field == f"register.{name}"
 
 
 @pytest.mark.parametrize("address", ["host", "host:", ":1", "host:0", "host:65536", "host:x", "host:\u0661", "host:-1"])

@@ -25,6 +25,7 @@ from tests.fakes.engines.engine_harness import (
     make_request,
 )
 from tests.fakes.engines.fake_executor import FakeExecutor, oracle_tokens
+from tests.fakes.engines.fake_leases import FakeLeases
 from tests.fakes.patience import PATIENCE
 
 TIMEOUT = PATIENCE
@@ -468,3 +469,38 @@ def test_a_utility_that_meets_the_end_of_the_engine_does_not_hide_it():
     rig.join()
     assert isinstance(rig.error, EngineDeadError)
     assert "the device is gone" in rig.sink.dead
+
+
+def test_requests_are_handed_over_and_an_engine_that_leaves_stays_for_their_blocks():
+    with running() as rig:
+        clock = FakeClock()
+        leases = FakeLeases(rig.engine, clock, seconds=1e9)
+        request = make_request(14, max_tokens=900)
+        rig.add_and_hold(request)
+        rig.loop.hand_over(CLIENT, [request.request_id, "unknown"])
+        rig.gate.set()
+        rig.sink.wait_for_ends(request)
+        end = rig.sink.of().ends[request.request_id]
+        assert (end.finish_reason, end.kv_source.num_tokens) == (FinishReason.HANDOFF, 12)
+        rig.loop.request_shutdown()
+        rig.sink.wait(lambda: rig.sink.draining_timeout is not None)
+        rig.thread.join(0.1)
+        assert rig.thread.is_alive()
+        leases.end(end.kv_source.lease_id)
+        rig.engine.wake()
+        rig.join()
+    assert rig.error is None
+    assert_nothing_left(rig.engine)
+
+
+def test_leases_end_with_the_drains_deadline():
+    with running(drain_timeout=0.2) as rig:
+        leases = FakeLeases(rig.engine, FakeClock(), seconds=1e9)
+        request = msgspec.structs.replace(make_request(14), handoff_after_tokens=2)
+        rig.loop.add(CLIENT, request)
+        rig.sink.wait_for_ends(request)
+        assert len(leases) == 1
+        rig.loop.request_shutdown()
+        rig.join()
+    assert (rig.error, len(leases)) == (None, 0)
+    assert_nothing_left(rig.engine)

@@ -105,3 +105,23 @@ def test_whoever_asks_for_the_shutdown_may_say_how_long_it_takes():
     state.request(2)
     state.advance(0, has_requests=True)
     assert (state.timeout, state.deadline) == (2, 2)
+
+
+def test_blocks_that_are_kept_for_others_hold_the_engine_until_the_deadline():
+    state = ShutdownState(10)
+    state.request()
+    state.advance(0, has_requests=True, has_leases=False)
+    assert state.advance(3, has_requests=False, has_leases=True) == []
+    assert state.phase is ShutdownPhase.DRAINING
+    assert state.advance(10, has_requests=False, has_leases=True) == [ShutdownEffect.ABORT_REQUESTS]
+    assert state.advance(10, has_requests=False, has_leases=True) == []  # one whose blocks are being read
+    assert state.phase is ShutdownPhase.EXIT
+
+
+def test_an_engine_goes_when_the_last_lease_is_over():
+    state = ShutdownState(10)
+    state.request()
+    state.advance(0, has_requests=False, has_leases=True)
+    assert state.phase is ShutdownPhase.DRAINING
+    state.advance(1, has_requests=False, has_leases=False)
+    assert state.phase is ShutdownPhase.EXIT

@@ -12,6 +12,7 @@ from penstock_common.types.outputs import EngineCoreOutputs, LoraStats, RequestE
 from penstock_enginecore.config import SchedulerConfig, SpeculativeConfig
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.kv_transfer.lease_seam import KVLeases
 from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.core.request import Request
@@ -28,6 +29,7 @@ class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     by the number of their tokens, as far as that was measured. ``lora_slots``: those of adapters among running requests, None
     where requests have none; ``lora_stats``: what is known of adapters. ``media``: modalities that requests may have, of whose
     embeddings ``encoder_cache_size`` are kept at most; ``receiver_cache_bytes``: of their inputs that are kept.
+    ``leases``: who keeps the blocks of requests that go on elsewhere; None: nobody does.
     """
 
     config: SchedulerConfig
@@ -44,6 +46,7 @@ class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     media: tuple[MediaInfo, ...] = ()
     encoder_cache_size: int = 0
     receiver_cache_bytes: Callable[[], int] = lambda: 0
+    leases: Callable[[], KVLeases | None] = lambda: None
     monotonic_clock: Clock
     wall_clock: Clock
 
@@ -80,8 +83,10 @@ class Scheduler(Protocol):
         living.
         """
 
-    def abort_requests(self, client_id: str, request_ids: Iterable[str]) -> list[str]:
-        """End those of the requests that exist, with ABORT outputs. Returns their ids."""
+    def abort_requests(self, client_id: str, request_ids: Iterable[str], *, hand_over: bool = False) -> list[str]:
+        """End those of the requests that exist, with ABORT outputs; ``hand_over``: with HANDOFF, since they go on elsewhere.
+        Returns their ids.
+        """
 
     def abort_client(self, client_id: str) -> None:
         """End all requests of a client that has gone, without outputs."""

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 
+from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import (
     EngineCoreOutput,
@@ -89,6 +90,13 @@ class ClientOutputs:
             output.error = error
             log_failed(request.request_id, request.context.external_request_id, error)
         self._clients[request.client_id].finished.append(request.request_id)
+
+    def add_source(self, request: Request, source: KvSource) -> None:
+        """Say on the request's last output, which is there already, who keeps its blocks."""
+        of_request = (
+            o for o in reversed(self._clients[request.client_id].outputs) if o.request_id == request.request_id
+        )
+        next(of_request).kv_source = source
 
     def _add_whole(
         self,

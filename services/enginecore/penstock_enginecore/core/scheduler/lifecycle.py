@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable
 
+from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.outputs import EventType, RequestError
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
@@ -16,6 +17,12 @@ from penstock_enginecore.core.scheduler.requests import RequestTable
 from penstock_enginecore.core.scheduler.running import RunningRequests
 from penstock_enginecore.core.scheduler.stops import check_stop
 from penstock_enginecore.core.scheduler.waiting import WaitingRequests
+
+_NORMAL_ENDS = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH,
+    RequestStatus.FINISHED_REPETITION,
+)
 
 
 class RequestLifecycle:
@@ -41,6 +48,7 @@ class RequestLifecycle:
         self._wall_clock = context.wall_clock
         self._eos_token_ids = context.eos_token_ids
         self._lora_slots = context.lora_slots
+        self._leases = context.leases
         self._requests = requests
         self._waiting = waiting
         self._running = running
@@ -71,10 +79,10 @@ class RequestLifecycle:
             self._encoder.begin(request)
         self._deadlines.add(request)
 
-    def abort(self, client_id: str, request_ids: Iterable[str]) -> list[str]:
-        """End those of a client's requests that live, with ABORT outputs. Returns their ids."""
+    def abort(self, client_id: str, request_ids: Iterable[str], *, hand_over: bool = False) -> list[str]:
+        """End those of a client's requests that live, with ABORT outputs, or with HANDOFF ones. Returns their ids."""
         found = self._requests.find(client_id, request_ids)
-        self.end(found, RequestStatus.FINISHED_ABORTED)
+        self.end(found, RequestStatus.HANDED_OVER if hand_over else RequestStatus.FINISHED_ABORTED)
         return [request.request_id for request in found]
 
     def abort_client(self, client_id: str) -> None:
@@ -125,8 +133,11 @@ class RequestLifecycle:
             else:
                 self._waiting.remove(request)
             request.status = status
+            source = self._keep_blocks(request)
             self._forget(request)
             self._outputs.add_end(request, [], error=error)
+            if source is not None:
+                self._outputs.add_source(request, source)
         if was_running:
             self._running.drop_finished()
 
@@ -134,6 +145,8 @@ class RequestLifecycle:
         """Forget running requests that a step's results have ended, and whose output says so."""
         for request in requests:
             self.finished_keys.append(request.key)
+            if (source := self._keep_blocks(request)) is not None:
+                self._outputs.add_source(request, source)
             self._forget(request)
         if requests:
             self._running.drop_finished()
@@ -146,6 +159,13 @@ class RequestLifecycle:
     def next_deadline(self) -> float | None:
         """The earliest deadline of a living request, in seconds since the epoch."""
         return self._deadlines.next_deadline()
+
+    def _keep_blocks(self, request: Request) -> KvSource | None:
+        """Let whoever goes on with a request that ends have its blocks, if they are wanted and can be kept."""
+        wanted = request.status is RequestStatus.HANDED_OVER or (request.lease_kv and request.status in _NORMAL_ENDS)
+        if not wanted or (leases := self._leases()) is None or not request.num_processed_tokens:
+            return None
+        return leases.grant(request)
 
     def _forget(self, request: Request) -> None:
         self._kv_cache.free(request)

@@ -186,7 +186,8 @@ def _follow_grammar(request: Request, token_ids: list[int]) -> RequestError | No
                 request.stop_reason = None
                 return None
             continue
-        if request.finished and count == len(token_ids):
+        handed_over = request.status is RequestStatus.HANDED_OVER
+        if request.finished and not handed_over and count == len(token_ids):
             return None  # it ended at a stop token or at its length, where a constraint need not be fulfilled
         del request.all_token_ids[count - 1 - len(token_ids) :]
         request.status = RequestStatus.FINISHED_ERROR
@@ -198,6 +199,6 @@ def _follow_grammar(request: Request, token_ids: list[int]) -> RequestError | No
                 reason="CONSTRAINT_CONFLICT",
             )
         )
-    if grammar.terminated and not request.finished:
+    if grammar.terminated and (not request.finished or request.status is RequestStatus.HANDED_OVER):
         request.status = RequestStatus.FINISHED_STOPPED
     return None

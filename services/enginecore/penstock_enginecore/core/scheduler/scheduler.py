@@ -143,9 +143,9 @@ class DefaultScheduler(Scheduler):
         """End a request that cannot be served, with an ERROR output; one that has ended is left alone."""
         return self._lifecycle.fail(request, error)
 
-    def abort_requests(self, client_id: str, request_ids: Iterable[str]) -> list[str]:
-        """End those of the requests that exist, with ABORT outputs."""
-        return self._lifecycle.abort(client_id, request_ids)
+    def abort_requests(self, client_id: str, request_ids: Iterable[str], *, hand_over: bool = False) -> list[str]:
+        """End those of the requests that exist, with ABORT outputs, or HANDOFF."""
+        return self._lifecycle.abort(client_id, request_ids, hand_over=hand_over)
 
     def abort_client(self, client_id: str) -> None:
         """End all requests of a client that has gone, without outputs."""

@@ -8,7 +8,8 @@ def check_stop(request: Request, eos_token_ids: frozenset[int]) -> bool:
     """Whether the last output token ends the request; if so its status and stop reason are set.
 
     EOS and stop tokens count from ``min_tokens`` on. ``max_tokens`` is bounded by ``max_model_len`` already, and holds
-    whatever ``min_tokens`` says. The stop reason of EOS is None, that of a stop token its id.
+    whatever ``min_tokens`` says. What goes on elsewhere has ended here. The stop reason of EOS is None, that of a stop token its
+    id.
     """
     token_ids = request.all_token_ids
     num_output_tokens = len(token_ids) - request.num_prompt_tokens
@@ -25,7 +26,7 @@ def check_stop(request: Request, eos_token_ids: frozenset[int]) -> bool:
             request.stop_reason = token_id
             return True
     if num_output_tokens >= request.max_tokens:
-        request.status = RequestStatus.FINISHED_LENGTH
+        request.status = RequestStatus.HANDED_OVER if request.hands_over else RequestStatus.FINISHED_LENGTH
         return True
     detection = params.repetition_detection
     if detection is not None and repeats_itself(token_ids, num_output_tokens, detection):

@@ -1,0 +1,39 @@
+"""What a request may say of its keys and values elsewhere. Pure checks, safe on any thread."""
+
+from penstock_common.addresses import split
+from penstock_common.errors import InvalidArgument
+from penstock_common.types.kv_transfer import KvSource
+from penstock_common.types.request import EngineCoreRequest
+
+ID_BYTES = 16
+"""Of a lease, and of a fingerprint."""
+MAX_NAME_LENGTH = 256
+"""Of ids, incarnations and addresses, in characters."""
+
+
+def check_kv_transfer(request: EngineCoreRequest) -> None:
+    """Raise InvalidArgument, naming the field."""
+    if request.pooling_params is not None and (request.handoff_after_tokens or request.lease_kv):
+        name = "handoff_after_tokens" if request.handoff_after_tokens else "lease_kv"
+        raise InvalidArgument(f"{name} is set; a request to pool has no output to go on with", field=name)
+    if request.kv_source is not None:
+        _check_source(request.kv_source)
+
+
+def _check_source(source: KvSource) -> None:
+    for name in ("engine_id", "incarnation", "address"):
+        value: str = getattr(source, name)
+        if not value or len(value) > MAX_NAME_LENGTH:
+            raise InvalidArgument(
+                f"kv_source.{name} has {len(value)} characters; it must have 1 to {MAX_NAME_LENGTH}",
+                field=f"kv_source.{name}",
+            )
+    try:
+        split(source.address)
+    except ValueError as e:
+        raise InvalidArgument(f"kv_source.address is {source.address!r}; it {e}", field="kv_source.address") from None
+    for name in ("lease_id", "fingerprint"):
+        if (size := len(getattr(source, name))) != ID_BYTES:
+            raise InvalidArgument(
+                f"kv_source.{name} has {size} bytes; it must have {ID_BYTES}", field=f"kv_source.{name}"
+            )

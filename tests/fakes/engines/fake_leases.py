@@ -1,0 +1,59 @@
+"""Keeps blocks of requests that go on elsewhere, and gives them to nobody."""
+
+from penstock_common.types.kv_transfer import KvSource
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.kv_cache.block_pool import KVCacheBlock
+from penstock_enginecore.core.request import Request
+from tests.fakes.engines.engine_harness import FakeClock
+
+FINGERPRINT = b"f" * 16
+
+
+class FakeLeases:
+    """``refuses``: nothing is kept. ``blocks``: by lease, those that it holds."""
+
+    def __init__(self, engine: EngineCore, clock: FakeClock, seconds: float = 5.0) -> None:
+        engine.leases = self
+        self._manager = engine.scheduler.kv_cache  # type: ignore[attr-defined]
+        self._clock = clock
+        self._seconds = seconds
+        self._ends: dict[bytes, float] = {}
+        self.blocks: dict[bytes, list[KVCacheBlock]] = {}
+        self.refuses = False
+
+    def grant(self, request: Request) -> KvSource | None:
+        full = request.num_processed_tokens // self._manager.block_size
+        kept = [block for table in self._manager._blocks[request.key] for block in table[:full] if block.ref_count]
+        if self.refuses or not kept:
+            return None
+        self._manager.pool.touch(kept)
+        lease_id = len(self.blocks).to_bytes(16, "big")
+        self.blocks[lease_id] = kept
+        self._ends[lease_id] = self._clock.now + self._seconds
+        return KvSource(
+            engine_id="engine",
+            incarnation="1",
+            address="h:1",
+            lease_id=lease_id,
+            num_tokens=full * self._manager.block_size,
+            fingerprint=FINGERPRINT,
+        )
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def next_expiry(self) -> float | None:
+        return min(self._ends.values(), default=None)
+
+    def expire(self, now: float) -> None:
+        for lease_id in [lease_id for lease_id, end in self._ends.items() if end <= now]:
+            self.end(lease_id)
+
+    def revoke_all(self) -> None:
+        for lease_id in list(self._ends):
+            self.end(lease_id)
+
+    def end(self, lease_id: bytes) -> None:
+        """It was released."""
+        del self._ends[lease_id]
+        self._manager.pool.free(self.blocks.pop(lease_id))
