@@ -1,9 +1,9 @@
 """Blocks that the engine keeps for whoever goes on with a request that it has handed over."""
 
 import enum
-import math
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock_common.types.kv_transfer import BlockName
 from penstock_enginecore.core.kv_cache.block_pool import KVCacheBlock
@@ -22,24 +22,26 @@ class LeaseState(enum.Enum):
 
     @property
     def ended(self) -> bool:
-        """Whether the blocks were given back."""
+        """Whether nothing is read under it any more."""
         return self not in (LeaseState.GRANTED, LeaseState.OPEN)
 
 
 class Lease:
-    """One reference to each block of ``tables``. ``names``: of their content. ``num_pulls``: streams that have it open;
-    ``num_fetches``: of these, unanswered ones. Times are in the clock's seconds: at ``expires_at`` it ends without a pull, at
-    ``ends_by`` in any case.
+    """One reference to each block of ``tables``, whose contents ``blocks`` names: a block that has a reference keeps its content.
+
+    ``num_pulls``: streams that have it open; ``num_fetches``: what these have asked for and not got; ``num_reads``: copies from
+    its blocks that are under way. Times are in the clock's seconds: at ``expires_at`` it ends without a pull, at ``ends_by`` in
+    any case.
     """
 
     __slots__ = (
+        "blocks",
         "ends_by",
         "expires_at",
         "lease_id",
-        "names",
         "num_fetches",
         "num_pulls",
-        "num_tokens",
+        "num_reads",
         "state",
         "tables",
     )
@@ -48,19 +50,18 @@ class Lease:
         self,
         lease_id: bytes,
         tables: Sequence[Sequence[KVCacheBlock]],
-        names: Iterable[BlockName],
-        num_tokens: int,
+        blocks: Mapping[BlockName, int],
         *,
         expires_at: float,
         ends_by: float,
     ) -> None:
         self.lease_id = lease_id
         self.tables = tables
-        self.names = frozenset(names)
-        self.num_tokens = num_tokens
+        self.blocks = blocks
         self.state = LeaseState.GRANTED
         self.num_pulls = 0
         self.num_fetches = 0
+        self.num_reads = 0
         self.expires_at = expires_at
         self.ends_by = ends_by
 
@@ -71,11 +72,11 @@ class Lease:
 
 
 class Leases:
-    """Those of an engine, oldest first. Each is granted once and ends once, and gives its references back then; what is told of
-    one that has ended, or never was, changes nothing.
+    """Those of an engine, oldest first. Each is granted once, ends once, and gives its references back once: when it ends, or
+    when the copies have ended that were under way then. What is told of one that has ended, or never was, changes nothing.
 
-    All calls come from the thread of the busy loop, with its clock's ``now``. Whoever reads a block while it is sent has a
-    reference of its own.
+    ``grant``, ``expire``, ``revoke_one`` and ``revoke_all`` belong to the thread of the busy loop, which is the only one on which
+    references are given back; the others may be called on any thread, so that no pull waits for a step. ``now`` is of one clock.
     """
 
     def __init__(
@@ -93,122 +94,168 @@ class Leases:
         self._max_blocks = max_blocks
         self.lease_seconds = lease_seconds
         self._max_seconds = max_seconds
+        self._lock = threading.Lock()
         self._leases: dict[bytes, Lease] = {}
+        self._read_on: dict[bytes, Lease] = {}
+        """Leases that have ended while copies from their blocks were under way."""
+        self._over: list[Lease] = []
+        """Those whose references are to be given back."""
         self._holders: Counter[int] = Counter()
-        """By block id, the leases that have it."""
+        """By block id, the leases that have a reference to it."""
         self.ends: Counter[LeaseState] = Counter()
         """Leases that have ended, by how."""
         self.num_refused = 0
 
     def __len__(self) -> int:
-        """Leases that have not ended."""
-        return len(self._leases)
+        """Leases that have a reference to anything."""
+        return len(self._leases) + len(self._read_on) + len(self._over)
 
     def __contains__(self, lease_id: bytes) -> bool:
+        """Whether it has been granted and has not ended."""
         return lease_id in self._leases
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that leases have, each counted once."""
+        """Blocks that leases have a reference to, each counted once."""
         return len(self._holders)
 
-    def get(self, lease_id: bytes) -> Lease | None:
-        """The lease, unless it has ended."""
-        return self._leases.get(lease_id)
+    # The thread of the busy loop.
 
     def grant(
         self,
         lease_id: bytes,
         tables: Sequence[Sequence[KVCacheBlock]],
-        names: Iterable[BlockName],
-        num_tokens: int,
+        blocks: Mapping[BlockName, int],
         now: float,
     ) -> Lease | None:
-        """Take over the caller's references to the blocks of ``tables``, those of a request's first ``num_tokens`` tokens without
-        null blocks. ``names``: what their content is. None where leases would have too many blocks: then the caller keeps its
-        references. Raises ValueError for an id that is in use.
+        """Take over the caller's references to the blocks of ``tables``, without null blocks. ``blocks``: their ids by content.
+        None where leases would have too many blocks: then the caller keeps its references. Raises ValueError for an id that is
+        in use.
         """
-        if lease_id in self._leases:
+        if lease_id in self._leases or lease_id in self._read_on:
             raise ValueError(f"lease {lease_id.hex()} is there already")
-        ids = {block.block_id for table in tables for block in table}
+        ids = _ids(tables)
         if len(ids | self._holders.keys()) > self._max_blocks:
             self.num_refused += 1
             return None
-        lease = Lease(
-            lease_id,
-            tables,
-            names,
-            num_tokens,
-            expires_at=now + self.lease_seconds,
-            ends_by=now + self._max_seconds,
-        )
-        self._leases[lease_id] = lease
+        lease = Lease(lease_id, tables, blocks, expires_at=now + self.lease_seconds, ends_by=now + self._max_seconds)
+        with self._lock:
+            self._leases[lease_id] = lease
         self._holders.update(ids)
         return lease
 
+    def expire(self, now: float) -> int:
+        """End those whose clock has run out, and give back what others have given up. Returns how many gave back."""
+        with self._lock:
+            for lease in [lease for lease in self._leases.values() if lease.clock_ends <= now]:
+                self._end(lease, LeaseState.EXPIRED)
+        return self._give_back()
+
+    def next_expiry(self) -> float | None:
+        """When ``expire`` has something to do: 0 for at once, None without leases."""
+        if self._over:
+            return 0.0
+        with self._lock:
+            return min((lease.clock_ends for lease in self._leases.values()), default=None)
+
+    def revoke_one(self) -> bool:
+        """To make room: end the oldest that nothing is read from. False where there is none."""
+        with self._lock:
+            oldest = next((each for each in self._leases.values() if not each.num_fetches), None)
+            if oldest is not None:
+                self._end(oldest, LeaseState.REVOKED)
+        return self._give_back() > 0
+
+    def revoke_all(self) -> None:
+        """The pool is to be empty: end all. Copies that are under way keep their blocks until they have ended."""
+        with self._lock:
+            for lease in list(self._leases.values()):
+                self._end(lease, LeaseState.REVOKED)
+        self._give_back()
+
+    # Any thread.
+
     def opened(self, lease_id: bytes) -> Lease | None:
         """A pull of it is open from now on; None where there is no such lease."""
-        lease = self._leases.get(lease_id)
-        if lease is not None:
-            lease.num_pulls += 1
-            lease.state = LeaseState.OPEN
-        return lease
+        with self._lock:
+            lease = self._leases.get(lease_id)
+            if lease is not None:
+                lease.num_pulls += 1
+                lease.state = LeaseState.OPEN
+            return lease
 
     def closed(self, lease_id: bytes, now: float) -> None:
         """A pull that was opened is not any more."""
-        lease = self._leases.get(lease_id)
-        if lease is not None:
+        with self._lock:
+            lease = self._leases.get(lease_id)
+            if lease is None:
+                return
             lease.num_pulls -= 1
             if not lease.num_pulls:
                 lease.state = LeaseState.GRANTED
                 lease.expires_at = now + self.lease_seconds
 
     def fetch_began(self, lease_id: bytes) -> None:
-        """A pull of it reads blocks: it is not revoked to make room."""
-        if (lease := self._leases.get(lease_id)) is not None:
-            lease.num_fetches += 1
+        """A pull has asked for blocks: the lease is not revoked to make room."""
+        with self._lock:
+            if (lease := self._leases.get(lease_id)) is not None:
+                lease.num_fetches += 1
 
     def fetch_ended(self, lease_id: bytes) -> None:
-        """A pull has what it asked for, or its stream is over."""
-        if (lease := self._leases.get(lease_id)) is not None:
-            lease.num_fetches -= 1
+        """A pull has what it asked for, or is over."""
+        with self._lock:
+            if (lease := self._leases.get(lease_id)) is not None:
+                lease.num_fetches -= 1
 
-    def released(self, lease_id: bytes) -> None:
-        """Whoever pulled needs it no more."""
-        if (lease := self._leases.get(lease_id)) is not None:
-            self._end(lease, LeaseState.RELEASED)
+    def read_began(self, lease_id: bytes, names: Sequence[BlockName]) -> list[int | None] | None:
+        """The blocks with these contents, None for one that the lease does not have. They stay as they are until ``read_ended``.
+        None altogether where there is no such lease: then there is no read.
+        """
+        with self._lock:
+            lease = self._leases.get(lease_id)
+            if lease is None:
+                return None
+            lease.num_reads += 1
+            return [lease.blocks.get(name) for name in names]
 
-    def expire(self, now: float) -> int:
-        """End those whose clock has run out. Returns how many."""
-        over = [lease for lease in self._leases.values() if lease.clock_ends <= now]
-        for lease in over:
-            self._end(lease, LeaseState.EXPIRED)
-        return len(over)
+    def read_ended(self, lease_id: bytes) -> bool:
+        """A read is over. Returns whether there is something to give back now: the busy loop should be woken."""
+        with self._lock:
+            lease = self._leases.get(lease_id) or self._read_on[lease_id]
+            lease.num_reads -= 1
+            if lease.num_reads or not lease.state.ended:
+                return False
+            del self._read_on[lease_id]
+            self._over.append(lease)
+            return True
 
-    def next_expiry(self) -> float:
-        """When ``expire`` has something to do next; infinity without leases."""
-        return min((lease.clock_ends for lease in self._leases.values()), default=math.inf)
-
-    def revoke_one(self) -> bool:
-        """To make room: end the oldest that nothing is read from. False where there is none."""
-        for lease in self._leases.values():
-            if not lease.num_fetches:
-                self._end(lease, LeaseState.REVOKED)
-                return True
-        return False
-
-    def revoke_all(self) -> None:
-        """The pool is to be empty: end all."""
-        for lease in list(self._leases.values()):
-            self._end(lease, LeaseState.REVOKED)
+    def released(self, lease_id: bytes) -> bool:
+        """Whoever pulled needs it no more. Returns whether there is something to give back now."""
+        with self._lock:
+            if (lease := self._leases.get(lease_id)) is not None:
+                self._end(lease, LeaseState.RELEASED)
+            return bool(self._over)
 
     def _end(self, lease: Lease, state: LeaseState) -> None:
         del self._leases[lease.lease_id]
         lease.state = state
         self.ends[state] += 1
-        for block_id in {block.block_id for table in lease.tables for block in table}:
-            self._holders[block_id] -= 1
-            if not self._holders[block_id]:
-                del self._holders[block_id]
-        for table in lease.tables:
-            self._free(table)
+        if lease.num_reads:
+            self._read_on[lease.lease_id] = lease
+        else:
+            self._over.append(lease)
+
+    def _give_back(self) -> int:
+        with self._lock:
+            over, self._over = self._over, []
+        for lease in over:
+            self._holders.subtract(_ids(lease.tables))
+            for table in lease.tables:
+                self._free(table)
+        if over:
+            self._holders = +self._holders
+        return len(over)
+
+
+def _ids(tables: Sequence[Sequence[KVCacheBlock]]) -> set[int]:
+    return {block.block_id for table in tables for block in table}

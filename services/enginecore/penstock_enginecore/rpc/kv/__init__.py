@@ -1,0 +1,1 @@
+"""Blocks of keys and values from engine to engine."""
