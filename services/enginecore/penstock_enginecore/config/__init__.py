@@ -5,6 +5,7 @@ from penstock_enginecore.config.data_parallel import DataParallelConfig
 from penstock_enginecore.config.engine import CoordinatorClientConfig, EngineCoreConfig, ErrorDumpConfig, ProfilerConfig
 from penstock_enginecore.config.executor import ExecutorConfig, KernelsConfig
 from penstock_enginecore.config.expert_parallel import ExpertParallelConfig
+from penstock_enginecore.config.kv_transfer import KvTransferConfig
 from penstock_enginecore.config.lora import LoraConfig
 from penstock_enginecore.config.model import Device, Dtype, ModelConfig, Task
 from penstock_enginecore.config.multimodal import MultimodalConfig
@@ -24,6 +25,7 @@ __all__ = [
     "ExecutorConfig",
     "ExpertParallelConfig",
     "KernelsConfig",
+    "KvTransferConfig",
     "LoraConfig",
     "ModelConfig",
     "MultimodalConfig",

@@ -31,6 +31,7 @@ from penstock_enginecore.config.cache import CacheConfig
 from penstock_enginecore.config.data_parallel import DataParallelConfig
 from penstock_enginecore.config.executor import ExecutorConfig, KernelsConfig
 from penstock_enginecore.config.expert_parallel import ExpertParallelConfig
+from penstock_enginecore.config.kv_transfer import KvTransferConfig
 from penstock_enginecore.config.lora import LoraConfig
 from penstock_enginecore.config.model import ModelConfig
 from penstock_enginecore.config.multimodal import MultimodalConfig
@@ -120,6 +121,7 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     multimodal: MultimodalConfig = MultimodalConfig()
     data_parallel: DataParallelConfig = DataParallelConfig()
     expert_parallel: ExpertParallelConfig = ExpertParallelConfig()
+    kv_transfer: KvTransferConfig = KvTransferConfig()
     coordinator: CoordinatorClientConfig = CoordinatorClientConfig()
     server: ServerConfig = ServerConfig(port=50052)
     peers: PeersConfig = PeersConfig()
