@@ -114,6 +114,10 @@ class Leases:
         """Whether it has been granted and has not ended."""
         return lease_id in self._leases
 
+    def get(self, lease_id: bytes) -> Lease | None:
+        """The lease, unless it has ended."""
+        return self._leases.get(lease_id)
+
     @property
     def num_blocks(self) -> int:
         """Blocks that leases have a reference to, each counted once."""

@@ -8,12 +8,12 @@ from penstock_enginecore.core.request import Request
 
 
 class PeerBlock(NamedTuple):
-    """A block that has come, and was checked. ``index``: its place among those that were asked for. ``data``: its bytes as
+    """A block that has come, and was checked. ``place``: among those that were asked for. ``data``: its bytes as
     ``BlockCopier.write`` takes them. They stay as they are until ``done`` was called, once, from any thread; only then more may
     come in their place.
     """
 
-    index: int
+    place: int
     data: "bytes | memoryview"
     done: Callable[[], None]
 

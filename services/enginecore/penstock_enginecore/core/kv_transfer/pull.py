@@ -45,7 +45,7 @@ class Arrived(NamedTuple):
     """A block of a fetch is there. ``sequence``: for ``taken``."""
 
     fetch_id: int
-    index: int
+    place: int
     sequence: int
 
 

@@ -1,0 +1,206 @@
+"""Engines that have blocks and pull them from each other, without a model: a block's bytes are made of its name."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock_common.config.sections import ServerConfig
+from penstock_common.types.kv_transfer import BlockName, KvSource
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.config import EngineCoreConfig, KvTransferConfig, ModelConfig
+from penstock_enginecore.core.kv_cache.block_pool import BlockPool
+from penstock_enginecore.core.kv_transfer.leases import Leases
+from penstock_enginecore.core.kv_transfer.peer import PeerBlock
+from penstock_enginecore.core.request import Request
+from penstock_enginecore.rpc.kv.counts import TransferCounts
+from penstock_enginecore.rpc.kv.peers import Peers
+from penstock_enginecore.rpc.kv.pull_client import PullSettings
+from penstock_enginecore.rpc.kv.pull_server import PullSource
+from penstock_enginecore.rpc.kv.receiver import Receiver
+from penstock_enginecore.rpc.kv.transfer import KvTransfer
+from tests.fakes.patience import PATIENCE
+
+BLOCK_SIZE = 4
+FINGERPRINT = b"f" * 16
+
+
+def names_of(prompt: str, count: int, *, group: int = 0) -> list[BlockName]:
+    """Names of the blocks of a prompt."""
+    return [
+        BlockName(group, hashlib.blake2b(f"{prompt}:{place}".encode(), digest_size=16).digest())
+        for place in range(count)
+    ]
+
+
+def content(name: BlockName, size: int) -> bytes:
+    """What a block holds, wherever it is."""
+    seed = hashlib.blake2b(bytes([name.group]) + name.hash, digest_size=64).digest()
+    return (seed * (size // 64 + 1))[:size]
+
+
+@dataclass
+class Fetched:
+    """What came of a fetch."""
+
+    names: Sequence[BlockName]
+    hold: bool = False
+    """Whether blocks are kept, rather than done with at once."""
+    contents: dict[BlockName, bytes] = field(default_factory=dict)
+    held: list[PeerBlock] = field(default_factory=list)
+    some: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
+    num_ends: int = 0
+    number: int = 0
+
+    def arrived(self, blocks: Sequence[PeerBlock]) -> None:
+        assert not self.num_ends, "a block came behind the end"
+        for block in blocks:
+            name = self.names[block.place]
+            assert name not in self.contents, "a block came twice"
+            self.contents[name] = bytes(block.data)
+            if self.hold:
+                self.held.append(block)
+            else:
+                block.done()
+        self.some.set()
+
+    def ended(self) -> None:
+        self.num_ends += 1
+        self.over.set()
+
+    def wait(self) -> dict[BlockName, bytes]:
+        assert self.over.wait(PATIENCE), "the fetch never ended"
+        assert self.num_ends == 1
+        return self.contents
+
+
+class FakeKvEngine:
+    """One of a cluster. Its pool is a dictionary of bytes; ``before_read`` is called on the thread that reads."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        block_bytes: int = 1000,
+        num_blocks: int = 65,
+        lease: float = 5.0,
+        incarnation: str = "",
+        fingerprint: bytes = FINGERPRINT,
+        **settings: Any,
+    ) -> None:
+        self.name, self.block_bytes = name, block_bytes
+        self.incarnation = incarnation or f"{name}-1"
+        self.fingerprint = fingerprint
+        config = EngineCoreConfig(
+            model=ModelConfig(path="m"),
+            engine_id=name,
+            server=settings.pop("server", ServerConfig(host="127.0.0.1")),
+            kv_transfer=KvTransferConfig(**{"transport": "grpc", "port": 0, "lease": lease, **settings}),
+        )
+        self.config = config
+        self.pool = BlockPool(num_blocks)
+        self.leases = Leases(self.pool.free, num_blocks // 2, lease_seconds=lease)
+        self.memory: dict[int, bytes] = {}
+        self.before_read: Callable[[Sequence[int]], object] = lambda _: None
+        self.num_read = 0
+        self.woken = threading.Event()
+        self.counts = TransferCounts()
+        self._reader = ThreadPoolExecutor(1)
+        self.transfer = KvTransfer(config)
+        self._next_request = 0
+        self.peers = self.make_peers()
+
+    def make_peers(self) -> Peers:
+        settings = PullSettings(
+            fingerprint=self.fingerprint,
+            silence=self.config.kv_transfer.silence,
+            transports=("grpc",),
+            shared_memory_id="",
+            receiver=lambda _: Receiver(self.block_bytes),
+            counts=self.counts,
+        )
+        return Peers(
+            settings,
+            incarnation=self.incarnation,
+            leases=self.leases,
+            block_size=BLOCK_SIZE,
+            allows=self.config.kv_transfer.allows,
+            connect=self.transfer.connect,
+            post=self.transfer.post,
+            wake=self.woken.set,
+        )
+
+    def make_source(self) -> PullSource:
+        return PullSource(
+            self.leases,
+            self.read,
+            self.woken.set,
+            incarnation=self.incarnation,
+            fingerprint=self.fingerprint,
+            block_bytes=self.block_bytes,
+            counts=self.counts,
+        )
+
+    def __enter__(self) -> "FakeKvEngine":
+        self.transfer.start()
+        self.transfer.attach(self.make_source(), self.peers)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.transfer.stop()
+        self._reader.shutdown()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.transfer.port}"
+
+    def read(self, block_ids: Sequence[int]) -> "Future[list[bytes]]":
+        def copy() -> list[bytes]:
+            self.before_read(block_ids)
+            self.num_read += len(block_ids)
+            return [self.memory[block_id] for block_id in block_ids]
+
+        return self._reader.submit(copy)
+
+    def fill(self, names: Sequence[BlockName]) -> list[Any]:
+        """Blocks with these contents, each with a reference."""
+        blocks = self.pool.allocate(len(names))
+        for block, name in zip(blocks, names, strict=True):
+            self.pool.cache(block, name.hash, name.group)
+            self.memory[block.block_id] = content(name, self.block_bytes)
+        return blocks
+
+    def grant(self, names: Sequence[BlockName], now: float, lease_id: bytes = b"l" * 16) -> KvSource:
+        """A lease on new blocks with these contents."""
+        blocks = self.fill(names)
+        by_name = {name: block.block_id for name, block in zip(names, blocks, strict=True)}
+        assert self.leases.grant(lease_id, [blocks], by_name, now) is not None
+        return KvSource(
+            engine_id=self.name,
+            incarnation=self.incarnation,
+            address=self.address,
+            lease_id=lease_id,
+            num_tokens=len(names) * BLOCK_SIZE,
+            fingerprint=self.fingerprint,
+        )
+
+    def request(self, source: KvSource | None) -> Request:
+        """One that goes on here."""
+        self._next_request += 1
+        sent = EngineCoreRequest(
+            request_id=str(self._next_request),
+            prompt_token_ids=[1],
+            sampling_params=SamplingParams(),
+            kv_source=source,
+        )
+        return Request(sent, client_id="c", max_model_len=64)
+
+    def fetch(self, request: Request, names: Sequence[BlockName], *, hold: bool = False) -> Fetched:
+        """Ask the request's source for blocks."""
+        fetched = Fetched(names, hold=hold)
+        fetched.number = self.peers.fetch(request, names, fetched.arrived, fetched.ended)
+        return fetched

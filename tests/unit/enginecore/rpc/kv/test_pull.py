@@ -1,0 +1,321 @@
+"""Engines that pull blocks from each other, over loopback."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock_enginecore.core.kv_transfer.leases import LeaseState
+from penstock_enginecore.rpc.kv import transports
+from penstock_enginecore.rpc.kv.window import MESSAGE_BYTES
+from tests.fakes.kv_engines import FakeKvEngine, content, names_of
+from tests.fakes.patience import PATIENCE
+
+Make = Callable[..., FakeKvEngine]
+
+
+@pytest.fixture
+def engine() -> Iterator[Make]:
+    with ExitStack() as stack:
+        yield lambda name, **settings: stack.enter_context(FakeKvEngine(name, **settings))
+
+
+def until(condition: Callable[[], Any]) -> None:
+    give_up = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < give_up, "it never came to be"
+        time.sleep(0.01)
+
+
+def pull(source: FakeKvEngine, target: FakeKvEngine, names: list[Any], **request: Any) -> dict[Any, bytes]:
+    request = target.request(source.grant(names, time.monotonic()))
+    target.peers.opened(request)
+    assert target.peers.num_blocks(request) == len(names)
+    found = target.fetch(request, names).wait()
+    target.peers.closed(request)
+    return found
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1000, MESSAGE_BYTES, MESSAGE_BYTES + 1, 3 * MESSAGE_BYTES + 5])
+def test_blocks_of_any_size_come_as_they_are(engine: Make, block_bytes: int) -> None:
+    source, target = engine("a", block_bytes=block_bytes), engine("b", block_bytes=block_bytes)
+    names = names_of("prompt", 5)
+    assert pull(source, target, names) == {name: content(name, block_bytes) for name in names}
+    until(lambda: not source.leases.ends.total() - source.leases.ends[LeaseState.RELEASED] and source.leases.ends)
+    assert source.counts.num_blocks["out", "grpc"] == target.counts.num_blocks["in", "grpc"] == 5
+    assert source.counts.num_bytes["out", "grpc"] == target.counts.num_bytes["in", "grpc"] == 5 * block_bytes
+    source.leases.expire(time.monotonic())
+    assert source.pool.num_free_blocks == source.pool.num_usable_blocks
+
+
+def test_blocks_of_several_groups_come_once_each(engine: Make) -> None:
+    source, target = engine("a"), engine("b")
+    source.pool = source.pool.__class__(65, 2)
+    source.leases._free = source.pool.free
+    names = names_of("prompt", 4) + names_of("prompt", 3, group=1)
+    assert pull(source, target, names) == {name: content(name, 1000) for name in names}
+    assert source.num_read == 7
+
+
+def test_more_than_a_window_comes_as_it_is_acknowledged(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock_enginecore.rpc.kv.window.Window.__init__.__defaults__", (2500,))
+    source, target = engine("a"), engine("b")
+    names = names_of("prompt", 30)
+    request = target.request(source.grant(names, time.monotonic()))
+    target.peers.opened(request)
+    fetched = target.fetch(request, names, hold=True)
+    until(lambda: len(fetched.held) == 2)
+    time.sleep(0.1)
+    assert len(fetched.held) == 2, "more came than may be under way"
+    fetched.hold = False
+    for block in fetched.held:
+        block.done()
+        block.done()  # says nothing more
+    assert len(fetched.wait()) == 30
+
+
+def test_what_the_lease_does_not_have_is_missing(engine: Make) -> None:
+    source, target = engine("a"), engine("b")
+    names, others = names_of("prompt", 3), names_of("another prompt", 2)
+    source.fill(others)  # in the pool, and in no lease
+    request = target.request(source.grant(names, time.monotonic()))
+    target.peers.opened(request)
+    wanted = [names[0], others[0], names[2], others[1]]
+    assert set(target.fetch(request, wanted).wait()) == {names[0], names[2]}
+    assert target.counts.failures["missing"] == 2
+    assert target.peers.num_blocks(request) == 3, "the source has not failed"
+
+
+def test_a_lease_that_ends_while_it_is_read_keeps_its_blocks_until_then(engine: Make) -> None:
+    source, target = engine("a"), engine("b")
+    names = names_of("prompt", 3)
+    request = target.request(source.grant(names, time.monotonic()))
+    reading, go_on = threading.Event(), threading.Event()
+
+    def wait(_: object) -> None:
+        reading.set()
+        assert go_on.wait(PATIENCE)
+
+    source.before_read = wait
+    target.peers.opened(request)
+    fetched = target.fetch(request, names)
+    assert reading.wait(PATIENCE)
+    source.leases.revoke_all()
+    assert source.pool.num_free_blocks == source.pool.num_usable_blocks - 3, "blocks were given back under a copy"
+    go_on.set()
+    assert len(fetched.wait()) == 3
+    until(lambda: source.leases.next_expiry() == 0.0)
+    source.leases.expire(time.monotonic())
+    assert source.pool.num_free_blocks == source.pool.num_usable_blocks
+    assert target.fetch(request, names).wait() == {}, "a lease that was revoked gives nothing"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"lease_id": b"x" * 16}, "lease"),
+        ({"lease_id": b"x"}, "lease"),
+        ({"num_tokens": 0}, "lease"),
+        ({"incarnation": "a-0"}, "restarted"),
+        ({"fingerprint": b"g" * 16}, "layout"),
+        ({"address": "127.0.0.1:1"}, "unreachable"),
+        ({"address": "nonsense"}, "address"),
+    ],
+)
+def test_a_source_that_is_none_brings_nothing(engine: Make, change: dict[str, Any], reason: str) -> None:
+    source, target = engine("a"), engine("b")
+    names = names_of("prompt", 2)
+    request = target.request(msgspec.structs.replace(source.grant(names, time.monotonic()), **change))
+    target.peers.opened(request)
+    assert target.fetch(request, names).wait() == {}
+    assert target.peers.num_blocks(request) == 0
+    assert dict(target.counts.failures) == {reason: 1}
+    target.peers.closed(request)
+
+
+def test_an_address_that_is_not_allowed_is_not_dialled(engine: Make) -> None:
+    source = engine("a")
+    target = engine("b", allowed_addresses=("10.0.0.0/8", "engine-7"))
+    request = target.request(source.grant(names_of("prompt", 2), time.monotonic()))
+    target.peers.opened(request)
+    assert target.peers.num_blocks(request) == 0
+    assert dict(target.counts.failures) == {"address": 1}
+    assert not target.peers._peers
+
+
+def test_an_engine_that_lies_otherwise_is_refused_by_the_source_too(engine: Make) -> None:
+    source, target = engine("a"), engine("b")
+    target.peers._settings = target.peers._settings._replace(fingerprint=b"g" * 16)
+    names = names_of("prompt", 2)
+    given = msgspec.structs.replace(source.grant(names, time.monotonic()), fingerprint=b"g" * 16)
+    request = target.request(given)
+    target.peers.opened(request)
+    assert target.fetch(request, names).wait() == {}
+    assert dict(target.counts.failures) == {"layout": 1}
+
+
+def test_a_silent_source_is_given_up(engine: Make) -> None:
+    source, target = engine("a"), engine("b", silence=0.2)
+    names = names_of("prompt", 4)
+    request = target.request(source.grant(names, time.monotonic()))
+    go_on = threading.Event()
+    source.before_read = lambda _: go_on.wait(PATIENCE)
+    target.peers.opened(request)
+    assert target.fetch(request, names).wait() == {}
+    assert dict(target.counts.failures) == {"silent": 1}
+    assert target.peers.num_blocks(request) == 0
+    go_on.set()
+    until(lambda: source.transfer.num_pulls[0] == 0)
+
+
+def test_a_source_is_not_silent_while_nothing_is_asked_of_it_or_taken(engine: Make) -> None:
+    source, target = engine("a"), engine("b", silence=0.1)
+    names = names_of("prompt", 4)
+    request = target.request(source.grant(names, time.monotonic()))
+    target.peers.opened(request)
+    fetched = target.fetch(request, names[:2], hold=True)
+    until(lambda: len(fetched.held) == 2)
+    time.sleep(0.5)
+    for block in fetched.held:
+        block.done()
+    fetched.wait()
+    time.sleep(0.5)
+    assert len(target.fetch(request, names[2:]).wait()) == 2
+    assert not target.counts.failures
+
+
+def test_a_source_that_stops_ends_what_it_owes(engine: Make) -> None:
+    source, target = engine("a"), engine("b")
+    names = names_of("prompt", 4)
+    request = target.request(source.grant(names, time.monotonic()))
+    read = threading.Event()
+    go_on = threading.Event()
+
+    def wait(_: object) -> None:
+        read.set()
+        go_on.wait(PATIENCE)
+
+    source.before_read = wait
+    target.peers.opened(request)
+    fetched = target.fetch(request, names)
+    assert read.wait(PATIENCE)
+    stopping = threading.Thread(target=source.transfer.stop)
+    stopping.start()
+    assert fetched.wait() == {}
+    go_on.set()
+    stopping.join()
+
+
+def test_the_lease_lasts_while_a_pull_is_open_and_runs_out_behind_it(engine: Make) -> None:
+    source, target = engine("a", lease=0.2), engine("b")
+    names = names_of("prompt", 2)
+    request = target.request(source.grant(names, time.monotonic()))
+    target.peers.opened(request)
+    until(lambda: source.leases.get(b"l" * 16).state is LeaseState.OPEN)
+    time.sleep(0.4)
+    assert source.leases.expire(time.monotonic()) == 0
+    target.transfer.stop()  # without a word
+    until(lambda: source.leases.expire(time.monotonic()))
+    assert source.leases.ends == {LeaseState.EXPIRED: 1}
+    assert source.pool.num_free_blocks == source.pool.num_usable_blocks
+
+
+def test_a_closed_request_gives_the_lease_up_and_ends_what_it_fetches(engine: Make) -> None:
+    source, target = engine("a"), engine("b")
+    names = names_of("prompt", 4)
+    request = target.request(source.grant(names, time.monotonic()))
+    target.peers.opened(request)
+    fetched = target.fetch(request, names, hold=True)
+    until(lambda: len(fetched.held) == 4)
+    target.peers.closed(request)
+    fetched.wait()
+    until(lambda: source.leases.ends == {LeaseState.RELEASED: 1})
+    for block in fetched.held:
+        block.done()
+    assert source.woken.is_set()
+
+
+def test_an_abandoned_fetch_ends_and_others_go_on(engine: Make) -> None:
+    source, target = engine("a"), engine("b")
+    names = names_of("prompt", 8)
+    request = target.request(source.grant(names, time.monotonic()))
+    reading, go_on = threading.Event(), threading.Event()
+    source.before_read = lambda _: reading.set() or go_on.wait(PATIENCE)
+    target.peers.opened(request)
+    first, second = target.fetch(request, names[:4]), target.fetch(request, names[4:])
+    assert reading.wait(PATIENCE)
+    target.peers.abandon(first.number)
+    assert first.wait() == {}
+    go_on.set()
+    assert len(second.wait()) == 4
+    assert first.contents == {}
+    target.peers.abandon(first.number)  # says nothing more
+
+
+def test_own_leases_need_no_pull(engine: Make) -> None:
+    own = engine("a", lease=0.2)
+    names = names_of("prompt", 2)
+    request = own.request(own.grant(names, time.monotonic()))
+    own.peers.opened(request)
+    assert own.peers.num_blocks(request) == 0
+    assert own.leases.expire(time.monotonic() + 1) == 0, "it lasts until the request goes on"
+    own.peers.closed(request)
+    assert own.leases.ends == {LeaseState.RELEASED: 1}
+    assert not own.counts.num_blocks
+
+
+def test_a_source_that_cannot_read_leaves_blocks_out(engine: Make) -> None:
+    source, target = engine("a"), engine("b")
+    names = names_of("prompt", 4)
+    request = target.request(source.grant(names, time.monotonic()))
+
+    def fail(_: object) -> None:
+        raise OSError("no such device")
+
+    source.before_read = fail
+    target.peers.opened(request)
+    assert target.fetch(request, names).wait() == {}
+    assert source.counts.failures["read"] == 1
+    source.before_read = lambda _: None
+    assert len(target.fetch(request, names).wait()) == 4
+
+
+def test_a_block_with_a_flipped_bit_is_missing_and_three_leave_the_peer_alone(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = engine("a"), engine("b")
+    names = names_of("prompt", 6)
+    bad = set(names[1:2])
+    whole = transports.block_message
+
+    def flipped(fetch_id: int, name: Any, data: bytes) -> Any:
+        message = whole(fetch_id, name, data)
+        message.crc32 ^= name in bad
+        return message
+
+    monkeypatch.setattr(transports, "block_message", flipped)
+    given = source.grant(names, time.monotonic())
+    request = target.request(given)
+    target.peers.opened(request)
+    assert set(target.fetch(request, names).wait()) == set(names) - bad
+    assert target.peers.num_blocks(request) == 6
+    bad.update(names)
+    assert target.fetch(request, names[2:]).wait() == {}
+    assert target.peers.num_blocks(request) == 0, "three were bad"
+    another = target.request(given)
+    target.peers.opened(another)
+    assert target.peers.num_blocks(another) == 0
+    assert target.counts.failures == {"checksum": 4, "left_alone": 1}
+
+
+def test_idle_connections_are_closed(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock_enginecore.rpc.kv.peers._IDLE", 0.1)
+    source, target = engine("a"), engine("b", silence=0.1)
+    pull(source, target, names_of("prompt", 2))
+    until(lambda: not target.peers._peers)
+    assert not target.peers._fetching
+    assert target.transfer.num_pulls == (0, 0)
