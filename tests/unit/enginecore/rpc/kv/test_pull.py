@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock_common.types.kv_transfer import BlockName
 from penstock_enginecore.core.kv_transfer.leases import LeaseState
 from penstock_enginecore.rpc.kv import transports
 from penstock_enginecore.rpc.kv.window import MESSAGE_BYTES
@@ -31,7 +32,7 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
-def pull(source: FakeKvEngine, target: FakeKvEngine, names: list[Any], **request: Any) -> dict[Any, bytes]:
+def pull(source: FakeKvEngine, target: FakeKvEngine, names: list[BlockName]) -> dict[BlockName, bytes]:
     request = target.request(source.grant(names, time.monotonic()))
     target.peers.opened(request)
     assert target.peers.num_blocks(request) == len(names)
@@ -215,7 +216,7 @@ def test_the_lease_lasts_while_a_pull_is_open_and_runs_out_behind_it(engine: Mak
     names = names_of("prompt", 2)
     request = target.request(source.grant(names, time.monotonic()))
     target.peers.opened(request)
-    until(lambda: source.leases.get(b"l" * 16).state is LeaseState.OPEN)
+    until(lambda: source.transfer.num_pulls[0])
     time.sleep(0.4)
     assert source.leases.expire(time.monotonic()) == 0
     target.transfer.stop()  # without a word
@@ -244,7 +245,12 @@ def test_an_abandoned_fetch_ends_and_others_go_on(engine: Make) -> None:
     names = names_of("prompt", 8)
     request = target.request(source.grant(names, time.monotonic()))
     reading, go_on = threading.Event(), threading.Event()
-    source.before_read = lambda _: reading.set() or go_on.wait(PATIENCE)
+
+    def wait(_: object) -> None:
+        reading.set()
+        assert go_on.wait(PATIENCE)
+
+    source.before_read = wait
     target.peers.opened(request)
     first, second = target.fetch(request, names[:4]), target.fetch(request, names[4:])
     assert reading.wait(PATIENCE)
