@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from penstock_common.config.sections import ServerConfig
@@ -17,10 +18,10 @@ from penstock_enginecore.core.kv_transfer.leases import Leases
 from penstock_enginecore.core.kv_transfer.peer import PeerBlock
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.rpc.kv.counts import TransferCounts
+from penstock_enginecore.rpc.kv.offers import Offers
 from penstock_enginecore.rpc.kv.peers import Peers
 from penstock_enginecore.rpc.kv.pull_client import PullSettings
 from penstock_enginecore.rpc.kv.pull_server import PullSource
-from penstock_enginecore.rpc.kv.receiver import Receiver
 from penstock_enginecore.rpc.kv.transfer import KvTransfer
 from tests.fakes.patience import PATIENCE
 
@@ -90,6 +91,7 @@ class FakeKvEngine:
         lease: float = 5.0,
         incarnation: str = "",
         fingerprint: bytes = FINGERPRINT,
+        root: Path | None = None,
         **settings: Any,
     ) -> None:
         self.name, self.block_bytes = name, block_bytes
@@ -111,6 +113,12 @@ class FakeKvEngine:
         self.counts = TransferCounts()
         self._reader = ThreadPoolExecutor(1)
         self.transfer = KvTransfer(config)
+        self.offers = Offers(
+            config.kv_transfer,
+            incarnation=self.incarnation,
+            block_bytes=block_bytes,
+            **({"root": root} if root else {}),
+        )
         self._next_request = 0
         self.peers = self.make_peers()
 
@@ -118,9 +126,9 @@ class FakeKvEngine:
         settings = PullSettings(
             fingerprint=self.fingerprint,
             silence=self.config.kv_transfer.silence,
-            transports=("grpc",),
-            shared_memory_id="",
-            receiver=lambda _: Receiver(self.block_bytes),
+            transports=self.offers.transports,
+            shared_memory_id=self.offers.shared_memory_id,
+            receiver=self.offers.receiver,
             counts=self.counts,
         )
         return Peers(
@@ -142,6 +150,7 @@ class FakeKvEngine:
             incarnation=self.incarnation,
             fingerprint=self.fingerprint,
             block_bytes=self.block_bytes,
+            senders=self.offers.sender,
             counts=self.counts,
         )
 
@@ -152,6 +161,7 @@ class FakeKvEngine:
 
     def __exit__(self, *_: object) -> None:
         self.transfer.stop()
+        self.offers.close()
         self._reader.shutdown()
 
     @property

@@ -95,7 +95,7 @@ class SegmentWriter:
         try:
             if self._lock is None:
                 remove_orphans(self._root)
-                self._lock = _lock(self._root / f"{_PREFIX}{self._owner}.lock")
+                self._lock = lock_file(self._root / f"{_PREFIX}{self._owner}.lock")
             self._last += 1
             name = f"{_PREFIX}{self._owner}-{self._last}"
             self._fill(self._root / name, data)
@@ -115,7 +115,7 @@ class SegmentWriter:
         """Remove a segment, if it is still there."""
         size, _ = self._unread.pop(name, (0, 0.0))
         self.num_bytes -= size
-        _unlink(self._root / name)
+        unlink(self._root / name)
 
     def remove_old(self) -> None:
         """Forget segments that were read, and remove those that nobody has read for too long."""
@@ -129,7 +129,7 @@ class SegmentWriter:
         for name in list(self._unread):
             self.remove(name)
         if self._lock is not None:
-            _unlink(self._root / f"{_PREFIX}{self._owner}.lock")
+            unlink(self._root / f"{_PREFIX}{self._owner}.lock")
             os.close(self._lock)
             self._lock = None
         self._tried_again_at = math.inf
@@ -152,7 +152,7 @@ class SegmentWriter:
             while left:
                 left = left[os.write(file, left) :]
         except OSError:
-            _unlink(path)
+            unlink(path)
             raise
         finally:
             os.close(file)
@@ -188,13 +188,13 @@ class SegmentReader:
             return self._read(file, offset, size, field)
         finally:
             os.close(file)
-            _unlink(path)
+            unlink(path)
 
     def discard(self, name: str) -> None:
         """Remove a segment that is not needed, if it is one of the other process."""
         match = _SEGMENT.fullmatch(name)
         if match is not None and match[1] == self._owner:
-            _unlink(self._root / name)
+            unlink(self._root / name)
 
     def _read(self, file: int, offset: int, size: int, field: str) -> bytearray:
         status = os.fstat(file)
@@ -231,21 +231,21 @@ def remove_orphans(root: Path = ROOT) -> int:
     for owner in owners:
         path = root / f"{_PREFIX}{owner}.lock"
         try:
-            lock = _lock(path, wait=False)
+            lock = lock_file(path, wait=False)
         except OSError:  # its process lives, or is another user's
             continue
         for name in names:
             if (match := _SEGMENT.fullmatch(name)) is not None and match[1] == owner:
-                _unlink(root / name)
+                unlink(root / name)
                 count += 1
-        _unlink(path)
+        unlink(path)
         os.close(lock)
     if count:
         get_logger().info("removed shared memory that processes had left", segments=count)
     return count
 
 
-def _lock(path: Path, *, wait: bool = True) -> int:
+def lock_file(path: Path, *, wait: bool = True) -> int:
     """An open file that is locked, and is the one of this name. Raises OSError, BlockingIOError among them where another process
     has it; with ``wait`` one that only looks is waited for.
     """
@@ -262,6 +262,7 @@ def _lock(path: Path, *, wait: bool = True) -> int:
         os.close(file)  # somebody has removed it meanwhile
 
 
-def _unlink(path: Path) -> None:
+def unlink(path: Path) -> None:
+    """Remove a file, if it is there and may be removed."""
     with contextlib.suppress(OSError):  # it is gone, or another user's, who removes it
         path.unlink()

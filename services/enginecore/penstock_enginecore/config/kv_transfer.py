@@ -82,7 +82,7 @@ class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             description="Bytes of shared memory (/dev/shm), or of memory registered with NIXL, through which the engine gives "
             "blocks; taken at the start.",
         ),
-    ] = 128 * 1024 * 1024
+    ] = 64 * 1024 * 1024
     tls: ClientTlsConfig = ClientTlsConfig()
 
     def __post_init__(self) -> None:

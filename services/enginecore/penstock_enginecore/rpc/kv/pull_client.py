@@ -45,15 +45,15 @@ log = get_logger()
 
 
 class PullSettings(NamedTuple):
-    """What all pulls of an engine have in common. ``receiver``: makes one for the transport that was chosen, of the engine at
-    an address. ``transports``: best first.
+    """What all pulls of an engine have in common. ``receiver``: makes one of what a source sends on the transport that it has
+    chosen. ``transports``: best first.
     """
 
     fingerprint: bytes
     silence: float
     transports: Sequence[str]
     shared_memory_id: str
-    receiver: Callable[[pb.Opened], Receiver]
+    receiver: Callable[[pb.Opened, KvSource], Receiver]
     counts: TransferCounts
     clock: Callable[[], float] = time.monotonic
 
@@ -125,6 +125,8 @@ class PullClient:
             self.fail(reason)
             call.cancel()
             writer.cancel()
+            if self._receiver is not None:
+                self._receiver.close()
             with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
                 await writer
 
@@ -179,7 +181,7 @@ class PullClient:
         kind = response.WhichOneof("message")
         if kind == "opened":
             self._transport = response.opened.transport
-            self._receiver = self._settings.receiver(response.opened)
+            self._receiver = self._settings.receiver(response.opened, self._source)
             self._carry_out(self._pull.opened(now))
             return
         if self._receiver is None:

@@ -224,7 +224,7 @@ class _Stream:
 
     async def _block(self, fetch_id: int, name: BlockName, data: bytes) -> AsyncIterator[pb.PullResponse]:
         size = len(data)
-        while not (self._window.has_room(size) and self.sender.has_room(size)):
+        while not self._window.has_room(size):
             if self._over:
                 raise Unavailable("the other end acknowledges nothing any more")
             await self._wait()

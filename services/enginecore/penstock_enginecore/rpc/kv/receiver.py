@@ -6,19 +6,21 @@ from collections.abc import Callable
 from penstock.common.v1 import tensor_pb2
 from penstock.kvtransfer.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
-from penstock_common.rpc.outputs import payload, take_chunk, taker
+from penstock_common.rpc.outputs import TakeShared, payload, take_chunk, taker
 from penstock_common.tensors.incoming import IncomingTensors
 from penstock_common.tensors.sizes import Buffer
 from penstock_enginecore.rpc.kv.window import MESSAGE_BYTES
 
-ReadShared = Callable[[tensor_pb2.SharedMemoryReference, str], Buffer]
-"""Copies what lies in memory of the sender. Raises RequestFailed."""
-
 
 class Receiver:
-    """Those of one stream. ``shared``: reads what comes in other ways than in messages; None: nothing does."""
+    """Those of one stream. ``shared``: copies what lies in memory that both ends see; None: nothing does. ``close``: to be called
+    when nothing more comes.
+    """
 
-    def __init__(self, block_bytes: int, shared: ReadShared | None = None) -> None:
+    def __init__(
+        self, block_bytes: int, shared: TakeShared | None = None, *, close: Callable[[], None] = lambda: None
+    ) -> None:
+        self.close = close
         self._block_bytes = block_bytes
         self._chunks = IncomingTensors(max_bytes=block_bytes + MESSAGE_BYTES)
         self._take = taker(self._chunks)

@@ -1,17 +1,21 @@
 """The ways on which the bytes of blocks go, as the engine sees them that has the blocks."""
 
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
 from penstock.common.v1 import tensor_pb2
 from penstock.kvtransfer.v1 import messages_pb2 as pb
+from penstock_common.observability.logging import get_logger
+from penstock_common.tensors.arena import Arena
 from penstock_common.types.kv_transfer import BlockName
 from penstock_enginecore.rpc.kv.window import MESSAGE_BYTES
 
 GRPC = "grpc"
 SHARED_MEMORY = "shared_memory"
 NIXL = "nixl"
+log = get_logger()
 
 
 class Sender(Protocol):
@@ -19,11 +23,8 @@ class Sender(Protocol):
 
     name: str
 
-    def has_room(self, size: int) -> bool:
-        """Whether a block of ``size`` bytes can be sent now."""
-
     def messages(self, fetch_id: int, name: BlockName, data: bytes) -> Iterator[pb.PullResponse]:
-        """What brings a block over. Raises RuntimeError where there is no room."""
+        """What brings a block over."""
 
     def acknowledged(self, num_bytes: int) -> None:
         """So many bytes of blocks have come since the begin."""
@@ -39,10 +40,6 @@ class GrpcSender:
 
     def __init__(self) -> None:
         self._last_id = 0
-
-    def has_room(self, size: int) -> bool:  # noqa: ARG002 - the window alone counts
-        """Always."""
-        return True
 
     def messages(self, fetch_id: int, name: BlockName, data: bytes) -> Iterator[pb.PullResponse]:
         """The chunks of a block, if it has any, and the block."""
@@ -64,6 +61,46 @@ class GrpcSender:
 
     def close(self) -> None:
         """Nothing is kept."""
+
+
+class ArenaSender(GrpcSender):
+    """Blocks in the ``arena`` of this process, which another one of the host reads. Where it is full they go in messages."""
+
+    name = SHARED_MEMORY
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()
+        self._arena = arena
+        self._num_sent = 0
+        self._unread: deque[tuple[int, int]] = deque()
+        """Slots, each with the bytes of blocks up to its end that were sent on the stream."""
+
+    def messages(self, fetch_id: int, name: BlockName, data: bytes) -> Iterator[pb.PullResponse]:
+        """The block, or what brings it over otherwise."""
+        self._num_sent += len(data)
+        try:
+            offset = self._arena.put(data)
+        except OSError as e:
+            log.warning("shared memory cannot be written; blocks go in messages", why=str(e))
+            offset = None
+        if offset is None:
+            yield from super().messages(fetch_id, name, data)
+            return
+        self._unread.append((self._num_sent, offset))
+        block = block_message(fetch_id, name, data)
+        place = block.data.shared_memory
+        place.name, place.offset, place.size = self._arena.name, offset, len(data)
+        yield pb.PullResponse(block=block)
+
+    def acknowledged(self, num_bytes: int) -> None:
+        """Give back what was read."""
+        while self._unread and self._unread[0][0] <= num_bytes:
+            self._arena.give_back(self._unread.popleft()[1])
+
+    def close(self) -> None:
+        """Nobody reads any more what was sent: who does sees that its checksum is wrong."""
+        while self._unread:
+            self._arena.give_back(self._unread.popleft()[1])
 
 
 def block_message(fetch_id: int, name: BlockName, data: bytes) -> pb.Block:

@@ -1,14 +1,18 @@
 """Engines that pull blocks from each other, over loopback."""
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from penstock_common.tensors.arena import Arena
 from penstock_common.types.kv_transfer import BlockName
 from penstock_enginecore.core.kv_transfer.leases import LeaseState
 from penstock_enginecore.rpc.kv import transports
@@ -19,10 +23,19 @@ from tests.fakes.patience import PATIENCE
 Make = Callable[..., FakeKvEngine]
 
 
-@pytest.fixture
-def engine() -> Iterator[Make]:
+@pytest.fixture(params=["grpc", "shared_memory"])
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    common = {"root": tmp_path, "transport": request.param, "arena": 8 * MESSAGE_BYTES}
     with ExitStack() as stack:
-        yield lambda name, **settings: stack.enter_context(FakeKvEngine(name, **settings))
+        yield lambda name, **settings: stack.enter_context(FakeKvEngine(name, **common, **settings))
+    assert not list(tmp_path.iterdir()), "shared memory was left behind"
+
+
+def moved(engine: FakeKvEngine, direction: str) -> tuple[int, int]:
+    """Blocks and bytes, on the transport that was asked for."""
+    key = direction, engine.config.kv_transfer.transport
+    assert set(engine.counts.num_blocks) <= {key}
+    return engine.counts.num_blocks[key], engine.counts.num_bytes[key]
 
 
 def until(condition: Callable[[], Any]) -> None:
@@ -47,8 +60,8 @@ def test_blocks_of_any_size_come_as_they_are(engine: Make, block_bytes: int) -> 
     names = names_of("prompt", 5)
     assert pull(source, target, names) == {name: content(name, block_bytes) for name in names}
     until(lambda: not source.leases.ends.total() - source.leases.ends[LeaseState.RELEASED] and source.leases.ends)
-    assert source.counts.num_blocks["out", "grpc"] == target.counts.num_blocks["in", "grpc"] == 5
-    assert source.counts.num_bytes["out", "grpc"] == target.counts.num_bytes["in", "grpc"] == 5 * block_bytes
+    assert moved(source, "out") == moved(target, "in") == (5, 5 * block_bytes)
+    assert source.offers.num_slots_used == 0
     source.leases.expire(time.monotonic())
     assert source.pool.num_free_blocks == source.pool.num_usable_blocks
 
@@ -325,3 +338,61 @@ def test_idle_connections_are_closed(engine: Make, monkeypatch: pytest.MonkeyPat
     until(lambda: not target.peers._peers)
     assert not target.peers._fetching
     assert target.transfer.num_pulls == (0, 0)
+
+
+def test_another_hosts_memory_is_not_used(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "a", tmp_path / "b"
+    ours.mkdir()
+    theirs.mkdir()
+    with (
+        FakeKvEngine("a", root=ours, transport="auto") as source,
+        FakeKvEngine("b", root=theirs, transport="auto") as target,
+    ):
+        names = names_of("prompt", 3)
+        assert len(pull(source, target, names)) == 3
+        assert set(target.counts.num_blocks) == {("in", "grpc")}
+
+
+def test_what_does_not_fit_into_the_arena_goes_in_messages(tmp_path: Path) -> None:
+    size = MESSAGE_BYTES // 3
+    with (
+        FakeKvEngine("a", root=tmp_path, transport="auto", arena=MESSAGE_BYTES, block_bytes=size) as source,
+        FakeKvEngine("b", root=tmp_path, transport="auto", block_bytes=size) as target,
+    ):
+        names = names_of("prompt", 8)
+        request = target.request(source.grant(names, time.monotonic()))
+        target.peers.opened(request)
+        fetched = target.fetch(request, names, hold=True)
+        assert fetched.wait() == {name: content(name, size) for name in names}
+        assert source.offers.num_slots_used == 3
+        for block in fetched.held:
+            block.done()
+        until(lambda: source.offers.num_slots_used == 0)
+
+
+def test_a_bit_that_flips_in_the_arena_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = Arena.put
+
+    def flipped(arena: Arena, data: bytes) -> int | None:
+        return put(arena, bytes([data[0] ^ 1]) + data[1:])
+
+    monkeypatch.setattr(Arena, "put", flipped)
+    with (
+        FakeKvEngine("a", root=tmp_path, transport="shared_memory") as source,
+        FakeKvEngine("b", root=tmp_path, transport="shared_memory") as target,
+    ):
+        assert pull(source, target, names_of("prompt", 2)) == {}
+        assert target.counts.failures == {"checksum": 2}
+
+
+def test_an_engine_without_shared_memory_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with (
+        FakeKvEngine("a", root=tmp_path, transport="auto") as source,
+        FakeKvEngine("b", root=tmp_path / "nowhere", transport="auto") as target,
+    ):
+        assert len(pull(source, target, names_of("prompt", 2))) == 2
+        assert len(pull(target, source, names_of("prompt", 2))) == 2
