@@ -1,0 +1,96 @@
+"""Every state of a world, nearest first."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tests.modelcheck.kv.world import Bounds, Event, Machines, World
+from tests.modelcheck.violation import Violation
+
+LONGEST_REST = 400
+"""Events after which a run without faults has come to its rest."""
+
+
+@dataclass(frozen=True)
+class Explored:
+    """``complete``: whether there are no more states than these."""
+
+    states: int
+    transitions: int
+    depth: int
+    complete: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """The shortest way to a state that breaks a rule, or from which a run without faults does."""
+
+    violation: Violation
+    trace: tuple[Event, ...]
+    states: int
+
+
+def explore(bounds: Bounds, machines: Machines | None = None, *, limit: int = 1_000_000) -> Explored | Found:
+    """All states breadth first, up to about ``limit``. From each one, a run without further faults must come to its rest."""
+    first = World(bounds, machines or Machines())
+    came_from: dict[Any, tuple[Any, Event] | None] = {first.key(): None}
+    rests: set[Any] = set()
+    level, depth, transitions = [first], 0, 0
+    while level:
+        following = []
+        for world in level:
+            key = world.key()
+            event: Event = ()
+            try:
+                come_to_rest(world, rests)
+                for event in world.events():
+                    transitions += 1
+                    after = world.apply(event)
+                    if (new := after.key()) not in came_from:
+                        came_from[new] = key, event
+                        following.append(after)
+            except Violation as violation:
+                return Found(violation, (*_trace(came_from, key), *([event] if event else [])), len(came_from))
+            if len(came_from) >= limit:
+                return Explored(len(came_from), transitions, depth, complete=False)
+        level, depth = following, depth + bool(following)
+    return Explored(len(came_from), transitions, depth, complete=True)
+
+
+def come_to_rest(world: World, rests: set[Any]) -> None:
+    """A run that fails nowhere ends, and ends well. ``rests`` are states of which that is known."""
+    way = []
+    for _ in range(LONGEST_REST):
+        key = world.key()
+        if key in rests:
+            break
+        way.append(key)
+        event = next(world.calm_events(), None)
+        if event is None and world.leases.next_expiry() is not None:
+            event = ("tick",)
+        if event is None:
+            world.check_rest()
+            break
+        world = world.apply(event)
+    else:
+        raise Violation("4 it never comes to rest")
+    rests.update(way)
+
+
+def _trace(came_from: dict[Any, tuple[Any, Event] | None], key: Any) -> list[Event]:
+    events = []
+    while (before := came_from[key]) is not None:
+        key, event = before
+        events.append(event)
+    return events[::-1]
+
+
+def replay(bounds: Bounds, machines: Machines, found: Found) -> bool:
+    """Whether the trace leads to what it was found to."""
+    world = World(bounds, machines)
+    try:
+        for event in found.trace:
+            world = world.apply(event)
+        come_to_rest(world, set())
+    except Violation as violation:
+        return violation.rule == found.violation.rule
+    return False
