@@ -28,6 +28,7 @@ from penstock_enginecore.error_dump import dump_step
 from penstock_enginecore.group import EngineRank, MakeMeets
 from penstock_enginecore.group_metrics import GroupCollector
 from penstock_enginecore.idle_memory import idle_memory_given_back
+from penstock_enginecore.kv_transfer import transferring
 from penstock_enginecore.metrics import EngineCollector
 from penstock_enginecore.plugins import load_plugins
 from penstock_enginecore.rpc.io_thread import IoThread
@@ -104,6 +105,18 @@ def serve(
     ready = describe(config, engine)
     if ready.shared_memory_id:
         remove_orphans()
+    with transferring(config, engine, ready, certificates=io.certificates, registry=io.registry) as ready:
+        _serve(config, engine, io, started, ready, make_meets)
+
+
+def _serve(
+    config: EngineCoreConfig,
+    engine: EngineCore,
+    io: IoThread,
+    started: float,
+    ready: EngineReady,
+    make_meets: MakeMeets | None,
+) -> None:
     rank: EngineRank | None = None
     if config.data_parallel.grouped:
         if make_meets is None:

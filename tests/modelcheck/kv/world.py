@@ -57,6 +57,9 @@ class NoLock:
     def __exit__(self, *_: object) -> None:
         """Nor was anybody."""
 
+    def notify_all(self) -> None:
+        """Nobody waits."""
+
 
 @dataclass
 class Server:

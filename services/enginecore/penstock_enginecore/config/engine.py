@@ -159,6 +159,11 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def __post_init__(self) -> None:
         check_fields("", self)
+        if self.kv_transfer.enabled and not self.cache.enable_prefix_caching:
+            raise ConfigError(
+                f"kv_transfer.transport is {self.kv_transfer.transport!r} and cache.enable_prefix_caching false; blocks go by "
+                "what they hold, set it to true"
+            )
         if self.data_parallel.grouped:
             self._check_rank()
         elif self.expert_parallel.enabled:

@@ -67,6 +67,9 @@ class Controllable(HasMedia, Protocol):
     def finish_steps(self) -> bool:
         """Take in the results of every step that was started. Returns False when one failed."""
 
+    def revoke_leases(self) -> None:
+        """End all leases of blocks."""
+
     def abort_all(self, error: RequestError) -> None:
         """End every request."""
 
@@ -194,6 +197,7 @@ class EngineControl:
             done.set_exception(Unavailable(why, reason="RESUMED"))
 
     def _clear_cache(self) -> None:
+        self._engine.revoke_leases()
         self._engine.scheduler.preempt_all()
         self._engine.scheduler.reset_prefix_cache()
 
@@ -265,6 +269,7 @@ class EngineControl:
         self._engine.finish_steps()
         if preempt_running:
             self._engine.scheduler.preempt_all()
+        self._engine.revoke_leases()
         return self._engine.scheduler.reset_prefix_cache()
 
     @utility

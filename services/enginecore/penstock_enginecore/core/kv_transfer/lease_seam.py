@@ -25,5 +25,8 @@ class KVLeases(Protocol):
     def expire(self, now: float) -> None:
         """End those whose time is over."""
 
+    def revoke_one(self) -> bool:
+        """To make room: end the oldest that nothing is read from. False where there is none."""
+
     def revoke_all(self) -> None:
         """End all of them, whoever reads: blocks that are being copied stay until that has ended."""

@@ -94,7 +94,7 @@ class Leases:
         self._max_blocks = max_blocks
         self.lease_seconds = lease_seconds
         self._max_seconds = max_seconds
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._leases: dict[bytes, Lease] = {}
         self._read_on: dict[bytes, Lease] = {}
         """Leases that have ended while copies from their blocks were under way."""
@@ -177,6 +177,14 @@ class Leases:
                 self._end(lease, LeaseState.REVOKED)
         self._give_back()
 
+    def settle(self, seconds: float) -> bool:
+        """End all, and wait for copies that are under way. False where they have not ended in so many seconds."""
+        self.revoke_all()
+        with self._lock:
+            settled = self._lock.wait_for(lambda: not self._read_on, seconds)
+        self._give_back()
+        return settled
+
     # Any thread.
 
     def opened(self, lease_id: bytes) -> Lease | None:
@@ -231,6 +239,7 @@ class Leases:
                 return False
             del self._read_on[lease_id]
             self._over.append(lease)
+            self._lock.notify_all()
             return True
 
     def released(self, lease_id: bytes) -> bool:

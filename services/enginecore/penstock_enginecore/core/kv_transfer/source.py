@@ -1,5 +1,6 @@
 """The engine as a source: what it grants to those that go on with its requests."""
 
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -10,6 +11,10 @@ from penstock_common.types.kv_transfer import BlockName, KvSource
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_transfer.leases import LEASE_ID_BYTES, Leases
 from penstock_enginecore.core.request import Request
+
+_SETTLE = 10.0
+"""Seconds that copies have to end: they take milliseconds."""
+logger = logging.getLogger(__name__)
 
 
 class LeasedBlocks:
@@ -76,5 +81,6 @@ class LeasedBlocks:
         return self.leases.revoke_one()
 
     def revoke_all(self) -> None:
-        """The pool is to be empty: end all leases."""
-        self.leases.revoke_all()
+        """The pool is to be empty: end all leases, and wait for the copies from their blocks that are under way."""
+        if not self.leases.settle(_SETTLE):
+            logger.error("blocks are still being copied for other engines after %g s", _SETTLE)

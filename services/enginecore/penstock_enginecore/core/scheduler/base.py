@@ -11,6 +11,7 @@ from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, LoraStats, RequestError, SchedulerStats
 from penstock_enginecore.config import SchedulerConfig, SpeculativeConfig
 from penstock_enginecore.core.hold import Hold
+from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.kv_transfer.lease_seam import KVLeases
 from penstock_enginecore.core.lora.slots import LoraSlots
@@ -58,7 +59,11 @@ class Scheduler(Protocol):
     before this one's results are in; results come in the order of the steps. Requests may be added and aborted between any
     two of these calls. Every request ends exactly once, with one output that has a finish reason,
     except those of a client that has gone, which end silently.
+
+    ``kv_cache``: which request holds which blocks.
     """
+
+    kv_cache: KVCacheManager
 
     def hash_prompt(self, request: Request) -> None:
         """Do the part of ``add_request`` that may run on another thread: it touches the request alone."""

@@ -1,5 +1,6 @@
 """Leases, and what the pool keeps for them."""
 
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -12,6 +13,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.kv_transfer.leases import Lease, Leases, LeaseState
 from penstock_enginecore.core.kv_transfer.source import LeasedBlocks
 from penstock_enginecore.core.request import Request
+from tests.fakes.patience import PATIENCE
 
 ID, OTHER = b"1" * 16, b"2" * 16
 NAMES = [BlockName(0, bytes([i]) * 16) for i in range(8)]
@@ -202,3 +204,15 @@ def test_a_refused_grant_leaves_no_reference() -> None:
     manager.free(request)
     assert manager.pool.num_free_blocks == 40
     assert blocks.next_expiry() is None
+
+
+def test_settling_waits_for_copies_that_are_under_way(pool: Pool) -> None:
+    pool.grant(ID, 3)
+    pool.leases.read_began(ID, NAMES)
+    assert not pool.leases.settle(0.01)
+    assert pool.num_free_blocks == 5
+    ending = threading.Timer(0.05, pool.leases.read_ended, [ID])
+    ending.start()
+    assert pool.leases.settle(PATIENCE)
+    assert pool.num_free_blocks == 8
+    ending.join()

@@ -1,0 +1,151 @@
+"""What lets an engine give blocks to other engines, and take them from these."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from penstock_common import addresses
+from penstock_common.errors import ConfigError
+from penstock_common.observability.logging import get_logger
+from penstock_common.security.certificates import Certificates
+from penstock_common.types.kv_transfer import KvSource
+from penstock_common.types.outputs import EngineReady
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.kv_transfer.layout import layout_of
+from penstock_enginecore.core.kv_transfer.leases import Leases
+from penstock_enginecore.core.kv_transfer.source import LeasedBlocks
+from penstock_enginecore.rpc.kv.counts import TransferCounts
+from penstock_enginecore.rpc.kv.offers import Offers
+from penstock_enginecore.rpc.kv.peers import Peers
+from penstock_enginecore.rpc.kv.pull_client import PullSettings
+from penstock_enginecore.rpc.kv.pull_server import PullSource
+from penstock_enginecore.rpc.kv.transfer import KvTransfer
+from penstock_enginecore.transfer_metrics import TransferCollector
+
+CAPABILITY = "kv_transfer"
+log = get_logger()
+
+
+@contextmanager
+def transferring(
+    config: EngineCoreConfig,
+    engine: EngineCore,
+    ready: EngineReady,
+    *,
+    certificates: Certificates,
+    registry: CollectorRegistry,
+) -> Iterator[EngineReady]:
+    """Give blocks and take them, if the engine is to. Yields who the engine is, with where its blocks are to be had. Raises
+    ConfigError for a model without blocks, when the port is taken, and for TLS.
+    """
+    if not config.kv_transfer.enabled:
+        yield ready
+        return
+    if engine.model.pooling is not None:
+        raise ConfigError(
+            f"kv_transfer.transport is {config.kv_transfer.transport!r} and the model pools: it keeps no keys and values; "
+            "use 'off'"
+        )
+    with ExitStack() as ends:
+        yield _begin(config, engine, ready, certificates, registry, ends)
+
+
+def _begin(
+    config: EngineCoreConfig,
+    engine: EngineCore,
+    ready: EngineReady,
+    certificates: Certificates,
+    registry: CollectorRegistry,
+    ends: ExitStack,
+) -> EngineReady:
+    copier, settings = engine.executor.block_copier(), config.kv_transfer
+    fingerprint = layout_of(
+        engine.kv_cache_config,
+        ready.config,
+        order=copier.order,
+        num_shards=config.executor.num_workers,
+        block_bytes=copier.block_bytes,
+        numerics=copier.numerics,
+    ).fingerprint
+    if not fingerprint:
+        log.warning("the weights cannot be told from others: the engine gives no blocks and takes none")
+        return ready
+    transfer = KvTransfer(config, certificates)
+    transfer.start()
+    ends.callback(transfer.stop)
+    offers = Offers(settings, incarnation=ready.incarnation, block_bytes=copier.block_bytes)
+    ends.callback(offers.close)
+    kv_cache, counts, wake = engine.scheduler.kv_cache, TransferCounts(), partial(_wake, engine)
+    leases = Leases(
+        kv_cache.pool.free,
+        int(settings.max_leased_fraction * kv_cache.pool.num_usable_blocks),
+        lease_seconds=settings.lease,
+        max_seconds=settings.max_lease,
+    )
+    source = PullSource(
+        leases,
+        copier.read,
+        wake,
+        incarnation=ready.incarnation,
+        fingerprint=fingerprint,
+        block_bytes=copier.block_bytes,
+        senders=offers.sender,
+        counts=counts,
+    )
+    pulls = PullSettings(
+        fingerprint=fingerprint,
+        silence=settings.silence,
+        transports=offers.transports,
+        shared_memory_id=offers.shared_memory_id,
+        receiver=offers.receiver,
+        counts=counts,
+    )
+    peers = Peers(
+        pulls,
+        incarnation=ready.incarnation,
+        leases=leases,
+        block_size=ready.block_size,
+        allows=settings.allows,
+        connect=transfer.connect,
+        post=transfer.post,
+        wake=wake,
+    )
+    transfer.attach(source, peers)
+    registry.register(TransferCollector(leases, counts, ready))
+    identity = KvSource(
+        engine_id=ready.engine_id,
+        incarnation=ready.incarnation,
+        address=_address(config, transfer.port),
+        lease_id=b"",
+        num_tokens=0,
+        fingerprint=fingerprint,
+    )
+    engine.leases = LeasedBlocks(leases, kv_cache, identity)
+    if engine.connector is not None:
+        engine.connector.peers = peers
+    return msgspec.structs.replace(
+        ready,
+        kv_address=identity.address,
+        kv_fingerprint=fingerprint,
+        capabilities=(*ready.capabilities, CAPABILITY),
+    )
+
+
+def _wake(engine: EngineCore) -> None:
+    """What ``wake`` is then: the busy loop sets it."""
+    engine.wake()
+
+
+def _address(config: EngineCoreConfig, port: int) -> str:
+    """Where other engines reach this one."""
+    if config.kv_transfer.advertise:
+        return addresses.with_default_port(config.kv_transfer.advertise, port)
+    if config.coordinator.advertise:
+        host, _ = addresses.split(addresses.with_default_port(config.coordinator.advertise, port))
+        return addresses.with_port(host, port)
+    return addresses.with_port(socket.getfqdn(), port)
