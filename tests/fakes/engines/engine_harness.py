@@ -30,6 +30,7 @@ from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.base import SchedulerContext
 from penstock_enginecore.core.scheduler.scheduler import DefaultScheduler
 from penstock_enginecore.error_dump import dump_step
+from tests.fakes.engines.fake_copier import BLOCK_BYTES
 from tests.fakes.engines.fake_executor import FakeExecutor, lora_seed, oracle_token
 from tests.fakes.engines.fake_grammars import FakeGrammars
 
@@ -61,6 +62,8 @@ def make_config(
     speculative: SpeculativeConfig | None = None,
     lora: LoraConfig | None = None,
     multimodal: MultimodalConfig | None = None,
+    host_blocks: int = 0,
+    min_load_tokens: int = 8,
     **scheduler: Any,
 ) -> EngineCoreConfig:
     """A small engine; further arguments go to SchedulerConfig."""
@@ -71,6 +74,8 @@ def make_config(
             num_blocks=num_blocks,
             enable_prefix_caching=prefix_caching,
             enable_kv_events=enable_kv_events,
+            host_memory=host_blocks * BLOCK_BYTES,
+            min_load_tokens=min_load_tokens,
         ),
         scheduler=SchedulerConfig(**{"max_num_batched_tokens": 32, "max_num_seqs": 8, "watermark": 0.0} | scheduler),
         executor=ExecutorConfig(
@@ -254,11 +259,12 @@ def run_to_end(engine: EngineCore, *requests: EngineCoreRequest, transcript: Tra
     transcript.prior |= {request.request_id: len(request.prior_output_token_ids) for request in requests}
     add(engine, *requests)
     steps = 0
-    while engine.has_work:
+    executor: Any = engine.executor
+    while engine.has_work or executor.copier.work():
         step(engine, transcript)
         if engine.stalled:  # what waits now waits for the device
-            executor: Any = engine.executor
             executor.work()
+            executor.copier.work()
         steps += 1
         assert steps < 10_000, "the engine makes no progress"
     return transcript

@@ -36,6 +36,7 @@ from penstock_enginecore.core.scheduler.output import (
     SchedulerOutput,
 )
 from penstock_enginecore.core.worker_stats import WorkerStats
+from tests.fakes.engines.fake_copier import FakeCopier
 from tests.fakes.engines.fake_encoder import WIDTH, FakeEncoder, embed_positions, value_of
 
 
@@ -192,6 +193,9 @@ class FakeExecutor:
             media=media,
             embed_bytes=4 * WIDTH,
         )
+        self._kv: dict[int, Any] = {}
+        self._queued: deque[Callable[[], None]] = deque()
+        self.copier = FakeCopier(self._kv, block_size, self.work)
         self.encoder = FakeEncoder(media, unreadable)
         self._whole = {info.modality for info in media if info.attends_both_ways}
         self._encoder_failures: dict[str, str] = {}
@@ -212,11 +216,9 @@ class FakeExecutor:
         self._windows = windows
         self._config: KVCacheConfig | None = None
         self._states: dict[str, _State] = {}
-        self._kv: dict[int, tuple[int, int]] = {}
         self._pending: SchedulerOutput | None = None
         self._unhurried = unhurried
         self._late = late
-        self._queued: deque[Callable[[], None]] = deque()
         self.rpcs: list[tuple[str, list[Any]]] = []
         self.rpc_results: dict[str, Any] = {}
         self._loaded = False
@@ -256,6 +258,10 @@ class FakeExecutor:
 
     def available_kv_cache_memory(self) -> int:
         return self._available_memory
+
+    def block_copier(self) -> FakeCopier:
+        assert self._config is not None, "initialize_kv_cache comes first"
+        return self.copier
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         assert self._loaded, "load_model comes first"

@@ -14,7 +14,8 @@ class KnownDrafter:
 
     name = "known"
     specs: Mapping[str, Any] = {}
-    weight_bytes = kv_cache_bytes = 0
+    caches: dict = {}
+    weight_bytes = 0
 
     def __init__(self, outputs: Mapping[tuple[int, ...], list[int]], wrong: Wrong, vocab_size: int) -> None:
         self._outputs = outputs

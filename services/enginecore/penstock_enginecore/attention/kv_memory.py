@@ -111,6 +111,30 @@ def num_groups(caches: LayerCaches) -> int:
     return 1 + max((layer.group for layer in caches.values()), default=-1)
 
 
+def block_memory(layers: LayerCaches, num_blocks: int) -> list[torch.Tensor]:
+    """The memory of a KV cache, each tensor uint8 ``[num_blocks, bytes]``: a row is what a block has there, of all layers that
+    share it. RuntimeError for memory that is not so.
+    """
+    storages: dict[int, torch.Tensor] = {}
+    for layer in layers.values():
+        for tensor in (layer.cache.keys, layer.cache.values):
+            storages.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+    memory = []
+    for tensor in storages.values():
+        rows = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        if len(rows) % num_blocks:
+            raise RuntimeError(f"{len(rows)} bytes of the KV cache are no {num_blocks} blocks")
+        memory.append(rows.view(num_blocks, -1))
+    return memory
+
+
+def block_order(layers: LayerCaches) -> str:
+    """How the numbers of a block lie: the layouts of its layers and their types, each once."""
+    caches = [layer.cache for layer in layers.values()]
+    orders = (f"{cache.layout.name}/{cache.layout.tile} {cache.keys.dtype}" for cache in caches)
+    return ", ".join(dict.fromkeys(orders)).replace("torch.", "")
+
+
 def num_bytes(layers: LayerCaches) -> int:
     """Bytes of a KV cache; memory that layers share counts once."""
     tensors = [tensor for layer in layers.values() for tensor in (layer.cache.keys, layer.cache.values)]

@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from penstock_common.config.checks import check_fields
 from penstock_common.config.sizes import ByteSize
+from penstock_common.errors import ConfigError
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,5 +44,19 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         bool, Meta(description="Tell frontends which prefixes have become reusable and which no longer are.")
     ] = False
 
+    host_memory: Annotated[
+        ByteSize,
+        Meta(
+            description="Bytes of host memory, over all workers, for KV blocks that lose their place in the cache: what comes back "
+            "is loaded and not computed again. 0: none."
+        ),
+    ] = 0
+
+    min_load_tokens: Annotated[
+        int, Meta(ge=1, description="Tokens in a row that are loaded from elsewhere at least; fewer are computed.")
+    ] = 64
+
     def __post_init__(self) -> None:
         check_fields("cache", self)
+        if self.host_memory and not self.enable_prefix_caching:
+            raise ConfigError("cache.host_memory is set and cache.enable_prefix_caching false; blocks are found by prefix")

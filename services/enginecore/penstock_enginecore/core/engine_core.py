@@ -16,7 +16,7 @@ from penstock_enginecore.core.executor import Executor, Progress
 from penstock_enginecore.core.grammar_intake import GrammarIntake
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.iteration_log import IterationLog
-from penstock_enginecore.core.kv_transfer.lease_seam import KVLeases
+from penstock_enginecore.core.kv_transfer.opening import begin_connector, make_connector
 from penstock_enginecore.core.lora.intake import LoraIntake
 from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.model_info import ModelInfo
@@ -84,6 +84,7 @@ class EngineCore:
         if make_grammars is not None:
             grammars = make_grammars(config, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
         lora_slots = LoraSlots(config.lora.max_loras, config.lora.max_wait) if config.lora.enabled else None
+        self.connector = make_connector(config, model, lambda: self.wake(), monotonic_clock)
         self.scheduler: Scheduler = create_scheduler(
             SchedulerContext(
                 config=scheduling,
@@ -102,7 +103,8 @@ class EngineCore:
                     config.multimodal.encoder_cache_size, scheduling.step_tokens, model
                 ),
                 receiver_cache_bytes=lambda: self.receiver_cache_bytes(),
-                leases=lambda: self.leases,
+                kv_connector=self.connector,
+                min_load_tokens=config.cache.min_load_tokens,
                 eos_token_ids=model.eos_token_ids,
                 monotonic_clock=monotonic_clock,
                 wall_clock=wall_clock,
@@ -119,6 +121,8 @@ class EngineCore:
         )
         self.loras = LoraIntake(config.lora, executor, self.scheduler, lora_slots, lambda: self.wake(), monotonic_clock)
         executor.initialize_kv_cache(self.kv_cache_config)
+        if self.connector is not None:
+            begin_connector(self.connector, config, executor)
         self._limits = RequestLimits(
             model=model,
             max_model_len=self.max_model_len,
@@ -335,6 +339,8 @@ class EngineCore:
     def shutdown(self) -> None:
         """Release the device."""
         self._grammars.shutdown()
+        if self.connector is not None:
+            self.connector.shutdown()
         self.executor.shutdown()
 
 

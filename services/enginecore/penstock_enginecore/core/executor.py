@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from penstock_enginecore.core.data_parallel.shared_experts import SharedExperts
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.kv_transfer.copier import BlockCopier
 from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, MakeRoom
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
@@ -68,6 +69,9 @@ class Executor(Protocol):
         data-parallel group compute theirs. Where they share experts, this one computes those of their tokens alone. Raises what
         goes wrong in it.
         """
+
+    def block_copier(self) -> BlockCopier:
+        """Copies blocks of the KV cache, which is there. Waits for what it is told of it."""
 
     def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
         """Read an adapter in every worker while steps go on, and take it between two of them; one that is there already is read

@@ -97,8 +97,7 @@ class Request:
         "hands_over",
         "hold",
         "key",
-        "kv_source",
-        "lease_kv",
+        "loaded_tokens",
         "lora",
         "lora_use",
         "max_drafts",
@@ -188,6 +187,7 @@ class Request:
         self.sampled_step = -1
         self.num_prompt_logprobs = 0
         self.num_cached_tokens = -1
+        self.loaded_tokens: tuple[int, ...] = ()
         self.num_charged_tokens = 0
         self.num_preemptions = 0
         self.spec_token_ids: list[int] = []
@@ -211,6 +211,11 @@ class Request:
     def num_output_tokens(self) -> int:
         """Output tokens, those of earlier attempts included."""
         return len(self.all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_loaded_tokens(self) -> int:
+        """Of the cached tokens, those that were brought from elsewhere."""
+        return sum(self.loaded_tokens)
 
     @property
     def lora_digest(self) -> bytes:

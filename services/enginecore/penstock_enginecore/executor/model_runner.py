@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.core.data_parallel.shared_experts import SharedExperts
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
@@ -47,8 +48,8 @@ class ModelRunner(Protocol):
         """Bytes of the weights, packed ones included."""
 
     @property
-    def kv_cache_bytes(self) -> int:
-        """Bytes of the KV cache that is allocated."""
+    def caches(self) -> LayerCaches:
+        """The KV cache that is allocated, of all layers, also of those that draft; empty where there is none."""
 
     @property
     def graphs(self) -> GraphStats:

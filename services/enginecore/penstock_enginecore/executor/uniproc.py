@@ -10,6 +10,7 @@ from penstock_enginecore.core.data_parallel.shared_experts import SharedExperts
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.kv_transfer.copier import BlockCopier
 from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, MakeRoom
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
@@ -17,6 +18,7 @@ from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.executor.completion import Late
 from penstock_enginecore.executor.device_thread import DeviceThread
+from penstock_enginecore.executor.kv_copy import Copier
 from penstock_enginecore.executor.lora_store import MakeReader, SizeAdapter, peft_reader, peft_size, telling_of
 from penstock_enginecore.executor.worker import Worker
 from penstock_enginecore.executor.worker_config import WorkerConfig
@@ -159,6 +161,23 @@ class UniprocExecutor:
             del loaded
             return
         self._thread.submit_next(partial(loras.add, ready)).add_done_callback(partial(_pass_on, loaded))
+
+    def block_copier(self) -> BlockCopier:
+        """Behind the steps before, on a thread of the worker's own."""
+        return Copier(self._copy, self._thread.call(self._worker.block_facts))
+
+    def _copy(self, method: str, *arguments: Any) -> "Future[Any]":
+        copied: Future[Any] = Future()
+
+        def begin() -> None:
+            self._worker.copies.begin(method, *arguments).add_done_callback(partial(_pass_on, copied))
+
+        def begun(done: "Future[None]") -> None:
+            if (error := done.exception()) is not None:
+                copied.set_exception(error)
+
+        self._thread.submit(begin).add_done_callback(begun)
+        return copied
 
     def unload_lora(self, digest: bytes) -> None:
         """Queues it behind the steps before."""

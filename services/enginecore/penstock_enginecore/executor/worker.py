@@ -10,6 +10,7 @@ import torch
 
 from penstock_common.cores import usable_cores
 from penstock_common.errors import Internal, InvalidArgument
+from penstock_enginecore.attention.kv_memory import block_memory, block_order, num_bytes
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
@@ -19,7 +20,9 @@ from penstock_enginecore.core.worker_stats import GraphStats, WorkerStats
 from penstock_enginecore.executor.adapter_reader import AdapterReader, Onlooker
 from penstock_enginecore.executor.device import resolve_device
 from penstock_enginecore.executor.graph_sizes import sizes_to_capture
+from penstock_enginecore.core.kv_transfer.copier import BlockFacts
 from penstock_enginecore.executor.kept_sleep import KeptSleep, kept_sleep
+from penstock_enginecore.executor.kv_copy import WorkerCopies
 from penstock_enginecore.executor.loading import load_runner
 from penstock_enginecore.executor.lora_store import LoraStore, MakeReader, peft_reader
 from penstock_enginecore.executor.memory import (
@@ -50,6 +53,7 @@ class Worker:
         """``make_reader``: of adapters; None: none are read."""
         self._config = config
         self.loras = LoraStore()
+        self.copies = WorkerCopies(self._block_memory)
         self._engine = config.engine
         lora = self._engine.lora
         self._adapters = AdapterReader(make_reader, lora) if lora.enabled and make_reader is not None else None
@@ -131,6 +135,16 @@ class Worker:
             capture.run(sizes, len(config.groups), config.block_size, self._free_bytes)
         if (kernels := self._kernels) is not None:
             logger.info("%d kernels were compiled before, %d are now", kernels.found, kernels.compiled)
+
+    def _block_memory(self) -> list[torch.Tensor]:
+        """That of the KV cache, empty while there is none."""
+        config, runner = self._kv_cache, self._runner
+        asleep = self._kv_cache_asleep or (self._kept is not None and self._kept.cache_is_gone)
+        return [] if config is None or runner is None or asleep else block_memory(runner.caches, config.num_blocks)
+
+    def block_facts(self) -> BlockFacts:
+        """What its part of a block is."""
+        return BlockFacts(self.copies.block_bytes, block_order(self.runner.caches), self.runner.computing)
 
     def skip(self, step: SchedulerOutput) -> None:
         """A step that is not run, behind one that failed. The other stages are told."""
@@ -227,7 +241,7 @@ class Worker:
             "num_threads": torch.get_num_threads(),
             "computing": runner.computing if runner else "",
             "weight_bytes": runner.weight_bytes if runner else 0,
-            "kv_cache_bytes": runner.kv_cache_bytes if runner else 0,
+            "kv_cache_bytes": num_bytes(runner.caches) if runner else 0,
         }
 
     def stats(self) -> WorkerStats:
@@ -242,7 +256,7 @@ class Worker:
             total_memory=total,
             used_memory=total - free,
             weight_bytes=0 if runner is None or (kept and kept.weights_are_gone) else runner.weight_bytes,
-            kv_cache_bytes=0 if runner is None or (kept and kept.cache_is_gone) else runner.kv_cache_bytes,
+            kv_cache_bytes=0 if runner is None or (kept and kept.cache_is_gone) else num_bytes(runner.caches),
             graphs=runner.graphs if runner else GraphStats(),
             collectives=self._collectives.times() if self._collectives else {},
             stage=self._config.stage,
@@ -259,6 +273,7 @@ class Worker:
 
     def shutdown(self) -> None:
         """Let go of the model and the cache."""
+        self.copies.stop()
         self._runner = None
         self.loras.detach()
         if self._kept is not None:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from penstock_enginecore.attention.base import IntArray
+from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import NewRequestData
 from penstock_enginecore.forward.base import ForwardBatch
@@ -65,8 +66,8 @@ class Drafter(Protocol):
         """Bytes of its weights."""
 
     @property
-    def kv_cache_bytes(self) -> int:
-        """Bytes of its keys and values, 0 while there are none."""
+    def caches(self) -> LayerCaches:
+        """Its keys and values, by the names of ``specs``; empty while there are none."""
 
     def allocate(self, config: KVCacheConfig) -> None:
         """Take memory for the keys and values of its layers among those of ``config``, and know nothing of what is in it."""

@@ -6,7 +6,7 @@ from typing import Protocol
 import msgspec
 
 from penstock_enginecore.attention.kv_cache import LayerCaches
-from penstock_enginecore.attention.kv_memory import KVMemory, num_bytes, num_groups
+from penstock_enginecore.attention.kv_memory import KVMemory, num_groups
 from penstock_enginecore.core.kv_cache.spec import DRAFT_PREFIX, KVCacheConfig, KVCacheSpec
 
 
@@ -56,7 +56,8 @@ class WithLayers:
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
-        self.kv_cache_bytes = self.num_groups = 0
+        self.caches: LayerCaches = {}
+        self.num_groups = 0
 
     @property
     def specs(self) -> Mapping[str, KVCacheSpec]:
@@ -78,10 +79,10 @@ class WithLayers:
                 layer.cache.keys.zero_()
                 layer.cache.values.zero_()
         self._layers.bind(caches)
-        self.kv_cache_bytes = num_bytes(caches)
+        self.caches = {DRAFT_PREFIX + name: layer for name, layer in caches.items()}
         self.num_groups = num_groups(caches)
 
     def release(self) -> None:
         """Let go of them."""
         self._layers.bind({})
-        self.kv_cache_bytes = 0
+        self.caches = {}

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 
 from penstock_enginecore.attention.base import IntArray
+from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import NewRequestData
 from penstock_enginecore.forward.base import ForwardBatch
@@ -93,9 +94,9 @@ class Predicted:
         return 0 if self._inner is None else self._inner.weight_bytes
 
     @property
-    def kv_cache_bytes(self) -> int:
+    def caches(self) -> LayerCaches:
         """Those of the inner one."""
-        return 0 if self._inner is None else self._inner.kv_cache_bytes
+        return {} if self._inner is None else self._inner.caches
 
     def allocate(self, config: KVCacheConfig) -> None:
         """Hand it on."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
+from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.spec_decode.base import Stateless
 
@@ -12,7 +13,8 @@ class Weightless(Stateless):
     """The part of a ``Drafter`` that concerns a device."""
 
     specs: Mapping[str, KVCacheSpec] = {}
-    weight_bytes = kv_cache_bytes = 0
+    caches: LayerCaches = {}
+    weight_bytes = 0
 
     def allocate(self, config: KVCacheConfig) -> None:
         """There is no cache."""

@@ -77,11 +77,35 @@ class FreeBlockQueue:
         self._size += 1
 
 
+class BlockLog:
+    """What has happened to findable blocks since somebody looked: ``cached``, they have become findable; ``freed``, they have lost
+    their last reference; ``evicted``: by group and hash, they were taken for something else.
+    """
+
+    __slots__ = ("cached", "evicted", "freed")
+
+    def __init__(self) -> None:
+        self.cached: list[KVCacheBlock] = []
+        self.freed: list[KVCacheBlock] = []
+        self.evicted: list[tuple[int, bytes, int]] = []
+
+    def take(self) -> "BlockLog":
+        """All of it; what follows is told anew."""
+        taken = BlockLog()
+        taken.cached, taken.freed, taken.evicted = self.cached, self.freed, self.evicted
+        self.cached, self.freed, self.evicted = [], [], []
+        return taken
+
+    def __bool__(self) -> bool:
+        return bool(self.cached or self.freed or self.evicted)
+
+
 class BlockPool:
     """Hands out blocks and finds cached ones by hash and group. ``null_block`` fills places of tables that hold nothing.
 
     Groups share the blocks but not their content: equal prefixes have equal hashes in each of them.
-    Of several blocks with the same content only the first is findable; the others are plain blocks.
+    Of several blocks with the same content only the first is findable; the others are plain blocks. ``log``: where somebody wants
+    to know of blocks that come and go.
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1, events: KvEventLog | None = None) -> None:
@@ -92,6 +116,7 @@ class BlockPool:
         self._free = FreeBlockQueue(self.blocks[1:])
         self._by_hash: list[dict[bytes, KVCacheBlock]] = [{} for _ in range(num_groups)]
         self._events = events
+        self.log: BlockLog | None = None
 
     @property
     def num_usable_blocks(self) -> int:
@@ -143,6 +168,8 @@ class BlockPool:
     def _evict(self, block: KVCacheBlock, block_hash: bytes) -> None:
         del self._by_hash[block.group][block_hash]
         block.block_hash = None
+        if self.log is not None:
+            self.log.evicted.append((block.group, block_hash, block.block_id))
         if self._events is not None and block.group == self._events.group:
             self._events.removed(block_hash)
 
@@ -179,6 +206,8 @@ class BlockPool:
                     self._free.prepend(block)
                 else:
                     self._free.append(block)
+                    if self.log is not None:
+                        self.log.freed.append(block)
 
     def cache(self, block: KVCacheBlock, block_hash: bytes, group: int = 0) -> bool:
         """Make a full, computed block findable, unless a block with the same content is. Says whether it did."""
@@ -190,6 +219,8 @@ class BlockPool:
         by_hash[block_hash] = block
         block.block_hash = block_hash
         block.group = group
+        if self.log is not None:
+            self.log.cached.append(block)
         return True
 
     def forget(self) -> bool:

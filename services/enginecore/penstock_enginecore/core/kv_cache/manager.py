@@ -4,6 +4,8 @@ The prefix cache follows the idea of vLLM's automatic prefix caching: a block is
 prefix it ends.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 
 from penstock_common.block_hash import BlockHasher
@@ -14,6 +16,8 @@ from penstock_enginecore.core.kv_cache.events import KvEventLog
 from penstock_enginecore.core.kv_cache.prefix import ComputedBlocks, find_computed_blocks
 from penstock_enginecore.core.kv_cache.sizing import num_blocks_for
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.kv_transfer.base import Place
+from penstock_enginecore.core.kv_transfer.plan import LoadPlan, Lookup, plan_load
 from penstock_enginecore.core.multimodal.places import span_around
 from penstock_enginecore.core.request import Request
 
@@ -42,14 +46,15 @@ class KVCacheManager:
 
     def __init__(self, config: KVCacheConfig, *, enable_prefix_caching: bool, enable_kv_events: bool = False) -> None:
         self.block_size = config.block_size
-        self._groups = groups = config.groups
+        self.groups = groups = config.groups
         self._windows = [(number, group) for number, group in enumerate(groups) if group.is_windowed]
         self.has_windows = bool(self._windows)
         full = [number for number, group in enumerate(groups) if not group.is_windowed]
         self._events = KvEventLog(config.block_size, group=full[0] if full else 0) if enable_kv_events else None
         self.pool = BlockPool(config.num_blocks, len(groups), self._events)
         self.prefix_stats = PrefixCacheStats()
-        self._enabled = enable_prefix_caching
+        self.reuses = enable_prefix_caching
+        """Whether prefixes are reused at all."""
         self._hasher = BlockHasher(config.block_size)
         self._nothing_computed = ComputedBlocks(tuple([] for _ in groups))
         self._blocks: dict[str, tuple[list[KVCacheBlock], ...]] = {}
@@ -59,23 +64,23 @@ class KVCacheManager:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """The most blocks, over all groups, that a request of ``num_tokens`` tokens holds at once."""
-        return num_blocks_for(self._groups, -(-num_tokens // self.block_size))
+        return num_blocks_for(self.groups, -(-num_tokens // self.block_size))
 
     def hash_prompt(self, request: Request) -> None:
         """Hash the request's full blocks ahead of scheduling. Touches the request alone: any thread may call it."""
-        if self._enabled:
+        if self.reuses:
             self._hasher.extend(request, request.num_tokens)
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """The longest prefix cached in every group, leaving at least the last token to compute."""
-        if not self._enabled or request.skip_reading_prefix_cache:
+        if not self.reuses or request.skip_reading_prefix_cache:
             return self._nothing_computed
         self._hasher.extend(request, request.num_tokens)
         hashes = request.block_hashes
-        computed = find_computed_blocks(self.pool, self._groups, hashes, self.block_size, request.num_tokens)
+        computed = find_computed_blocks(self.pool, self.groups, hashes, self.block_size, request.num_tokens)
         while request.whole_spans and (span := span_around(request.whole_spans, computed.num_tokens)) is not None:
             hashes = hashes[: span[0] // self.block_size]  # what is computed together is computed again
-            computed = find_computed_blocks(self.pool, self._groups, hashes, self.block_size, request.num_tokens)
+            computed = find_computed_blocks(self.pool, self.groups, hashes, self.block_size, request.num_tokens)
         return computed
 
     def allocate_slots(
@@ -104,25 +109,54 @@ class KVCacheManager:
         return [block.block_id for block in new]
 
     def admit(self, request: Request, computed: ComputedBlocks, num_new_tokens: int, *, reserve: int) -> bool:
-        """Give a waiting request its cached blocks and blocks for ``num_new_tokens`` tokens more.
+        """Give a waiting request its cached blocks and blocks for ``num_new_tokens`` tokens more, in place of what it held.
 
         Returns False, and does nothing, unless ``reserve`` blocks stay free.
         """
         pool = self.pool
         missing = -(-(computed.num_tokens + num_new_tokens) // self.block_size) - computed.num_blocks
         revived = pool.num_free_among(computed.blocks)
-        if missing * len(self._groups) + revived + reserve > pool.num_free_blocks:
+        if missing * len(self.groups) + revived + reserve > pool.num_free_blocks:
             return False
-        for blocks in computed.blocks:
-            pool.touch(blocks)
+        self.hold(request, computed)
         self._blocks[request.key] = tuple([[*blocks, *pool.allocate(missing)] for blocks in computed.blocks])
         self._num_cached[request.key] = computed.num_blocks
         if self.has_windows:
             self._num_left[request.key] = [0] * len(self._windows)
-        if request.num_preemptions == 0 and self._enabled:
+        if request.num_preemptions == 0 and self.reuses:
             self.prefix_stats.queries += request.num_tokens
-            self.prefix_stats.hits += computed.num_tokens
+            self.prefix_stats.hits += computed.num_tokens - request.num_loaded_tokens
         return True
+
+    def hold(self, request: Request, computed: ComputedBlocks) -> None:
+        """Keep the cached blocks of a request that is not started, in place of what it held."""
+        for blocks in computed.blocks:
+            self.pool.touch(blocks)
+        for table in self._blocks.pop(request.key, ()):
+            self.pool.free(table)
+        self._blocks[request.key] = computed.blocks
+
+    def plan_load(self, request: Request, lookup: Lookup) -> LoadPlan:
+        """What could be brought of the request's prefix: see ``plan_load``. Nothing ends amid what is computed together."""
+        hashes, size = request.block_hashes, self.block_size
+        plan = plan_load(self.pool, self.groups, hashes, size, request.num_tokens, lookup)
+        while request.whole_spans and (span := span_around(request.whole_spans, plan.num_blocks * size)) is not None:
+            hashes = hashes[: span[0] // size]
+            plan = plan_load(self.pool, self.groups, hashes, size, request.num_tokens, lookup)
+        return plan
+
+    def arrived(self, request: Request, places: Iterable[Place]) -> None:
+        """Make blocks findable that were brought for the request."""
+        index = {block_hash: i for i, block_hash in enumerate(request.block_hashes)}
+        stored = [
+            index[name.hash]
+            for name, block_id in places
+            if self.pool.cache(self.pool.blocks[block_id], name.hash, name.group)
+            and self._events is not None
+            and name.group == self._events.group
+        ]
+        if self._events is not None:
+            self._events.stored(request, sorted(stored))
 
     def block_ids(self, request: Request) -> tuple[list[int], ...]:
         """The request's block table in each group; 0 is the null block."""
@@ -130,7 +164,7 @@ class KVCacheManager:
 
     def cache_blocks(self, request: Request) -> None:
         """Make the full blocks among the tokens that are processed findable."""
-        if not self._enabled:
+        if not self.reuses:
             return
         first = self._num_cached[request.key]
         full = request.num_processed_tokens // self.block_size
@@ -179,7 +213,7 @@ class KVCacheManager:
         return tuple(
             [
                 0 if group.is_windowed or not running else self._num_common(running, number)
-                for number, group in enumerate(self._groups)
+                for number, group in enumerate(self.groups)
             ]
         )
 

@@ -48,12 +48,12 @@ def find_computed_blocks(
         if number in from_start:
             tables.append(from_start[number][:length])
         else:
-            first = _first_block(group, length, block_size, num_tokens)
+            first = first_block(group, length, block_size, num_tokens)
             tables.append([pool.null_block] * first + pool.get_run(hashes[first:length], number))
     return ComputedBlocks(tuple(tables), min(length * block_size, num_tokens - 1))
 
 
-def _first_block(group: KVCacheGroup, length: int, block_size: int, num_tokens: int) -> int:
+def first_block(group: KVCacheGroup, length: int, block_size: int, num_tokens: int) -> int:
     """The first block that the first query after ``length`` cached blocks sees.
 
     That query is the last token when everything is cached: it is computed again, and its keys and values are written
@@ -73,7 +73,7 @@ def _cached_at_end(
 ) -> int:
     """The longest prefix, of ``length`` blocks at most, whose last blocks are cached as far back as the group needs."""
     index = length - 1
-    while index >= _first_block(group, length, block_size, num_tokens):
+    while index >= first_block(group, length, block_size, num_tokens):
         if pool.get(hashes[index], number) is None:
             length = index
         index -= 1

@@ -23,16 +23,38 @@ class LoadEnded(NamedTuple):
     arrived: tuple[tuple[Place, KvMedium], ...]
 
 
+class BlockHolder(Protocol):
+    """The pool, as a connector sees it: called on the thread of the busy loop."""
+
+    @property
+    def num_spare(self) -> int:
+        """Blocks that may be held beside those that are: requests have no need of them now."""
+
+    def hold(self, place: Place) -> bool:
+        """Keep a block that has this content and that no request has, until ``release``. False: it has other content by now, or a
+        request has it.
+        """
+
+    def release(self, place: Place) -> None:
+        """Give it back."""
+
+
 class KVConnector(Protocol):
     """Brings what is not in the pool. Nothing waits in it, and it raises nothing: what it cannot bring is computed.
 
     All calls come from the thread of the busy loop. ``wake`` of whoever made it is called from any thread when a load has ended.
     """
 
+    def attach(self, blocks: BlockHolder) -> None:
+        """Whose blocks they are; once, before everything else."""
+
     def lookup(self, request: Request, names: Sequence[Sequence[BlockName]]) -> int:
         """How many blocks in a row somebody has. ``names``: for each place of a block, those of all groups that are needed there.
         Free of side effects, and asked often.
         """
+
+    def seconds(self, request: Request, names: Sequence[BlockName]) -> float:
+        """How long it is likely to take to bring these, by what was measured; 0 while nothing was."""
 
     def load(self, request: Request, places: Sequence[Place]) -> int:
         """Begin to bring these. The blocks are written to until ``take_ended`` has said that the load is over. Returns its
@@ -60,7 +82,23 @@ class KVConnector(Protocol):
         """Blocks have been taken for something else."""
 
     def take_ended(self) -> list[LoadEnded]:
-        """Loads that have ended since the last call, each once."""
+        """Loads that have ended since the last call, each once. Called in every step: copies that are over give their blocks
+        back here, and others begin.
+        """
+
+    @property
+    def has_news(self) -> bool:
+        """Whether ``take_ended`` has something to do. Cheap."""
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks of the pool that it holds now."""
+
+    def settle(self) -> None:
+        """Wait until no copy is under way, and none begins: all loads have ended then, and ``take_ended`` tells of them."""
 
     def reset(self) -> None:
         """Forget everything that is kept, as the pool has: weights or adapters are others now."""
+
+    def shutdown(self) -> None:
+        """End what runs beside the engine. Idempotent."""

@@ -12,15 +12,32 @@ class Copy(NamedTuple):
     slot: int
 
 
-class BlockCopier(Protocol):
-    """What an executor offers. Copies run on a thread of their own, beside steps, on every worker, each of its part of a block;
-    the same slots at all of them. ``block_bytes``: of a block, over all layers and workers.
+class BlockFacts(NamedTuple):
+    """What a block is, or a worker's part of it. ``num_bytes``: over all layers. ``order``: how numbers lie in it; ``numerics``:
+    what computes them, as far as that is known.
+    """
 
-    Whoever asks sees to it that no step writes a block while it is copied from, and none reads one while it is copied to. Futures
-    raise OSError or MemoryError where the copy could not be made; then nothing is known of its target.
+    num_bytes: int
+    order: str
+    numerics: str
+
+
+class BlockCopier(Protocol):
+    """What an executor offers, to any thread, once the KV cache is there. Copies run on a thread of their own, beside steps, on
+    every worker, each of its part of a block; the same slots at all of them. They begin behind the steps that were started before,
+    and are made in the order of the calls: what a step in flight still writes to a block that is copied to, or from, is there
+    before.
+
+    Whoever asks sees to it that no later step writes a block while it is copied from, and none reads one while it is copied to.
+    Futures raise what went wrong; then nothing is known of a copy's target.
+
+    ``block_bytes``: of a block, over all layers and workers. ``order``: how numbers lie in a block; ``numerics``: what computes
+    them, where that is known: blocks of engines in which both are the same are interchangeable.
     """
 
     block_bytes: int
+    order: str
+    numerics: str
 
     def reserve(self, num_slots: int) -> Future[None]:
         """Allocate so many slots of host memory, once."""

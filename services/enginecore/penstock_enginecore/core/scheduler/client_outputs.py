@@ -120,10 +120,7 @@ class ClientOutputs:
             output.events = request.take_events()
         if not request.prefill_reported and request.num_cached_tokens >= 0:
             request.prefill_reported = True
-            output.prefill_stats = PrefillStats(
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_cached_tokens=min(request.num_cached_tokens, request.num_prompt_tokens),
-            )
+            output.prefill_stats = _prefill_stats(request)
         client = self._clients[request.client_id]
         client.outputs.append(output)
         client.whole.add(request.request_id)
@@ -157,6 +154,21 @@ class ClientOutputs:
             return stats.without_held()
         self._told_loras[client_id] = version
         return stats
+
+
+def _prefill_stats(request: Request) -> PrefillStats:
+    num_prompt_tokens = request.num_prompt_tokens
+    num_cached_tokens = min(request.num_cached_tokens, num_prompt_tokens)
+    if not request.loaded_tokens:
+        return PrefillStats(num_prompt_tokens=num_prompt_tokens, num_cached_tokens=num_cached_tokens)
+    host, disk, peer = (min(count, num_cached_tokens) for count in request.loaded_tokens)
+    return PrefillStats(
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=num_cached_tokens,
+        num_host_tokens=host,
+        num_disk_tokens=disk,
+        num_peer_tokens=peer,
+    )
 
 
 def _offset(request: Request, new_token_ids: list[int]) -> int:

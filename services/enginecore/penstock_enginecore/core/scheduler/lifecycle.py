@@ -13,6 +13,7 @@ from penstock_enginecore.core.scheduler.base import SchedulerContext
 from penstock_enginecore.core.scheduler.client_outputs import ClientOutputs
 from penstock_enginecore.core.scheduler.deadlines import DeadlineQueue
 from penstock_enginecore.core.scheduler.encoder_work import EncoderWork
+from penstock_enginecore.core.scheduler.kv_loads import KvLoads
 from penstock_enginecore.core.scheduler.requests import RequestTable
 from penstock_enginecore.core.scheduler.running import RunningRequests
 from penstock_enginecore.core.scheduler.stops import check_stop
@@ -42,8 +43,10 @@ class RequestLifecycle:
         kv_cache: KVCacheManager,
         outputs: ClientOutputs,
         encoder: EncoderWork | None = None,
+        kv_loads: KvLoads | None = None,
     ) -> None:
         self._encoder = encoder
+        self._kv_loads = kv_loads
         self._clock = context.monotonic_clock
         self._wall_clock = context.wall_clock
         self._eos_token_ids = context.eos_token_ids
@@ -77,6 +80,8 @@ class RequestLifecycle:
         self._requests.add(request)
         if self._encoder is not None and request.mm_features:
             self._encoder.begin(request)
+        if self._kv_loads is not None:
+            self._kv_loads.opened(request)
         self._deadlines.add(request)
 
     def abort(self, client_id: str, request_ids: Iterable[str], *, hand_over: bool = False) -> list[str]:
@@ -168,6 +173,8 @@ class RequestLifecycle:
         return leases.grant(request)
 
     def _forget(self, request: Request) -> None:
+        if self._kv_loads is not None:
+            self._kv_loads.closed(request)
         self._kv_cache.free(request)
         self._requests.remove(request)
         self._deadlines.discard(request)

@@ -7,6 +7,7 @@ from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.scheduler.base import Clock
 from penstock_enginecore.core.scheduler.encoder_work import EncoderWork
+from penstock_enginecore.core.scheduler.kv_loads import KvLoads
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.scheduler.running import RunningRequests
@@ -32,8 +33,10 @@ class Preemption:
         clock: Clock,
         lora_slots: LoraSlots | None = None,
         encoder: EncoderWork | None = None,
+        kv_loads: KvLoads | None = None,
     ) -> None:
         self._lora_slots = lora_slots
+        self._kv_loads = kv_loads
         self._encoder = encoder
         self._running = running
         self._waiting = waiting
@@ -49,9 +52,15 @@ class Preemption:
         """Take blocks from the least urgent until ``request``, which runs, gets those for its next tokens.
 
         Returns the ids of the blocks added, a list per group, or None when it had to give up its own, or ended because it has all
-        blocks already. Those preempted are taken out of the step.
+        blocks already, or because blocks come back soon that are being copied: it gets its own in another step. Those preempted
+        are taken out of the step.
         """
         while (new_block_ids := self._kv_cache.allocate_slots(request, num_new_tokens)) is None:
+            if self._kv_loads is not None:
+                if self._kv_loads.give_up_one():
+                    continue
+                if self._kv_loads.num_returning:
+                    return None
             if len(self._running) == 1:
                 self._lifecycle.fail_too_long(request)
                 return None
@@ -77,6 +86,9 @@ class Preemption:
         for request in self._running.take_all():
             self._preempt(request, next_step)
             self.preempted_keys.append(request.key)
+        if self._kv_loads is not None:
+            self._kv_loads.give_up_all()
+            self._kv_loads.forget_steps()
         if self._lora_slots is not None:
             self._lora_slots.reset()
             self._waiting.release_all(Hold.LORA_SLOT)

@@ -14,6 +14,7 @@ from penstock_enginecore.core.scheduler.base import Clock
 from penstock_enginecore.core.scheduler.budget import StepBudget
 from penstock_enginecore.core.scheduler.dealing import decodes
 from penstock_enginecore.core.scheduler.encoder_work import EncoderWork
+from penstock_enginecore.core.scheduler.kv_loads import KvLoads
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.scheduler.running import RunningRequests
@@ -24,7 +25,8 @@ class WaitingScheduler:
     """Starts waiting requests while a step's budget and the KV blocks last.
 
     ``watermark_blocks`` stay free when a request starts beside others. ``lora_slots``: those of their adapters; a request whose
-    adapter has none is held, and waits for that alone. ``encoder``: of their media, likewise.
+    adapter has none is held, and waits for that alone. ``encoder``: of their media, likewise. ``kv_loads``: has
+    blocks brought that a request need not compute.
     """
 
     def __init__(
@@ -40,8 +42,10 @@ class WaitingScheduler:
         clock: Clock,
         lora_slots: LoraSlots | None = None,
         encoder: EncoderWork | None = None,
+        kv_loads: KvLoads | None = None,
     ) -> None:
         self._encoder = encoder
+        self._kv_loads = kv_loads
         self._lora_slots = lora_slots
         self._budget = budget
         self._waiting = waiting
@@ -56,6 +60,8 @@ class WaitingScheduler:
         """Start requests in the order of the policy until one has no room."""
         if self._encoder is not None:
             self._encoder.serve()
+        if self._kv_loads is not None and not self._start_loaded(output, self._kv_loads):
+            return
         while self.has_room(output) and (request := self._waiting.head()) is not None:
             if not self.try_start(request, output):
                 break
@@ -71,7 +77,19 @@ class WaitingScheduler:
 
     def has_room(self, output: SchedulerOutput) -> bool:
         """Whether another request can start in the step, KV blocks aside."""
-        return self._budget.has_room(output, len(self._running))
+        num_loading = 0 if self._kv_loads is None else len(self._kv_loads)
+        return self._budget.has_room(output, len(self._running) + num_loading)
+
+    def _start_loaded(self, output: SchedulerOutput, loads: KvLoads) -> bool:
+        """Start those whose blocks were brought, who have had their turn. Returns False when one of them finds no room now."""
+        for request in loads.ready:
+            if not self._budget.has_room(output, len(self._running)):
+                return False
+            while not self.try_start(request, output):
+                # Where nothing runs nobody gives up blocks but those who wait as this one does.
+                if self._running or output.num_scheduled_tokens or not loads.give_up_one(keep=request):
+                    return False
+        return True
 
     def try_start(self, request: Request, output: SchedulerOutput) -> bool:
         """Start a waiting request while there is room, or end one that can never start. Returns False when its blocks, or its
@@ -96,6 +114,10 @@ class WaitingScheduler:
         if request.lora is not None and not self._has_slot(request, request.lora):
             return True
         computed = kv_cache.get_computed_blocks(request)
+        if self._kv_loads is not None:
+            held = self._kv_loads.consider(request, computed, lambda count: self._reserved_blocks(request, count))
+            if held is not None:
+                return held
         num_missing_tokens = request.num_tokens - computed.num_tokens
         if not self._budget.may_join(num_missing_tokens, output):
             return False
@@ -109,7 +131,8 @@ class WaitingScheduler:
             num_new_tokens = self._encoder.admit(request, computed.num_tokens, num_new_tokens)
             if num_new_tokens == 0:  # it waits for that alone
                 return True
-        reserve = self._reserved_blocks(request, computed.num_tokens + num_new_tokens) if self._running else 0
+        beside_others = self._running or (self._kv_loads is not None and self._kv_loads.has_others(request))
+        reserve = self._reserved_blocks(request, computed.num_tokens + num_new_tokens) if beside_others else 0
         if not kv_cache.admit(request, computed, num_new_tokens, reserve=reserve):
             return False
         self._waiting.start(request)
@@ -133,6 +156,8 @@ class WaitingScheduler:
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = request.num_processed_tokens = num_computed
         now = self._clock()
+        if self._kv_loads is not None:
+            self._kv_loads.started(request, num_computed)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_computed
             self._admission.started(request, now)

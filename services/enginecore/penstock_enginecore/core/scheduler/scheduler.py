@@ -23,6 +23,7 @@ from penstock_enginecore.core.scheduler.client_outputs import ClientOutputs
 from penstock_enginecore.core.scheduler.dealing import DecodeDealer
 from penstock_enginecore.core.scheduler.drafting import plan_drafts
 from penstock_enginecore.core.scheduler.encoder_work import plan_encoder_work
+from penstock_enginecore.core.scheduler.kv_loads import plan_kv_loads
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
@@ -64,6 +65,7 @@ class DefaultScheduler(Scheduler):
         self._encoder = encoder = plan_encoder_work(context, budget, waiting)
         self._drafting = drafting = plan_drafts(context, kv_cache, running, waiting, budget)
         self._results = StepResults(kv_cache, self._outputs, context.eos_token_ids, drafting, encoder)
+        self._kv_loads = kv_loads = plan_kv_loads(context, kv_cache, waiting, running)
         admission = QueueAdmission(config, waiting)
         self._lifecycle = lifecycle = RequestLifecycle(
             context,
@@ -74,6 +76,7 @@ class DefaultScheduler(Scheduler):
             kv_cache=kv_cache,
             outputs=self._outputs,
             encoder=encoder,
+            kv_loads=kv_loads,
         )
         self._preemption = Preemption(
             running=running,
@@ -84,6 +87,7 @@ class DefaultScheduler(Scheduler):
             clock=self._clock,
             lora_slots=context.lora_slots,
             encoder=encoder,
+            kv_loads=kv_loads,
         )
         continue_running = RunningScheduler(
             budget=budget,
@@ -104,6 +108,7 @@ class DefaultScheduler(Scheduler):
             clock=self._clock,
             lora_slots=context.lora_slots,
             encoder=encoder,
+            kv_loads=kv_loads,
         )
         self._step = StepScheduler(
             requests=self._requests,
@@ -164,6 +169,8 @@ class DefaultScheduler(Scheduler):
     def schedule(self, *, begin: bool = True) -> SchedulerOutput:
         """See ``Scheduler``. Who is in the step is told by ``StepScheduler``."""
         self._lifecycle.abort_expired()
+        if self._kv_loads is not None:
+            self._kv_loads.begin_step()
         output = SchedulerOutput(step=self._next_step, num_scheduled_tokens={})
         output.preempted_request_ids = self._preemption.take_preempted_keys()
         if self.pause_state is not PauseState.PAUSED:
@@ -177,6 +184,8 @@ class DefaultScheduler(Scheduler):
         output.finished_request_ids = self._lifecycle.take_finished_keys()
         if self._encoder is not None:
             self._encoder.end_step(output)
+        if self._kv_loads is not None:
+            self._kv_loads.end_step(output)
         return output
 
     def constrained(self, scheduler_output: SchedulerOutput) -> list[Request]:
@@ -186,6 +195,8 @@ class DefaultScheduler(Scheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
         """Append the sampled tokens, check stops, and make computed blocks findable."""
         self._trial.step_done()
+        if self._kv_loads is not None:
+            self._kv_loads.stepped(scheduler_output)
         if self._encoder is not None and model_output.encoder_failures:
             self._encoder.fail(model_output.encoder_failures, self._requests.by_key, self._lifecycle.fail)
         ended = self._results.take(scheduler_output, model_output, self._requests.by_key)
@@ -267,7 +278,9 @@ class DefaultScheduler(Scheduler):
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._requests or self._lifecycle.finished_keys or self._preemption.preempted_keys or self._outputs)
+        if self._requests or self._lifecycle.finished_keys or self._preemption.preempted_keys or self._outputs:
+            return True
+        return self._kv_loads is not None and self._kv_loads.has_news
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a living request, in seconds since the epoch."""
@@ -290,6 +303,8 @@ class DefaultScheduler(Scheduler):
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, if no request is running; one may hold no block, when all of them left its windows."""
+        if not self._running and self._kv_loads is not None:
+            self._kv_loads.settle()
         return not self._running and self.kv_cache.reset_prefix_cache()
 
     def reset_encoder_cache(self) -> None:

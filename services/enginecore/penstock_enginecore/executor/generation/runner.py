@@ -11,7 +11,7 @@ import torch
 
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.attention.kv_cache import LayerCaches
-from penstock_enginecore.attention.kv_memory import num_bytes, num_groups
+from penstock_enginecore.attention.kv_memory import num_groups
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
@@ -119,9 +119,9 @@ class GenerationRunner:
         return self._forward.weight_bytes + self._towers.weight_bytes + drafter
 
     @property
-    def kv_cache_bytes(self) -> int:
-        """Bytes of the KV cache that is allocated."""
-        return num_bytes(self._caches) + (0 if self._drafting is None else self._drafting.drafter.kv_cache_bytes)
+    def caches(self) -> LayerCaches:
+        """Those of the forward pass, and of what drafts."""
+        return self._caches if self._drafting is None else self._caches | self._drafting.drafter.caches
 
     @property
     def graphs(self) -> GraphStats:

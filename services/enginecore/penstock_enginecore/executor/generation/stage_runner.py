@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
+from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
@@ -47,9 +48,9 @@ class StageRunner:
         return self._runner.weight_bytes
 
     @property
-    def kv_cache_bytes(self) -> int:
+    def caches(self) -> LayerCaches:
         """Of the stage's own layers."""
-        return self._runner.kv_cache_bytes
+        return self._runner.caches
 
     @property
     def graphs(self) -> GraphStats:

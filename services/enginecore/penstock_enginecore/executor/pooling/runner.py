@@ -7,7 +7,6 @@ import torch
 
 from penstock_common.types.pooling import Vectors
 from penstock_enginecore.attention.kv_cache import LayerCaches
-from penstock_enginecore.attention.kv_memory import num_bytes
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
@@ -72,9 +71,9 @@ class PoolingRunner:
         return self._backbone.weight_bytes + Towers(self._model.encoder).weight_bytes
 
     @property
-    def kv_cache_bytes(self) -> int:
+    def caches(self) -> LayerCaches:
         """Bytes of the KV cache that is allocated."""
-        return num_bytes(self._caches)
+        return self._caches
 
     @property
     def graphs(self) -> GraphStats:

@@ -155,7 +155,7 @@ def test_the_profiling_step_runs_the_largest_shapes_and_leaves_no_trace(
     runner = GenerationRunner(model, build_forward(model, config))
     runner.profile(num_tokens=1100, num_seqs=20)
     assert seen == [(1100, [512, 512, 76])] * len(runner.specs)
-    assert runner.kv_cache_bytes == 0
+    assert runner.caches == {}
 
 
 def test_stepping_before_the_cache_is_there_is_an_error(path: Path) -> None:

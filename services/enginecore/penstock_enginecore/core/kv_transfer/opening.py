@@ -1,0 +1,32 @@
+"""What brings blocks to an engine, by its configuration."""
+
+from collections.abc import Callable
+
+from penstock_common.errors import ConfigError
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.executor import Executor
+from penstock_enginecore.core.kv_transfer.tiers import TieredConnector
+from penstock_enginecore.core.model_info import ModelInfo
+
+
+def make_connector(
+    config: EngineCoreConfig, model: ModelInfo, wake: Callable[[], None], clock: Callable[[], float]
+) -> TieredConnector | None:
+    """None where nothing is configured that brings blocks. Raises ConfigError for a model that keeps none."""
+    if not config.cache.host_memory:
+        return None
+    if model.pooling is not None:
+        raise ConfigError("cache.host_memory is set and the model pools; only models that generate keep KV blocks")
+    return TieredConnector(wake, clock)
+
+
+def begin_connector(connector: TieredConnector, config: EngineCoreConfig, executor: Executor) -> None:
+    """The KV cache is there. Raises ConfigError for memory that no block fits in."""
+    copier = executor.block_copier()
+    num_slots = config.cache.host_memory // copier.block_bytes
+    if num_slots < 1:
+        raise ConfigError(
+            f"cache.host_memory is {config.cache.host_memory} bytes and a KV block takes {copier.block_bytes}; it must hold one "
+            "at least"
+        )
+    connector.begin(copier, num_slots)

@@ -1,0 +1,69 @@
+"""What a request could have brought, so that it need not compute it."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from penstock_common.types.kv_transfer import BlockName
+from penstock_enginecore.core.kv_cache.block_pool import BlockPool
+from penstock_enginecore.core.kv_cache.prefix import first_block
+from penstock_enginecore.core.kv_cache.spec import KVCacheGroup
+
+Lookup = Callable[[Sequence[Sequence[BlockName]]], int]
+"""What ``KVConnector.lookup`` is, for one request."""
+
+
+class LoadPlan(NamedTuple):
+    """The blocks that are missing in the pool, in the order of their places, of a prefix of ``num_blocks`` blocks."""
+
+    num_blocks: int
+    missing: list[BlockName]
+
+
+def plan_load(
+    pool: BlockPool,
+    groups: Sequence[KVCacheGroup],
+    hashes: Sequence[bytes],
+    block_size: int,
+    num_tokens: int,
+    lookup: Lookup,
+) -> LoadPlan:
+    """The longest prefix in whole blocks of which every block that is needed is in the pool or can be brought.
+
+    As in ``find_computed_blocks``: a group without a window needs all blocks of the prefix, one with a window those that the
+    first query behind the prefix sees.
+    """
+    full = [number for number, group in enumerate(groups) if not group.is_windowed]
+    windowed = [number for number, group in enumerate(groups) if group.is_windowed]
+    if full:
+        start = min(len(pool.get_run(hashes, number)) for number in full)
+        lacking = [
+            [BlockName(number, block_hash) for number in full if pool.get(block_hash, number) is None]
+            for block_hash in hashes[start:]
+        ]
+        length = start + (lookup(lacking) if lacking else 0)
+    else:
+        start, lacking, length = 0, [], len(hashes)
+    known: dict[BlockName, bool] = {}
+
+    def has(number: int, block_hash: bytes) -> bool:
+        if pool.get(block_hash, number) is not None:
+            return True
+        name = BlockName(number, block_hash)
+        if name not in known:
+            known[name] = lookup([[name]]) > 0
+        return known[name]
+
+    before = -1
+    while windowed and length and length != before:
+        before = length
+        for number in windowed:
+            index = length - 1
+            while index >= first_block(groups[number], length, block_size, num_tokens):
+                if not has(number, hashes[index]):
+                    length = index
+                index -= 1
+    missing = [name for names in lacking[: max(length - start, 0)] for name in names]
+    for number in windowed:
+        seen = hashes[first_block(groups[number], length, block_size, num_tokens) : length]
+        missing += [BlockName(number, block_hash) for block_hash in seen if pool.get(block_hash, number) is None]
+    return LoadPlan(length, missing)

@@ -1,0 +1,171 @@
+"""The connector that engines have: blocks come from host memory, then from a disk, then from other engines."""
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from penstock_common.types.kv_transfer import BlockName, KvMedium
+from penstock_enginecore.core.kv_transfer.base import BlockHolder, LoadEnded, Place
+from penstock_enginecore.core.kv_transfer.copier import BlockCopier
+from penstock_enginecore.core.kv_transfer.host_tier import Done, HostTier
+from penstock_enginecore.core.kv_transfer.rates import LoadRates
+from penstock_enginecore.core.request import Request
+
+
+@dataclass(slots=True)
+class _Load:
+    """``parts``: what is under way of it."""
+
+    number: int
+    began: float
+    parts: int = 0
+    arrived: list[tuple[Place, KvMedium]] = field(default_factory=list)
+
+
+class TieredConnector:
+    """A ``KVConnector``. ``begin`` comes before the first step. ``wake`` is called on any thread when ``take_ended`` has something
+    to do.
+    """
+
+    def __init__(self, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._wake = wake
+        self._clock = clock
+        self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._blocks: BlockHolder | None = None
+        self._host: HostTier | None = None
+        self._copier: BlockCopier | None = None
+        self._rates = LoadRates()
+        self._loads: dict[int, _Load] = {}
+        self._ended: list[LoadEnded] = []
+        self._last = 0
+        self._under_way: set[Future[Any]] = set()
+
+    def attach(self, blocks: BlockHolder) -> None:
+        """See ``KVConnector``."""
+        self._blocks = blocks
+
+    def begin(self, copier: BlockCopier, num_host_slots: int) -> None:
+        """The KV cache is there. ``num_host_slots``: blocks that host memory takes; 0: none is kept there."""
+        if self._blocks is None:
+            raise RuntimeError("attach must come before begin")
+        self._copier = copier
+        if num_host_slots:
+            self._host = HostTier(copier, num_host_slots, self._blocks, self._follow)
+
+    def lookup(self, request: Request, names: Sequence[Sequence[BlockName]]) -> int:
+        """See ``KVConnector``."""
+        if self._host is None:
+            return 0
+        index = self._host.index
+        count = 0
+        for of_place in names:
+            if not all(name in index for name in of_place):
+                break
+            count += 1
+        return count
+
+    def seconds(self, request: Request, names: Sequence[BlockName]) -> float:
+        """See ``KVConnector``."""
+        return self._rates.seconds(KvMedium.HOST, len(names))
+
+    def load(self, request: Request, places: Sequence[Place]) -> int:
+        """See ``KVConnector``."""
+        self._last += 1
+        load = self._loads[self._last] = _Load(self._last, self._clock())
+        host = self._host
+        if host is not None and (here := [place for place in places if place.name in host.index]):
+            load.parts += 1
+            self._follow(host.load(here), partial(self._loaded, load, here))
+        if not load.parts:
+            self._end(load)
+        return load.number
+
+    def abandon(self, load_id: int) -> None:
+        """See ``KVConnector``. What is being copied is copied."""
+
+    def opened(self, request: Request) -> None:
+        """See ``KVConnector``."""
+
+    def closed(self, request: Request) -> None:
+        """See ``KVConnector``."""
+
+    def on_cached(self, places: Sequence[Place]) -> None:
+        """See ``KVConnector``. Blocks are saved when nobody has them any more."""
+
+    def on_freed(self, places: Sequence[Place]) -> None:
+        """See ``KVConnector``."""
+        if self._host is not None:
+            self._host.freed(places)
+
+    def on_evicted(self, places: Sequence[Place]) -> None:
+        """See ``KVConnector``. Those that are not being saved are not saved any more."""
+
+    def take_ended(self) -> list[LoadEnded]:
+        """See ``KVConnector``."""
+        while not self._news.empty():
+            self._news.get()()
+        if self._host is not None:
+            self._host.save()
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def has_news(self) -> bool:
+        """See ``KVConnector``."""
+        return bool(self._ended) or not self._news.empty()
+
+    @property
+    def num_held_blocks(self) -> int:
+        """See ``KVConnector``."""
+        return 0 if self._host is None else self._host.num_held_blocks
+
+    def settle(self) -> None:
+        """See ``KVConnector``."""
+        if self._host is not None:
+            self._host.drop_queued()
+        for number in self._loads:
+            self.abandon(number)
+        while self._loads or self.num_held_blocks:
+            for future in list(self._under_way):
+                future.exception()
+            self._news.get()()
+
+    def reset(self) -> None:
+        """See ``KVConnector``."""
+        if self._host is not None:
+            self._host.clear()
+
+    def shutdown(self) -> None:
+        """See ``KVConnector``."""
+
+    def _follow(self, future: "Future[Any]", then: Done) -> None:
+        def over(done: "Future[Any]") -> None:
+            """Any thread."""
+            self._news.put(partial(self._over, done, then))
+            self._wake()
+
+        self._under_way.add(future)
+        future.add_done_callback(over)
+
+    def _over(self, future: "Future[Any]", then: Done) -> None:
+        self._under_way.discard(future)
+        then(future)
+
+    def _loaded(self, load: _Load, places: list[Place], done: "Future[None]") -> None:
+        error = done.exception()
+        if error is None:
+            load.arrived += [(place, KvMedium.HOST) for place in places]
+            self._rates.loaded(KvMedium.HOST, len(places), self._clock() - load.began)
+        elif self._host is not None:
+            self._host.fail(error)
+        load.parts -= 1
+        if not load.parts:
+            self._end(load)
+
+    def _end(self, load: _Load) -> None:
+        del self._loads[load.number]
+        self._ended.append(LoadEnded(load.number, tuple(load.arrived)))

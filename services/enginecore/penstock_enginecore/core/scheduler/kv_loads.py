@@ -1,0 +1,302 @@
+"""Waiting requests whose blocks are brought from elsewhere, in place of being computed."""
+
+from collections.abc import Callable
+
+from penstock_common.types.kv_transfer import KvMedium
+from penstock_enginecore.core.hold import Hold
+from penstock_enginecore.core.kv_cache.block_pool import BlockLog, KVCacheBlock
+from penstock_enginecore.core.kv_cache.manager import KVCacheManager
+from penstock_enginecore.core.kv_cache.prefix import ComputedBlocks
+from penstock_enginecore.core.kv_transfer.base import KVConnector, LoadEnded, Place
+from penstock_enginecore.core.kv_transfer.loads import Loads
+from penstock_enginecore.core.kv_transfer.plan import BlockName
+from penstock_enginecore.core.kv_transfer.rates import ComputeRate
+from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.scheduler.base import Clock, SchedulerContext
+from penstock_enginecore.core.scheduler.output import SchedulerOutput
+from penstock_enginecore.core.scheduler.running import RunningRequests
+from penstock_enginecore.core.scheduler.waiting import WaitingRequests
+
+_MEDIA = (KvMedium.HOST, KvMedium.DISK, KvMedium.PEER)
+
+
+class KvLoads:
+    """What the scheduler does with a ``KVConnector``.
+
+    A request whose blocks are brought waits with ``Hold.KV_TRANSFER``, and has a slot and blocks: it keeps the cached beginning
+    of its prefix, while the load keeps the blocks that are written. When the load has ended the request keeps what there is, and
+    is the next that starts. Until then it can be made to give up its blocks, before requests that run. Others that need the same
+    blocks wait with the same hold, and have none. ``min_tokens``: fewer are computed. ``by_priority``: the least urgent gives up
+    its blocks, else the one that began last.
+    """
+
+    def __init__(
+        self,
+        connector: KVConnector,
+        kv_cache: KVCacheManager,
+        waiting: WaitingRequests,
+        running: RunningRequests,
+        clock: Clock,
+        *,
+        min_tokens: int,
+        by_priority: bool = False,
+        rate: ComputeRate | None = None,
+    ) -> None:
+        self._connector = connector
+        self._kv_cache = kv_cache
+        self._pool = kv_cache.pool
+        self._waiting = waiting
+        self._running = running
+        self._clock = clock
+        self._min_tokens = min_tokens
+        self._by_priority = by_priority
+        self._rate = rate or ComputeRate()
+        self._loads = Loads()
+        self._for: dict[int, Request] = {}
+        """By load, whom it was begun for, also when that has left."""
+        self._others: dict[str, Request] = {}
+        """Those that wait for the load of another, by key."""
+        self._held: dict[str, Request] = {}
+        """With blocks, by key, in the order in which their loads began."""
+        self._ready: dict[str, Request] = {}
+        """Of these, those whose load has ended."""
+        self._step_began: dict[int, float] = {}
+        self._last_results = 0.0
+        self.num_queries = self.num_hits = 0
+        """Tokens that were not in the pool when their requests began, and those of them that were brought."""
+        self._log = self._pool.log = BlockLog()
+        connector.attach(self)
+
+    def __len__(self) -> int:
+        """Requests that have a slot and blocks, and do not run."""
+        return len(self._held)
+
+    def has_others(self, request: Request) -> bool:
+        """Whether any but this one are among them."""
+        return len(self._held) > (request.key in self._held)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether ``begin_step`` has something to do."""
+        return self._connector.has_news or bool(self._log)
+
+    # Requests.
+
+    def opened(self, request: Request) -> None:
+        """A request has come."""
+        self._connector.opened(request)
+
+    def closed(self, request: Request) -> None:
+        """A request has ended, wherever it was."""
+        self._leave(request)
+        self._connector.closed(request)
+
+    def consider(self, request: Request, computed: ComputedBlocks, reserve: Callable[[int], int]) -> bool | None:
+        """Have the blocks of a waiting request brought whose turn it is, and hold it. ``reserve``: blocks that stay free beside
+        those of so many tokens. None: it should be computed; True: it is held now; False: there is no room yet for what comes.
+        """
+        if request.hold or request.skip_reading_prefix_cache or not self._kv_cache.reuses:
+            return None
+        plan = self._kv_cache.plan_load(request, lambda names: self._connector.lookup(request, names))
+        num_tokens = min(plan.num_blocks * self._kv_cache.block_size, request.num_tokens - 1)
+        if not plan.missing or num_tokens - computed.num_tokens < self._min_tokens:
+            return None
+        if (number := self._loads.bringing(plan.missing)) is not None:
+            self._loads.wait(number, request.key)
+            self._others[request.key] = request
+            self._waiting.hold(request, Hold.KV_TRANSFER)
+            return True
+        alone = not self._running and not self._held
+        spare = 0 if alone else reserve(num_tokens)
+        if len(plan.missing) + self._pool.num_free_among(computed.blocks) + spare > self._pool.num_free_blocks:
+            return None if alone and not self.num_returning else False
+        if not self._rate.pays(self._connector.seconds(request, plan.missing), num_tokens - computed.num_tokens):
+            return None
+        self._begin(request, computed, plan.missing)
+        return True
+
+    def _begin(self, request: Request, computed: ComputedBlocks, missing: list[BlockName]) -> None:
+        self._kv_cache.hold(request, computed)
+        blocks = self._pool.allocate(len(missing))
+        places = [Place(name, block.block_id) for name, block in zip(missing, blocks, strict=True)]
+        number = self._connector.load(request, places)
+        self._loads.begin(number, places, request.key)
+        self._for[number] = request
+        self._held[request.key] = request
+        self._waiting.hold(request, Hold.KV_TRANSFER)
+
+    @property
+    def ready(self) -> list[Request]:
+        """Those that wait for nothing but to be started, in order."""
+        return [request for request in self._ready.values() if request.hold == Hold.KV_TRANSFER] if self._ready else []
+
+    def started(self, request: Request, num_computed: int) -> None:
+        """A request runs, with so many tokens that it need not compute."""
+        if request.num_cached_tokens < 0:
+            loaded = request.num_loaded_tokens
+            self.num_queries += request.num_tokens - num_computed + loaded
+            self.num_hits += loaded
+        self._held.pop(request.key, None)
+        self._ready.pop(request.key, None)
+
+    # Room.
+
+    def give_up_one(self, *, keep: Request | None = None) -> bool:
+        """Have one of those that do not run give up its blocks; it waits for its turn again. ``keep``: not this one. False when
+        there is none, or all are more urgent than those that run.
+        """
+        held = [request for request in self._held.values() if request is not keep]
+        if not held:
+            return False
+        victim = held[-1]
+        if self._by_priority:
+            rank = self._waiting.rank
+            victim = max(held, key=rank)
+            if self._running and rank(self._running.least_urgent()) > rank(victim):
+                return False
+        self._give_up(victim)
+        return True
+
+    def give_up_all(self) -> None:
+        """All of them give up their blocks."""
+        for request in list(self._held.values()):
+            self._give_up(request)
+
+    def _give_up(self, request: Request) -> None:
+        self._leave(request)
+        self._kv_cache.free(request)
+        self._waiting.release(request, Hold.KV_TRANSFER)
+
+    def _leave(self, request: Request) -> None:
+        key = request.key
+        if (number := self._loads.leave(key)) is not None:
+            self._connector.abandon(number)
+        self._others.pop(key, None)
+        if self._held.pop(key, None) is not None:
+            self._ready.pop(key, None)
+
+    @property
+    def num_returning(self) -> int:
+        """Blocks that no request has and that come back soon: they are being copied."""
+        return self._loads.num_left_blocks + self._connector.num_held_blocks
+
+    def settle(self) -> None:
+        """Wait until nothing but requests that run has blocks, and forget what is kept elsewhere: it is of no use any more."""
+        self.give_up_all()
+        self._connector.settle()
+        self._take_ended()
+        self._log.take()
+        self._connector.reset()
+
+    # What a connector may ask.
+
+    @property
+    def num_spare(self) -> int:
+        """See ``BlockHolder``. What those that run take in a step stays free, on the average."""
+        running = (len(self._running) + len(self._held)) * len(self._kv_cache.groups)
+        return self._pool.num_free_blocks - (running and 1 + running // self._kv_cache.block_size)
+
+    def hold(self, place: Place) -> bool:
+        """See ``BlockHolder``."""
+        name, block = place.name, self._pool.blocks[place.block_id]
+        if block.ref_count or block.block_hash != name.hash or block.group != name.group:
+            return False
+        self._pool.touch((block,))
+        return True
+
+    def release(self, place: Place) -> None:
+        """See ``BlockHolder``."""
+        self._pool.free((self._pool.blocks[place.block_id],))
+
+    # Steps.
+
+    def begin_step(self) -> None:
+        """Tell of blocks that have come and gone, and take in the loads that have ended."""
+        if self._log:
+            self._tell(self._log.take())
+        self._take_ended()
+
+    def _take_ended(self) -> None:
+        for ended in self._connector.take_ended():
+            self._end(ended)
+
+    def _tell(self, news: BlockLog) -> None:
+        if news.evicted:
+            self._connector.on_evicted(
+                [Place(BlockName(group, block_hash), block_id) for group, block_hash, block_id in news.evicted]
+            )
+        if news.cached:
+            self._connector.on_cached(
+                [_place(block, block.block_hash) for block in news.cached if block.block_hash is not None]
+            )
+        if freed := [
+            _place(block, block.block_hash)
+            for block in dict.fromkeys(news.freed)
+            if block.ref_count == 0 and block.block_hash is not None
+        ]:
+            self._connector.on_freed(freed)
+
+    def end_step(self, output: SchedulerOutput) -> None:
+        """A step that is handed over."""
+        if output.total_num_scheduled_tokens >= self._min_tokens:
+            self._step_began[output.step] = self._clock()
+
+    def stepped(self, output: SchedulerOutput) -> None:
+        """Its results are there."""
+        began, now = self._step_began.pop(output.step, None), self._clock()
+        if began is not None:
+            self._rate.computed(output.total_num_scheduled_tokens, now - max(began, self._last_results))
+        self._last_results = now
+
+    def forget_steps(self) -> None:
+        """No step in flight has results any more."""
+        self._step_began.clear()
+
+    def _end(self, ended: LoadEnded) -> None:
+        load, request = self._loads.end(ended.load_id), self._for.pop(ended.load_id)
+        self._kv_cache.arrived(request, [place for place, _ in ended.arrived])
+        if load.owner is not None:
+            computed = self._kv_cache.get_computed_blocks(request)
+            self._kv_cache.hold(request, computed)
+            if request.num_cached_tokens < 0:
+                request.loaded_tokens = self._loaded(request, ended, computed)
+            self._ready[request.key] = request
+        self._pool.free([self._pool.blocks[place.block_id] for place in load.places])
+        for key in load.waiting:
+            self._waiting.release(self._others.pop(key), Hold.KV_TRANSFER)
+
+    def _loaded(self, request: Request, ended: LoadEnded, computed: ComputedBlocks) -> tuple[int, ...]:
+        """Tokens of what it starts with, by medium."""
+        of_prefix = set(request.block_hashes[: computed.num_blocks])
+        media: dict[bytes, KvMedium] = {}
+        for place, medium in ended.arrived:
+            if place.name.hash in of_prefix:
+                media[place.name.hash] = max(medium, media.get(place.name.hash, medium))
+        size, left = self._kv_cache.block_size, computed.num_tokens
+        counts = []
+        for medium in _MEDIA:
+            count = min(size * sum(each is medium for each in media.values()), left)
+            left -= count
+            counts.append(count)
+        return tuple(counts)
+
+
+def _place(block: KVCacheBlock, block_hash: bytes) -> Place:
+    return Place(BlockName(block.group, block_hash), block.block_id)
+
+
+def plan_kv_loads(
+    context: SchedulerContext, kv_cache: KVCacheManager, waiting: WaitingRequests, running: RunningRequests
+) -> KvLoads | None:
+    """None where nothing brings blocks."""
+    if context.kv_connector is None:
+        return None
+    return KvLoads(
+        context.kv_connector,
+        kv_cache,
+        waiting,
+        running,
+        context.monotonic_clock,
+        min_tokens=context.min_load_tokens,
+        by_priority=context.config.policy == "priority",
+    )

@@ -1,0 +1,143 @@
+"""Copies blocks of the fake executor, whose content is known: as late as they may be made, or when told to."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from penstock_enginecore.core.kv_transfer.copier import Copy
+
+BLOCK_BYTES = 64
+Content = tuple
+"""What the slots of a block hold, in order; None where nothing was computed."""
+
+
+class AwaitedFuture(Future):
+    """Has its result once the copies up to it are made, which whoever waits for it has done."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__()
+        self._work = work
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._work()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> Any:
+        self._work()
+        return super().exception(timeout)
+
+
+class FakeCopier:
+    """Implements ``BlockCopier`` over ``kv``, the fake executor's content by slot of a token. Copies that are asked for read their
+    sources and write their targets only in ``work``; until then the targets hold nonsense. ``fails``: says of each call by its
+    name whether it fails.
+    """
+
+    block_bytes = BLOCK_BYTES
+    order = "fake"
+    numerics = "fake"
+
+    def __init__(self, kv: dict[int, Any], block_size: int, run_steps: Callable[[], None]) -> None:
+        """``run_steps``: has the device run those that it was given."""
+        self._kv = kv
+        self._block_size = block_size
+        self._run_steps = run_steps
+        self.at_once = False
+        self.host: dict[int, Content] = {}
+        self.num_slots = 0
+        self.fails: Callable[[str], bool] = lambda name: False
+        self.num_copied: dict[str, int] = {}
+        self._queued: deque[tuple[str, Callable[[], Any], Future]] = deque()
+
+    def __len__(self) -> int:
+        """Calls that are under way."""
+        return len(self._queued)
+
+    def work(self, count: int | None = None) -> bool:
+        """Do the oldest calls, all for None. Returns whether there was one."""
+        any_done = False
+        while self._queued and (count is None or count > 0):
+            self._run_steps()
+            name, call, future = self._queued.popleft()
+            if self.fails(name):
+                future.set_exception(OSError("the fake copier cannot do this"))
+            else:
+                future.set_result(call())
+            any_done = True
+            count = None if count is None else count - 1
+        return any_done
+
+    def _ask(self, name: str, call: Callable[[], Any], number: int) -> Future:
+        future = AwaitedFuture(lambda: self._work_to(future))
+        self.num_copied[name] = self.num_copied.get(name, 0) + number
+        self._queued.append((name, call, future))
+        if self.at_once:
+            self.work()
+        return future
+
+    def _work_to(self, future: Future) -> None:
+        while any(queued is future for _, _, queued in self._queued):
+            self.work(1)
+
+    def _content(self, block_id: int) -> Content:
+        start = block_id * self._block_size
+        return tuple(self._kv.get(slot) for slot in range(start, start + self._block_size))
+
+    def _set(self, block_id: int, content: Content) -> None:
+        start = block_id * self._block_size
+        for slot, value in zip(range(start, start + self._block_size), content, strict=True):
+            self._kv[slot] = value
+
+    def _spoil(self, block_id: int) -> None:
+        self._set(block_id, ("being written",) * self._block_size)
+
+    def reserve(self, num_slots: int) -> "Future[None]":
+        self.num_slots = num_slots
+        reserved: Future[None] = Future()
+        if self.fails("reserve"):
+            reserved.set_exception(MemoryError("the fake host is full"))
+        else:
+            reserved.set_result(None)
+        return reserved
+
+    def save(self, copies: Sequence[Copy]) -> "Future[None]":
+        def save() -> None:
+            for block_id, slot in copies:
+                assert 0 <= slot < self.num_slots
+                self.host[slot] = self._content(block_id)
+
+        return self._ask("save", save, len(copies))
+
+    def load(self, copies: Sequence[Copy]) -> "Future[None]":
+        for block_id, _ in copies:
+            self._spoil(block_id)
+
+        def load() -> None:
+            for block_id, slot in copies:
+                self._set(block_id, self.host[slot])
+
+        return self._ask("load", load, len(copies))
+
+    def read(self, block_ids: Sequence[int]) -> "Future[list[bytes]]":
+        return self._ask("read", lambda: [repr(self._content(b)).encode() for b in block_ids], len(block_ids))
+
+    def write(self, block_ids: Sequence[int], contents: Sequence[bytes]) -> "Future[None]":
+        for block_id in block_ids:
+            self._spoil(block_id)
+
+        def write() -> None:
+            for block_id, content in zip(block_ids, contents, strict=True):
+                self._set(block_id, eval(bytes(content).decode()))
+
+        return self._ask("write", write, len(block_ids))
+
+    def read_slots(self, slots: Sequence[int]) -> "Future[list[bytes]]":
+        return self._ask("read_slots", lambda: [repr(self.host[slot]).encode() for slot in slots], len(slots))
+
+    def write_slots(self, slots: Sequence[int], contents: Sequence[bytes]) -> "Future[None]":
+        def write() -> None:
+            for slot, content in zip(slots, contents, strict=True):
+                self.host[slot] = eval(bytes(content).decode())
+
+        return self._ask("write_slots", write, len(slots))
