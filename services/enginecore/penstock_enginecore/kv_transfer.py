@@ -127,7 +127,7 @@ def _begin(
     )
     engine.leases = LeasedBlocks(leases, kv_cache, identity)
     if engine.connector is not None:
-        engine.connector.peers = peers
+        engine.connector.take_from(peers)
     return msgspec.structs.replace(
         ready,
         kv_address=identity.address,

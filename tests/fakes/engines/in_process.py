@@ -20,6 +20,7 @@ from penstock_enginecore.config import (
     ExecutorConfig,
     ExpertParallelConfig,
     KernelsConfig,
+    KvTransferConfig,
     LoraConfig,
     ModelConfig,
     MultimodalConfig,
@@ -52,6 +53,8 @@ def config_of(
     speculative: Mapping[str, Any] | None = None,
     lora: Mapping[str, Any] | None = None,
     multimodal: Mapping[str, Any] | None = None,
+    kv_transfer: Mapping[str, Any] | None = None,
+    engine_id: str = "",
 ) -> EngineCoreConfig:
     """Of an engine over the checkpoint at ``path``, one torch thread, with overrides by configuration section."""
     return EngineCoreConfig(
@@ -69,6 +72,8 @@ def config_of(
         speculative=SpeculativeConfig(**(speculative or {})),
         lora=LoraConfig(**(lora or {})),
         multimodal=MultimodalConfig(**(multimodal or {})),
+        kv_transfer=KvTransferConfig(**(kv_transfer or {})),
+        engine_id=engine_id,
     )
 
 

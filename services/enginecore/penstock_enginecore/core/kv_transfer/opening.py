@@ -13,9 +13,9 @@ def make_connector(
     config: EngineCoreConfig, model: ModelInfo, wake: Callable[[], None], clock: Callable[[], float]
 ) -> TieredConnector | None:
     """None where nothing is configured that brings blocks. Raises ConfigError for a model that keeps none."""
-    if not config.cache.host_memory:
+    if not config.cache.host_memory and not config.kv_transfer.enabled:
         return None
-    if model.pooling is not None:
+    if config.cache.host_memory and model.pooling is not None:
         raise ConfigError("cache.host_memory is set and the model pools; only models that generate keep KV blocks")
     return TieredConnector(wake, clock)
 
@@ -24,7 +24,7 @@ def begin_connector(connector: TieredConnector, config: EngineCoreConfig, execut
     """The KV cache is there. Raises ConfigError for memory that no block fits in."""
     copier = executor.block_copier()
     num_slots = config.cache.host_memory // copier.block_bytes
-    if num_slots < 1:
+    if config.cache.host_memory and num_slots < 1:
         raise ConfigError(
             f"cache.host_memory is {config.cache.host_memory} bytes and a KV block takes {copier.block_bytes}; it must hold one "
             "at least"

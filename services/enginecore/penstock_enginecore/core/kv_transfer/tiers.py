@@ -12,17 +12,20 @@ from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_enginecore.core.kv_transfer.base import BlockHolder, LoadEnded, Place
 from penstock_enginecore.core.kv_transfer.copier import BlockCopier
 from penstock_enginecore.core.kv_transfer.host_tier import Done, HostTier
+from penstock_enginecore.core.kv_transfer.peer import PeerTier
+from penstock_enginecore.core.kv_transfer.peer_loads import PeerLoads
 from penstock_enginecore.core.kv_transfer.rates import LoadRates
 from penstock_enginecore.core.request import Request
 
 
 @dataclass(slots=True)
 class _Load:
-    """``parts``: what is under way of it."""
+    """``parts``: what is under way of it. ``at_peer``: the number of what is brought from another engine; 0: nothing is."""
 
     number: int
     began: float
     parts: int = 0
+    at_peer: int = 0
     arrived: list[tuple[Place, KvMedium]] = field(default_factory=list)
 
 
@@ -38,6 +41,7 @@ class TieredConnector:
         self._blocks: BlockHolder | None = None
         self._host: HostTier | None = None
         self._copier: BlockCopier | None = None
+        self._peers: PeerLoads | None = None
         self._rates = LoadRates()
         self._loads: dict[int, _Load] = {}
         self._ended: list[LoadEnded] = []
@@ -56,21 +60,31 @@ class TieredConnector:
         if num_host_slots:
             self._host = HostTier(copier, num_host_slots, self._blocks, self._follow)
 
+    def take_from(self, peers: PeerTier) -> None:
+        """Have blocks brought by other engines as well, from now on. Raises RuntimeError before ``begin``."""
+        if self._copier is None:
+            raise RuntimeError("begin must come before take_from")
+        self._peers = PeerLoads(peers, self._copier)
+
     def lookup(self, request: Request, names: Sequence[Sequence[BlockName]]) -> int:
         """See ``KVConnector``."""
-        if self._host is None:
-            return 0
-        index = self._host.index
         count = 0
         for of_place in names:
-            if not all(name in index for name in of_place):
+            if not all(self._is_here(name) or self._is_at_peer(request, name) for name in of_place):
                 break
             count += 1
         return count
 
+    def _is_here(self, name: BlockName) -> bool:
+        return self._host is not None and name in self._host.index
+
+    def _is_at_peer(self, request: Request, name: BlockName) -> bool:
+        return self._peers is not None and self._peers.has(request, name)
+
     def seconds(self, request: Request, names: Sequence[BlockName]) -> float:
         """See ``KVConnector``."""
-        return self._rates.seconds(KvMedium.HOST, len(names))
+        here = sum(self._is_here(name) for name in names)
+        return self._rates.seconds(KvMedium.HOST, here) + self._rates.seconds(KvMedium.PEER, len(names) - here)
 
     def load(self, request: Request, places: Sequence[Place]) -> int:
         """See ``KVConnector``."""
@@ -80,18 +94,28 @@ class TieredConnector:
         if host is not None and (here := [place for place in places if place.name in host.index]):
             load.parts += 1
             self._follow(host.load(here), partial(self._loaded, load, here))
+        if self._peers is not None and (away := [place for place in places if not self._is_here(place.name)]):
+            load.parts += 1
+            load.at_peer = self._peers.load(request, away, partial(self._tell_fetched, load))
         if not load.parts:
             self._end(load)
         return load.number
 
     def abandon(self, load_id: int) -> None:
         """See ``KVConnector``. What is being copied is copied."""
+        load = self._loads.get(load_id)
+        if load is not None and load.at_peer and self._peers is not None:
+            self._peers.abandon(load.at_peer)
 
     def opened(self, request: Request) -> None:
         """See ``KVConnector``."""
+        if self._peers is not None:
+            self._peers.opened(request)
 
     def closed(self, request: Request) -> None:
         """See ``KVConnector``."""
+        if self._peers is not None:
+            self._peers.closed(request)
 
     def on_cached(self, places: Sequence[Place]) -> None:
         """See ``KVConnector``. Blocks are saved when nobody has them any more."""
@@ -162,6 +186,21 @@ class TieredConnector:
             self._rates.loaded(KvMedium.HOST, len(places), self._clock() - load.began)
         elif self._host is not None:
             self._host.fail(error)
+        self._part_over(load)
+
+    def _tell_fetched(self, load: _Load, places: list[Place]) -> None:
+        """Any thread."""
+        self._news.put(partial(self._fetched, load, places))
+        self._wake()
+
+    def _fetched(self, load: _Load, places: list[Place]) -> None:
+        load.arrived += [(place, KvMedium.PEER) for place in places]
+        self._rates.loaded(KvMedium.PEER, len(places), self._clock() - load.began)
+        if self._peers is not None:
+            self._peers.taken(load.at_peer)
+        self._part_over(load)
+
+    def _part_over(self, load: _Load) -> None:
         load.parts -= 1
         if not load.parts:
             self._end(load)
