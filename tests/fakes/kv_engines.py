@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock_common.config.sections import ServerConfig
+from penstock_common.rpc.interceptor import CallObserver
 from penstock_common.types.kv_transfer import BlockName, KvSource
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
@@ -92,6 +93,7 @@ class FakeKvEngine:
         incarnation: str = "",
         fingerprint: bytes = FINGERPRINT,
         root: Path | None = None,
+        observer: CallObserver | None = None,
         **settings: Any,
     ) -> None:
         self.name, self.block_bytes = name, block_bytes
@@ -112,7 +114,7 @@ class FakeKvEngine:
         self.woken = threading.Event()
         self.counts = TransferCounts()
         self._reader = ThreadPoolExecutor(1)
-        self.transfer = KvTransfer(config)
+        self.transfer = KvTransfer(config, observer=observer)
         self.offers = Offers(
             config.kv_transfer,
             incarnation=self.incarnation,

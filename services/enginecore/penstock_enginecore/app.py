@@ -105,7 +105,9 @@ def serve(
     ready = describe(config, engine)
     if ready.shared_memory_id:
         remove_orphans()
-    with transferring(config, engine, ready, certificates=io.certificates, registry=io.registry) as ready:
+    with transferring(
+        config, engine, ready, certificates=io.certificates, registry=io.registry, observer=io.telemetry
+    ) as ready:
         _serve(config, engine, io, started, ready, make_meets)
 
 

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from penstock_common import addresses
 from penstock_common.errors import ConfigError
 from penstock_common.observability.logging import get_logger
+from penstock_common.rpc.interceptor import CallObserver
 from penstock_common.security.certificates import Certificates
 from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.outputs import EngineReady
@@ -39,9 +40,10 @@ def transferring(
     *,
     certificates: Certificates,
     registry: CollectorRegistry,
+    observer: CallObserver | None = None,
 ) -> Iterator[EngineReady]:
-    """Give blocks and take them, if the engine is to. Yields who the engine is, with where its blocks are to be had. Raises
-    ConfigError for a model without blocks, when the port is taken, and for TLS.
+    """Give and take blocks, if the engine is to. Yields who the engine is, with where its blocks are to be had. ``observer``:
+    told of the calls that others make. Raises ConfigError for a model without blocks, when the port is taken, and for TLS.
     """
     if not config.kv_transfer.enabled:
         yield ready
@@ -52,14 +54,15 @@ def transferring(
             "use 'off'"
         )
     with ExitStack() as ends:
-        yield _begin(config, engine, ready, certificates, registry, ends)
+        transfer = KvTransfer(config, certificates, observer)
+        yield _begin(config, engine, ready, transfer, registry, ends)
 
 
 def _begin(
     config: EngineCoreConfig,
     engine: EngineCore,
     ready: EngineReady,
-    certificates: Certificates,
+    transfer: KvTransfer,
     registry: CollectorRegistry,
     ends: ExitStack,
 ) -> EngineReady:
@@ -75,7 +78,6 @@ def _begin(
     if not fingerprint:
         log.warning("the weights cannot be told from others: the engine gives no blocks and takes none")
         return ready
-    transfer = KvTransfer(config, certificates)
     transfer.start()
     ends.callback(transfer.stop)
     offers = Offers(settings, incarnation=ready.incarnation, block_bytes=copier.block_bytes)

@@ -66,6 +66,8 @@ class IoThread:
         self.registry.register(self.certificates)
         count_tasks(self.registry, self._loop)
         self._tracer = make_tracer(config.tracing, service="enginecore", instance=config.name)
+        self.telemetry = CallTelemetry(self.registry, self._tracer)
+        """Observes the calls of the engine's listeners."""
         traces = EngineTraces(self._tracer, model=config.model.name) if self._tracer is not None else None
         self.sessions = Sessions(
             self._loop,
@@ -110,7 +112,7 @@ class IoThread:
             self._config.server,
             service_names=(SERVICE_NAME,),
             interceptors=[PeerGuard(_allowed(self._config.peers))] if self._config.server.tls.ca else [],
-            observer=CallTelemetry(self.registry, self._tracer),
+            observer=self.telemetry,
             keepalive=SERVICES,
             loads=True,
             certificates=self.certificates,

@@ -15,6 +15,7 @@ from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.guard import PeerGuard
+from penstock_common.rpc.interceptor import CallObserver
 from penstock_common.rpc.server import SERVICES, RpcServer
 from penstock_common.security.certificates import Certificates
 from penstock_enginecore.config import EngineCoreConfig
@@ -39,9 +40,15 @@ class KvTransfer:
     Order: ``start`` (the port answers, not serving), ``attach`` (the model is loaded), ``stop``.
     """
 
-    def __init__(self, config: EngineCoreConfig, certificates: Certificates | None = None) -> None:
-        """Raises ConfigError for TLS."""
+    def __init__(
+        self,
+        config: EngineCoreConfig,
+        certificates: Certificates | None = None,
+        observer: CallObserver | None = None,
+    ) -> None:
+        """``observer``: told of the calls that others make. Raises ConfigError for TLS."""
         self._config = config
+        self._observer = observer
         self._certificates = certificates or Certificates()
         self._credentials = ClientCredentials(
             config.kv_transfer.tls, field="kv_transfer.tls", certificates=self._certificates
@@ -99,6 +106,7 @@ class KvTransfer:
             config,
             service_names=(SERVICE_NAME,),
             interceptors=[PeerGuard(allowed)] if config.tls.ca else [],
+            observer=self._observer,
             keepalive=SERVICES,
             field="server",
             certificates=self._certificates,

@@ -12,12 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock_common.config.sections import ServerConfig
 from penstock_common.tensors.arena import Arena
 from penstock_common.types.kv_transfer import BlockName
 from penstock_enginecore.core.kv_transfer.leases import LeaseState
 from penstock_enginecore.rpc.kv import transports
 from penstock_enginecore.rpc.kv.window import MESSAGE_BYTES
 from tests.fakes.kv_engines import FakeKvEngine, content, names_of
+from tests.fakes.network.certificates import Authority
 from tests.fakes.patience import PATIENCE
 
 Make = Callable[..., FakeKvEngine]
@@ -396,3 +398,33 @@ def test_an_engine_without_shared_memory_does_without(tmp_path: Path, monkeypatc
     ):
         assert len(pull(source, target, names_of("prompt", 2))) == 2
         assert len(pull(target, source, names_of("prompt", 2))) == 2
+
+
+def test_with_tls_only_engines_of_the_authority_are_served(tmp_path: Path) -> None:
+    ours, theirs = Authority("ours"), Authority("theirs")
+    name = "penstock-enginecore"
+    files = {
+        "engine": ours.issue(name).write(tmp_path / "engine"),
+        "frontend": ours.issue("penstock-frontend").write(tmp_path / "frontend"),
+        "stranger": theirs.issue(name).write(tmp_path / "stranger"),
+    }
+    server = ServerConfig(host="127.0.0.1", tls=files["engine"].server())
+    found = {}
+    with FakeKvEngine("a", server=server) as source:
+        names = names_of("prompt", 2)
+        given = source.grant(names, time.monotonic())
+        for who, of in files.items():
+            with FakeKvEngine(who, tls=of.client(server_name=name)) as target:
+                request = target.request(given)
+                target.peers.opened(request)
+                found[who] = len(target.fetch(request, names).wait()), dict(target.counts.failures)
+        with FakeKvEngine("plain") as target:
+            request = target.request(given)
+            target.peers.opened(request)
+            found["plain"] = len(target.fetch(request, names).wait()), dict(target.counts.failures)
+    assert found == {
+        "engine": (2, {}),
+        "frontend": (0, {"refused": 1}),
+        "stranger": (0, {"unreachable": 1}),
+        "plain": (0, {"unreachable": 1}),
+    }
