@@ -1,6 +1,5 @@
 """Requests that go on at another engine, which takes their blocks from the first one: tokens are those of one engine."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,73 +7,17 @@ from typing import Any
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
-from penstock_common.security.certificates import Certificates
 from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
-from penstock_enginecore import app
-from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.kv_transfer import transferring
-from tests.fakes.engines.in_process import CLIENT, build_engine
+from tests.fakes.engines.transferring_engine import TransferringEngine
 from tests.fakes.models.tiny_models import save_tiny_model
 from tests.fakes.patience import PATIENCE
 
 BLOCK = 4
 PROMPT = list(range(5, 5 + 50))
-
-
-class Engine:
-    """One that gives blocks and takes them."""
-
-    def __init__(self, path: Path, name: str, ends: ExitStack, **sections: Any) -> None:
-        transfer = {"transport": "grpc", "port": 0, "advertise": "127.0.0.1"} | sections.pop("kv_transfer", {})
-        sections = {"cache": {"block_size": BLOCK, "num_blocks": 200, "min_load_tokens": 1}, **sections}
-        self.core: EngineCore = build_engine(path, engine_id=name, kv_transfer=transfer, **sections)
-        ends.callback(self.core.shutdown)
-        self.registry = CollectorRegistry()
-        self.ready = ends.enter_context(
-            transferring(
-                self.core.config,
-                self.core,
-                app.describe(self.core.config, self.core),
-                certificates=Certificates(),
-                registry=self.registry,
-            )
-        )
-        self.woken = threading.Event()
-        self.core.wake = self.woken.set
-
-    def run(self, *requests: EngineCoreRequest) -> dict[str, list[EngineCoreOutput]]:
-        """Their outputs, by id."""
-        for request in requests:
-            self.core.add(self.core.preprocess(CLIENT, request))
-        found: dict[str, list[EngineCoreOutput]] = {request.request_id: [] for request in requests}
-        while self.core.has_requests:
-            self.core.expire_leases()
-            for frame in self.core.step(lambda: None).values():
-                for output in frame.outputs:
-                    assert output.error is None, output.error
-                    found[output.request_id].append(output)
-            if self.core.stalled and self.core.has_requests:
-                assert self.woken.wait(PATIENCE), "nothing to do, and nothing comes"
-                self.woken.clear()
-        return found
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self.core.scheduler.kv_cache.pool.num_free_blocks
-
-    def value(self, name: str, **labels: str) -> float:
-        """Of a metric, all engines' together."""
-        return sum(
-            sample.value
-            for family in self.registry.collect()
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +41,16 @@ def request_of(params: SamplingParams, **more: Any) -> EngineCoreRequest:
     return EngineCoreRequest(request_id="r", prompt_token_ids=PROMPT, sampling_params=params, **more)
 
 
-def handed_over(source: Engine, params: SamplingParams, after: int = 3) -> tuple[list[int], KvSource]:
+def handed_over(source: TransferringEngine, params: SamplingParams, after: int = 3) -> tuple[list[int], KvSource]:
     outputs = source.run(request_of(params, handoff_after_tokens=after))["r"]
     assert outputs[-1].finish_reason is FinishReason.HANDOFF
     assert outputs[-1].kv_source is not None
     return tokens(outputs), outputs[-1].kv_source
 
 
-def gone_on(target: Engine, params: SamplingParams, prior: list[int], given: KvSource) -> list[EngineCoreOutput]:
+def gone_on(
+    target: TransferringEngine, params: SamplingParams, prior: list[int], given: KvSource
+) -> list[EngineCoreOutput]:
     return target.run(request_of(params, prior_output_token_ids=prior, kv_source=given, attempt=1))["r"]
 
 
@@ -115,7 +60,7 @@ def test_tokens_are_those_of_one_engine_and_blocks_move_once(
     model: Path, ends: ExitStack, transport: str, settings: dict[str, Any]
 ) -> None:
     source, target = (
-        Engine(model, name, ends, kv_transfer={"transport": transport, "arena": 4 << 20}) for name in "ab"
+        TransferringEngine(model, name, ends, kv_transfer={"transport": transport, "arena": 4 << 20}) for name in "ab"
     )
     params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2, **settings)
     whole = target.run(request_of(params))["r"]
@@ -138,7 +83,7 @@ def test_tokens_are_those_of_one_engine_and_blocks_move_once(
 
 
 def test_a_source_that_is_gone_costs_what_is_computed(model: Path, ends: ExitStack) -> None:
-    source, target = (Engine(model, name, ends) for name in "ab")
+    source, target = (TransferringEngine(model, name, ends) for name in "ab")
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
     whole = target.run(request_of(params))["r"]
     target.core.scheduler.reset_prefix_cache()
@@ -153,7 +98,7 @@ def test_a_source_that_is_gone_costs_what_is_computed(model: Path, ends: ExitSta
 
 
 def test_a_second_turn_moves_its_own_blocks(model: Path, ends: ExitStack) -> None:
-    source, target = (Engine(model, name, ends) for name in "ab")
+    source, target = (TransferringEngine(model, name, ends) for name in "ab")
     params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.0)
     prior, given = handed_over(source, params, after=3)
     gone_on(target, SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0), prior, given)

@@ -1,0 +1,74 @@
+"""A real engine that gives blocks and takes them, driven from a test's own thread."""
+
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from penstock_common.security.certificates import Certificates
+from penstock_common.types.outputs import EngineCoreOutput
+from penstock_common.types.request import EngineCoreRequest
+from penstock_enginecore import app
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.kv_transfer import transferring
+from tests.fakes.engines.in_process import CLIENT, build_engine
+from tests.fakes.patience import PATIENCE
+
+
+class TransferringEngine:
+    """``path``: its checkpoint. It ends with ``ends``."""
+
+    def __init__(self, path: Path, name: str, ends: ExitStack, **sections: Any) -> None:
+        transfer = {"transport": "grpc", "port": 0, "advertise": "127.0.0.1", **sections.pop("kv_transfer", {})}
+        sections = {"cache": {"block_size": 4, "num_blocks": 200, "min_load_tokens": 1}, **sections}
+        self.core: EngineCore = build_engine(path, engine_id=name, kv_transfer=transfer, **sections)
+        ends.callback(self.core.shutdown)
+        self.registry = CollectorRegistry()
+        self.ready = ends.enter_context(
+            transferring(
+                self.core.config,
+                self.core,
+                app.describe(self.core.config, self.core),
+                certificates=Certificates(),
+                registry=self.registry,
+            )
+        )
+        self.woken = threading.Event()
+        self.core.wake = self.woken.set
+        self.first_output = 0.0
+        """When the last run had its first output, in monotonic seconds."""
+
+    def run(self, *requests: EngineCoreRequest) -> dict[str, list[EngineCoreOutput]]:
+        """Their outputs, by id."""
+        for request in requests:
+            self.core.add(self.core.preprocess(CLIENT, request))
+        found: dict[str, list[EngineCoreOutput]] = {request.request_id: [] for request in requests}
+        self.first_output = 0.0
+        while self.core.has_requests:
+            self.core.expire_leases()
+            for frame in self.core.step(lambda: None).values():
+                for output in frame.outputs:
+                    assert output.error is None, output.error
+                    self.first_output = self.first_output or time.monotonic()
+                    found[output.request_id].append(output)
+            if self.core.stalled and self.core.has_requests:
+                assert self.woken.wait(PATIENCE), "nothing to do, and nothing comes"
+                self.woken.clear()
+        return found
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Of the pool."""
+        return self.core.scheduler.kv_cache.pool.num_free_blocks
+
+    def value(self, name: str, **labels: str) -> float:
+        """Of a metric, all its series with these labels together."""
+        return sum(
+            sample.value
+            for family in self.registry.collect()
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
