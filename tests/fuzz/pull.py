@@ -170,7 +170,7 @@ class Campaign:
                 for number in range(count):
                     drawn = random.Random(f"{self.seed} {number}")
                     if LEASE not in engine.leases:
-                        engine.leases.expire(time.monotonic())
+                        engine.leases.settle(30)
                         engine.grant(NAMES, time.monotonic())
                     await self._stream(stub, drawn)
                     if number % 500 == 0:
