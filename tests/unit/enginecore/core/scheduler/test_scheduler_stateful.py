@@ -96,6 +96,8 @@ class EngineMachine(RuleBasedStateMachine):
         room=st.integers(2, 5),
         max_wait=st.sampled_from([0.0, 1.0, 10.0]),
         loads_at_once=st.booleans(),
+        host_blocks=st.sampled_from([0, 2, 6, 40]),
+        min_load_tokens=st.integers(1, 6),
     )
     def start(
         self,
@@ -105,7 +107,6 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs,
         threshold,
         watermark,
-        prefix_caching,
         chunked,
         windows,
         fails_late,
@@ -116,6 +117,8 @@ class EngineMachine(RuleBasedStateMachine):
         room,
         max_wait,
         loads_at_once,
+        prefix_caching,
+        host_blocks,
         **config,
     ):
         self.clock = FakeClock()
@@ -148,6 +151,7 @@ class EngineMachine(RuleBasedStateMachine):
             num_blocks=1 + (num_blocks - 1) * len(set(windows)),
             block_size=block_size,
             prefix_caching=prefix_caching,
+            host_blocks=host_blocks if prefix_caching else 0,
             max_num_batched_tokens=self.budget,
             max_num_seqs=max_num_seqs,
             long_prefill_token_threshold=threshold,
@@ -255,6 +259,15 @@ class EngineMachine(RuleBasedStateMachine):
             )
         return expected_output(request, max_model_len=self.engine.max_model_len, vocab_size=VOCAB, eos=EOS)
 
+    @rule(count=st.integers(1, 3))
+    def copies_end(self, count):
+        self.engine.executor.copier.work(count)
+
+    @rule(seconds=st.floats(0.1, 2))
+    def copies_take_long(self, seconds):
+        self.clock.now += seconds
+        self.engine.executor.copier.work(1)
+
     @rule(request_id=consumes(requests))
     def abort(self, request_id):
         self.aborted.update(self.engine.abort(CLIENT, [request_id]))
@@ -331,10 +344,20 @@ class EngineMachine(RuleBasedStateMachine):
         for tables in manager._blocks.values():
             for block in (block for table in tables for block in table if block is not manager.pool.null_block):
                 references[block.block_id] = references.get(block.block_id, 0) + 1
+        for block_id in self.under_copies():
+            references[block_id] = references.get(block_id, 0) + 1
         assert [block.ref_count for block in manager.pool.blocks] == [
             references.get(block.block_id, 0) for block in manager.pool.blocks
         ]
         assert manager.pool.num_free_blocks == manager.pool.num_usable_blocks - len(references)
+
+    def under_copies(self):
+        """Blocks that are brought, and those that are saved."""
+        loads = self.engine.scheduler._kv_loads
+        if loads is None:
+            return []
+        brought = [place.block_id for load in loads._loads._loads.values() for place in load.places]
+        return [*brought, *(place.block_id for place in self.engine.connector._host._saving.values())]
 
     @invariant()
     def adapters_are_within_their_limits(self):
