@@ -1,10 +1,12 @@
 """An engine process from start to end: load, serve, drain, stop."""
 
+import hashlib
 import signal
 import time
 import uuid
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from penstock_common.config_file import ConfigFile
@@ -22,6 +24,11 @@ from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.executor import Executor, Progress
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.kv_transfer.copier import BlockCopier
+from penstock_enginecore.core.kv_transfer.disk_tier import BlockStore
+from penstock_enginecore.core.kv_transfer.layout import layout_of
+from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.multimodal.sizing import encoder_cache_size
 from penstock_enginecore.core.structured_output.base import GrammarBackendFactory
 from penstock_enginecore.error_dump import dump_step
@@ -33,6 +40,7 @@ from penstock_enginecore.metrics import EngineCollector
 from penstock_enginecore.plugins import load_plugins
 from penstock_enginecore.rpc.io_thread import IoThread
 from penstock_enginecore.signals import signals_handled
+from penstock_enginecore.tier_metrics import TierCollector
 from penstock_enginecore.variant import Loaded, config_of, hash_of
 
 log = get_logger()
@@ -89,6 +97,7 @@ def build_engine(
             executor,
             make_grammars=make_grammars,
             keep_failed_step=partial(dump_step, config=config.error_dump),
+            open_store=_open_disk,
             progress=progress,
         )
     except BaseException:
@@ -131,6 +140,9 @@ def _serve(
     busy_loop = BusyLoop(engine, control, io.sessions, group=group)
     workers = engine.executor.worker_stats
     io.registry.register(EngineCollector(busy_loop.stats, control.state, engine.counts.tokens, ready, workers))
+    if engine.connector is not None:
+        found = engine.scheduler.kv_cache.external_stats
+        io.registry.register(TierCollector(engine.connector.stats, found, ready))
     metrics = MetricsServer(config.metrics, io.registry, io.certificates)
     try:
         with (
@@ -159,10 +171,9 @@ def _capabilities(config: EngineCoreConfig, engine: EngineCore) -> tuple[str, ..
     return (*GENERATES, "kv_events", *more) if config.cache.enable_kv_events else (*GENERATES, *more)
 
 
-def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
-    """Who this engine is."""
-    model = engine.model
-    computes = config_of(
+def computes_of(config: EngineCoreConfig, model: ModelInfo) -> dict[str, str]:
+    """What an engine's tokens depend on."""
+    return config_of(
         config.model,
         Loaded(
             dtype=model.dtype,
@@ -175,6 +186,30 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
             batch_invariant=config.kernels.batch_invariant,
         ),
     )
+
+
+def _open_disk(config: EngineCoreConfig, model: ModelInfo, kv_cache: KVCacheConfig, copier: BlockCopier) -> BlockStore:
+    """What an engine of this model, cache and kernels finds again."""
+    from penstock_enginecore.executor.disk_file import DiskFile  # torch is imported by now
+
+    layout = layout_of(
+        kv_cache,
+        computes_of(config, model),
+        order=copier.order,
+        num_shards=config.executor.num_workers,
+        block_bytes=copier.block_bytes,
+        numerics=copier.numerics,
+    )
+    fingerprint = b""
+    if layout.fingerprint:
+        fingerprint = hashlib.blake2b(layout.fingerprint + layout.numerics.encode(), digest_size=16).digest()
+    return DiskFile(Path(config.cache.disk), config.cache.disk_size, copier.block_bytes, fingerprint)
+
+
+def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
+    """Who this engine is."""
+    model = engine.model
+    computes = computes_of(config, model)
     return EngineReady(
         engine_id=config.name,
         incarnation=uuid.uuid4().hex,

@@ -125,6 +125,7 @@ def _add_serve(commands: Any) -> None:
     flags.add_options(engines, ServeOptions, engines="N", data_parallel_size="N")
     flags.add_options(engines, ServeOptions, tensor_parallel_size="N", pipeline_parallel_size="N")
     flags.add_options(engines, ServeOptions, device="", kv_cache_memory="SIZE", threads_per_engine="N")
+    flags.add_options(engines, ServeOptions, host_cache="SIZE", disk_cache="DIR", disk_cache_size="SIZE")
     flags.add_options(drafts, ServeOptions, speculative="METHOD", speculative_model="PATH", speculative_tokens="K")
     flags.add_options(drafts, ServeOptions, speculative_config="JSON")
     add_adapters(adapters)
@@ -265,6 +266,9 @@ def _run_serve(arguments: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(arguments).items() if value is not None and name != "run"}
     if "kv_cache_memory" in given:
         given["kv_cache_memory"] = parse_bytes(given["kv_cache_memory"], key="--kv-cache-memory")
+    for name in ("host_cache", "disk_cache_size"):
+        if name in given:
+            given[name] = parse_bytes(given[name], key="--" + name.replace("_", "-"))
     if "lora" in given:
         given["lora"] = parse_adapters(given["lora"])
     if "lora_directory" in given:

@@ -47,6 +47,7 @@ def check(options: ServeOptions, *, gpus: Sequence[str] = (), memory: Memory | N
         memory=memory,
         count=options.num_engines * options.workers_per_engine,
     )
+    _check_tiers(options)
     check_model(
         options.model,
         trust_remote_code=bool(model.get("trust_remote_code")),
@@ -62,6 +63,17 @@ def check(options: ServeOptions, *, gpus: Sequence[str] = (), memory: Memory | N
     public = (options.grpc_port, options.http_port)
     for flag, port in options.all_ports:
         check_free(options.host if port in public else LOOPBACK, port, flag=flag)
+
+
+def _check_tiers(options: ServeOptions) -> None:
+    """Of the flags alone: what settings say is checked by the engines."""
+    if options.disk_cache and not options.host_cache:
+        raise ConfigError(f"--disk-cache is {options.disk_cache}, and --host-cache 0; a disk takes what leaves host memory")
+    if bool(options.disk_cache) != bool(options.disk_cache_size):
+        raise ConfigError(
+            f"--disk-cache is {options.disk_cache or 'empty'} and --disk-cache-size {options.disk_cache_size}; a disk cache needs "
+            "a directory and a size"
+        )
 
 
 def check_model(model: str, *, trust_remote_code: bool = False, weights: bool = True) -> None:
@@ -193,6 +205,15 @@ def _model_config(options: ServeOptions) -> dict[str, Any]:
     return {"path": str(path) if path.is_dir() else options.model, "served_model_name": options.model_name}
 
 
+def _tiers(options: ServeOptions, engine_id: str) -> dict[str, Any]:
+    """What is kept beside the KV cache; engines do not share a directory."""
+    tiers: dict[str, Any] = {"host_memory": options.host_cache} if options.host_cache else {}
+    if options.disk_cache or options.disk_cache_size:
+        directory = str(Path(options.disk_cache) / engine_id) if options.disk_cache else ""
+        tiers |= {"disk": directory, "disk_size": options.disk_cache_size}
+    return tiers
+
+
 def _engine_config(
     options: ServeOptions, engine_id: str, port: int, coordinator_address: str, threads: int
 ) -> dict[str, Any]:
@@ -205,7 +226,7 @@ def _engine_config(
             "device": options.device,
             "max_model_len": options.max_model_len,
         },
-        "cache": {"kv_cache_memory": options.kv_cache_memory},
+        "cache": {"kv_cache_memory": options.kv_cache_memory, **_tiers(options, engine_id)},
         "executor": {
             "num_threads": max(1, threads // options.workers_per_engine),
             "tensor_parallel_size": options.tensor_parallel_size,

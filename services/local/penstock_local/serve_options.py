@@ -75,6 +75,23 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    host_cache: Annotated[
+        ByteSize,
+        Meta(
+            description="Bytes of host memory of each engine for KV blocks that lose their place in the KV cache, e.g. 8GiB; 0: "
+            "none."
+        ),
+    ] = 0
+    disk_cache: Annotated[
+        str,
+        Meta(
+            description="Directory for KV blocks that leave --host-cache, in which each engine has one of its own; it is found "
+            "again at the next start. Empty: none."
+        ),
+    ] = ""
+    disk_cache_size: Annotated[
+        ByteSize, Meta(description="Bytes that each engine takes in --disk-cache at its start, e.g. 100GiB.")
+    ] = 0
     threads_per_engine: (
         Annotated[
             int, Meta(ge=1, le=1024, description="CPU threads of each engine; unset: the cores are shared evenly.")

@@ -52,6 +52,14 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = 0
 
+    disk: Annotated[
+        str,
+        Meta(
+            description="Directory of one engine for KV blocks that leave cache.host_memory; what is there is found again by an "
+            "engine of the same model. Empty: none."
+        ),
+    ] = ""
+    disk_size: Annotated[ByteSize, Meta(description="Bytes of the file in cache.disk, taken at the start.")] = 0
     min_load_tokens: Annotated[
         int, Meta(ge=1, description="Tokens in a row that are loaded from elsewhere at least; fewer are computed.")
     ] = 64
@@ -60,3 +68,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         check_fields("cache", self)
         if self.host_memory and not self.enable_prefix_caching:
             raise ConfigError("cache.host_memory is set and cache.enable_prefix_caching false; blocks are found by prefix")
+        if self.disk and not self.host_memory:
+            raise ConfigError(f"cache.disk is {self.disk!r} and cache.host_memory 0; a disk takes what leaves host memory")
+        if bool(self.disk) != bool(self.disk_size):
+            raise ConfigError(
+                f"cache.disk is {self.disk!r} and cache.disk_size {self.disk_size}; a disk cache needs a directory and a size"
+            )

@@ -16,7 +16,8 @@ from penstock_enginecore.core.executor import Executor, Progress
 from penstock_enginecore.core.grammar_intake import GrammarIntake
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.iteration_log import IterationLog
-from penstock_enginecore.core.kv_transfer.opening import begin_connector, make_connector
+from penstock_enginecore.core.kv_transfer.lease_seam import KVLeases
+from penstock_enginecore.core.kv_transfer.opening import OpenStore, begin_connector, make_connector
 from penstock_enginecore.core.lora.intake import LoraIntake
 from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.model_info import ModelInfo
@@ -49,7 +50,8 @@ class EngineCore:
     minutes. Raises ModelLoadError or ConfigError when the engine cannot start.
 
     ``make_grammars`` makes what compiles the constraints of structured output; without it they are refused.
-    ``keep_failed_step`` is called when a step has failed that somebody should look into. ``wake`` is
+    ``keep_failed_step`` is called when a step has failed that somebody should look into. ``open_store`` opens a disk for KV blocks
+    where one is configured. ``wake`` is
     called, on any thread, when a compiled constraint lets a waiting request go on: whoever waits for work should call
     ``step``. ``receiver_cache_bytes`` and ``reset_receiver_cache`` are set by whoever keeps the inputs of media.
     """
@@ -61,6 +63,7 @@ class EngineCore:
         *,
         make_grammars: GrammarBackendFactory | None = None,
         keep_failed_step: KeepFailedStep = _keep_nothing,
+        open_store: OpenStore | None = None,
         progress: Progress = logger.info,
         monotonic_clock: Clock = time.monotonic,
         wall_clock: Clock = time.time,
@@ -122,7 +125,7 @@ class EngineCore:
         self.loras = LoraIntake(config.lora, executor, self.scheduler, lora_slots, lambda: self.wake(), monotonic_clock)
         executor.initialize_kv_cache(self.kv_cache_config)
         if self.connector is not None:
-            begin_connector(self.connector, config, executor)
+            begin_connector(self.connector, config, executor, model, self.kv_cache_config, open_store)
         self._limits = RequestLimits(
             model=model,
             max_model_len=self.max_model_len,

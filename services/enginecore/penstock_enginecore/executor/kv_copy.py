@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from penstock_enginecore.core.kv_transfer.copier import BlockFacts, Copy
@@ -98,9 +99,14 @@ class WorkerCopies:
     ) -> None:
         """Bytes into blocks of the pool."""
         for block_id, content in zip(block_ids, contents, strict=True):
-            row = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            for tensor, part in _parts(memory, row[None]):
-                tensor[block_id].copy_(part[0])
+            row, start = np.frombuffer(content, dtype=np.uint8), 0
+            for tensor in memory:
+                part = row[start : start + tensor.shape[1]]
+                start += len(part)
+                if tensor.is_cuda:
+                    tensor[block_id].copy_(torch.from_numpy(part.copy()))
+                else:
+                    tensor.numpy()[block_id] = part
 
     def read_slots(self, _: list[torch.Tensor], slots: Sequence[int]) -> list[bytes]:
         """The bytes of slots."""
@@ -113,7 +119,7 @@ class WorkerCopies:
         """Bytes into slots."""
         host = self._slots()
         for slot, content in zip(slots, contents, strict=True):
-            host[slot].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+            host.numpy()[slot] = np.frombuffer(content, dtype=np.uint8)
 
     def _slots(self) -> torch.Tensor:
         if self._host is None:

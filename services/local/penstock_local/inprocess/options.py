@@ -30,6 +30,9 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
 }
 OPTIONS = {
     "kv_cache_dtype": ("cache", "dtype"),
+    "host_cache": ("cache", "host_memory"),
+    "disk_cache": ("cache", "disk"),
+    "disk_cache_size": ("cache", "disk_size"),
     "max_loras": ("lora", "max_loras"),
     "max_lora_rank": ("lora", "max_lora_rank"),
     "lora_cpu_memory": ("lora", "cpu_memory"),

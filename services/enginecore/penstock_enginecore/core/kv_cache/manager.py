@@ -53,6 +53,8 @@ class KVCacheManager:
         self._events = KvEventLog(config.block_size, group=full[0] if full else 0) if enable_kv_events else None
         self.pool = BlockPool(config.num_blocks, len(groups), self._events)
         self.prefix_stats = PrefixCacheStats()
+        self.external_stats = PrefixCacheStats()
+        """Of tokens that were not in the pool, where something brings blocks."""
         self.reuses = enable_prefix_caching
         """Whether prefixes are reused at all."""
         self._hasher = BlockHasher(config.block_size)

@@ -5,6 +5,9 @@ from collections.abc import Callable
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Executor
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.kv_transfer.copier import BlockCopier
+from penstock_enginecore.core.kv_transfer.disk_tier import BlockStore
 from penstock_enginecore.core.kv_transfer.tiers import TieredConnector
 from penstock_enginecore.core.model_info import ModelInfo
 
@@ -20,8 +23,19 @@ def make_connector(
     return TieredConnector(wake, clock)
 
 
-def begin_connector(connector: TieredConnector, config: EngineCoreConfig, executor: Executor) -> None:
-    """The KV cache is there. Raises ConfigError for memory that no block fits in."""
+OpenStore = Callable[[EngineCoreConfig, ModelInfo, KVCacheConfig, BlockCopier], BlockStore]
+"""Opens the disk that ``cache.disk`` names, for an engine whose KV cache is there. Raises ConfigError."""
+
+
+def begin_connector(
+    connector: TieredConnector,
+    config: EngineCoreConfig,
+    executor: Executor,
+    model: ModelInfo,
+    kv_cache: KVCacheConfig,
+    open_store: OpenStore | None,
+) -> None:
+    """The KV cache is there. Raises ConfigError for memory that no block fits in, and for a disk that cannot be had."""
     copier = executor.block_copier()
     num_slots = config.cache.host_memory // copier.block_bytes
     if config.cache.host_memory and num_slots < 1:
@@ -29,4 +43,9 @@ def begin_connector(connector: TieredConnector, config: EngineCoreConfig, execut
             f"cache.host_memory is {config.cache.host_memory} bytes and a KV block takes {copier.block_bytes}; it must hold one "
             "at least"
         )
-    connector.begin(copier, num_slots)
+    store = None
+    if config.cache.disk:
+        if open_store is None:
+            raise ConfigError("cache.disk is set, and nothing here opens disks")
+        store = open_store(config, model, kv_cache, copier)
+    connector.begin(copier, num_slots, store)

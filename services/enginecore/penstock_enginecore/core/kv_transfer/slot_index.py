@@ -1,15 +1,20 @@
 """Which blocks are in slots of a fixed number, those used least recently first."""
 
+from collections.abc import Iterable
+
 from penstock_common.types.kv_transfer import BlockName
 
 
 class SlotIndex:
-    """A slot is free, holds a block that can be found, or was taken by somebody who fills it."""
+    """A slot is free, holds a block that can be found, or was taken by somebody who fills it. ``entries``: what is there from
+    before.
+    """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, entries: Iterable[tuple[int, BlockName]] = ()) -> None:
         self.num_slots = num_slots
-        self._slots: dict[BlockName, int] = {}
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._slots: dict[BlockName, int] = {name: slot for slot, name in entries}
+        taken = set(self._slots.values())
+        self._free = [slot for slot in range(num_slots - 1, -1, -1) if slot not in taken]
 
     def __len__(self) -> int:
         """Blocks that can be found."""

@@ -1,7 +1,9 @@
 """The connector that engines have: blocks come from host memory, then from a disk, then from other engines."""
 
+import contextlib
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -11,11 +13,29 @@ from typing import Any
 from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_enginecore.core.kv_transfer.base import BlockHolder, LoadEnded, Place
 from penstock_enginecore.core.kv_transfer.copier import BlockCopier
+from penstock_enginecore.core.kv_transfer.disk_tier import BlockStore, DiskTier
 from penstock_enginecore.core.kv_transfer.host_tier import Done, HostTier
 from penstock_enginecore.core.kv_transfer.peer import PeerTier
 from penstock_enginecore.core.kv_transfer.peer_loads import PeerLoads
 from penstock_enginecore.core.kv_transfer.rates import LoadRates
 from penstock_enginecore.core.request import Request
+
+_LAST_SECONDS = 5.0
+"""For what goes to the disk when the engine ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """``host_usage`` and ``disk_usage``: fractions of their slots that hold something, in [0, 1]; None where there is no such tier.
+    Since the start: blocks that were saved to the host, written to the disk, and loaded from each medium. ``block_bytes``: of each.
+    """
+
+    host_usage: float | None
+    disk_usage: float | None
+    num_saved_blocks: int
+    num_written_blocks: int
+    num_loaded_blocks: dict[KvMedium, int]
+    block_bytes: int
 
 
 @dataclass(slots=True)
@@ -40,10 +60,12 @@ class TieredConnector:
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._blocks: BlockHolder | None = None
         self._host: HostTier | None = None
+        self._disk: DiskTier | None = None
         self._copier: BlockCopier | None = None
         self._peers: PeerLoads | None = None
         self._rates = LoadRates()
         self._loads: dict[int, _Load] = {}
+        self._num_loaded = dict.fromkeys(KvMedium, 0)
         self._ended: list[LoadEnded] = []
         self._last = 0
         self._under_way: set[Future[Any]] = set()
@@ -52,13 +74,19 @@ class TieredConnector:
         """See ``KVConnector``."""
         self._blocks = blocks
 
-    def begin(self, copier: BlockCopier, num_host_slots: int) -> None:
-        """The KV cache is there. ``num_host_slots``: blocks that host memory takes; 0: none is kept there."""
+    def begin(self, copier: BlockCopier, num_host_slots: int, store: BlockStore | None = None) -> None:
+        """The KV cache is there. ``num_host_slots``: blocks that host memory takes; 0: none is kept there. ``store``: takes those
+        that leave it; None: nothing does.
+        """
         if self._blocks is None:
             raise RuntimeError("attach must come before begin")
         self._copier = copier
         if num_host_slots:
-            self._host = HostTier(copier, num_host_slots, self._blocks, self._follow)
+            keep = None
+            if store is not None:
+                self._disk = DiskTier(store, copier, self._follow)
+                keep = self._disk.keep
+            self._host = HostTier(copier, num_host_slots, self._blocks, self._follow, keep)
 
     def take_from(self, peers: PeerTier) -> None:
         """Have blocks brought by other engines as well, from now on. Raises RuntimeError before ``begin``."""
@@ -70,31 +98,37 @@ class TieredConnector:
         """See ``KVConnector``."""
         count = 0
         for of_place in names:
-            if not all(self._is_here(name) or self._is_at_peer(request, name) for name in of_place):
+            if not all(self._where(request, name) for name in of_place):
                 break
             count += 1
         return count
 
-    def _is_here(self, name: BlockName) -> bool:
-        return self._host is not None and name in self._host.index
-
-    def _is_at_peer(self, request: Request, name: BlockName) -> bool:
-        return self._peers is not None and self._peers.has(request, name)
+    def _where(self, request: Request, name: BlockName) -> KvMedium | None:
+        if self._host is not None and name in self._host.index:
+            return KvMedium.HOST
+        if self._disk is not None and name in self._disk.index:
+            return KvMedium.DISK
+        return KvMedium.PEER if self._peers is not None and self._peers.has(request, name) else None
 
     def seconds(self, request: Request, names: Sequence[BlockName]) -> float:
         """See ``KVConnector``."""
-        here = sum(self._is_here(name) for name in names)
-        return self._rates.seconds(KvMedium.HOST, here) + self._rates.seconds(KvMedium.PEER, len(names) - here)
+        counts = Counter(self._where(request, name) for name in names)
+        return sum(self._rates.seconds(medium, count) for medium, count in counts.items() if medium is not None)
 
     def load(self, request: Request, places: Sequence[Place]) -> int:
         """See ``KVConnector``."""
         self._last += 1
         load = self._loads[self._last] = _Load(self._last, self._clock())
-        host = self._host
-        if host is not None and (here := [place for place in places if place.name in host.index]):
+        of: dict[KvMedium | None, list[Place]] = {}
+        for place in places:
+            of.setdefault(self._where(request, place.name), []).append(place)
+        if self._host is not None and (here := of.get(KvMedium.HOST)):
             load.parts += 1
-            self._follow(host.load(here), partial(self._loaded, load, here))
-        if self._peers is not None and (away := [place for place in places if not self._is_here(place.name)]):
+            self._follow(self._host.load(here), partial(self._loaded, load, here))
+        if self._disk is not None and (there := of.get(KvMedium.DISK)):
+            load.parts += self._disk.num_batches(len(there))
+            self._disk.load(there, partial(self._tell_read, load))
+        if self._peers is not None and (away := of.get(KvMedium.PEER)):
             load.parts += 1
             load.at_peer = self._peers.load(request, away, partial(self._tell_fetched, load))
         if not load.parts:
@@ -147,6 +181,18 @@ class TieredConnector:
         """See ``KVConnector``."""
         return 0 if self._host is None else self._host.num_held_blocks
 
+    def stats(self) -> TierStats:
+        """What there is, and what came. Any thread."""
+        host, disk = self._host, self._disk
+        return TierStats(
+            host_usage=None if host is None else host.usage,
+            disk_usage=None if disk is None else disk.usage,
+            num_saved_blocks=0 if host is None else host.num_saved,
+            num_written_blocks=0 if disk is None else disk.num_written,
+            num_loaded_blocks=dict(self._num_loaded),
+            block_bytes=0 if self._copier is None else self._copier.block_bytes,
+        )
+
     def settle(self) -> None:
         """See ``KVConnector``."""
         if self._host is not None:
@@ -162,9 +208,30 @@ class TieredConnector:
         """See ``KVConnector``."""
         if self._host is not None:
             self._host.clear()
+        if self._disk is not None:
+            self._disk.clear()
 
     def shutdown(self) -> None:
-        """See ``KVConnector``."""
+        """See ``KVConnector``. What only host memory has goes to the disk, as much as a few seconds are enough for."""
+        disk, self._disk = self._disk, None
+        if disk is None:
+            return
+        if self._host is not None:
+            self._keep_all(disk, self._host, time.monotonic() + _LAST_SECONDS)
+        disk.close()
+
+    def _keep_all(self, disk: DiskTier, host: HostTier, deadline: float) -> None:
+        """Those used last first."""
+        names = host.index.names
+        while (names or disk.busy) and time.monotonic() < deadline:
+            while names and disk.has_room:
+                name = names.pop()
+                slot = host.index.get(name)
+                if slot is not None:
+                    disk.keep([name], [slot])
+            if disk.busy:
+                with contextlib.suppress(queue.Empty):
+                    self._news.get(timeout=0.1)()
 
     def _follow(self, future: "Future[Any]", then: Done) -> None:
         def over(done: "Future[Any]") -> None:
@@ -188,6 +255,18 @@ class TieredConnector:
             self._host.fail(error)
         self._part_over(load)
 
+    def _tell_read(self, load: _Load, places: list[Place], arrived: list[Place]) -> None:
+        """Any thread."""
+        self._news.put(partial(self._read, load, places, arrived))
+        self._wake()
+
+    def _read(self, load: _Load, places: list[Place], arrived: list[Place]) -> None:
+        load.arrived += [(place, KvMedium.DISK) for place in arrived]
+        self._rates.loaded(KvMedium.DISK, len(arrived), self._clock() - load.began)
+        if self._disk is not None and len(arrived) < len(places):
+            self._disk.dropped([place for place in places if place not in arrived])
+        self._part_over(load)
+
     def _tell_fetched(self, load: _Load, places: list[Place]) -> None:
         """Any thread."""
         self._news.put(partial(self._fetched, load, places))
@@ -207,4 +286,6 @@ class TieredConnector:
 
     def _end(self, load: _Load) -> None:
         del self._loads[load.number]
+        for _, medium in load.arrived:
+            self._num_loaded[medium] += 1
         self._ended.append(LoadEnded(load.number, tuple(load.arrived)))

@@ -62,8 +62,8 @@ class KvLoads:
         """Of these, those whose load has ended."""
         self._step_began: dict[int, float] = {}
         self._last_results = 0.0
-        self.num_queries = self.num_hits = 0
-        """Tokens that were not in the pool when their requests began, and those of them that were brought."""
+        self.num_loads = 0
+        """Since the start."""
         self._log = self._pool.log = BlockLog()
         connector.attach(self)
 
@@ -121,6 +121,7 @@ class KvLoads:
         places = [Place(name, block.block_id) for name, block in zip(missing, blocks, strict=True)]
         number = self._connector.load(request, places)
         self._loads.begin(number, places, request.key)
+        self.num_loads += 1
         self._for[number] = request
         self._held[request.key] = request
         self._waiting.hold(request, Hold.KV_TRANSFER)
@@ -134,8 +135,8 @@ class KvLoads:
         """A request runs, with so many tokens that it need not compute."""
         if request.num_cached_tokens < 0:
             loaded = request.num_loaded_tokens
-            self.num_queries += request.num_tokens - num_computed + loaded
-            self.num_hits += loaded
+            self._kv_cache.external_stats.queries += request.num_tokens - num_computed + loaded
+            self._kv_cache.external_stats.hits += loaded
         self._held.pop(request.key, None)
         self._ready.pop(request.key, None)
 

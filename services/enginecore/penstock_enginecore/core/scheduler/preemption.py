@@ -1,8 +1,11 @@
 """Running requests that lose their KV blocks and are computed again."""
 
+from collections.abc import Callable
+
 from penstock_common.types.outputs import EventType
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
+from penstock_enginecore.core.kv_transfer.lease_seam import KVLeases
 from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.scheduler.base import Clock
@@ -34,9 +37,11 @@ class Preemption:
         lora_slots: LoraSlots | None = None,
         encoder: EncoderWork | None = None,
         kv_loads: KvLoads | None = None,
+        leases: Callable[[], KVLeases | None] = lambda: None,
     ) -> None:
         self._lora_slots = lora_slots
         self._kv_loads = kv_loads
+        self._leases = leases
         self._encoder = encoder
         self._running = running
         self._waiting = waiting
@@ -56,12 +61,15 @@ class Preemption:
         are taken out of the step.
         """
         while (new_block_ids := self._kv_cache.allocate_slots(request, num_new_tokens)) is None:
+            leases = self._leases()
+            if leases is not None and leases.revoke_one():
+                continue
             if self._kv_loads is not None:
                 if self._kv_loads.give_up_one():
                     continue
                 if self._kv_loads.num_returning:
                     return None
-            if len(self._running) == 1:
+            if len(self._running) == 1 and not leases:
                 self._lifecycle.fail_too_long(request)
                 return None
             victim = self._running.least_urgent()

@@ -1,10 +1,11 @@
 """The waiting requests that start in a step."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from penstock_common.types.outputs import EventType
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
+from penstock_enginecore.core.kv_transfer.lease_seam import KVLeases
 from penstock_enginecore.core.lora.request import LoraRequest
 from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.request import Request, RequestStatus
@@ -43,9 +44,11 @@ class WaitingScheduler:
         lora_slots: LoraSlots | None = None,
         encoder: EncoderWork | None = None,
         kv_loads: KvLoads | None = None,
+        leases: Callable[[], KVLeases | None] = lambda: None,
     ) -> None:
         self._encoder = encoder
         self._kv_loads = kv_loads
+        self._leases = leases
         self._lora_slots = lora_slots
         self._budget = budget
         self._waiting = waiting
@@ -63,7 +66,7 @@ class WaitingScheduler:
         if self._kv_loads is not None and not self._start_loaded(output, self._kv_loads):
             return
         while self.has_room(output) and (request := self._waiting.head()) is not None:
-            if not self.try_start(request, output):
+            if not self.try_start(request, output) and not self._revoke_one(output):
                 break
 
     def begin_step(self, requests: Mapping[str, Request]) -> None:
@@ -87,9 +90,18 @@ class WaitingScheduler:
                 return False
             while not self.try_start(request, output):
                 # Where nothing runs nobody gives up blocks but those who wait as this one does.
+                if self._revoke_one(output):
+                    continue
                 if self._running or output.num_scheduled_tokens or not loads.give_up_one(keep=request):
                     return False
         return True
+
+    def _revoke_one(self, output: SchedulerOutput) -> bool:
+        """Make room for a request where nothing runs that would: end a lease. False where there is none, or no need."""
+        if self._running or output.num_scheduled_tokens:
+            return False
+        leases = self._leases()
+        return leases is not None and leases.revoke_one()
 
     def try_start(self, request: Request, output: SchedulerOutput) -> bool:
         """Start a waiting request while there is room, or end one that can never start. Returns False when its blocks, or its

@@ -88,6 +88,7 @@ class DefaultScheduler(Scheduler):
             lora_slots=context.lora_slots,
             encoder=encoder,
             kv_loads=kv_loads,
+            leases=context.leases,
         )
         continue_running = RunningScheduler(
             budget=budget,
@@ -109,6 +110,7 @@ class DefaultScheduler(Scheduler):
             lora_slots=context.lora_slots,
             encoder=encoder,
             kv_loads=kv_loads,
+            leases=context.leases,
         )
         self._step = StepScheduler(
             requests=self._requests,

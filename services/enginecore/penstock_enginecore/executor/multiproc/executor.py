@@ -1,6 +1,7 @@
 """The executor whose workers are processes of their own."""
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -11,18 +12,22 @@ import msgspec
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.kv_transfer.copier import BlockCopier, BlockFacts
 from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, MakeRoom
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.executor.device_thread import DeviceThread
+from penstock_enginecore.executor.kv_copy import Copier
 from penstock_enginecore.executor.lora_store import SizeAdapter, peft_size, telling_of
 from penstock_enginecore.executor.multiproc.agreement import agreed
+from penstock_enginecore.executor.multiproc.block_copies import CopiesAwaited
 from penstock_enginecore.executor.multiproc.calls import Calls
 from penstock_enginecore.executor.multiproc.failures import Failure, WorkersGone
 from penstock_enginecore.executor.multiproc.lora_loads import LoadsAwaited
 from penstock_enginecore.executor.multiproc.messages import (
     Call,
+    Copied,
     Invoke,
     Loaded,
     LoadLora,
@@ -69,6 +74,8 @@ class MultiprocExecutor:
         self._num_of_stage = config.executor.tensor_parallel_size
         self._calls = Calls(num_workers)
         self._loads = LoadsAwaited(num_workers)
+        self._copies = CopiesAwaited(num_workers, self._send)
+        self._sending = threading.Lock()
         self._sizes = DeviceThread("lora sizes")
         self._size_adapter, self._lora_config = size_adapter, config.lora
         self._progress: Progress = logger.info
@@ -198,6 +205,14 @@ class MultiprocExecutor:
         except Exception as e:
             self._loads.refused(number, e)
 
+    def block_copier(self) -> BlockCopier:
+        """By every worker, beside its steps. Blocks are those of all workers, their parts one behind the other."""
+        facts: list[BlockFacts] = self._invoke("block_facts", BlockFacts)
+        order, numerics = (", ".join(dict.fromkeys(each[i] for each in facts)) for i in (1, 2))
+        num_bytes = [each.num_bytes for each in facts]
+        self._invoke("block_facts", None, encode(num_bytes))
+        return Copier(self._copies.call, BlockFacts(sum(num_bytes), order, numerics))
+
     def unload_lora(self, digest: bytes) -> None:
         """By every worker, behind the steps before."""
         self._send(UnloadLora(digest))
@@ -237,6 +252,7 @@ class MultiprocExecutor:
             self._workers.end(told=told)
             self._calls.fail(WorkersGone("the executor is shut down"))
             self._loads.fail(WorkersGone("the executor is shut down"))
+            self._copies.fail(WorkersGone("the executor is shut down"))
 
     def _invoke(self, method: Method, kind: Any, argument: bytes = b"", limit: float | None = None) -> list[Any]:
         """The results by worker, as ``kind``. ``limit``: seconds that it may take; None: as long as no worker is stopped."""
@@ -250,7 +266,8 @@ class MultiprocExecutor:
         """Raises WorkersGone when no worker reads any more."""
         self._calls.check()
         try:
-            self._workers.write(encode(call), self._timeout)
+            with self._sending:
+                self._workers.write(encode(call), self._timeout)
         except RingClosed:
             raise self._calls.failed() from None
         except RingTimeout as e:
@@ -267,6 +284,8 @@ class MultiprocExecutor:
                     self._progress(text)
             case Loaded(number, outcome):
                 self._loads.answered(rank, number, outcome.error("") if isinstance(outcome, Failure) else outcome)
+            case Copied(number, copied):
+                self._copies.answered(rank, number, copied.error("") if isinstance(copied, Failure) else copied)
             case Stats(stats):
                 self._stats[rank] = stats
             case Returned(number, value):
@@ -282,6 +301,7 @@ class MultiprocExecutor:
     def _fail(self, error: WorkersGone) -> None:
         self._calls.fail(error)
         self._loads.fail(error)
+        self._copies.fail(error)
         self._on_failure(error)
 
     def _finish(self, step: "Future[ModelRunnerOutput]", answers: "Future[list[Any]]") -> None:

@@ -26,6 +26,7 @@ Method = Literal[
     "execute_dummy_batch",
     "draft",
     "step_seconds",
+    "block_facts",
     "collective_rpc",
     "shutdown",
 ]
@@ -87,6 +88,16 @@ class UnloadLora(msgspec.Struct, frozen=True, tag="unload_lora"):
     digest: bytes
 
 
+class CopyBlocks(msgspec.Struct, frozen=True, tag="copy_blocks"):
+    """Call a method of ``WorkerCopies`` behind the steps before, or at once (``read``), while steps go on. ``arguments``: msgpack,
+    a list. Numbers are those of copies, which are answered when they are done.
+    """
+
+    number: int
+    method: str
+    arguments: bytes
+
+
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """A line for the operator, while something slow goes on."""
 
@@ -124,14 +135,21 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     outcome: LoadedLora | Failure
 
 
+class Copied(msgspec.Struct, frozen=True, tag="copied"):
+    """A copy that is over: what it gave, msgpack, or why it failed."""
+
+    number: int
+    outcome: bytes | Failure
+
+
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
     """What the worker says of itself, now and then."""
 
     stats: WorkerStats
 
 
-Call = Execute | Sample | Invoke | LoadLora | UnloadLora
-Answer = Progress | Returned | Sampled | Raised | Loaded | Stats
+Call = Execute | Sample | Invoke | LoadLora | UnloadLora | CopyBlocks
+Answer = Progress | Returned | Sampled | Raised | Loaded | Copied | Stats
 
 encode = msgspec.msgpack.Encoder().encode
 decode_call = msgspec.msgpack.Decoder(Call).decode

@@ -16,14 +16,17 @@ from penstock_common.observability.logging import configure
 from penstock_common.process import name_process
 from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.kv_transfer.copier import BlockFacts
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, SchedulerOutput
 from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.executor.completion import Late
 from penstock_enginecore.executor.lora_store import MakeReader, peft_reader
+from penstock_enginecore.executor.multiproc.block_copies import CopiesUnderWay
 from penstock_enginecore.executor.multiproc.failures import Failure
 from penstock_enginecore.executor.multiproc.lora_reading import LoadsUnderWay
 from penstock_enginecore.executor.multiproc.messages import (
     Answer,
+    CopyBlocks,
     Execute,
     Invoke,
     LoadLora,
@@ -60,6 +63,9 @@ class WorkerLoop:
         self._config = config
         self._make_reader = make_reader
         self._loads = LoadsUnderWay()
+        self._copies = CopiesUnderWay()
+        self._part_starts = 0
+        """Bytes of a block that are those of the workers before this one."""
         self._calls = calls
         self._answers = answers
         self._worker: Worker | None = None
@@ -73,6 +79,8 @@ class WorkerLoop:
         while not self._stopped:
             self._reports.waits()
             self._take_loras()
+            for copied in self._copies.take():
+                self._answer(copied)
             try:
                 message = self._calls.read(self._patience())
             except RingTimeout:
@@ -96,15 +104,19 @@ class WorkerLoop:
                     self._reports.changed()
                 case LoadLora() as load:
                     self._loads.begin(load, self._made().loras)
+                case CopyBlocks() as copy:
+                    self._copies.begin(copy, self._made().copies, self._part_starts)
                 case UnloadLora(digest):
                     self._made().loras.remove(digest)
 
     def _patience(self) -> float | None:
         """Seconds until there is something to do without a call."""
-        due = self._reports.due_in()
-        if not self._loads:
-            return due
-        return self._loads.LOOK if due is None else min(due, self._loads.LOOK)
+        times = (
+            self._reports.due_in(),
+            self._loads.LOOK if self._loads else None,
+            self._copies.LOOK if self._copies else None,
+        )
+        return min((seconds for seconds in times if seconds is not None), default=None)
 
     def _take_loras(self) -> None:
         if self._loads:
@@ -155,6 +167,7 @@ class WorkerLoop:
             "execute_dummy_batch": lambda _: self._made().runner.execute_dummy_batch(),
             "draft": lambda _: self._draft(),
             "step_seconds": lambda argument: self._made().runner.step_seconds(msgspec.msgpack.decode(argument)),
+            "block_facts": self._block_facts,
             "collective_rpc": self._collective_rpc,
             "shutdown": lambda _: self._shutdown(),
         }
@@ -176,6 +189,12 @@ class WorkerLoop:
 
     def _initialize_kv_cache(self, argument: bytes) -> None:
         self._made().initialize_kv_cache(msgspec.msgpack.decode(argument, type=KVCacheConfig))
+
+    def _block_facts(self, argument: bytes) -> BlockFacts:
+        """``argument``: bytes of the parts of all workers, once they are known."""
+        if argument:
+            self._part_starts = sum(msgspec.msgpack.decode(argument, type=list[int])[: self._config.rank])
+        return self._made().block_facts()
 
     def _draft(self) -> DraftTokenIds:
         return DraftTokenIds() if self._error is not None else self._made().runner.draft()

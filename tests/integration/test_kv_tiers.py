@@ -1,0 +1,144 @@
+"""Engines whose blocks go to other memory and come back give the tokens of one that keeps them all."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.engine_core import EngineCore
+from tests.fakes.engines.in_process import Run, build_engine, generate
+from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
+
+BLOCK_SIZE = 4
+FAMILIES = ("llama", "gemma2")
+"""Full attention, and windows beside it."""
+LARGE = 600
+PLENTY = 16 << 20
+"""Bytes of host memory, for blocks of a few kilobytes."""
+
+
+class Model(NamedTuple):
+    path: Path
+    prompts: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp(request.param)
+    save_tiny_model(request.param, path)
+    generator = torch.Generator().manual_seed(4)
+    return Model(path, [torch.randint(1, VOCAB_SIZE, (n,), generator=generator).tolist() for n in (70, 50, 61, 45)])
+
+
+def engine_of(model: Model, num_blocks: int, host_memory: int = 0, **sections: Any) -> EngineCore:
+    cache = {"block_size": BLOCK_SIZE, "num_blocks": num_blocks, "host_memory": host_memory, "min_load_tokens": 8}
+    cache |= sections.pop("cache", {})
+    return build_engine(
+        model.path, model={"max_model_len": 150}, cache=cache, scheduler={"watermark": 0.0}, **sections
+    )
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=3)
+
+
+def seeded(num_tokens: int, seed: int) -> SamplingParams:
+    return SamplingParams(temperature=1.0, seed=seed, max_tokens=num_tokens, ignore_eos=True, logprobs=3)
+
+
+def bits(run: Run, request_id: str) -> tuple[list[int], list[float]]:
+    """Every number of the log-probabilities of a request's tokens."""
+    return run.logprobs[request_id].token_ids, run.logprobs[request_id].logprobs
+
+
+def loads(engine: EngineCore) -> int:
+    """Tokens that were brought, of all requests."""
+    return engine.scheduler.kv_cache.external_stats.hits
+
+
+def smallest(engine: EngineCore) -> int:
+    """Blocks that the longest of the requests needs here, and a few more."""
+    return engine.scheduler.kv_cache.num_blocks_for(150) + 6
+
+
+def conversation(engine: EngineCore, model: Model) -> list[Any]:
+    """Two turns of each of four clients, one after the other."""
+    said = []
+    histories = [list(prompt) for prompt in model.prompts]
+    for turn in range(2):
+        for number, history in enumerate(histories):
+            name = f"{turn}-{number}"
+            params = greedy(12) if number % 2 == 0 else seeded(12, seed=number)
+            run = generate(engine, [(name, list(history), params)])
+            said.append((run.tokens[name], bits(run, name)))
+            history += [*run.tokens[name], *model.prompts[number][: 5 + number]]
+    return said
+
+
+def test_second_turns_come_back_from_the_host_bit_for_bit(model: Model) -> None:
+    large = engine_of(model, LARGE)
+    expected = conversation(large, model)
+    num_blocks = smallest(large)
+    large.shutdown()
+    small = engine_of(model, num_blocks, PLENTY)
+    assert conversation(small, model) == expected
+    assert loads(small) > 4 * 40
+    pool = small.scheduler.kv_cache.pool
+    assert pool.num_free_blocks == pool.num_usable_blocks
+    small.shutdown()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_preempted_requests_come_back_from_the_host(model: Model, async_scheduling: bool) -> None:
+    requests = [
+        (f"r{i}", prompt, greedy(40) if i % 2 == 0 else seeded(40, seed=i)) for i, prompt in enumerate(model.prompts)
+    ]
+    large = engine_of(model, LARGE)
+    expected = generate(large, requests).tokens
+    num_blocks = smallest(large) + 40
+    large.shutdown()
+    scheduler = {"watermark": 0.0, "async_scheduling": async_scheduling}
+    small = build_engine(
+        model.path,
+        model={"max_model_len": 150},
+        cache={"block_size": BLOCK_SIZE, "num_blocks": num_blocks, "host_memory": PLENTY, "min_load_tokens": 8},
+        scheduler=scheduler,
+    )
+    run = generate(small, requests)
+    assert run.stats.num_preemptions > 0
+    assert run.tokens == expected
+    copied = small.scheduler._kv_loads.num_loads  # type: ignore[attr-defined]
+    assert copied > 0
+    pool = small.scheduler.kv_cache.pool
+    assert pool.num_free_blocks == pool.num_usable_blocks
+    small.shutdown()
+
+
+def test_hits_after_a_restart_come_from_the_disk(model: Model, tmp_path: Path) -> None:
+    """The second engine has the host's memory for a block."""
+    disk = {"disk": str(tmp_path), "disk_size": 32 << 20}
+    prompt = model.prompts[0]
+    first = engine_of(model, LARGE, PLENTY, cache=disk)
+    expected = generate(first, [("a", prompt, greedy(12))])
+    again = generate(first, [("b", prompt, greedy(12))])
+    first.shutdown()
+    second = engine_of(model, LARGE, 1 << 20, cache=disk)
+    run = generate(second, [("c", prompt, greedy(12))])
+    assert loads(second) >= len(prompt) // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE
+    assert run.tokens["c"] == expected.tokens["a"]
+    assert bits(run, "c") == bits(again, "b")
+    second.shutdown()
+
+
+def test_nothing_comes_back_behind_a_reset(model: Model) -> None:
+    engine = engine_of(model, LARGE, PLENTY)
+    prompt = model.prompts[0]
+    first = generate(engine, [("a", prompt, greedy(4))])
+    assert engine.scheduler.reset_prefix_cache()
+    second = generate(engine, [("b", prompt, greedy(4))])
+    assert loads(engine) == 0
+    assert first.tokens["a"] == second.tokens["b"]
+    engine.shutdown()
