@@ -11,6 +11,7 @@ import pytest
 from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason
 from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from tests.fakes.engines.transferring_engine import TransferringEngine
 from tests.fakes.models.tiny_models import save_tiny_model
@@ -107,3 +108,55 @@ def test_a_second_turn_moves_its_own_blocks(model: Path, ends: ExitStack) -> Non
     gone_on(target, params, prior, given)
     moved = target.value("penstock:kv_transfer_blocks_total", direction="in") - first
     assert moved == given.num_tokens // BLOCK - first, "blocks that were there moved again"
+
+
+FAMILIES = {
+    "llama": {},
+    "qwen3": {},
+    "gemma3": {"sliding_window": 16},
+    "mistral": {"sliding_window": 12},
+    "qwen2": {},
+    "phi3": {},
+    "granite": {},
+    "deepseek_v2": {},
+}
+"""Two have windows that the prompt is longer than."""
+ASKED = {
+    "greedy": {"temperature": 0.0},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+    "seeded": {"temperature": 0.9, "seed": 5, "top_k": 30, "top_p": 0.9},
+    "chunked": {"temperature": 0.0},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_go_on_as_they_would_have(family: str, tmp_path: Path, ends: ExitStack) -> None:
+    save_tiny_model(family, tmp_path, **FAMILIES[family])
+    source, target = (TransferringEngine(tmp_path, name, ends) for name in "ab")
+    for number, (name, settings) in enumerate(ASKED.items()):
+        params = SamplingParams(max_tokens=14, ignore_eos=True, logprobs=1, **settings)
+        whole = target.run(request_of(params))["r"]
+        target.core.scheduler.reset_prefix_cache()
+        prior, given = handed_over(source, params, after=2 + number)
+        rest = gone_on(target, params, prior, given)
+        assert prior + tokens(rest) == tokens(whole), name
+        target.core.scheduler.reset_prefix_cache()
+    assert target.value("penstock:kv_transfer_failures_total") == 0
+    assert target.value("penstock:kv_transfer_blocks_total", direction="in") > 0
+    assert target.num_free_blocks == 199
+
+
+def test_salts_do_not_meet(model: Path, ends: ExitStack) -> None:
+    source, target = (TransferringEngine(model, name, ends) for name in "ab")
+    params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
+    prior, given = handed_over(source, params)
+    salted = request_of(
+        params,
+        prior_output_token_ids=prior,
+        kv_source=given,
+        attempt=1,
+        context=RequestContext(cache_salt="another tenant"),
+    )
+    whole = target.run(request_of(params, context=RequestContext(cache_salt="third")))["r"]
+    assert prior + tokens(target.run(salted)["r"]) == tokens(whole)
+    assert target.value("penstock:kv_transfer_blocks_total", direction="in") == 0

@@ -118,7 +118,15 @@ def _begin(
         wake=wake,
     )
     transfer.attach(source, peers)
-    registry.register(TransferCollector(leases, counts, ready))
+    registry.register(
+        TransferCollector(
+            leases,
+            counts,
+            ready,
+            num_pulls=lambda: transfer.num_pulls,
+            num_slots_used=lambda: offers.num_slots_used,
+        )
+    )
     identity = KvSource(
         engine_id=ready.engine_id,
         incarnation=ready.incarnation,

@@ -1,6 +1,6 @@
 """Metrics of blocks that go from engine to engine."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -12,11 +12,23 @@ from penstock_enginecore.rpc.kv.counts import TransferCounts
 
 
 class TransferCollector(Collector):
-    """Reads what was counted when it is scraped."""
+    """Reads what was counted when it is scraped. ``num_pulls``: streams that are open, those of others and own ones;
+    ``num_slots_used``: blocks in shared memory that nobody has read.
+    """
 
-    def __init__(self, leases: Leases, counts: TransferCounts, ready: EngineReady) -> None:
+    def __init__(
+        self,
+        leases: Leases,
+        counts: TransferCounts,
+        ready: EngineReady,
+        *,
+        num_pulls: Callable[[], tuple[int, int]],
+        num_slots_used: Callable[[], int],
+    ) -> None:
         self._leases = leases
         self._counts = counts
+        self._num_pulls = num_pulls
+        self._num_slots_used = num_slots_used
         self._labels = [ready.model, ready.engine_id]
 
     def collect(self) -> Iterator[Metric]:
@@ -45,6 +57,14 @@ class TransferCollector(Collector):
         for reason, value in sorted(counts.failures.copy().items()):
             failures.add_metric([*self._labels, reason], value)
         yield failures
+        pulls = GaugeMetricFamily(
+            "penstock:kv_pulls",
+            "Open streams of blocks from other engines (in) and to them (out)",
+            labels=[*LABELS, "direction"],
+        )
+        for direction, count in zip(("out", "in"), self._num_pulls(), strict=True):
+            pulls.add_metric([*self._labels, direction], count)
+        yield pulls
         yield from self._lease_families()
 
     def _lease_families(self) -> Iterator[Metric]:
@@ -52,6 +72,7 @@ class TransferCollector(Collector):
         for name, text, value in (
             ("penstock:kv_leases", "Requests whose blocks are kept for other engines", len(leases)),
             ("penstock:kv_leased_blocks", "Blocks that are kept for other engines", leases.num_blocks),
+            ("penstock:kv_arena_blocks", "Blocks in shared memory that nobody has read", self._num_slots_used()),
         ):
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             gauge.add_metric(self._labels, value)

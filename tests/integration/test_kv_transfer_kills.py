@@ -1,0 +1,163 @@
+"""Sources that are killed, or stopped and go on, at every point of a pull: tokens are the same, and nothing is left behind."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock_common.types.kv_transfer import KvSource
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.rpc.kv import pull_client, pull_server
+from tests.fakes.engines.transferring_engine import TransferringEngine
+from tests.fakes.models.tiny_models import save_tiny_model
+from tests.fakes.patience import PATIENCE
+
+pytestmark = pytest.mark.slow
+PROMPT = list(range(5, 5 + 50))
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
+BLOCKS = 13
+
+
+def source(path: Path, transport: str, to: Connection) -> None:
+    """A process: hands a request over when it is told to, one block every 20 ms; then says what it has left."""
+    pull_server._READ_BYTES = 1
+    found = pull_server._Stream._contents
+
+    async def slowly(stream: Any, reading: Any) -> Any:
+        await asyncio.sleep(0.02)
+        return await found(stream, reading)
+
+    pull_server._Stream._contents = slowly  # type: ignore[method-assign]
+    with ExitStack() as ends:
+        transfer = {"transport": transport, "arena": 1 << 20, "lease": 1.0}
+        engine = TransferringEngine(path, "a", ends, kv_transfer=transfer)
+        to.send(None)
+        while to.recv() == "hand over":
+            request = EngineCoreRequest(
+                request_id="r", prompt_token_ids=PROMPT, sampling_params=PARAMS, handoff_after_tokens=3
+            )
+            outputs = engine.run(request)["r"]
+            to.send(([token for output in outputs for token in output.new_token_ids], outputs[-1].kv_source))
+        give_up = time.monotonic() + PATIENCE
+        while engine.core.has_leases and time.monotonic() < give_up:
+            engine.core.expire_leases()
+            time.sleep(0.01)
+        while engine.value("penstock:kv_pulls") and time.monotonic() < give_up:
+            time.sleep(0.01)
+        to.send((engine.num_free_blocks, int(engine.value("penstock:kv_arena_blocks"))))
+        to.recv()
+
+
+class Source:
+    """That process. ``strike`` does to it what the test is about, once."""
+
+    def __init__(self, path: Path, transport: str, how: str) -> None:
+        context = get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=source, args=(path, transport, theirs), daemon=True)
+        self.process.start()
+        self._how = how
+        self.struck = False
+        assert self.pipe.poll(PATIENCE)
+        self.pipe.recv()
+
+    def hand_over(self) -> tuple[list[int], KvSource]:
+        self.pipe.send("hand over")
+        assert self.pipe.poll(PATIENCE)
+        prior, given = self.pipe.recv()
+        return prior, given
+
+    def strike(self) -> None:
+        if not self.struck:
+            self.struck = True
+            assert self.process.pid is not None
+            os.kill(self.process.pid, signal.SIGKILL if self._how == "killed" else signal.SIGSTOP)
+
+    def end(self) -> tuple[int, int] | None:
+        """Free blocks and slots in use, of one that lives."""
+        if self._how == "killed":
+            self.process.join(PATIENCE)
+            return None
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+        self.pipe.send("what is left")
+        assert self.pipe.poll(PATIENCE)
+        left: tuple[int, int] = self.pipe.recv()
+        self.pipe.send("end")
+        self.process.join(PATIENCE)
+        return left
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kv") / "llama"
+    save_tiny_model("llama", path)
+    return path
+
+
+@pytest.fixture
+def ends() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def at(point: str, striking: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have ``striking`` called when the pull is there."""
+    took, count = pull_client.PullClient._take, 0
+
+    def take(client: Any, response: Any) -> None:
+        nonlocal count
+        kind = response.WhichOneof("message")
+        count += kind == "block"
+        if (point, kind) == ("open", "opened") or (kind == "block" and point == f"block {count}"):
+            striking()
+        took(client, response)
+
+    monkeypatch.setattr(pull_client.PullClient, "_take", take)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("point", ["grant", "open", "block 1", "block 7", f"block {BLOCKS}"])
+def test_the_tokens_are_the_same(
+    point: str, how: str, transport: str, model: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = Source(model, transport, how)
+    target = TransferringEngine(
+        model, "b", ends, kv_transfer={"transport": transport, "arena": 1 << 20, "silence": 0.3}
+    )
+    ends.callback(origin.process.kill)
+    whole = target.run(EngineCoreRequest(request_id="w", prompt_token_ids=PROMPT, sampling_params=PARAMS))["w"]
+    target.core.scheduler.reset_prefix_cache()
+    prior, given = origin.hand_over()
+    at(point, origin.strike, monkeypatch)
+    if point == "grant":
+        origin.strike()
+    request = EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=PROMPT,
+        sampling_params=PARAMS,
+        prior_output_token_ids=prior,
+        kv_source=given,
+        attempt=1,
+    )
+    rest = target.run(request)["r"]
+    assert origin.struck
+    tokens = [token for output in whole for token in output.new_token_ids]
+    assert prior + [token for output in rest for token in output.new_token_ids] == tokens
+    assert target.num_free_blocks == 199
+    come = target.value("penstock:kv_transfer_blocks_total", direction="in")
+    assert come >= {"grant": 0, "open": 0, "block 1": 1, "block 7": 7}.get(point, BLOCKS)
+    if how == "stopped" and point != f"block {BLOCKS}":
+        assert target.value("penstock:kv_transfer_failures_total", reason="silent") == 1
+    if (left := origin.end()) is not None:
+        assert left == (199, 0)
