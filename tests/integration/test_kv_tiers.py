@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.engines.in_process import Run, build_engine, generate
@@ -131,6 +132,24 @@ def test_hits_after_a_restart_come_from_the_disk(model: Model, tmp_path: Path) -
     assert run.tokens["c"] == expected.tokens["a"]
     assert bits(run, "c") == bits(again, "b")
     second.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+def test_workers_in_processes_keep_their_parts(model: Model, size: int, tmp_path: Path) -> None:
+    """The host's memory is small: most of what comes back is on the disk."""
+    executor = {"kind": "multiproc", "tensor_parallel_size": size}
+    large = engine_of(model, LARGE, executor=executor)
+    expected = conversation(large, model)
+    num_blocks = smallest(large)
+    large.shutdown()
+    disk = {"disk": str(tmp_path), "disk_size": 32 << 20}
+    small = engine_of(model, num_blocks, 200_000, cache=disk, executor=executor)
+    assert conversation(small, model) == expected
+    media = small.connector.stats().num_loaded_blocks
+    assert media[KvMedium.HOST] + media[KvMedium.DISK] > 4 * 10
+    assert media[KvMedium.DISK] > 0
+    small.shutdown()
 
 
 def test_nothing_comes_back_behind_a_reset(model: Model) -> None:

@@ -1,5 +1,6 @@
 """Copies blocks between a worker's part of the KV cache and host memory, beside its steps."""
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -20,13 +21,12 @@ Memory = Callable[[], list[torch.Tensor]]
 
 
 class WorkerCopies:
-    """``behind`` and what it returns are for the worker's own thread: they begin what was asked for behind the steps that were
-    launched. The rest happens on a thread of its own, in order. Every call raises what went wrong out of its future.
-    """
+    """Copies are made on a thread of their own, in the order of ``begin``, whose future raises what went wrong."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._thread: DeviceThread | None = None
+        self._lock = threading.Lock()  # of making it
         self._host: HostMemory | None = None
 
     @property
@@ -35,14 +35,15 @@ class WorkerCopies:
         return sum(tensor.shape[1] for tensor in self._memory())
 
     def begin(self, method: str, *arguments: Any) -> "Future[Any]":
-        """Have a method of this class called, behind what its device was told to do before."""
+        """Have a method of this class called, behind what the device of a GPU's worker was told by the calling thread before."""
         memory = self._memory()
         ready = None
         if memory and memory[0].is_cuda:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(memory[0].device))
-        if self._thread is None:
-            self._thread = DeviceThread("kv copies")
+        with self._lock:
+            if self._thread is None:
+                self._thread = DeviceThread("kv copies")
         return self._thread.submit(partial(self._run, memory, ready, getattr(self, method), arguments))
 
     def stop(self) -> None:

@@ -26,8 +26,13 @@ def available_host_memory() -> int:
 
 
 def check_kv_cache_memory(config: CacheConfig, device: torch.device) -> None:
-    """Raise ConfigError, before anything is on the device, when the KV cache that was asked for is larger than what is left."""
-    memory = host_memory() if device.type == "cpu" else _device_memory(device)
+    """Raise ConfigError, before anything is on the device, when the KV cache that was asked for is larger than what is left, or
+    what is kept beside it.
+    """
+    host = host_memory()
+    if config.host_memory and host is not None:
+        check_fits("cache.host_memory", config.host_memory, host)
+    memory = host if device.type == "cpu" else _device_memory(device)
     if config.kv_cache_memory is not None and memory is not None:
         check_fits("cache.kv_cache_memory", config.kv_cache_memory, memory)
 

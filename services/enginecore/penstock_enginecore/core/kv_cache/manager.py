@@ -120,7 +120,7 @@ class KVCacheManager:
         revived = pool.num_free_among(computed.blocks)
         if missing * len(self.groups) + revived + reserve > pool.num_free_blocks:
             return False
-        self.hold(request, computed)
+        self.hold(request, computed.blocks)
         self._blocks[request.key] = tuple([[*blocks, *pool.allocate(missing)] for blocks in computed.blocks])
         self._num_cached[request.key] = computed.num_blocks
         if self.has_windows:
@@ -130,13 +130,13 @@ class KVCacheManager:
             self.prefix_stats.hits += computed.num_tokens - request.num_loaded_tokens
         return True
 
-    def hold(self, request: Request, computed: ComputedBlocks) -> None:
-        """Keep the cached blocks of a request that is not started, in place of what it held."""
-        for blocks in computed.blocks:
+    def hold(self, request: Request, tables: tuple[list[KVCacheBlock], ...]) -> None:
+        """Keep cached blocks for a request that is not started, in place of what it held."""
+        for blocks in tables:
             self.pool.touch(blocks)
         for table in self._blocks.pop(request.key, ()):
             self.pool.free(table)
-        self._blocks[request.key] = computed.blocks
+        self._blocks[request.key] = tables
 
     def plan_load(self, request: Request, lookup: Lookup) -> LoadPlan:
         """What could be brought of the request's prefix: see ``plan_load``. Nothing ends amid what is computed together."""

@@ -1,6 +1,7 @@
 """Blocks for which host memory has no room any more go to a disk, and come back from there."""
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -18,8 +19,8 @@ _BATCH_BYTES = 8 << 20
 _MAX_PENDING_BYTES = 64 << 20
 """Of blocks that wait to be written; more are dropped."""
 Content = bytes | memoryview
-Over = Callable[[list[Place], list[Place]], None]
-"""Called on any thread with a batch that was to be brought, which is over, and what has arrived of it."""
+Over = Callable[[list[Place], list[Place], float], None]
+"""Called on any thread with a batch that was to be brought, which is over, what has arrived of it, and seconds that it was read."""
 Follow = Callable[["Future[Any]", Callable[["Future[Any]"], None]], None]
 """Has something called on the busy loop's thread once a future is done."""
 
@@ -47,7 +48,11 @@ class BlockStore(Protocol):
 class DiskTier:
     """All methods belong to the busy loop's thread. A disk that fails is used no more; the log says so once."""
 
-    def __init__(self, store: BlockStore, copier: BlockCopier, follow: Follow) -> None:
+    def __init__(
+        self, store: BlockStore, copier: BlockCopier, follow: Follow, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._last_read = 0.0  # belongs to the store's thread
         self._store = store
         self._copier = copier
         self._follow = follow
@@ -101,7 +106,7 @@ class DiskTier:
                     raise KeyError(name)
                 self.index.touch(name)
                 slots.append((slot, name))
-            self._store.read(slots).add_done_callback(partial(self._read, batch, over))
+            self._store.read(slots).add_done_callback(partial(self._read, batch, over, self._clock()))
 
     def num_batches(self, num_blocks: int) -> int:
         """In how many batches so many blocks come."""
@@ -126,19 +131,21 @@ class DiskTier:
         """Behind what is being written."""
         self._store.close()
 
-    def _read(self, batch: list[Place], over: Over, done: "Future[list[Content | None]]") -> None:
-        """Any thread."""
+    def _read(self, batch: list[Place], over: Over, asked: float, done: "Future[list[Content | None]]") -> None:
+        """The store's thread."""
+        now = self._clock()
+        seconds, self._last_read = now - max(asked, self._last_read), now
         if (error := done.exception()) is not None:
             logger.warning("KV blocks cannot be read from the disk: %s", error)
-            over(batch, [])
+            over(batch, [], seconds)
             return
         whole = [(place, content) for place, content in zip(batch, done.result(), strict=True) if content is not None]
         if not whole:
-            over(batch, [])
+            over(batch, [], seconds)
             return
         places = [place for place, _ in whole]
         written = self._copier.write([place.block_id for place in places], [content for _, content in whole])
-        written.add_done_callback(lambda done: over(batch, places if done.exception() is None else []))
+        written.add_done_callback(lambda done: over(batch, places if done.exception() is None else [], seconds))
 
     def _write(self, names: list[BlockName], generation: int, done: "Future[list[bytes]]") -> None:
         error = done.exception()

@@ -139,7 +139,7 @@ class HostTier:
     def _saved(self, taken: "list[tuple[Place, int]]", done: "Future[None]") -> None:
         self._under_way = None
         error = done.exception()
-        for place, slot in taken:
+        for place, slot in reversed(taken):  # the begin of a sequence is reused last
             del self._saving[place.name]
             self._blocks.release(place)
             if error is None and not self._off:

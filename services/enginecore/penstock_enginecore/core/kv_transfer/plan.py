@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from penstock_common.types.kv_transfer import BlockName
-from penstock_enginecore.core.kv_cache.block_pool import BlockPool
+from penstock_enginecore.core.kv_cache.block_pool import BlockPool, KVCacheBlock
 from penstock_enginecore.core.kv_cache.prefix import first_block
 from penstock_enginecore.core.kv_cache.spec import KVCacheGroup
 
@@ -13,10 +13,13 @@ Lookup = Callable[[Sequence[Sequence[BlockName]]], int]
 
 
 class LoadPlan(NamedTuple):
-    """The blocks that are missing in the pool, in the order of their places, of a prefix of ``num_blocks`` blocks."""
+    """Of a prefix of ``num_blocks`` blocks: those that are ``missing`` in the pool, in the order of their places, and those that
+    are there, by group.
+    """
 
     num_blocks: int
     missing: list[BlockName]
+    there: tuple[list[KVCacheBlock], ...]
 
 
 def plan_load(
@@ -63,7 +66,11 @@ def plan_load(
                     length = index
                 index -= 1
     missing = [name for names in lacking[: max(length - start, 0)] for name in names]
-    for number in windowed:
-        seen = hashes[first_block(groups[number], length, block_size, num_tokens) : length]
-        missing += [BlockName(number, block_hash) for block_hash in seen if pool.get(block_hash, number) is None]
-    return LoadPlan(length, missing)
+    there = []
+    for number, group in enumerate(groups):
+        first = first_block(group, length, block_size, num_tokens) if group.is_windowed else 0
+        found = [(block_hash, pool.get(block_hash, number)) for block_hash in hashes[first:length]]
+        there.append([block for _, block in found if block is not None])
+        if group.is_windowed:
+            missing += [BlockName(number, block_hash) for block_hash, block in found if block is None]
+    return LoadPlan(length, missing, tuple(there))

@@ -84,7 +84,7 @@ class TieredConnector:
         if num_host_slots:
             keep = None
             if store is not None:
-                self._disk = DiskTier(store, copier, self._follow)
+                self._disk = DiskTier(store, copier, self._follow, self._clock)
                 keep = self._disk.keep
             self._host = HostTier(copier, num_host_slots, self._blocks, self._follow, keep)
 
@@ -111,7 +111,9 @@ class TieredConnector:
         return KvMedium.PEER if self._peers is not None and self._peers.has(request, name) else None
 
     def seconds(self, request: Request, names: Sequence[BlockName]) -> float:
-        """See ``KVConnector``."""
+        """See ``KVConnector``. The host's memory takes no time beside computing, but that of a step which runs, which computing
+        waits for as well.
+        """
         counts = Counter(self._where(request, name) for name in names)
         return sum(self._rates.seconds(medium, count) for medium, count in counts.items() if medium is not None)
 
@@ -250,19 +252,18 @@ class TieredConnector:
         error = done.exception()
         if error is None:
             load.arrived += [(place, KvMedium.HOST) for place in places]
-            self._rates.loaded(KvMedium.HOST, len(places), self._clock() - load.began)
         elif self._host is not None:
             self._host.fail(error)
         self._part_over(load)
 
-    def _tell_read(self, load: _Load, places: list[Place], arrived: list[Place]) -> None:
+    def _tell_read(self, load: _Load, places: list[Place], arrived: list[Place], seconds: float) -> None:
         """Any thread."""
-        self._news.put(partial(self._read, load, places, arrived))
+        self._news.put(partial(self._read, load, places, arrived, seconds))
         self._wake()
 
-    def _read(self, load: _Load, places: list[Place], arrived: list[Place]) -> None:
+    def _read(self, load: _Load, places: list[Place], arrived: list[Place], seconds: float) -> None:
         load.arrived += [(place, KvMedium.DISK) for place in arrived]
-        self._rates.loaded(KvMedium.DISK, len(arrived), self._clock() - load.began)
+        self._rates.loaded(KvMedium.DISK, len(arrived), seconds)
         if self._disk is not None and len(arrived) < len(places):
             self._disk.dropped([place for place in places if place not in arrived])
         self._part_over(load)

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-from penstock_common.types.kv_transfer import KvMedium
+from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.block_pool import BlockLog, KVCacheBlock
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.prefix import ComputedBlocks
 from penstock_enginecore.core.kv_transfer.base import KVConnector, LoadEnded, Place
 from penstock_enginecore.core.kv_transfer.loads import Loads
-from penstock_enginecore.core.kv_transfer.plan import BlockName
+from penstock_enginecore.core.kv_transfer.plan import LoadPlan
 from penstock_enginecore.core.kv_transfer.rates import ComputeRate
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.base import Clock, SchedulerContext
@@ -23,7 +23,7 @@ _MEDIA = (KvMedium.HOST, KvMedium.DISK, KvMedium.PEER)
 class KvLoads:
     """What the scheduler does with a ``KVConnector``.
 
-    A request whose blocks are brought waits with ``Hold.KV_TRANSFER``, and has a slot and blocks: it keeps the cached beginning
+    A request whose blocks are brought waits with ``Hold.KV_TRANSFER``, and has a slot and blocks: it keeps what the pool has
     of its prefix, while the load keeps the blocks that are written. When the load has ended the request keeps what there is, and
     is the next that starts. Until then it can be made to give up its blocks, before requests that run. Others that need the same
     blocks wait with the same hold, and have none. ``min_tokens``: fewer are computed. ``by_priority``: the least urgent gives up
@@ -108,17 +108,17 @@ class KvLoads:
             return True
         alone = not self._running and not self._held
         spare = 0 if alone else reserve(num_tokens)
-        if len(plan.missing) + self._pool.num_free_among(computed.blocks) + spare > self._pool.num_free_blocks:
+        if len(plan.missing) + self._pool.num_free_among(plan.there) + spare > self._pool.num_free_blocks:
             return None if alone and not self.num_returning else False
         if not self._rate.pays(self._connector.seconds(request, plan.missing), num_tokens - computed.num_tokens):
             return None
-        self._begin(request, computed, plan.missing)
+        self._begin(request, plan)
         return True
 
-    def _begin(self, request: Request, computed: ComputedBlocks, missing: list[BlockName]) -> None:
-        self._kv_cache.hold(request, computed)
-        blocks = self._pool.allocate(len(missing))
-        places = [Place(name, block.block_id) for name, block in zip(missing, blocks, strict=True)]
+    def _begin(self, request: Request, plan: LoadPlan) -> None:
+        self._kv_cache.hold(request, plan.there)
+        blocks = self._pool.allocate(len(plan.missing))
+        places = [Place(name, block.block_id) for name, block in zip(plan.missing, blocks, strict=True)]
         number = self._connector.load(request, places)
         self._loads.begin(number, places, request.key)
         self.num_loads += 1
@@ -165,6 +165,8 @@ class KvLoads:
 
     def _give_up(self, request: Request) -> None:
         self._leave(request)
+        if request.num_cached_tokens < 0:
+            request.loaded_tokens = ()
         self._kv_cache.free(request)
         self._waiting.release(request, Hold.KV_TRANSFER)
 
@@ -258,7 +260,7 @@ class KvLoads:
         self._kv_cache.arrived(request, [place for place, _ in ended.arrived])
         if load.owner is not None:
             computed = self._kv_cache.get_computed_blocks(request)
-            self._kv_cache.hold(request, computed)
+            self._kv_cache.hold(request, computed.blocks)
             if request.num_cached_tokens < 0:
                 request.loaded_tokens = self._loaded(request, ended, computed)
             self._ready[request.key] = request

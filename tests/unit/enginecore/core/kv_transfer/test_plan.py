@@ -42,7 +42,8 @@ def test_what_the_pool_has_is_not_brought():
     names = [BlockName(0, block_hash) for block_hash in HASHES[:5]]
     pool = pool_with(set(names[:2]) | {names[3]}, 1)
     plan = plan_load(pool, [FULL], HASHES, BLOCK, 33, lookup_in(set(names)))
-    assert plan == (5, [names[2], names[4]])
+    assert (plan.num_blocks, plan.missing) == (5, [names[2], names[4]])
+    assert [block.block_hash for block in plan.there[0]] == [names[0].hash, names[1].hash, names[3].hash]
 
 
 def test_of_a_window_what_the_next_query_sees_is_brought():

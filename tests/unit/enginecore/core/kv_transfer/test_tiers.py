@@ -92,7 +92,9 @@ def test_a_prompt_whose_blocks_were_taken_comes_back_from_the_host():
     assert turn(engine, 0) == (0, 0, 0)
     for number in (1, 2, 3):
         turn(engine, number)
-    assert turn(engine, 0) == (39, 40, 0) or turn(engine, 0)[1] >= 36
+    num_cached, num_host, num_disk = turn(engine, 0)
+    assert (num_cached, num_disk) == (39, 0)
+    assert num_host >= 32
     stats = engine.connector.stats()
     assert stats.num_loaded_blocks[KvMedium.HOST] >= 9
     assert engine.scheduler.kv_cache.external_stats.hits >= 36

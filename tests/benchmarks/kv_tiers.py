@@ -1,0 +1,263 @@
+"""What KV blocks in host memory and on a disk save, and cost: an engine in this process.
+
+``python -m tests.benchmarks.kv_tiers MODEL [--tokens 1024] [--threads 2] [--rounds 5]``. Four parts:
+
+- ``loads``: seconds to the first token of a prompt that is computed, and of one whose blocks come from the host, from the disk
+  (in the page cache), or are in the KV cache; a load's own time is what is left beyond the last.
+- ``neighbour``: the gaps between the tokens of a stream beside loads, and without.
+- ``fits``: a working set that fits the KV cache, with host memory and without.
+- ``beyond``: a working set of four times the KV cache: hits and first tokens, of none, host memory, and an endless KV cache.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.app import build_engine
+from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig, SchedulerConfig
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.executor.uniproc import UniprocExecutor
+
+GIB = 1 << 30
+BLOCK = 16
+
+
+class Bench:
+    """An engine, driven by this thread as the busy loop does."""
+
+    def __init__(self, arguments: argparse.Namespace, *, num_blocks: int, host: int = 0, disk: str = "") -> None:
+        config = EngineCoreConfig(
+            model=ModelConfig(path=arguments.model, max_model_len=arguments.tokens + 64),
+            cache=CacheConfig(
+                num_blocks=num_blocks,
+                block_size=BLOCK,
+                host_memory=host,
+                disk=disk,
+                disk_size=GIB if disk else 0,
+            ),
+            scheduler=SchedulerConfig(max_num_batched_tokens=arguments.tokens + 64),
+            executor=ExecutorConfig(num_threads=arguments.threads),
+            iteration_log_interval=0.0,
+        )
+        self.engine: EngineCore = build_engine(config, UniprocExecutor(config), None, lambda line: None)
+        self._woken = threading.Event()
+        self.engine.wake = self._woken.set
+        self._numbers = iter(range(1 << 30))
+        self._random = random.Random(0)
+        self.tokens = arguments.tokens
+
+    def prompt(self, number: int) -> list[int]:
+        """One of its own for each number."""
+        return random.Random(number).choices(range(10, 5000), k=self.tokens)
+
+    def add(self, prompt: list[int], max_tokens: int) -> str:
+        """Queue a request."""
+        name = f"r{next(self._numbers)}"
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        request = EngineCoreRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params)
+        self.engine.add(self.engine.preprocess("bench", request))
+        return name
+
+    def steps(self) -> Iterator[tuple[str, float]]:
+        """Names of requests that have got a token, and when, until none is left."""
+        while self.engine.has_requests:
+            for frame in self.engine.step(lambda: None).values():
+                now = time.perf_counter()
+                for output in frame.outputs:
+                    if output.new_token_ids:
+                        yield output.request_id, now
+            if self.engine.stalled and self.engine.has_requests:
+                self._woken.wait(10)
+                self._woken.clear()
+
+    def settle(self) -> None:
+        """Until nothing is being copied."""
+        deadline = time.perf_counter() + 0.3
+        while time.perf_counter() < deadline:
+            if self.engine.has_work:
+                self.engine.step(lambda: None)
+            time.sleep(0.005)
+
+    def first_token(self, prompt: list[int]) -> float:
+        """Seconds."""
+        began = time.perf_counter()
+        self.add(prompt, 1)
+        (_, then), *_ = self.steps()
+        return then - began
+
+    @property
+    def hits(self) -> tuple[int, int]:
+        """Tokens found in the KV cache, and brought."""
+        cache = self.engine.scheduler.kv_cache
+        return cache.prefix_stats.hits, cache.external_stats.hits
+
+    @property
+    def media(self) -> dict[str, int]:
+        """Blocks that were loaded, by where from."""
+        connector = self.engine.connector
+        return {} if connector is None else {k.name: v for k, v in connector.stats().num_loaded_blocks.items() if v}
+
+
+@contextmanager
+def engine(arguments: argparse.Namespace, **options: Any) -> Iterator[Bench]:
+    bench = Bench(arguments, **options)
+    try:
+        yield bench
+    finally:
+        bench.engine.shutdown()
+
+
+def loads(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Each prompt is computed, makes room for others, and comes again."""
+    per_prompt = arguments.tokens // BLOCK + 2
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as directory:
+        for name, host, disk in (("host", GIB, ""), ("disk", 0, directory)):
+            with engine(arguments, num_blocks=2 * per_prompt, host=host or 8 << 20, disk=disk) as bench:
+                bench.first_token(bench.prompt(999))
+                seconds: dict[str, list[float]] = {"computed": [], name: [], "cached": []}
+                for number in range(arguments.rounds):
+                    seconds["computed"].append(bench.first_token(bench.prompt(number)))
+                    bench.settle()
+                    for other in range(3):
+                        bench.first_token(bench.prompt(1000 + 10 * number + other))
+                        bench.settle()
+                    before = sum(bench.media.values())
+                    seconds[name].append(bench.first_token(bench.prompt(number)))
+                    assert sum(bench.media.values()) - before >= arguments.tokens // BLOCK - 1, bench.media
+                    seconds["cached"].append(bench.first_token(bench.prompt(number)))
+                medians = {key: statistics.median(values) for key, values in seconds.items()}
+                medians["load"] = medians[name] - medians["cached"]
+                medians["of_computing"] = medians["load"] / medians["computed"]
+                medians["whole_of_computing"] = medians[name] / medians["computed"]
+                found[name] = {"media": bench.media, **{key: round(value, 5) for key, value in medians.items()}}
+    return found
+
+
+def neighbour(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A stream of tokens, beside which every 20th one prompts come whose blocks are on the host."""
+    per_prompt = arguments.tokens // BLOCK + 2
+    found: dict[str, Any] = {}
+    with engine(arguments, num_blocks=4 * per_prompt, host=GIB) as bench:
+        prompts = [bench.prompt(number) for number in range(8)]
+        for prompt in prompts:
+            bench.first_token(prompt)
+            bench.settle()
+        for kind in [*("alone", "cached", "loads")] * arguments.rounds:
+            gaps, last, count, chosen = [], 0.0, 0, itertools_cycle(prompts if kind == "loads" else prompts[-1:])
+            if kind == "cached":
+                bench.first_token(prompts[-1])
+            name = bench.add(bench.prompt(7777)[:64], arguments.stream)
+            for of, now in bench.steps():
+                if of != name:
+                    continue
+                if last:
+                    gaps.append(now - last)
+                last, count = now, count + 1
+                if kind != "alone" and count % 20 == 10 and count < arguments.stream - 20:
+                    bench.add(next(chosen), 1)
+            bench.settle()
+            found.setdefault(kind, []).extend(gaps)
+    result = {
+        kind: {"p50": round(statistics.median(gaps), 5), "p99": round(_p99(gaps), 5), "gaps": len(gaps)}
+        for kind, gaps in found.items()
+    }
+    result["media"] = bench.media
+    return result
+
+
+def itertools_cycle(prompts: list[list[int]]) -> Iterator[list[int]]:
+    """The prompts, round and round."""
+    while True:
+        yield from prompts
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * 0.99))]
+
+
+def fits(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Prompts that the KV cache holds, asked in turn with new ends; both engines in turn in every round."""
+    per_prompt = arguments.tokens // BLOCK + 6
+    count = 6
+    found: dict[str, list[float]] = {"without": [], "with": []}
+    with (
+        engine(arguments, num_blocks=(count + 2) * per_prompt) as without,
+        engine(arguments, num_blocks=(count + 2) * per_prompt, host=GIB) as having,
+    ):
+        for each in (without, having):
+            for number in range(count):
+                each.first_token(each.prompt(number))
+        for round_number in range(arguments.rounds * 3):
+            for name, bench in (("without", without), ("with", having)):
+                began = time.perf_counter()
+                for number in range(count):
+                    tail = [10 + round_number, 20 + number] * 16
+                    bench.add([*bench.prompt(number)[: arguments.tokens - 32], *tail], 24)
+                for _ in bench.steps():
+                    pass
+                found[name].append(time.perf_counter() - began)
+        ratios = [b / a for a, b in zip(found["without"], found["with"], strict=True)]
+    return {
+        "without": round(statistics.median(found["without"]), 4),
+        "with": round(statistics.median(found["with"]), 4),
+        "ratio": round(statistics.median(ratios), 4),
+    }
+
+
+def beyond(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Prompts of four times the KV cache, in random order."""
+    per_prompt = arguments.tokens // BLOCK + 2
+    fit, count = 3, 12
+    order = [random.Random(5).randrange(count) for _ in range(arguments.rounds * count)]
+    found = {}
+    for name, num_blocks, host in (
+        ("none", fit * per_prompt, 0),
+        ("host", fit * per_prompt, GIB),
+        ("endless", (count + 2) * per_prompt, 0),
+    ):
+        with engine(arguments, num_blocks=num_blocks, host=host) as bench:
+            for number in range(count):
+                bench.first_token(bench.prompt(number))
+                bench.settle()
+            before = sum(bench.hits)
+            seconds = []
+            for number in order:
+                seconds.append(bench.first_token(bench.prompt(number)))
+                bench.settle()
+            found[name] = {"p50": round(statistics.median(seconds), 5), "hits": sum(bench.hits) - before}
+    return found
+
+
+PARTS = {"loads": loads, "neighbour": neighbour, "fits": fits, "beyond": beyond}
+
+
+def main() -> None:
+    """A JSON line for each part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--stream", type=int, default=200)
+    parser.add_argument("--scratch", default=None, help="directory for the disk's file")
+    arguments = parser.parse_args()
+    if arguments.scratch:
+        Path(arguments.scratch).mkdir(parents=True, exist_ok=True)
+    for part in arguments.parts:
+        print(json.dumps({part: PARTS[part](arguments)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
