@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock_common.config.sections import ServerConfig
 from penstock_common.rpc.interceptor import CallObserver
+from penstock_common.tensors.shared_memory import ROOT
 from penstock_common.types.kv_transfer import BlockName, KvSource
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
@@ -24,6 +25,7 @@ from penstock_enginecore.rpc.kv.peers import Peers
 from penstock_enginecore.rpc.kv.pull_client import PullSettings
 from penstock_enginecore.rpc.kv.pull_server import PullSource
 from penstock_enginecore.rpc.kv.transfer import KvTransfer
+from tests.fakes.nixl import NixlNetwork
 from tests.fakes.patience import PATIENCE
 
 BLOCK_SIZE = 4
@@ -94,6 +96,7 @@ class FakeKvEngine:
         fingerprint: bytes = FINGERPRINT,
         root: Path | None = None,
         observer: CallObserver | None = None,
+        nixl: NixlNetwork | None = None,
         **settings: Any,
     ) -> None:
         self.name, self.block_bytes = name, block_bytes
@@ -119,7 +122,8 @@ class FakeKvEngine:
             config.kv_transfer,
             incarnation=self.incarnation,
             block_bytes=block_bytes,
-            **({"root": root} if root else {}),
+            root=root or ROOT,
+            make_agent=(nixl or NixlNetwork()).agent,
         )
         self._next_request = 0
         self.peers = self.make_peers()

@@ -13,6 +13,8 @@ from penstock_common.errors import FailedPrecondition, InvalidArgument
 from penstock_common.tensors.shared_memory import ROOT, UNREADABLE, lock_file, owner_of, unlink
 from penstock_common.tensors.sizes import Buffer
 
+MAX_SLOTS = 65_536
+"""Of an arena, however small they are."""
 _PURPOSE = "arena:"
 """Sets the owner of an arena apart from that of the process's segments."""
 
@@ -24,7 +26,7 @@ class Arena:
 
     def __init__(self, incarnation: str, *, size: int, slot_bytes: int, root: Path = ROOT) -> None:
         """``incarnation``: changes with every start of the process."""
-        count = size // slot_bytes
+        count = min(size // slot_bytes, MAX_SLOTS)
         if not count:
             raise OSError(f"{size} bytes hold no slot of {slot_bytes}")
         owner = owner_of(_PURPOSE + incarnation)

@@ -13,7 +13,7 @@ import grpc
 
 from penstock.kvtransfer.v1 import messages_pb2 as pb
 from penstock.kvtransfer.v1 import service_pb2_grpc
-from penstock_common.errors import RequestFailed
+from penstock_common.errors import FailedPrecondition, RequestFailed
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.status import from_rpc_error
 from penstock_common.types.kv_transfer import BlockName, KvSource
@@ -110,7 +110,7 @@ class PullClient:
         reason = "ended"
         try:
             while isinstance(response := await call.read(), pb.PullResponse):
-                self._take(response)
+                await self._take(response)
             if await call.code() is not grpc.StatusCode.OK:
                 reason = "unreachable"
         except grpc.aio.AioRpcError as e:
@@ -118,6 +118,10 @@ class PullClient:
             reason = _REASONS.get(failed.reason, "unreachable" if failed.code == "UNAVAILABLE" else "refused")
         except asyncio.CancelledError:
             reason = "stopped"
+        except FailedPrecondition as e:
+            reason = "unreadable"
+            if not self.failed:
+                log.warning("memory of another engine cannot be read", address=self._address, why=str(e))
         except (Broken, RequestFailed) as e:
             reason = "protocol"
             log.warning("an engine that gives blocks does not keep to the protocol", address=self._address, why=str(e))
@@ -125,8 +129,6 @@ class PullClient:
             self.fail(reason)
             call.cancel()
             writer.cancel()
-            if self._receiver is not None:
-                self._receiver.close()
             with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
                 await writer
 
@@ -174,7 +176,7 @@ class PullClient:
 
     # What the other end says.
 
-    def _take(self, response: pb.PullResponse) -> None:
+    async def _take(self, response: pb.PullResponse) -> None:
         now = self._settings.clock()
         if self._pull.state.ended:
             return
@@ -191,7 +193,7 @@ class PullClient:
                 self._pull.heard(now)
                 self._receiver.chunk(response.chunk)
             case "block":
-                self._take_block(response.block, self._receiver)
+                await self._take_block(response.block, self._receiver)
             case "missing":
                 missing = response.missing
                 self._pull.missing(missing.fetch_id, BlockName(missing.group, missing.hash), now)
@@ -201,9 +203,11 @@ class PullClient:
             case _:
                 raise Broken("a message is empty, or of a later revision")
 
-    def _take_block(self, block: pb.Block, receiver: Receiver) -> None:
+    async def _take_block(self, block: pb.Block, receiver: Receiver) -> None:
+        data = await receiver.data(block)
+        if self._pull.state.ended:
+            return
         now, counts = self._settings.clock(), self._settings.counts
-        data = receiver.data(block)
         size = block.data.shape[0]
         effects = self._pull.block(block.fetch_id, BlockName(block.group, block.hash), size, now, good=data is not None)
         counts.moved("in", self._transport, size)
@@ -248,6 +252,8 @@ class PullClient:
         self._requests = deque(each for each in self._requests if each.WhichOneof("message") == "open")
         if released:
             self._requests.append(pb.PullRequest(release=pb.Release()))
+        if self._receiver is not None:
+            self._receiver.close()
         if self._call is not None:
             if released:
                 asyncio.get_running_loop().call_later(_FAREWELL, self._call.cancel)

@@ -89,6 +89,7 @@ class PullServicer(service_pb2_grpc.KvTransferServiceServicer):
                     transport=stream.sender.name,
                     lease_seconds=source.leases.lease_seconds,
                     num_blocks=len(lease.blocks),
+                    nixl_agent=stream.sender.agent,
                 )
             )
             async for response in stream.answers(request_iterator):

@@ -8,7 +8,6 @@ from typing import Protocol
 from penstock.common.v1 import tensor_pb2
 from penstock.kvtransfer.v1 import messages_pb2 as pb
 from penstock_common.observability.logging import get_logger
-from penstock_common.tensors.arena import Arena
 from penstock_common.types.kv_transfer import BlockName
 from penstock_enginecore.rpc.kv.window import MESSAGE_BYTES
 
@@ -19,9 +18,10 @@ log = get_logger()
 
 
 class Sender(Protocol):
-    """Of one stream. ``name``: as the protocol calls it."""
+    """Of one stream. ``name``: as the protocol calls it; ``agent``: ``Opened.nixl_agent``."""
 
     name: str
+    agent: bytes
 
     def messages(self, fetch_id: int, name: BlockName, data: bytes) -> Iterator[pb.PullResponse]:
         """What brings a block over."""
@@ -37,6 +37,7 @@ class GrpcSender:
     """Blocks in messages of about 1 MiB: inline, larger ones in chunks."""
 
     name = GRPC
+    agent = b""
 
     def __init__(self) -> None:
         self._last_id = 0
@@ -63,13 +64,25 @@ class GrpcSender:
         """Nothing is kept."""
 
 
-class ArenaSender(GrpcSender):
-    """Blocks in the ``arena`` of this process, which another one of the host reads. Where it is full they go in messages."""
+class SharedSlots(Protocol):
+    """What an ``Arena`` is to a sender. ``name``: of the memory."""
 
-    name = SHARED_MEMORY
+    name: str
 
-    def __init__(self, arena: Arena) -> None:
+    def put(self, data: bytes) -> int | None:
+        """Where these bytes are from now on; None where there is no room. Raises OSError."""
+
+    def give_back(self, offset: int) -> None:
+        """Nobody reads what is there any more."""
+
+
+class SlotSender(GrpcSender):
+    """Blocks in slots of this process that another one reads. Where all are used they go in messages."""
+
+    def __init__(self, name: str, arena: SharedSlots, agent: bytes = b"") -> None:
         super().__init__()
+        self.name = name
+        self.agent = agent
         self._arena = arena
         self._num_sent = 0
         self._unread: deque[tuple[int, int]] = deque()

@@ -13,24 +13,30 @@ import msgspec
 import pytest
 
 from penstock_common.config.sections import ServerConfig
+from penstock_common.errors import ConfigError
 from penstock_common.tensors.arena import Arena
 from penstock_common.types.kv_transfer import BlockName
+from penstock_enginecore.config import KvTransferConfig
 from penstock_enginecore.core.kv_transfer.leases import LeaseState
 from penstock_enginecore.rpc.kv import transports
+from penstock_enginecore.rpc.kv.offers import Offers
 from penstock_enginecore.rpc.kv.window import MESSAGE_BYTES
 from tests.fakes.kv_engines import FakeKvEngine, content, names_of
 from tests.fakes.network.certificates import Authority
+from tests.fakes.nixl import NixlNetwork
 from tests.fakes.patience import PATIENCE
 
 Make = Callable[..., FakeKvEngine]
 
 
-@pytest.fixture(params=["grpc", "shared_memory"])
+@pytest.fixture(params=["grpc", "shared_memory", "nixl"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
-    common = {"root": tmp_path, "transport": request.param, "arena": 8 * MESSAGE_BYTES}
+    nixl = NixlNetwork()
+    common = {"root": tmp_path, "transport": request.param, "arena": 32 * MESSAGE_BYTES, "nixl": nixl}
     with ExitStack() as stack:
         yield lambda name, **settings: stack.enter_context(FakeKvEngine(name, **common, **settings))
     assert not list(tmp_path.iterdir()), "shared memory was left behind"
+    assert nixl.is_clean, "memory is registered, or agents are known"
 
 
 def moved(engine: FakeKvEngine, direction: str) -> tuple[int, int]:
@@ -347,8 +353,8 @@ def test_another_hosts_memory_is_not_used(tmp_path: Path) -> None:
     ours.mkdir()
     theirs.mkdir()
     with (
-        FakeKvEngine("a", root=ours, transport="auto") as source,
-        FakeKvEngine("b", root=theirs, transport="auto") as target,
+        FakeKvEngine("a", root=ours, transport="shared_memory") as source,
+        FakeKvEngine("b", root=theirs, transport="shared_memory") as target,
     ):
         names = names_of("prompt", 3)
         assert len(pull(source, target, names)) == 3
@@ -358,8 +364,8 @@ def test_another_hosts_memory_is_not_used(tmp_path: Path) -> None:
 def test_what_does_not_fit_into_the_arena_goes_in_messages(tmp_path: Path) -> None:
     size = MESSAGE_BYTES // 3
     with (
-        FakeKvEngine("a", root=tmp_path, transport="auto", arena=MESSAGE_BYTES, block_bytes=size) as source,
-        FakeKvEngine("b", root=tmp_path, transport="auto", block_bytes=size) as target,
+        FakeKvEngine("a", root=tmp_path, transport="shared_memory", arena=MESSAGE_BYTES, block_bytes=size) as source,
+        FakeKvEngine("b", root=tmp_path, transport="shared_memory", block_bytes=size) as target,
     ):
         names = names_of("prompt", 8)
         request = target.request(source.grant(names, time.monotonic()))
@@ -387,14 +393,74 @@ def test_a_bit_that_flips_in_the_arena_is_found(tmp_path: Path, monkeypatch: pyt
         assert target.counts.failures == {"checksum": 2}
 
 
+def nixl_engine(name: str, nixl: NixlNetwork, **more: Any) -> FakeKvEngine:
+    return FakeKvEngine(name, nixl=nixl, **{"transport": "nixl", "arena": MESSAGE_BYTES, **more})
+
+
+def test_a_slot_is_not_used_again_before_a_read_into_it_is_over() -> None:
+    nixl = NixlNetwork()
+    size = MESSAGE_BYTES // 2
+    with (
+        nixl_engine("a", nixl, block_bytes=size) as source,
+        nixl_engine("b", nixl, block_bytes=size, silence=0.2) as target,
+    ):
+        nixl.stuck = True
+        names = names_of("prompt", 3)
+        request = target.request(source.grant(names, time.monotonic()))
+        target.peers.opened(request)
+        assert target.fetch(request, names).wait() == {}
+        assert target.counts.failures == {"silent": 1}
+        until(lambda: target.transfer.num_pulls == (0, 0))
+        assert target.offers.num_slots_used == 1, "the read is not over"
+        nixl.stuck = False
+        until(lambda: target.offers.num_slots_used == 0)
+        until(lambda: source.leases.settle(0))
+        assert len(pull(source, target, names_of("another", 2))) == 2
+
+
+def test_a_read_that_fails_ends_the_pull() -> None:
+    nixl = NixlNetwork()
+    with nixl_engine("a", nixl) as source, nixl_engine("b", nixl) as target:
+        nixl.fails = True
+        assert pull(source, target, names_of("prompt", 3)) == {}
+        assert target.counts.failures == {"unreadable": 1}
+        assert target.offers.num_slots_used == 0
+
+
+def test_nixl_is_an_error_where_it_is_asked_for_and_not_there() -> None:
+    def missing(_: str) -> Any:
+        raise ImportError("No module named 'nixl'")
+
+    config = KvTransferConfig(transport="nixl")
+    with pytest.raises(ConfigError, match="kv_transfer.transport is 'nixl' and the package nixl cannot be imported"):
+        Offers(config, incarnation="a", block_bytes=1000, make_agent=missing)
+    offers = Offers(KvTransferConfig(transport="auto"), incarnation="a", block_bytes=1000, make_agent=missing)
+    assert "nixl" not in offers.transports
+    offers.close()
+
+
+def test_nixl_is_between_hosts_what_shared_memory_is_on_one(tmp_path: Path) -> None:
+    nixl = NixlNetwork()
+    ours, theirs = tmp_path / "a", tmp_path / "b"
+    ours.mkdir()
+    theirs.mkdir()
+    with (
+        nixl_engine("a", nixl, root=ours, transport="auto") as source,
+        nixl_engine("b", nixl, root=theirs, transport="auto") as target,
+    ):
+        assert target.offers.transports == ("shared_memory", "nixl", "grpc")
+        assert len(pull(source, target, names_of("prompt", 3))) == 3
+        assert set(target.counts.num_blocks) == {("in", "nixl")}
+
+
 def test_an_engine_without_shared_memory_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with (
-        FakeKvEngine("a", root=tmp_path, transport="auto") as source,
-        FakeKvEngine("b", root=tmp_path / "nowhere", transport="auto") as target,
+        FakeKvEngine("a", root=tmp_path, transport="shared_memory") as source,
+        FakeKvEngine("b", root=tmp_path / "nowhere", transport="shared_memory") as target,
     ):
         assert len(pull(source, target, names_of("prompt", 2))) == 2
         assert len(pull(target, source, names_of("prompt", 2))) == 2
