@@ -1,5 +1,6 @@
 """Engines whose blocks go to other memory and come back give the tokens of one that keeps them all."""
 
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.engines.in_process import Run, build_engine, generate
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.fakes.patience import PATIENCE
 
 BLOCK_SIZE = 4
 FAMILIES = ("llama", "gemma2")
@@ -37,9 +39,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def engine_of(model: Model, num_blocks: int, host_memory: int = 0, **sections: Any) -> EngineCore:
     cache = {"block_size": BLOCK_SIZE, "num_blocks": num_blocks, "host_memory": host_memory, "min_load_tokens": 8}
     cache |= sections.pop("cache", {})
-    return build_engine(
-        model.path, model={"max_model_len": 150}, cache=cache, scheduler={"watermark": 0.0}, **sections
-    )
+    return build_engine(model.path, model={"max_model_len": 150}, cache=cache, scheduler={"watermark": 0.0}, **sections)
 
 
 def greedy(num_tokens: int) -> SamplingParams:
@@ -65,6 +65,16 @@ def smallest(engine: EngineCore) -> int:
     return engine.scheduler.kv_cache.num_blocks_for(150) + 6
 
 
+def assert_all_free(engine: EngineCore) -> None:
+    """Behind the copies that are under way."""
+    deadline = time.monotonic() + PATIENCE
+    pool = engine.scheduler.kv_cache.pool
+    while engine.has_work or pool.num_free_blocks < pool.num_usable_blocks:
+        engine.step(lambda: None)
+        assert time.monotonic() < deadline, "blocks are not given back"
+        time.sleep(0.001)
+
+
 def conversation(engine: EngineCore, model: Model) -> list[Any]:
     """Two turns of each of four clients, one after the other."""
     said = []
@@ -87,8 +97,7 @@ def test_second_turns_come_back_from_the_host_bit_for_bit(model: Model) -> None:
     small = engine_of(model, num_blocks, PLENTY)
     assert conversation(small, model) == expected
     assert loads(small) > 4 * 40
-    pool = small.scheduler.kv_cache.pool
-    assert pool.num_free_blocks == pool.num_usable_blocks
+    assert_all_free(small)
     small.shutdown()
 
 
@@ -113,8 +122,7 @@ def test_preempted_requests_come_back_from_the_host(model: Model, async_scheduli
     assert run.tokens == expected
     copied = small.scheduler._kv_loads.num_loads  # type: ignore[attr-defined]
     assert copied > 0
-    pool = small.scheduler.kv_cache.pool
-    assert pool.num_free_blocks == pool.num_usable_blocks
+    assert_all_free(small)
     small.shutdown()
 
 
@@ -144,7 +152,7 @@ def test_workers_in_processes_keep_their_parts(model: Model, size: int, tmp_path
     num_blocks = smallest(large)
     large.shutdown()
     disk = {"disk": str(tmp_path), "disk_size": 32 << 20}
-    small = engine_of(model, num_blocks, 200_000, cache=disk, executor=executor)
+    small = engine_of(model, num_blocks, 60_000, cache=disk, executor=executor)
     assert conversation(small, model) == expected
     media = small.connector.stats().num_loaded_blocks
     assert media[KvMedium.HOST] + media[KvMedium.DISK] > 4 * 10

@@ -68,11 +68,13 @@ def check(options: ServeOptions, *, gpus: Sequence[str] = (), memory: Memory | N
 def _check_tiers(options: ServeOptions) -> None:
     """Of the flags alone: what settings say is checked by the engines."""
     if options.disk_cache and not options.host_cache:
-        raise ConfigError(f"--disk-cache is {options.disk_cache}, and --host-cache 0; a disk takes what leaves host memory")
+        raise ConfigError(
+            f"--disk-cache is {options.disk_cache}, and --host-cache 0; a disk takes what leaves host memory"
+        )
     if bool(options.disk_cache) != bool(options.disk_cache_size):
         raise ConfigError(
-            f"--disk-cache is {options.disk_cache or 'empty'} and --disk-cache-size {options.disk_cache_size}; a disk cache needs "
-            "a directory and a size"
+            f"--disk-cache is {options.disk_cache or 'empty'} and --disk-cache-size {options.disk_cache_size}; a disk cache "
+            "needs a directory and a size"
         )
 
 

@@ -47,8 +47,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host_memory: Annotated[
         ByteSize,
         Meta(
-            description="Bytes of host memory, over all workers, for KV blocks that lose their place in the cache: what comes back "
-            "is loaded and not computed again. 0: none."
+            description="Bytes of host memory, over all workers, for KV blocks that lose their place in the cache: what comes "
+            "back is loaded and not computed again. 0: none."
         ),
     ] = 0
 
@@ -67,9 +67,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         check_fields("cache", self)
         if self.host_memory and not self.enable_prefix_caching:
-            raise ConfigError("cache.host_memory is set and cache.enable_prefix_caching false; blocks are found by prefix")
+            raise ConfigError(
+                "cache.host_memory is set and cache.enable_prefix_caching false; blocks are found by prefix"
+            )
         if self.disk and not self.host_memory:
-            raise ConfigError(f"cache.disk is {self.disk!r} and cache.host_memory 0; a disk takes what leaves host memory")
+            raise ConfigError(
+                f"cache.disk is {self.disk!r} and cache.host_memory 0; a disk takes what leaves host memory"
+            )
         if bool(self.disk) != bool(self.disk_size):
             raise ConfigError(
                 f"cache.disk is {self.disk!r} and cache.disk_size {self.disk_size}; a disk cache needs a directory and a size"

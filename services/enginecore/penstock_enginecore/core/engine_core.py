@@ -50,8 +50,8 @@ class EngineCore:
     minutes. Raises ModelLoadError or ConfigError when the engine cannot start.
 
     ``make_grammars`` makes what compiles the constraints of structured output; without it they are refused.
-    ``keep_failed_step`` is called when a step has failed that somebody should look into. ``open_store`` opens a disk for KV blocks
-    where one is configured. ``wake`` is
+    ``keep_failed_step`` is called when a step has failed that somebody should look into. ``open_store`` opens a disk for KV
+    blocks where one is configured. ``wake`` is
     called, on any thread, when a compiled constraint lets a waiting request go on: whoever waits for work should call
     ``step``. ``receiver_cache_bytes`` and ``reset_receiver_cache`` are set by whoever keeps the inputs of media.
     """

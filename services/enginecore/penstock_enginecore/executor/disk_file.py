@@ -33,8 +33,8 @@ class DiskFile:
     """A ``BlockStore``: reads and writes on a thread of its own. ``entries``: what was found, no longer once something is written
     there.
 
-    Raises ConfigError for a directory that cannot be written, is full, or belongs to another engine that runs, and for a size that
-    no block fits in.
+    Raises ConfigError for a directory that cannot be written, is full, or belongs to another engine that runs, and for a size
+    that no block fits in.
     """
 
     def __init__(self, directory: Path, size: int, block_bytes: int, fingerprint: bytes) -> None:

@@ -37,9 +37,10 @@ class WorkerCopies:
     def begin(self, method: str, *arguments: Any) -> "Future[Any]":
         """Have a method of this class called, behind what the device of a GPU's worker was told by the calling thread before."""
         memory = self._memory()
-        ready = None
+        ready: Any = None
         if memory and memory[0].is_cuda:
-            ready = torch.cuda.Event()
+            make_event: Any = torch.cuda.Event
+            ready = make_event()
             ready.record(torch.cuda.current_stream(memory[0].device))
         with self._lock:
             if self._thread is None:
@@ -56,7 +57,8 @@ class WorkerCopies:
             raise RuntimeError("there is no KV cache")
         if ready is None:
             return call(memory, *arguments)
-        stream = torch.cuda.Stream(memory[0].device)
+        make_stream: Any = torch.cuda.Stream
+        stream = make_stream(memory[0].device)
         with torch.cuda.stream(stream):
             stream.wait_event(ready)
             result = call(memory, *arguments)

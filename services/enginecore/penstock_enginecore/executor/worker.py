@@ -13,6 +13,7 @@ from penstock_common.errors import Internal, InvalidArgument
 from penstock_enginecore.attention.kv_memory import block_memory, block_order, num_bytes
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.kv_transfer.copier import BlockFacts
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.utility import utility
@@ -20,7 +21,6 @@ from penstock_enginecore.core.worker_stats import GraphStats, WorkerStats
 from penstock_enginecore.executor.adapter_reader import AdapterReader, Onlooker
 from penstock_enginecore.executor.device import resolve_device
 from penstock_enginecore.executor.graph_sizes import sizes_to_capture
-from penstock_enginecore.core.kv_transfer.copier import BlockFacts
 from penstock_enginecore.executor.kept_sleep import KeptSleep, kept_sleep
 from penstock_enginecore.executor.kv_copy import WorkerCopies
 from penstock_enginecore.executor.loading import load_runner

@@ -78,8 +78,8 @@ class FreeBlockQueue:
 
 
 class BlockLog:
-    """What has happened to findable blocks since somebody looked: ``cached``, they have become findable; ``freed``, they have lost
-    their last reference; ``evicted``: by group and hash, they were taken for something else.
+    """What has happened to findable blocks since somebody looked: ``cached``, they have become findable; ``freed``, they have
+    lost their last reference; ``evicted``: by group and hash, they were taken for something else.
     """
 
     __slots__ = ("cached", "evicted", "freed")

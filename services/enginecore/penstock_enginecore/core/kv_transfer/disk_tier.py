@@ -20,7 +20,9 @@ _MAX_PENDING_BYTES = 64 << 20
 """Of blocks that wait to be written; more are dropped."""
 Content = bytes | memoryview
 Over = Callable[[list[Place], list[Place], float], None]
-"""Called on any thread with a batch that was to be brought, which is over, what has arrived of it, and seconds that it was read."""
+"""Called on any thread with a batch that was to be brought, which is over, what has arrived of it, and how long it was
+read, in seconds.
+"""
 Follow = Callable[["Future[Any]", Callable[["Future[Any]"], None]], None]
 """Has something called on the busy loop's thread once a future is done."""
 
@@ -29,8 +31,10 @@ class BlockStore(Protocol):
     """Slots of a disk, each for a block with its name. Reads go before writes that wait. Futures raise OSError."""
 
     num_slots: int
-    entries: Sequence[tuple[int, BlockName]]
-    """What slots held when it was opened, as far as their headers tell."""
+
+    @property
+    def entries(self) -> Sequence[tuple[int, BlockName]]:
+        """What slots held when it was opened, as far as their headers tell."""
 
     def read(self, slots: Sequence[tuple[int, BlockName]]) -> "Future[list[Content | None]]":
         """Blocks; None for one that is not there, or not whole."""

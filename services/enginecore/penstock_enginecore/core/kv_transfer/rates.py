@@ -37,8 +37,8 @@ class ComputeRate:
             self._per_token = _mixed(self._per_token, seconds / num_tokens)
 
     def pays(self, seconds: float, num_tokens: int) -> bool:
-        """Whether to spend so long on loading so many tokens, and not compute them. A load that does not pay is tried all the same
-        now and then.
+        """Whether to spend so long on loading so many tokens, and not compute them. A load that does not pay is tried all the
+        same now and then.
         """
         if not self._per_token or seconds < self._per_token * num_tokens:
             return True

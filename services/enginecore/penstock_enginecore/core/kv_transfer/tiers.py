@@ -26,8 +26,8 @@ _LAST_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """``host_usage`` and ``disk_usage``: fractions of their slots that hold something, in [0, 1]; None where there is no such tier.
-    Since the start: blocks that were saved to the host, written to the disk, and loaded from each medium. ``block_bytes``: of each.
+    """``host_usage`` and ``disk_usage``: fractions of their slots that hold something, in [0, 1]; None without that tier. Since the
+    start: blocks that were saved to the host, written to the disk, and loaded from each medium, of ``block_bytes`` each.
     """
 
     host_usage: float | None
@@ -50,8 +50,8 @@ class _Load:
 
 
 class TieredConnector:
-    """A ``KVConnector``. ``begin`` comes before the first step. ``wake`` is called on any thread when ``take_ended`` has something
-    to do.
+    """A ``KVConnector``. ``begin`` comes before the first step. ``wake`` is called on any thread when ``take_ended`` has
+    something to do.
     """
 
     def __init__(self, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:

@@ -14,6 +14,7 @@ from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.kv_transfer.base import KVConnector
+from penstock_enginecore.core.kv_transfer.lease_seam import KVLeases
 from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.core.request import Request
@@ -29,8 +30,9 @@ class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     ``num_stages`` workers, one after the other, each of which can be at another step. ``step_seconds``: how long steps take
     by the number of their tokens, as far as that was measured. ``lora_slots``: those of adapters among running requests, None
     where requests have none; ``lora_stats``: what is known of adapters. ``media``: modalities that requests may have, of whose
-    embeddings ``encoder_cache_size`` are kept at most; ``receiver_cache_bytes``: of their inputs that are kept. ``kv_connector``: brings
-    blocks, of ``min_load_tokens`` tokens in a row at least; None where nothing does.
+    ``leases``: who keeps the blocks of requests that go on elsewhere; None: nobody does.
+    embeddings ``encoder_cache_size`` are kept at most; ``receiver_cache_bytes``: of their inputs that are kept.
+    ``kv_connector``: brings blocks, of ``min_load_tokens`` tokens in a row at least; None where nothing does.
     """
 
     config: SchedulerConfig

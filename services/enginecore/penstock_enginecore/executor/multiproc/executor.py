@@ -208,7 +208,8 @@ class MultiprocExecutor:
     def block_copier(self) -> BlockCopier:
         """By every worker, beside its steps. Blocks are those of all workers, their parts one behind the other."""
         facts: list[BlockFacts] = self._invoke("block_facts", BlockFacts)
-        order, numerics = (", ".join(dict.fromkeys(each[i] for each in facts)) for i in (1, 2))
+        order = ", ".join(dict.fromkeys(each.order for each in facts))
+        numerics = ", ".join(dict.fromkeys(each.numerics for each in facts))
         num_bytes = [each.num_bytes for each in facts]
         self._invoke("block_facts", None, encode(num_bytes))
         return Copier(self._copies.call, BlockFacts(sum(num_bytes), order, numerics))

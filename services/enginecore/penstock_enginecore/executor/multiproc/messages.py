@@ -89,8 +89,8 @@ class UnloadLora(msgspec.Struct, frozen=True, tag="unload_lora"):
 
 
 class CopyBlocks(msgspec.Struct, frozen=True, tag="copy_blocks"):
-    """Call a method of ``WorkerCopies`` behind the steps before, or at once (``read``), while steps go on. ``arguments``: msgpack,
-    a list. Numbers are those of copies, which are answered when they are done.
+    """Call a method of ``WorkerCopies`` behind the steps before, or at once (``read``), while steps go on. ``arguments``:
+    msgpack, a list. Numbers are those of copies, which are answered when they are done.
     """
 
     number: int

@@ -50,7 +50,9 @@ def test_what_is_there_from_before_is_found_and_its_slots_are_not_free():
     assert index.take() == (1, name(5))
 
 
-@given(st.lists(st.tuples(st.sampled_from(["take", "put", "give_back", "remove", "touch", "clear"]), st.integers(0, 7))))
+@given(
+    st.lists(st.tuples(st.sampled_from(["take", "put", "give_back", "remove", "touch", "clear"]), st.integers(0, 7)))
+)
 def test_no_slot_is_lost_or_had_twice(calls):
     index, taken = SlotIndex(4), []
     for call, number in calls:

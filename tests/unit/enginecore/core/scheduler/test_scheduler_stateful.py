@@ -26,6 +26,7 @@ from tests.fakes.engines.engine_harness import (
     run_to_end,
     step,
 )
+from tests.fakes.engines.fake_disk import FakeDisk
 from tests.fakes.engines.fake_executor import FakeExecutor, oracle_token
 from tests.fakes.engines.fake_grammars import FakeGrammars
 
@@ -98,6 +99,7 @@ class EngineMachine(RuleBasedStateMachine):
         loads_at_once=st.booleans(),
         host_blocks=st.sampled_from([0, 2, 6, 40]),
         min_load_tokens=st.integers(1, 6),
+        disk_slots=st.sampled_from([0, 2, 30]),
     )
     def start(
         self,
@@ -119,6 +121,7 @@ class EngineMachine(RuleBasedStateMachine):
         loads_at_once,
         prefix_caching,
         host_blocks,
+        disk_slots,
         **config,
     ):
         self.clock = FakeClock()
@@ -161,6 +164,8 @@ class EngineMachine(RuleBasedStateMachine):
             lora=LoraConfig(max_loras=max_loras, cpu_memory=room * 2**20, max_wait=max_wait),
             **config,
         )
+        if disk_slots and host_blocks and prefix_caching:
+            self.engine.connector.begin(executor.copier, host_blocks, FakeDisk(disk_slots))
         self.control = EngineControl(self.engine)
         self.transcript = Transcript()
         self.added = {}
@@ -262,6 +267,12 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 3))
     def copies_end(self, count):
         self.engine.executor.copier.work(count)
+
+    @rule()
+    def the_disk_forgets(self):
+        disk = self.engine.connector and self.engine.connector._disk
+        if disk:
+            disk._store.spoiled = {name for name, _ in disk._store.slots.values()}
 
     @rule(seconds=st.floats(0.1, 2))
     def copies_take_long(self, seconds):
