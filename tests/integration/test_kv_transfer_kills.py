@@ -114,13 +114,13 @@ def at(point: str, striking: Callable[[], None], monkeypatch: pytest.MonkeyPatch
     """Have ``striking`` called when the pull is there."""
     took, count = pull_client.PullClient._take, 0
 
-    def take(client: Any, response: Any) -> None:
+    async def take(client: Any, response: Any) -> None:
         nonlocal count
         kind = response.WhichOneof("message")
         count += kind == "block"
         if (point, kind) == ("open", "opened") or (kind == "block" and point == f"block {count}"):
             striking()
-        took(client, response)
+        await took(client, response)
 
     monkeypatch.setattr(pull_client.PullClient, "_take", take)
 
