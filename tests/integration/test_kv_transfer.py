@@ -160,3 +160,97 @@ def test_salts_do_not_meet(model: Path, ends: ExitStack) -> None:
     whole = target.run(request_of(params, context=RequestContext(cache_salt="third")))["r"]
     assert prior + tokens(target.run(salted)["r"]) == tokens(whole)
     assert target.value("penstock:kv_transfer_blocks_total", direction="in") == 0
+
+
+def test_sequences_of_one_prompt_move_it_once(model: Path, ends: ExitStack) -> None:
+    source, target = (TransferringEngine(model, name, ends) for name in "ab")
+    params = [SamplingParams(max_tokens=10, ignore_eos=True, temperature=1.0, seed=seed) for seed in range(4)]
+    whole = target.run(*(numbered(n, each) for n, each in enumerate(params)))
+    target.core.scheduler.reset_prefix_cache()
+    first = source.run(*(numbered(n, each, handoff_after_tokens=3) for n, each in enumerate(params)))
+    assert len(source.core.leases or ()) == 4
+    rest = target.run(
+        *(
+            numbered(
+                n,
+                each,
+                prior_output_token_ids=tokens(first[str(n)]),
+                kv_source=first[str(n)][-1].kv_source,
+                attempt=1,
+            )
+            for n, each in enumerate(params)
+        )
+    )
+    for name, outputs in whole.items():
+        assert tokens(first[name]) + tokens(rest[name]) == tokens(outputs)
+    prompt_blocks = len(PROMPT) // BLOCK
+    moved = target.value("penstock:kv_transfer_blocks_total", direction="in")
+    assert prompt_blocks <= moved <= prompt_blocks + 4, "the prompt once, and at most a block of each output"
+    assert target.num_free_blocks == 199
+
+
+def numbered(number: int, params: SamplingParams, **more: Any) -> EngineCoreRequest:
+    return msgspec.structs.replace(request_of(params, **more), request_id=str(number))
+
+
+def test_pools_that_are_short_preempt_what_loads_and_end_everything(model: Path, ends: ExitStack) -> None:
+    source = TransferringEngine(model, "a", ends)
+    target = TransferringEngine(model, "b", ends, cache={"block_size": BLOCK, "num_blocks": 41, "min_load_tokens": 1})
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0)
+    prompts = {str(n): [5 + n, *PROMPT] for n in range(4)}
+    made = {
+        name: EngineCoreRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params)
+        for name, prompt in prompts.items()
+    }
+    whole = source.run(*made.values())
+    source.core.scheduler.reset_prefix_cache()
+    first = {
+        name: source.run(msgspec.structs.replace(each, handoff_after_tokens=3))[name] for name, each in made.items()
+    }
+    rest = target.run(
+        *(
+            msgspec.structs.replace(
+                each,
+                prior_output_token_ids=tokens(first[name]),
+                kv_source=first[name][-1].kv_source,
+                attempt=1,
+            )
+            for name, each in made.items()
+        )
+    )
+    for name, outputs in whole.items():
+        assert tokens(first[name]) + tokens(rest[name]) == tokens(outputs)
+    assert target.value("penstock:kv_transfer_blocks_total", direction="in") > 0
+    assert target.num_free_blocks == 40
+
+
+def test_leases_make_room_for_requests_that_run(model: Path, ends: ExitStack) -> None:
+    engine = TransferringEngine(
+        model,
+        "a",
+        ends,
+        cache={"block_size": BLOCK, "num_blocks": 31, "min_load_tokens": 1},
+        kv_transfer={"max_leased_fraction": 1.0, "lease": 600.0},
+    )
+    params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
+    handed_over(engine, params)
+    assert engine.num_free_blocks < 18
+    other = EngineCoreRequest(request_id="o", prompt_token_ids=list(range(100, 190)), sampling_params=params)
+    assert len(tokens(engine.run(other)["o"])) == 12
+    assert engine.value("penstock:kv_lease_ends_total", end="revoked") == 1
+
+
+@pytest.mark.slow
+def test_workers_give_and_take_their_parts(model: Path, ends: ExitStack) -> None:
+    two = {"executor": {"tensor_parallel_size": 2}}
+    source, target = (TransferringEngine(model, name, ends, **two) for name in "ab")
+    alone = TransferringEngine(model, "c", ends)
+    params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
+    whole = target.run(request_of(params))["r"]
+    target.core.scheduler.reset_prefix_cache()
+    prior, given = handed_over(source, params)
+    assert prior + tokens(gone_on(target, params, prior, given)) == tokens(whole)
+    assert target.value("penstock:kv_transfer_blocks_total", direction="in") == given.num_tokens // BLOCK
+    prior, given = handed_over(source, params)
+    assert len(prior + tokens(gone_on(alone, params, prior, given))) == 12
+    assert alone.value("penstock:kv_transfer_failures_total", reason="layout") == 1
