@@ -56,6 +56,8 @@ class Frontend:
                 outputs=outputs,
                 on_change=self._on_change,
                 on_moved=metrics.moved,
+                on_planned=metrics.planned,
+                on_gap=metrics.handed_over,
                 kv_events=kv_events,
                 certificates=self._certificates,
             )

@@ -153,6 +153,19 @@ class FrontendMetrics:
         self._moved = Counter(
             "penstock:requests_moved", "Sequences that left their engine", ["model_name"], registry=self.registry
         ).labels(model_name)
+        self._legs = Counter(
+            "penstock:legs",
+            "Calls by the legs they were planned to go in, where there are engines of prompts",
+            ["model_name", "plan", "why"],
+            registry=self.registry,
+        )
+        self._handover_gap = Histogram(
+            "penstock:handover_gap_seconds",
+            "From a sequence's handoff to its next output",
+            ["model_name"],
+            bounds=_BETWEEN_TOKENS,
+            registry=self.registry,
+        ).labels(model_name)
         self._engines: dict[str, EngineMetrics] = {}
 
     def engine(self, engine: str) -> EngineMetrics:
@@ -176,6 +189,14 @@ class FrontendMetrics:
     def moved(self, count: int) -> None:
         """Sequences left their engine, to go on on another one."""
         self._moved.inc(count)
+
+    def planned(self, plan: str, why: str) -> None:
+        """A call goes in legs as ``plan`` says, ``one`` or ``two``, and why."""
+        self._legs.labels(self.model, plan, why).inc()
+
+    def handed_over(self, gap: float) -> None:
+        """A sequence that was handed over has its next output, after so many seconds."""
+        self._handover_gap.observe(gap)
 
     def asked_for(self, n: int) -> None:
         """A request for ``n`` sequences is on its way to an engine."""

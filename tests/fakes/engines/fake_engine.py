@@ -10,6 +10,9 @@ many of those as the request asks for.
 With media (``serve_media``) the seed is another one for each list of features and their bytes: ``media_seed`` is added to it as
 the request comes in.
 
+An engine that gives blocks away (``give_blocks``) hands requests over, after as many tokens as they say or when a session asks
+for it, and names a lease of which it keeps nothing: ``sources`` has those that requests came with.
+
 A request ends with LENGTH at ``max_tokens`` (``DEFAULT_MAX_TOKENS`` when unset, never past ``max_model_len``), or, from
 ``min_tokens`` on, with STOP at a token of ``stop_token_ids`` or at ``eos_token_id`` where a script produces it. Prior output
 counts as output.
@@ -23,7 +26,7 @@ from typing import Any
 import grpc
 import msgspec
 
-from penstock.common.v1 import finish_pb2, logprobs_pb2, stats_pb2, tensor_pb2
+from penstock.common.v1 import finish_pb2, kv_pb2, logprobs_pb2, stats_pb2, tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.config.sections import ServerConfig, TlsConfig
@@ -212,6 +215,9 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         self.requests: list[pb.EngineCoreRequest] = []
         self.chunks: list[tensor_pb2.TensorChunk] = []
         self.aborted: list[str] = []
+        self.handoffs: list[list[str]] = []
+        """What sessions have asked for."""
+        self.num_handed_over = 0
         self.running: dict[tuple[FakeSession, str], FakeRequest] = {}
         self.sessions: list[FakeSession] = []
         self.num_steps = 0
@@ -247,6 +253,18 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             self.received.clear()
             for session in self.sessions:
                 session.send(media_cleared=pb.MediaCleared())
+
+    def give_blocks(self, role: "kv_pb2.EngineRole.ValueType" = kv_pb2.ENGINE_ROLE_BOTH) -> "FakeEngine":
+        """Hand requests over, to engines that do."""
+        self.ready.role = role
+        self.ready.kv_address, self.ready.kv_fingerprint = "127.0.0.1:50054", b"f" * 16
+        self.ready.capabilities[:] = sorted({*self.ready.capabilities, "kv_transfer"})
+        return self
+
+    @property
+    def sources(self) -> list[kv_pb2.KvSource | None]:
+        """Of each request that has come, who had its blocks."""
+        return [request.kv_source if request.HasField("kv_source") else None for request in self.requests]
 
     @property
     def address(self) -> str:
@@ -397,6 +415,9 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
                 self.aborted.extend(message.abort.request_ids)
                 for request_id in message.abort.request_ids:
                     self.running.pop((session, request_id), None)
+            elif kind == "handoff":
+                self.handoffs.append(list(message.handoff.request_ids))
+                self._hand_over(session, message.handoff.request_ids)
             elif kind == "utility":
                 self._answer(message.utility, session)
             elif kind == "tensor_chunk":
@@ -517,11 +538,36 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             request.num_sent += 1
             if (end := request.end(token, limit, self.eos_token_id)) is not None:
                 output.MergeFrom(end)
+        after = message.handoff_after_tokens
+        if after and not output.finish_reason and request.num_sent >= after + len(message.prior_output_token_ids):
+            output.MergeFrom(self._handoff(request))
+        elif message.lease_kv and output.finish_reason:
+            output.kv_source.CopyFrom(self._source(request))
         if params.HasField("logprobs"):
             output.new_logprobs.CopyFrom(logprobs_of(output.new_token_ids, params.logprobs))
         if output.finish_reason:
             del self.running[request.key]
         return output
+
+    def _hand_over(self, session: FakeSession, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if (request := self.running.get((session, request_id))) is not None:
+                self._send(request, self._handoff(request))
+
+    def _handoff(self, request: FakeRequest) -> pb.EngineCoreOutput:
+        """The end of a request that goes on elsewhere."""
+        self.num_handed_over += 1
+        return pb.EngineCoreOutput(finish_reason=finish_pb2.FINISH_REASON_HANDOFF, kv_source=self._source(request))
+
+    def _source(self, request: FakeRequest) -> kv_pb2.KvSource:
+        return kv_pb2.KvSource(
+            engine_id=self.ready.engine_id,
+            incarnation=self.ready.incarnation,
+            address=self.ready.kv_address,
+            lease_id=self.num_handed_over.to_bytes(16, "big"),
+            num_tokens=len(request.message.prompt_token_ids) + request.num_sent,
+            fingerprint=self.ready.kv_fingerprint,
+        )
 
     def _stats(self) -> stats_pb2.SchedulerStats:
         return stats_pb2.SchedulerStats(

@@ -41,3 +41,8 @@ class AllBlocksCleared(msgspec.Struct, frozen=True):
 
 
 KvCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def of_device(events: list[KvCacheEvent]) -> list[KvCacheEvent]:
+    """Those that tell of blocks in the pool that the model reads, and of nothing else."""
+    return [event for event in events if isinstance(event, AllBlocksCleared) or event.medium is KvMedium.DEVICE]

@@ -1,6 +1,7 @@
 """Configuration of a frontend process: a struct per section, all of them in ``FrontendConfig``."""
 
 from penstock_frontend.config.auth import AuthConfig, JwtConfig
+from penstock_frontend.config.disaggregation import DisaggregationConfig
 from penstock_frontend.config.frontend import (
     CoordinatorClientConfig,
     DetectionConfig,
@@ -19,6 +20,7 @@ __all__ = [
     "AuthConfig",
     "CoordinatorClientConfig",
     "DetectionConfig",
+    "DisaggregationConfig",
     "FairnessConfig",
     "FrontendConfig",
     "HttpConfig",

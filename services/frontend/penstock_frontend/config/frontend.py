@@ -28,6 +28,7 @@ from penstock_common.config.sections import (
 from penstock_common.errors import ConfigError
 from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT
 from penstock_frontend.config.auth import AuthConfig
+from penstock_frontend.config.disaggregation import DisaggregationConfig
 from penstock_frontend.config.http import HttpConfig
 from penstock_frontend.config.limits import LimitsConfig
 from penstock_frontend.config.lora import LoraConfig
@@ -216,6 +217,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     lora: LoraConfig = LoraConfig()
     media: MediaConfig = MediaConfig()
     routing: RoutingConfig = RoutingConfig()
+    disaggregation: DisaggregationConfig = DisaggregationConfig()
     retries: RetriesConfig = RetriesConfig()
     detection: DetectionConfig = DetectionConfig()
     engine_wait_timeout: Annotated[

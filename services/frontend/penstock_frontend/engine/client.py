@@ -16,6 +16,7 @@ from penstock_frontend.engine.cache_follower import CacheFollower
 from penstock_frontend.engine.dispatch import Dispatch
 from penstock_frontend.engine.events import EngineEvents
 from penstock_frontend.engine.kv_events import KvEventListener
+from penstock_frontend.engine.legs import Legs, Planned
 from penstock_frontend.engine.loads import EngineLoads
 from penstock_frontend.engine.pool import EnginePool
 from penstock_frontend.engine.prefix_caches import PrefixCaches
@@ -32,7 +33,7 @@ class GrpcEngineClient:
 
     ``on_change`` is called whenever ``usable`` or ``num_held`` may have changed, ``on_moved`` with the number of sequences that
     have left their engines, ``kv_events`` is told how the engines' prefix caches change, ``certificates`` when those of the
-    connections end.
+    connections end. ``on_planned`` is called with each plan of legs, ``on_gap`` with the seconds of each handoff.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class GrpcEngineClient:
         on_moved: Callable[[int], None],
         kv_events: KvEventListener,
         certificates: Certificates,
+        on_planned: Planned = lambda *_: None,
+        on_gap: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._wait_timeout = config.engine_wait_timeout
         self._max_held = config.max_held_requests
@@ -72,6 +75,8 @@ class GrpcEngineClient:
             hold_timeout=self._wait_timeout,
             on_held=self._on_change,
             on_moved=on_moved,
+            legs=Legs(config.disaggregation, router, on_planned),
+            on_gap=on_gap,
         )
         self._pool.listen(
             EngineEvents(self._dispatch, router, self.view, kv_events, caches=follower, on_change=self._engines_changed)

@@ -10,12 +10,13 @@ from penstock_common.observability.incidents import STEP_FAILED, incident
 from penstock_common.observability.logging import get_logger
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
-from penstock_frontend.config import RetriesConfig
-from penstock_frontend.engine.drain import Drain
+from penstock_frontend.config import DisaggregationConfig, RetriesConfig
+from penstock_frontend.engine.drains import Drains
 from penstock_frontend.engine.engines import Engines
 from penstock_frontend.engine.held import HeldRequests
-from penstock_frontend.engine.journal import LORA_UNAVAILABLE, Journal, Refusal
+from penstock_frontend.engine.journal import LORA_UNAVAILABLE, Handoff, Journal, Refusal
 from penstock_frontend.engine.journal_entry import JournalEntry
+from penstock_frontend.engine.legs import Legs
 from penstock_frontend.engine.prefix_caches import PrefixCaches, with_media
 from penstock_frontend.engine.retries import Blame, Retries
 from penstock_frontend.engine.router import Candidate, Router, takers
@@ -31,7 +32,7 @@ class Dispatch:
     engine takes is held, and goes out when there is one again.
 
     ``caches``: what engines have cached of prompts. ``on_held``: told when the number of held requests has changed;
-    ``on_moved``: how many have left their engines.
+    ``on_moved``: how many have lost their engines. ``legs``: which requests go in two; ``on_gap``: told the seconds of handoffs.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class Dispatch:
         hold_timeout: float,
         on_held: Callable[[], None],
         on_moved: Callable[[int], None],
+        legs: Legs | None = None,
+        on_gap: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._engines = engines
         self._outputs = outputs
@@ -53,13 +56,19 @@ class Dispatch:
         self._hold_timeout = hold_timeout
         self._on_held = on_held
         self._on_moved = on_moved
-        self._journal = Journal(_now, on_left=router.left)
+        self._journal = Journal(_now, on_left=router.left, on_gap=on_gap)
         self._retries = Retries(retries)
         self._held = HeldRequests(hold_timeout, self._give_up)
         self._suspects = HeldRequests(hold_timeout, self._give_up)
         self._readmission: asyncio.TimerHandle | None = None
-        self._drain_timers: dict[str, asyncio.TimerHandle] = {}
-        """By engine that drains: when to see again which of its requests will not be done in time."""
+        self._legs = legs or Legs(DisaggregationConfig(), router)
+        self._drains = Drains(
+            engines,
+            self._journal,
+            others=self._others,
+            may_leave=self._retries.may_leave,
+            move=self._leave_draining,
+        )
 
     @property
     def num_held(self) -> int:
@@ -101,12 +110,15 @@ class Dispatch:
             )
             if not_needed:
                 self.abort(not_needed, "a stop string ended the output")
+        if accepted.handoffs:
+            self._go_on(accepted.handoffs)
         refusals = accepted.refusals
         if frame.finished_requests:
             refusals += self._ended_without_output(engine, frame)
         if refusals:
             self._refused(refusals)
         self._try_next()
+        self._drains.look()
         if accepted.fault is not None:
             raise accepted.fault
 
@@ -118,7 +130,7 @@ class Dispatch:
 
     def lose(self, engine: str, why: str) -> None:
         """An engine is gone."""
-        self._forget_drain(engine)
+        self._drains.forget(engine)
         self._journal.readmit(engine)
         load = self._router.load(engine)
         num_there = load.waiting + load.running
@@ -133,29 +145,24 @@ class Dispatch:
 
     def drain(self, engine: str, time_left: float) -> None:
         """An engine ends in so many seconds what it still has. What it will not be done with goes elsewhere, if that can be."""
-        self._check_drain(engine, Drain(_now(), time_left))
+        self._drains.begin(engine, time_left)
 
-    def _check_drain(self, engine: str, drain: Drain) -> None:
-        self._forget_drain(engine)
-        now = _now()
-        late = [entry for entry in drain.late(self._journal.on(engine), now) if self._retries.may_leave(entry)]
-        going = [entry for entry in late if any(c.accepting for c in self._others(entry))]
-        if (when := drain.next_look(now)) is not None:
-            self._drain_timers[engine] = asyncio.get_running_loop().call_at(when, self._check_drain, engine, drain)
-        if not going:
-            return
-        why = "the engine drains and will not be done with it in time"
-        get_logger().info(
-            "requests leave an engine that drains", count=len(going), time_left=round(drain.deadline - now, 1)
-        )
-        self._engines.abort_on(engine, [entry.request_id for entry in going], f"it goes on elsewhere: {why}")
-        for entry in going:
+    def _leave_draining(self, entries: Sequence[JournalEntry], why: str) -> None:
+        for entry in entries:
             entry.admitted = True
-        self._move([(entry, why, Blame.NONE) for entry in going])
+        self._move([(entry, why, Blame.NONE) for entry in entries])
 
-    def _forget_drain(self, engine: str) -> None:
-        if (timer := self._drain_timers.pop(engine, None)) is not None:
-            timer.cancel()
+    def _go_on(self, handoffs: Sequence[Handoff]) -> None:
+        """Send elsewhere what was handed over."""
+        going = []
+        for entry, source in handoffs:
+            if not entry.ended:
+                self._retries.handed_over(entry)
+                self._journal.hand_over(entry, source)
+                going.append(entry)
+        if going:
+            self._outputs.moved([entry.request_id for entry in going])
+            self._place(going)
 
     def engines_changed(self) -> None:
         """Engines have come or may take requests again."""
@@ -226,7 +233,7 @@ class Dispatch:
         changed: Counter[tuple[str, str]] = Counter()
         for call in calls.values():
             # Only a call that has left no engine yet waits for the one that its client named.
-            rank = None if call[0].num_moves else call[0].request.context.data_parallel_rank
+            rank = None if call[0].has_left else call[0].request.context.data_parallel_rank
             try:
                 picked = self._pick(call, rank)
             except InvalidArgument as e:  # there is no engine of that rank any more
@@ -252,8 +259,12 @@ class Dispatch:
         candidates = self._others(entries[0])
         began_on = next((entry.variant for entry in entries if entry.variant is not None), None)
         try:
-            cached = self._cached_tokens(entries[0]) if rank is None else {}
+            cached, after = self._cached_tokens(entries[0]) if rank is None else {}, 0
             lora = entries[0].lora_digest
+            if rank is None:
+                candidates, after = self._legs.plan(entries[0], candidates, cached)
+            for entry in entries:
+                entry.handoff_after_tokens = after
             key = self._router.pick(candidates, rank=rank, variant=began_on, cached=cached, lora=lora)
         except Unavailable:
             return None

@@ -20,5 +20,8 @@ class Engines(Protocol):
     def abort_on(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
         """End requests of an engine, if there is a session with it."""
 
+    def hand_over(self, engine: str, request_ids: Sequence[str]) -> None:
+        """Have an engine hand requests over, if there is a session with it."""
+
     def holding(self, features: Sequence[MultiModalFeature]) -> Mapping[str, Sequence[MultiModalFeature]]:
         """By engine, those of the features that it keeps; engines that keep none are not in it."""

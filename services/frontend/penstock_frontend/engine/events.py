@@ -5,6 +5,7 @@ from collections.abc import Callable
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
 from penstock_common.types.data_parallel import StartWave
+from penstock_common.types.kv_events import of_device
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_frontend.engine.cache_follower import CacheFollower
 from penstock_frontend.engine.connection import EngineConnection
@@ -59,11 +60,11 @@ class EngineEvents:
             self._loads.report(connection, stats)
             if stats.wedged != was_wedged:
                 self._on_change()
-        if outputs.kv_events:
+        if outputs.kv_events and (changes := of_device(outputs.kv_events)):
             if self._caches is not None:
-                self._caches.changed(connection, outputs.kv_events)
+                self._caches.changed(connection, changes)
             try:
-                self._kv_events.publish(connection.address, connection.rank or 0, outputs.kv_events)
+                self._kv_events.publish(connection.address, connection.rank or 0, changes)
             except Exception as e:  # who only looks on ends no request
                 incident(e, request="", doing=f"publishing the cache events of engine {connection.name}")
         if outputs.outputs or outputs.tokens is not None or outputs.finished_requests:

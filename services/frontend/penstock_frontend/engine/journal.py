@@ -10,6 +10,7 @@ from typing import NamedTuple
 from penstock_common.errors import Internal, RequestFailed, Unavailable
 from penstock_common.observability.incidents import REASON as INCIDENT
 from penstock_common.observability.incidents import incident
+from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.outputs import Drafts, EngineCoreOutput, FinishReason, RequestError
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.token_columns import NewTokens, TokenColumns
@@ -34,9 +35,16 @@ class Refusal(NamedTuple):
     admitted: bool
 
 
+class Handoff(NamedTuple):
+    """An engine has given a sequence away, as it was to. ``source``: who keeps its blocks; None: nobody does."""
+
+    entry: JournalEntry
+    source: KvSource | None
+
+
 class Accepted(NamedTuple):
     """Of a frame: outputs without what came before, in order, and before them new tokens; refusals; the fault that makes the
-    engine a lost one; and what is known of the drafts of requests that the new tokens are of.
+    engine a lost one; what is known of the drafts of requests that the new tokens are of; and what was handed over.
     """
 
     outputs: list[EngineCoreOutput]
@@ -44,18 +52,25 @@ class Accepted(NamedTuple):
     fault: EngineFaultError | None = None
     tokens: Sequence[NewTokens] = ()
     drafts: Sequence[Drafts] = ()
+    handoffs: Sequence[Handoff] = ()
 
 
 class Journal:
     """Every sequence that has been sent, or waits to be sent, to an engine and has not ended.
 
     ``clock``: monotonic seconds. ``on_left``: told the engine and the id of each sequence that an engine has no more, however
-    that came about.
+    that came about. ``on_gap``: told the seconds from each handoff to what the next engine brings first.
     """
 
-    def __init__(self, clock: Callable[[], float], on_left: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        on_left: Callable[[str, str], None],
+        on_gap: Callable[[float], None] = lambda _: None,
+    ) -> None:
         self._clock = clock
         self._on_left = on_left
+        self._on_gap = on_gap
         self._entries: dict[str, JournalEntry] = {}
         self._by_engine: dict[str, dict[str, JournalEntry]] = {}
         self._by_number: dict[int, JournalEntry] = {}
@@ -93,16 +108,17 @@ class Journal:
         new_tokens: list[NewTokens] = []
         drafts: list[Drafts] = []
         refusals: list[Refusal] = []
+        handoffs: list[Handoff] = []
         fault = None
         try:
             if tokens is not None:
                 if tokens.drafts:
                     drafts = self._accept_drafts(engine, tokens)
                 self._accept_tokens(engine, tokens, new_tokens, accepted)
-            self._accept_outputs(engine, outputs, accepted, refusals)
+            self._accept_outputs(engine, outputs, accepted, refusals, handoffs)
         except EngineFaultError as e:
             fault = e
-        return Accepted(accepted, refusals, fault, new_tokens, drafts)
+        return Accepted(accepted, refusals, fault, new_tokens, drafts, handoffs)
 
     def _accept_outputs(
         self,
@@ -110,6 +126,7 @@ class Journal:
         outputs: Iterable[EngineCoreOutput],
         accepted: list[EngineCoreOutput],
         refusals: list[Refusal],
+        handoffs: list[Handoff],
     ) -> None:
         """As ``accept``, of outputs that are messages. Raises EngineFaultError."""
         on_engine = self._by_engine.get(engine, _NOBODY)
@@ -136,11 +153,25 @@ class Journal:
                 accepted.append(_unwritten(entry, e))
                 continue
             if entry.began_at is None and entry.progressed:
-                entry.begin(self._clock())
+                self._begin(entry)
             if is_new:
                 accepted.append(output)
             if output.finish_reason is not None:
-                self._end(entry)
+                self._take_end(entry, output, refusals, handoffs)
+
+    def _take_end(
+        self, entry: JournalEntry, output: EngineCoreOutput, refusals: list[Refusal], handoffs: list[Handoff]
+    ) -> None:
+        """An entry has ended on its engine. A handoff is for those alone who send it elsewhere: for others its output goes on."""
+        if output.finish_reason is not FinishReason.HANDOFF:
+            self._end(entry)
+            return
+        if entry.leaves_as_asked:
+            self._unassign(entry)  # whatever its engine still says of it
+            handoffs.append(Handoff(entry, output.kv_source))
+        else:
+            refusals.append(Refusal(entry, Unavailable("the engine gave the request away unasked"), admitted=True))
+        output.finish_reason = output.kv_source = None
 
     def _accept_drafts(self, engine: str, tokens: TokenColumns) -> list[Drafts]:
         """What is known now of the drafts of requests that had some in this step."""
@@ -170,7 +201,7 @@ class Journal:
                 continue
             if token_ids:
                 if entry.began_at is None:
-                    entry.begin(self._clock())
+                    self._begin(entry)
                 new.append((entry.request_id, token_ids))
 
     def lose(self, engine: str, request_ids: Iterable[str] | None = None) -> list[JournalEntry]:
@@ -185,6 +216,11 @@ class Journal:
         """No sequence is kept from an engine any more: it is another one now."""
         for entry in self._entries.values():
             entry.excluded.pop(engine, None)
+
+    def hand_over(self, entry: JournalEntry, source: KvSource | None) -> None:
+        """The entry was given away, and goes on as another attempt. ``source``: who keeps its blocks; None: nobody does."""
+        self._unassign(entry)
+        entry.hand_over(source, self._clock())
 
     def leave(self, entry: JournalEntry) -> None:
         """The entry goes on elsewhere, as another attempt."""
@@ -204,6 +240,14 @@ class Journal:
             self._last_number = self._last_number % _MAX_NUMBER + 1
             if self._last_number not in self._by_number:
                 return self._last_number
+
+    def _begin(self, entry: JournalEntry) -> None:
+        """The entry's attempt has brought something for the first time."""
+        now = self._clock()
+        entry.begin(now)
+        if entry.handed_at is not None:
+            self._on_gap(now - entry.handed_at)
+            entry.handed_at = None
 
     def _end(self, entry: JournalEntry) -> None:
         entry.ended = True

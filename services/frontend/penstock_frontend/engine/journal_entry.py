@@ -4,6 +4,7 @@ from itertools import zip_longest
 
 import msgspec
 
+from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.outputs import EngineCoreOutput, SpecDecodingStats
 from penstock_common.types.request import EngineCoreRequest
 
@@ -17,6 +18,7 @@ class JournalEntry:
 
     __slots__ = (
         "admitted",
+        "asked_away",
         "attempt",
         "began_at",
         "call",
@@ -25,9 +27,13 @@ class JournalEntry:
         "engine_variant",
         "excluded",
         "failed_steps",
+        "handed_at",
+        "handoff_after_tokens",
         "held_for",
+        "kv_source",
         "losses",
         "losses_alone",
+        "num_handoffs",
         "num_moves",
         "num_prompt_logprobs",
         "num_prompt_scored",
@@ -74,6 +80,16 @@ class JournalEntry:
         self.ended = False
         self.num_moves = 0
         """Engines that it has left."""
+        self.num_handoffs = 0
+        """Engines that have handed it over."""
+        self.handed_at: float | None = None
+        """When the last of them did, on the journal's clock, until the next one brings something."""
+        self.handoff_after_tokens = 0
+        """Output of the current attempt after which it is handed over; 0: it is not."""
+        self.asked_away = False
+        """Whether its engine was asked to hand it over."""
+        self.kv_source = request.kv_source
+        """Who keeps its blocks, until an engine that was told has brought something."""
         self.losses = 0
         """Engines in a row that were lost before they brought anything for it."""
         self.losses_alone = 0
@@ -93,6 +109,16 @@ class JournalEntry:
     def request_id(self) -> str:
         """The id that engines know it by."""
         return self.request.request_id
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has had an engine that it is not on any more."""
+        return self.attempt != self.request.attempt
+
+    @property
+    def leaves_as_asked(self) -> bool:
+        """Whether its engine was to hand it over."""
+        return self.asked_away or self.handoff_after_tokens > 0
 
     @property
     def lora_digest(self) -> bytes:
@@ -119,6 +145,8 @@ class JournalEntry:
             sampling_params=params,
             context=context,
             request_number=self.number,
+            kv_source=self.kv_source,
+            handoff_after_tokens=self.handoff_after_tokens,
         )
 
     def take(self, output: EngineCoreOutput) -> bool:
@@ -197,6 +225,7 @@ class JournalEntry:
         self.progressed = True
         self.variant = self.engine_variant
         self.held_for = 0.0
+        self.kv_source = None
 
     def begin(self, now: float) -> None:
         """The current attempt has brought something for the first time."""
@@ -209,11 +238,24 @@ class JournalEntry:
         return None if self.began_at is None or not num_tokens else (now - self.began_at) / num_tokens
 
     def leave(self) -> None:
-        """It has no engine any more; the next one is another attempt."""
+        """It has lost its engine; the next one is another attempt."""
+        self.num_moves += 1
+        self._next_attempt()
+
+    def hand_over(self, source: KvSource | None, now: float) -> None:
+        """Its engine has given it away, and ``source`` keeps its blocks. That is no move: it was to be so."""
+        self.num_handoffs += 1
+        self.handed_at = now
+        self.kv_source = source or self.kv_source
+        self.admitted = True
+        self._next_attempt()
+
+    def _next_attempt(self) -> None:
         self.engine = ""
+        self.handoff_after_tokens = 0
+        self.asked_away = False
         self.speculation_before, self.speculation = _sum(self.speculation_before, self.speculation), None
         self.attempt += 1
-        self.num_moves += 1
         self.num_prompt_scored = 0
         self.progressed = False
         self.began_at = None

@@ -160,7 +160,13 @@ class EngineLoads:
         base = connection.status or EngineStatus(engine_id="", incarnation="", address=connection.address)
         if ready is not None:
             base = msgspec.structs.replace(
-                base, engine_id=ready.engine_id, incarnation=ready.incarnation, model=ready.model
+                base,
+                engine_id=ready.engine_id,
+                incarnation=ready.incarnation,
+                model=ready.model,
+                role=ready.role,
+                kv_address=ready.kv_address,
+                kv_fingerprint=ready.kv_fingerprint,
             )
         return msgspec.structs.replace(
             base,

@@ -8,8 +8,9 @@ from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.security.certificates import Certificates
 from penstock_common.types.cluster import ClusterView, EngineState
 from penstock_common.types.data_parallel import FirstRequest, StartDpWave, StartWave
+from penstock_common.types.kv_transfer import EngineRole
 from penstock_common.types.media import MODALITIES, MultiModalFeature
-from penstock_common.types.outputs import EngineCoreOutputs
+from penstock_common.types.outputs import EngineCoreOutputs, EngineReady
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.connection import ConnectionListener, EngineConnection
@@ -20,6 +21,8 @@ from penstock_frontend.rpc.media_transport import MediaCounts, MediaTransport
 
 LORA = "lora"
 """The capability of engines that apply LoRA adapters."""
+KV_TRANSFER = "kv_transfer"
+"""The capability of engines that hand requests over."""
 
 
 class EnginePool:
@@ -78,12 +81,16 @@ class EnginePool:
             Candidate(
                 connection.address,
                 connection.rank,
-                connection.state is EngineState.SERVING
+                accepting=connection.state is EngineState.SERVING
                 and connection.address not in self._spare
                 and (connection.group_rank is None or self._groups.accepts(connection.group_rank)),
-                connection.ready.config_hash if connection.ready else "",
-                connection.ready is None or LORA in connection.ready.capabilities,
-                MODALITIES if connection.ready is None else tuple(each.modality for each in connection.ready.media),
+                variant=connection.ready.config_hash if connection.ready else "",
+                applies_lora=connection.ready is None or LORA in connection.ready.capabilities,
+                modalities=MODALITIES
+                if connection.ready is None
+                else tuple(each.modality for each in connection.ready.media),
+                role=EngineRole.BOTH if connection.ready is None else connection.ready.role,
+                fingerprint=_fingerprint(connection.ready),
             )
             for connection in self
         ]
@@ -121,6 +128,12 @@ class EnginePool:
         connection = self._connections.get(engine)
         if connection is not None and connection.session is not None:
             connection.session.abort(request_ids, reason)
+
+    def hand_over(self, engine: str, request_ids: Sequence[str]) -> None:
+        """Have an engine hand requests over, if there is a session with it."""
+        connection = self._connections.get(engine)
+        if connection is not None and connection.session is not None:
+            connection.session.hand_over(request_ids)
 
     @property
     def media_counts(self) -> MediaCounts:
@@ -248,3 +261,9 @@ class EnginePool:
         task = asyncio.create_task(connection.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+
+def _fingerprint(ready: EngineReady | None) -> bytes:
+    """Of blocks that an engine gives away; empty where it gives none."""
+    gives = ready is not None and KV_TRANSFER in ready.capabilities and ready.kv_address
+    return ready.kv_fingerprint if ready is not None and gives else b""

@@ -69,6 +69,11 @@ class Retries:
             return f"{entry.losses_alone} engines in a row failed while they had nothing but this request"
         return None
 
+    def handed_over(self, entry: JournalEntry) -> None:
+        """An entry leaves its engine as it was to: that says something for it where the engine has brought something."""
+        if entry.progressed:
+            entry.losses = entry.losses_alone = 0
+
     def may_leave(self, entry: JournalEntry) -> bool:
         """Whether an entry would go on if it left an engine that is well."""
         return entry.num_moves < self._config.max_moves

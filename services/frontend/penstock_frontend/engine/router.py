@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unavailable
+from penstock_common.types.kv_transfer import EngineRole
 from penstock_common.types.media import Modality
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import RoutingPolicy
@@ -41,6 +42,10 @@ class Candidate(msgspec.Struct, frozen=True):
     """Whether requests with LoRA adapters may go there."""
     modalities: tuple[Modality, ...] = ()
     """Media that requests which go there may have."""
+    role: EngineRole = EngineRole.BOTH
+    """What it is preferred for."""
+    fingerprint: bytes = b""
+    """Of its blocks: engines of one can have each other's; empty: it gives none away."""
 
 
 def takers(candidates: Sequence[Candidate], request: EngineCoreRequest) -> Sequence[Candidate]:
@@ -169,6 +174,11 @@ class Router:
         if lora:
             return self._lowest(self.loras.in_order((c.key for c in usable), lora), cached, lora)
         return self._lowest([c.key for c in usable[turn:] + usable[:turn]], cached)
+
+    def likely(self, candidates: Sequence[Candidate], *, cached: Mapping[str, int], lora: bytes = b"") -> Candidate:
+        """The one of these, of which there must be one, that has the lowest load. Nothing is to be sent to it."""
+        key = self._lowest([c.key for c in candidates], cached, lora)
+        return next(c for c in candidates if c.key == key)
 
     def _some(self, usable: Sequence[Candidate], cached: Mapping[str, int]) -> list[str]:
         """A random few of many, and those that have most of the prompt."""

@@ -163,6 +163,10 @@ class EngineSession:
         self._outgoing.abort(request_ids, reason)
         self._queued.set()
 
+    def hand_over(self, request_ids: Sequence[str]) -> None:
+        """Have the engine, which must be capable of that, hand requests over."""
+        self._put(pb.SessionRequest(handoff=pb.Handoff(request_ids=request_ids)))
+
     async def call_utility(self, method: str, arguments: Sequence[object] = ()) -> Any:
         """Call a registered method of the engine; returns its result. Raises what it failed with."""
         call_id = next(self._call_ids)

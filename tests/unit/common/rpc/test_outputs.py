@@ -7,7 +7,14 @@ import pytest
 from penstock.common.v1 import events_pb2, tensor_pb2
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc import outputs as parts
-from penstock_common.types.kv_events import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
+from penstock_common.types.kv_events import (
+    AllBlocksCleared,
+    BlockMedia,
+    BlockRemoved,
+    BlockStored,
+    KvCacheEvent,
+    of_device,
+)
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
@@ -95,3 +102,8 @@ def test_an_event_of_an_unknown_medium_is_none_and_one_of_no_medium_is_the_devic
         message = parts.kv_event_to_proto(event)
         getattr(message, message.WhichOneof("event")).medium = 99
         assert parts.kv_event_from_proto(events_pb2.KvCacheEvent.FromString(message.SerializeToString())) is None
+
+
+def test_events_of_the_device_are_told_from_those_of_other_memory() -> None:
+    device = [BlockRemoved(block_hashes=[b"a"]), AllBlocksCleared()]
+    assert of_device([*device, BlockRemoved(block_hashes=[b"a"], medium=KvMedium.HOST)]) == device

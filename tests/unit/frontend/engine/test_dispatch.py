@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from penstock_common.errors import Internal, InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
+from penstock_common.types.kv_transfer import EngineRole, KvSource
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import (
     Drafts,
@@ -23,9 +24,11 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_common.types.token_columns import NewTokens, TokenColumns
-from penstock_frontend.config import RetriesConfig
+from penstock_frontend.config import DisaggregationConfig, RetriesConfig
 from penstock_frontend.engine.dispatch import Dispatch
+from penstock_frontend.engine.drains import MOST_AT_ONCE
 from penstock_frontend.engine.journal_entry import EngineFaultError, JournalEntry
+from penstock_frontend.engine.legs import Legs
 from penstock_frontend.engine.prefix_caches import PrefixCaches
 from penstock_frontend.engine.router import Candidate, Router
 from tests.fakes import virtual_time
@@ -36,6 +39,15 @@ DRAINING = RequestError(code="UNAVAILABLE", message="draining", reason="DRAINING
 FULL = RequestError(code="RESOURCE_EXHAUSTED", message="full", reason="QUEUE_FULL", retry_after=1.5)
 STEP_FAILED = RequestError(code="INTERNAL", message="the step fails", reason="STEP_FAILED")
 INCIDENT = RequestError(code="INTERNAL", message="incident 0badcafe", reason="INCIDENT")
+
+
+FINGERPRINT = b"f" * 16
+
+
+def source_at(engine: str) -> KvSource:
+    return KvSource(
+        engine_id=engine, incarnation="1", address="h:1", lease_id=b"l" * 16, num_tokens=2, fingerprint=FINGERPRINT
+    )
 
 
 def token_of(request_id: str, index: int) -> int:
@@ -62,6 +74,11 @@ class Simulated:
         self.variants: dict[str, str] = {}  # of the engines that are not of variant ""
         self.num_held_changes = 0
         self.num_moved = 0
+        self.roles: dict[str, EngineRole] = {}
+        self.fingerprint = b""  # of the blocks of all engines; empty: none move
+        self.asked: list[tuple[str, str]] = []  # what engines were asked to hand over, and have not
+        self.planned: list[tuple[str, str]] = []
+        self.gaps: list[float] = []
         self.router = Router()
         self.dispatch = Dispatch(
             self,
@@ -72,7 +89,12 @@ class Simulated:
             hold_timeout=hold_timeout,
             on_held=self._on_held,
             on_moved=self._on_moved,
+            legs=Legs(DisaggregationConfig(min_prefill_tokens=len(PROMPT)), self.router, self._on_planned),
+            on_gap=self.gaps.append,
         )
+
+    def _on_planned(self, plan: str, why: str) -> None:
+        self.planned.append((plan, why))
 
     def _on_moved(self, count: int) -> None:
         self.num_moved += count
@@ -84,7 +106,14 @@ class Simulated:
 
     def candidates(self) -> list[Candidate]:
         return [
-            Candidate(name, rank, name not in self.closed, self.variants.get(name, ""))
+            Candidate(
+                name,
+                rank,
+                name not in self.closed,
+                self.variants.get(name, ""),
+                role=self.roles.get(name, EngineRole.BOTH),
+                fingerprint=self.fingerprint,
+            )
             for rank, (name, up) in enumerate(self.up.items())
             if up
         ]
@@ -101,6 +130,9 @@ class Simulated:
         for request_id in request_ids:
             self.aborts.append((engine, request_id))
             self.running[engine].pop(request_id, None)
+
+    def hand_over(self, engine: str, request_ids: Sequence[str]) -> None:
+        self.asked += [(engine, request_id) for request_id in request_ids]
 
     # The dispatch's OutputHandler.
 
@@ -177,7 +209,31 @@ class Simulated:
         if offset + len(tokens) == MAX_TOKENS:
             output.finish_reason = FinishReason.LENGTH
             del self.running[engine][request_id]
+        elif 0 < request.handoff_after_tokens <= offset + len(tokens) - len(request.prior_output_token_ids):
+            output.finish_reason, output.kv_source = FinishReason.HANDOFF, source_at(engine)
+            del self.running[engine][request_id]
         return output
+
+    def give_away(self, engine: str, *request_ids: str, source: KvSource | None = None) -> None:
+        """Engines end these without more tokens."""
+        outputs = []
+        for request_id in request_ids:
+            request, offset = self.running[engine].pop(request_id)
+            output = EngineCoreOutput(
+                request_id=request_id,
+                attempt=request.attempt,
+                offset=offset,
+                finish_reason=FinishReason.HANDOFF,
+                kv_source=source,
+            )
+            outputs.append(output)
+        self.deliver(engine, *outputs)
+
+    def give_what_was_asked_for(self) -> None:
+        asked, self.asked = self.asked, []
+        for engine, request_id in asked:
+            if request_id in self.running[engine]:
+                self.give_away(engine, request_id, source=source_at(engine))
 
     def deliver(self, engine: str, *outputs: EngineCoreOutput, counts: bool = True) -> None:
         """A frame. ``counts``: it tells the engine's load as well."""
@@ -189,6 +245,7 @@ class Simulated:
                 new_token_ids=list(o.new_token_ids),
                 finish_reason=o.finish_reason,
                 error=o.error,
+                kv_source=o.kv_source,
             )
             for o in outputs
         ]
@@ -244,6 +301,7 @@ class Simulated:
         for request_id in on_engine:
             self.alone[request_id] = 0 if request_id in self.brought else self.alone[request_id] + one_call
         self.up[engine] = False
+        self.closed.discard(engine)
         self.running[engine].clear()
         self.dispatch.lose(engine, "killed")
         self.router.forget(engine)
@@ -265,7 +323,7 @@ class Simulated:
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(["add", "add n", "step", "step 2", "lose output", "duplicate", "keep for later", "late", "kill",
-                         "start", "drain", "put off", "full", "time", "abort", "cut"]),
+                         "start", "drain", "gentle drain", "hand over", "unasked", "put off", "full", "time", "abort", "cut"]),
         st.integers(0, 2),
         st.integers(0, 5),
     ),
@@ -274,7 +332,7 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(EVENTS)
+@given(EVENTS, st.booleans())
 @example(
     [
         ("add", 0, 0),
@@ -283,11 +341,16 @@ EVENTS = st.lists(
         ("lose output", 1, 0),
         ("lose output", 0, 0),
         ("lose output", 2, 0),
-    ]
+    ],
+    False,
 )
-def test_whatever_engines_do_every_request_ends_with_every_token_once(events: list[tuple[str, int, int]]) -> None:
+def test_whatever_engines_do_every_request_ends_with_every_token_once(
+    events: list[tuple[str, int, int]], legs: bool
+) -> None:
     async def run() -> None:
         world, ids = Simulated("a", "b", "c"), itertools.count()
+        if legs:
+            world.roles, world.fingerprint = {"a": EngineRole.PREFILL}, FINGERPRINT
         started: set[str] = set()
         aborted: set[str] = set()
         refused: set[str] = set()
@@ -328,6 +391,12 @@ def test_whatever_engines_do_every_request_ends_with_every_token_once(events: li
                     world.up[engine] = False
                     for request_id in on_engine:
                         world.refuse(engine, request_id, DRAINING)
+                case "gentle drain" if world.up[engine] and engine not in world.closed:
+                    world.drain(engine, 2.0)
+                case "hand over":
+                    world.give_what_was_asked_for()
+                case "unasked" if target and world.running[engine][target][0].attempt < 50:
+                    world.give_away(engine, target)
                 case "put off" if target and world.running[engine][target][0].attempt > 0:
                     world.refuse(engine, target, DRAINING)
                 case "full" if target:
@@ -341,6 +410,8 @@ def test_whatever_engines_do_every_request_ends_with_every_token_once(events: li
                 case "cut" if world.up[engine]:  # the session is gone, the engine is there again at once
                     world.kill(engine)
                     world.start(engine)
+        for engine in list(world.closed):  # no drain is ever taken back
+            world.kill(engine)
         world.finish()
         await asyncio.sleep(2.0)  # engines that were full are not any more
         world.finish()
@@ -1176,3 +1247,208 @@ async def test_what_cannot_be_written_down_of_columns_ends_its_request_alone(
     assert isinstance(world.ended["r0"], RequestFailed)
     assert world.ended["r0"].reason == "INCIDENT"
     assert world.read["r1"] == tokens_of("r1", 0, 1)
+
+
+def two_kinds(*names: str, prefill: str = "a") -> Simulated:
+    """Engines of one fingerprint, one of them for prompts."""
+    world = Simulated(*names)
+    world.roles, world.fingerprint = {prefill: EngineRole.PREFILL}, FINGERPRINT
+    return world
+
+
+async def test_a_request_goes_in_two_legs_which_is_no_move() -> None:
+    world = two_kinds("a", "b")
+    world.add("r0")
+    assert world.sent[-1][0] == "a"
+    assert world.sent[-1][1].handoff_after_tokens == 1
+    world.step("a")
+    engine, second = world.sent[-1]
+    assert (engine, second.attempt, second.prior_output_token_ids) == ("b", 1, [token_of("r0", 0)])
+    assert (second.kv_source, second.handoff_after_tokens) == (source_at("a"), 0)
+    assert not second.never_admitted
+    assert world.gaps == []
+    world.finish()
+    assert world.ended == {"r0": FinishReason.LENGTH}
+    assert world.read["r0"] == [token_of("r0", i) for i in range(MAX_TOKENS)]
+    assert (world.num_moved, world.moves, world.planned, len(world.gaps)) == (0, ["r0"], [("two", "long")], 1)
+
+
+async def test_handoffs_count_as_neither_moves_nor_losses() -> None:
+    world = Simulated("a", "b", retries=RetriesConfig(max_moves=0, max_strikes=1))
+    world.roles, world.fingerprint = {"a": EngineRole.PREFILL}, FINGERPRINT
+    world.add("r0")
+    world.step("a")
+    world.finish()
+    assert world.ended == {"r0": FinishReason.LENGTH}
+
+
+async def test_the_source_is_told_until_an_engine_has_brought_something() -> None:
+    world = two_kinds("a", "b", "c", "d")
+    world.add("r0")
+    world.step("a")
+    assert world.sent[-1][1].kv_source == source_at("a")
+    world.kill(world.where("r0"))
+    engine, request = world.sent[-1]
+    assert request.kv_source == source_at("a")
+    world.step(engine)
+    world.kill(engine)
+    assert world.sent[-1][1].kv_source is None
+    assert world.num_moved == 2
+
+
+async def test_a_handoff_without_a_source_goes_on_all_the_same_and_never_to_an_engine_of_prompts_again() -> None:
+    world = two_kinds("a", "b")
+    world.add("r0")
+    world.advance("a", "r0", 0)
+    world.give_away("a", "r0")
+    engine, request = world.sent[-1]
+    assert (engine, request.kv_source, request.handoff_after_tokens) == ("b", None, 0)
+
+
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [({"max_tokens": 1}, "one_token"), ({"prompt_logprobs": 0}, "kind"), ({}, "long")],
+)
+async def test_what_gains_nothing_goes_in_one_leg(params: dict[str, int], why: str) -> None:
+    world = two_kinds("a", "b")
+    world.add("r0", **params)
+    planned = "two" if why == "long" else "one"
+    assert world.planned == [(planned, why)]
+    assert world.where("r0") == ("a" if planned == "two" else "b")
+
+
+async def test_without_another_engine_that_can_have_its_blocks_a_request_goes_in_one_leg() -> None:
+    world = two_kinds("a", "b")
+    world.fingerprint = b""
+    world.add("r0")
+    assert (world.planned, world.where("r0")) == ([("one", "no_engines")], "b")
+
+
+async def test_alone_an_engine_of_prompts_serves_everything() -> None:
+    world = two_kinds("a", "b")
+    world.closed.add("b")
+    world.add("r0")
+    assert (world.where("r0"), world.sent[-1][1].handoff_after_tokens) == ("a", 0)
+    world.step("a", MAX_TOKENS)
+    assert world.ended == {"r0": FinishReason.LENGTH}
+
+
+async def test_where_no_other_engine_is_left_the_engine_of_prompts_goes_on() -> None:
+    world = two_kinds("a", "b")
+    world.add("r0")
+    world.kill("b")
+    world.step("a")
+    engine, request = world.sent[-1]
+    assert (engine, request.attempt, request.handoff_after_tokens) == ("a", 1, 0)
+    world.finish()
+    assert world.ended == {"r0": FinishReason.LENGTH}
+
+
+async def test_a_request_that_names_a_rank_goes_there_in_one_leg() -> None:
+    world = two_kinds("a", "b")
+    world.add("r0", rank=1)
+    assert (world.where("r0"), world.planned) == ("b", [])
+    world.add("r1", rank=0)
+    assert world.sent[-1][1].handoff_after_tokens == 0
+
+
+async def test_the_sequences_of_a_call_go_on_together() -> None:
+    world = two_kinds("a", "b", "c", "d")
+    names = [f"r0-{i}" for i in range(3)]
+    world.add(*names)
+    world.step("a")
+    assert len({world.where(name) for name in names}) == 1
+    assert world.where(names[0]) != "a"
+    world.finish()
+    assert set(world.ended.values()) == {FinishReason.LENGTH}
+
+
+async def test_a_request_that_is_given_away_unasked_has_moved() -> None:
+    world = Simulated("a", "b", retries=RetriesConfig(max_moves=1, max_strikes=100))
+    world.add("r0")
+    world.give_away(world.where("r0"), "r0", source=source_at("a"))
+    assert (world.num_moved, world.sent[-1][1].kv_source) == (1, None)
+    world.give_away(world.where("r0"), "r0")
+    error = world.ended["r0"]
+    assert isinstance(error, Unavailable)
+    assert error.reason == "RETRIES_EXHAUSTED"
+
+
+async def test_a_stop_that_comes_with_a_handoff_ends_the_request() -> None:
+    world = two_kinds("a", "b")
+    world.add("r0")
+    output = world.advance("a", "r0")
+    process = world.process
+
+    def stopped(outputs: Sequence[EngineCoreOutput], *rest: object) -> list[str]:
+        process(outputs, *rest)  # type: ignore[arg-type]
+        return [o.request_id for o in outputs]
+
+    world.process = stopped  # type: ignore[assignment,method-assign]
+    world.deliver("a", output)
+    assert [engine for engine, _ in world.sent] == ["a"]
+    assert world.dispatch.num_on("b") == 0
+
+
+def test_an_engine_that_drains_hands_over_a_few_at_a_time() -> None:
+    async def run() -> None:
+        world = Simulated("a", "b")
+        world.fingerprint = FINGERPRINT
+        world.closed.add("b")
+        names = [f"r{i}" for i in range(20)]
+        for name in names:
+            world.add(name)
+        world.closed.clear()
+        world.drain("a", 30.0)
+        given: list[str] = []
+        while world.running["a"]:
+            asked = [name for _, name in world.asked]
+            given += asked
+            assert len(asked) <= MOST_AT_ONCE
+            assert len(given) - len([name for name in given if world.read.get(name)]) <= MOST_AT_ONCE
+            world.give_what_was_asked_for()
+            assert not world.asked  # nobody has gone on with these yet
+            world.step("b")
+        assert given == names
+        assert (world.num_moved, world.aborts) == (0, [])
+        assert all(request.kv_source == source_at("a") for engine, request in world.sent if engine == "b")
+        world.finish()
+        assert set(world.ended.values()) == {FinishReason.LENGTH}
+
+    virtual_time.run(run())
+
+
+def test_what_is_not_handed_over_in_time_leaves_as_it_always_did() -> None:
+    async def run() -> None:
+        world = Simulated("a", "b")
+        world.fingerprint = FINGERPRINT
+        world.closed.add("b")
+        names = [f"r{i}" for i in range(10)]
+        for name in names:
+            world.add(name)
+        world.closed.clear()
+        world.drain("a", 30.0)
+        await asyncio.sleep(28.0)
+        assert (len(world.asked), world.aborts) == (MOST_AT_ONCE, [])
+        await asyncio.sleep(1.5)
+        assert [name for _, name in world.aborts] == names
+        assert world.num_moved == 10
+        world.kill("a")
+        world.finish()
+        assert set(world.ended.values()) == {FinishReason.LENGTH}
+
+    virtual_time.run(run())
+
+
+def test_an_engine_whose_blocks_nobody_can_have_drains_as_it_always_did() -> None:
+    async def run() -> None:
+        world = Simulated("a", "b")
+        world.closed.add("b")
+        world.add("r0")
+        world.closed.clear()
+        world.drain("a", 30.0)
+        await asyncio.sleep(29.5)
+        assert world.asked == []
+        assert world.aborts == [("a", "r0")]
+
+    virtual_time.run(run())

@@ -1,0 +1,39 @@
+"""Prompts and outputs of a request on different engines."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from penstock_common.config.checks import check_fields
+
+
+class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Requests in two legs, where some engines are preferred for prompts (role: prefill)."""
+
+    min_prefill_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=100_000_000,
+            description="Tokens that the engine of the output would have to compute at least, for an engine of prompts to "
+            "compute them.",
+        ),
+    ] = 512
+    gateway: Annotated[
+        bool,
+        Meta(
+            description="Serve kv_transfer_params of requests, in NIXL's words, for gateways that have prompts and outputs "
+            "computed by different servers."
+        ),
+    ] = False
+    allowed_addresses: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Hosts, or host:port, that these may name beside the engines that the frontend knows; others are not "
+            "asked for keys and values, which are computed then."
+        ),
+    ] = ()
+
+    def __post_init__(self) -> None:
+        check_fields("disaggregation", self)
