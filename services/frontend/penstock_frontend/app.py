@@ -72,6 +72,7 @@ class Frontend:
             tracer=self._tracer,
             lora=config.lora,
             media=config.media,
+            disaggregation=config.disaggregation,
             frontend_id=config.name,
             on_full=self._update_readiness,
         )

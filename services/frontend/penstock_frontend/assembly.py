@@ -12,8 +12,16 @@ from penstock_common.observability.tracing import Tracer
 from penstock_frontend.adapter_calls import AdapterCalls
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.chat_calls import ChatCalls
-from penstock_frontend.config import FairnessConfig, LimitsConfig, LoraConfig, MediaConfig, ModelConfig
+from penstock_frontend.config import (
+    DisaggregationConfig,
+    FairnessConfig,
+    LimitsConfig,
+    LoraConfig,
+    MediaConfig,
+    ModelConfig,
+)
 from penstock_frontend.engine.adapters import Adapters
+from penstock_frontend.engine.gateway import KvGateway
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.observe import RequestObserver
 from penstock_frontend.pooling_calls import PoolingCalls
@@ -77,6 +85,7 @@ def assemble(
     frontend_id: str = "",
     on_full: Callable[[], None] = lambda: None,
     media: MediaConfig = MediaConfig(),  # noqa: B008 - it is not changed
+    disaggregation: DisaggregationConfig = DisaggregationConfig(),  # noqa: B008 - it is not changed
 ) -> Assembly[E]:
     """Read the model's files, which may take long, and put everything together. Raises ConfigError.
 
@@ -117,6 +126,7 @@ def assemble(
         observer=RequestObserver(metrics, settings.log, tracer),
         pooling=_pooling_calls(pooling_inputs, pooled, client, adapter_calls, settings.limits),
         adapters=adapter_calls,
+        gateway=KvGateway(disaggregation, client.view),
         on_full=on_full,
     )
     renderer = ChatRenderer(files.templates, tokenizer, settings.limits, tool_parser=model.tool_parser, family=family)

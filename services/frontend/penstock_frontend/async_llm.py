@@ -20,6 +20,7 @@ from penstock_frontend.adapter_calls import AdapterCalls
 from penstock_frontend.admission import Admission, Demand, check_deadline, demand_of
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, PoolingRequest, PoolingResult, RequestOutput
 from penstock_frontend.config import LimitsConfig
+from penstock_frontend.engine.gateway import KvGateway
 from penstock_frontend.live_request import LiveRequest
 from penstock_frontend.observe import RequestObserver
 from penstock_frontend.pace import SEQUENCES_PER_TURN, Pace
@@ -52,6 +53,7 @@ class AsyncLLM:
         observer: RequestObserver,
         pooling: PoolingCalls,
         adapters: AdapterCalls,
+        gateway: KvGateway,
         on_full: Callable[[], None],
     ) -> None:
         """``on_full``: called whenever ``full`` has changed."""
@@ -59,6 +61,7 @@ class AsyncLLM:
         self.inputs = inputs
         self.pooling = pooling
         self.adapters = adapters
+        self.gateway = gateway
         self.tokenizer = tokenizer
         self._outputs = outputs
         self._admission = Admission(limits, on_full=on_full)
@@ -276,7 +279,9 @@ class AsyncLLM:
         check_generates(self.engines.view.capabilities)
         self.inputs.check(core_request, limits)
         live.lora = await self.adapters.of_request(request.context)
-        core_request = msgspec.structs.replace(core_request, lora=live.lora)
+        core_request = msgspec.structs.replace(
+            core_request, lora=live.lora, lease_kv=request.kv.lease, kv_source=request.kv.source
+        )
         get_logger().debug(
             "request", request=live.request_id, tenant=request.context.tenant, priority=request.context.priority
         )

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from penstock_common.in_flight import Held
+from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.media import Modality
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason
@@ -37,6 +38,15 @@ class MixedPrompt(msgspec.Struct, frozen=True):
         return [part for part in self.parts if isinstance(part, MediaPart)]
 
 
+class KvParams(msgspec.Struct, frozen=True):
+    """What a gateway says of a request's keys and values. ``lease``: they are kept for a while when the request ends; ``source``:
+    who keeps those of the request that this one goes on with.
+    """
+
+    lease: bool = False
+    source: KvSource | None = None
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt to continue: text, token ids, or parts of these, vectors and media."""
 
@@ -45,6 +55,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The sampling parameters that the client set, under the names of ``SamplingParams``."""
     add_special_tokens: bool = True
     prediction: Prediction | None = None
+    kv: KvParams = KvParams()
     context: RequestContext = RequestContext()
 
 
@@ -71,6 +82,8 @@ class Finish(msgspec.Struct, frozen=True):
     stop_reason: int | str | None
     """The stop string or the stop token's id; None at the model's own end of sequence."""
     usage: Usage
+    kv_source: KvSource | None = None
+    """Who keeps its keys and values, where that was asked for."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +158,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: dict[str, Any] = {}
     """The sampling parameters that the client set, under the names of ``SamplingParams``."""
     prediction: Prediction | None = None
+    kv: KvParams = KvParams()
     context: RequestContext = RequestContext()
 
     @property

@@ -35,7 +35,7 @@ from penstock_frontend.api.openai.sampling_fields import SamplingFields, StreamO
 from penstock_frontend.api.openai.sse import EventStream
 from penstock_frontend.api.openai.usage import UsageCount, UsageInfo, usage_info
 from penstock_frontend.async_llm import AsyncLLM
-from penstock_frontend.call_types import ChatRequest
+from penstock_frontend.call_types import ChatRequest, Finish, KvParams
 from penstock_frontend.chat_calls import ChatCalls
 from penstock_frontend.processing.chat.answers import ChatOutput
 
@@ -91,6 +91,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     usage: UsageInfo
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +121,8 @@ class ChatCompletions:
         if body.truncate_prompt_tokens == AS_MANY_AS_FIT:
             most = body.max_completion_tokens or body.max_tokens or 1
             body.truncate_prompt_tokens = await self._llm.prompt_room(most, call.context.deadline)
-        request = await given.converted(functools.partial(_request, body, call))
+        kv = sampling_fields.kv_params(body, self._llm.gateway, num_sequences=body.n or 1)
+        request = await given.converted(functools.partial(_request, body, call, kv))
         demand = demand_of(request)
         self._llm.check_room([demand])
         prompt_token_ids = await self._prompt_token_ids(body, request)
@@ -168,11 +170,13 @@ class _Making:
         """The answer, once all sequences have ended."""
         choices: dict[int, ChatChoice] = {}
         of_prompt: Logprobs | None = None
+        finishes: list[Finish | None] = []
         with generation:
             async with aclosing(generation.outputs()) as outputs:
                 async for _, output in outputs:
                     choices[output.index] = self._writer(output.index).whole(output)
                     of_prompt = of_prompt or output.prompt_logprobs
+                    finishes.append(output.finish)
                     self._count(output)
         asked = self._body.prompt_logprobs is not None
         return ChatCompletion(
@@ -183,6 +187,7 @@ class _Making:
             usage=self._usage.total(),
             prompt_logprobs=prompt_logprobs(of_prompt) if asked else msgspec.UNSET,
             prompt_token_ids=self._prompt_token_ids if self._body.return_token_ids else msgspec.UNSET,
+            kv_transfer_params=sampling_fields.kv_answer(finishes),
         )
 
     async def chunks(self, generation: Generation[ChatOutput]) -> AsyncGenerator[ChatCompletionChunk, None]:
@@ -231,7 +236,7 @@ class _Making:
 
 
 def _check(body: ChatCompletionRequest) -> None:
-    sampling_fields.check(body, served=("mm_processor_kwargs",))
+    sampling_fields.check(body, served=("kv_transfer_params", "mm_processor_kwargs"))
     refuse_fields(body, _REFUSED)
     if body.modalities is not None and body.modalities != ["text"]:
         raise Unimplemented(f"modalities is {body.modalities}; only ['text'] is served", field="modalities")
@@ -241,7 +246,7 @@ def _check(body: ChatCompletionRequest) -> None:
         raise InvalidArgument("top_logprobs is set; it needs logprobs", field="top_logprobs")
 
 
-def _request(body: ChatCompletionRequest, call: Call) -> ChatRequest:
+def _request(body: ChatCompletionRequest, call: Call, kv: KvParams) -> ChatRequest:
     values = sampling_fields.values(body)
     if body.max_completion_tokens is not None:
         values["max_tokens"] = body.max_completion_tokens
@@ -261,6 +266,7 @@ def _request(body: ChatCompletionRequest, call: Call) -> ChatRequest:
         template_kwargs=kwargs,
         sampling=values,
         prediction=text_of(body.prediction),
+        kv=kv,
         context=context_of(call, "chatcmpl", body),
     )
 

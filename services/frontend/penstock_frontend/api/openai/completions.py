@@ -62,6 +62,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: Sequence[CompletionChoice]
     usage: UsageInfo | msgspec.UnsetType | None = msgspec.UNSET
+    kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completions:
@@ -121,6 +122,7 @@ class _Making:
         )
         self._prompts: Sequence[prompts.Prompt] = ()
         self._prediction = text_of(body.prediction)
+        self._kv = sampling_fields.kv_params(body, llm.gateway, num_sequences=body.num_sequences)
 
     async def sources(self, given: Sequence[prompts.Given]) -> list[Source[RequestOutput]]:
         """One request per prompt. Raises RequestFailed; when there is no room for all of them, before any is tokenized."""
@@ -171,7 +173,8 @@ class _Making:
                 await pace.take(1 + (len(output.token_ids) if self._body.logprobs is not None else 0))
                 shown = PromptOutput(prompt, msgspec.structs.replace(output, index=index))
                 choices.append(self._writer(shown).write(shown.output, of_prompts[prompt]))
-        return self._completion(choices, self._usage.total())
+        kv = sampling_fields.kv_answer(output.finish for of_prompt in finals for output in of_prompt)
+        return msgspec.structs.replace(self._completion(choices, self._usage.total()), kv_transfer_params=kv)
 
     async def chunks(self, generation: Generation[RequestOutput]) -> AsyncGenerator[Completion, None]:
         """The answer in pieces."""
@@ -192,6 +195,7 @@ class _Making:
             sampling=values,
             add_special_tokens=self._body.add_special_tokens is not False,
             prediction=self._prediction,
+            kv=self._kv,
             context=msgspec.structs.replace(self._context, external_request_id=request_id),
         )
         return Source(request_id, demand_of(request), functools.partial(self._llm.generate, request), prompt.names)
@@ -230,7 +234,7 @@ class _Making:
 
 
 def _check(body: CompletionRequest) -> None:
-    sampling_fields.check(body)
+    sampling_fields.check(body, served=("kv_transfer_params",))
     check_range("logprobs", body.logprobs, -1, _INT32_MAX)
     _check_best_of(body)
     if body.suffix is not None and body.echo:

@@ -1,6 +1,6 @@
 """What completions and chat completions have in common: sampling parameters, streaming, ids."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -19,6 +19,8 @@ from penstock_frontend.api.openai.body_fields import check_range, refuse_fields,
 from penstock_frontend.api.openai.context import GenerationContextFields
 from penstock_frontend.api.openai.errors import undecodable
 from penstock_frontend.api.openai.prediction import NAMES, PredictionBody
+from penstock_frontend.call_types import Finish, KvParams
+from penstock_frontend.engine.gateway import KvGateway, answer_of
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
@@ -193,6 +195,17 @@ def check(body: SamplingFields, *, served: Collection[str] = ()) -> None:
         raise InvalidArgument("stream_options is set; it needs stream", field="stream_options")
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidArgument("prompt_logprobs is set; a stream has none", field="prompt_logprobs")
+
+
+def kv_params(body: SamplingFields, gateway: KvGateway, *, num_sequences: int) -> KvParams:
+    """What is said of keys and values. Raises Unimplemented, InvalidArgument."""
+    return gateway.read(body.kv_transfer_params, n=num_sequences, field="kv_transfer_params")
+
+
+def kv_answer(finishes: Iterable[Finish | None]) -> dict[str, Any] | msgspec.UnsetType:
+    """The parameters of an answer whose sequences ended so: of the only one that has some."""
+    sources = [finish.kv_source for finish in finishes if finish is not None and finish.kv_source is not None]
+    return answer_of(sources[0]) if len(sources) == 1 else msgspec.UNSET
 
 
 def values(body: SamplingFields) -> dict[str, Any]:

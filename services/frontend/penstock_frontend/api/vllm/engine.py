@@ -16,6 +16,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, OutOfRange, Unavailable, Unimplemented
 from penstock_common.rpc.sampling import refuse_set
+from penstock_common.types.kv_transfer import EngineRole
 from penstock_common.types.media import MediaLimits, Modality
 from penstock_frontend.admission import demand_of
 from penstock_frontend.api.call_context import deadline_after
@@ -25,6 +26,7 @@ from penstock_frontend.api.media_limits import media_limits
 from penstock_frontend.api.vllm import cache_events, requests, responses
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.config import LimitsConfig, MediaConfig, ModelConfig
+from penstock_frontend.engine.gateway import CONNECTOR
 from penstock_frontend.engine.kv_events import KvEventFeed
 from penstock_frontend.processing.prompts.model_card import ModelCard
 from penstock_frontend.processing.prompts.tokenizer_bundle import TokenizerBundle
@@ -36,6 +38,7 @@ LASTING = (f"/{SERVICE_NAME}/SubscribeKvEvents",)
 """Methods whose calls last until one side ends them."""
 _VERSION = importlib.metadata.version("penstock-frontend")
 _CHUNK_BYTES = 64 * 1024
+_KV_ROLES = {EngineRole.BOTH: "kv_both", EngineRole.PREFILL: "kv_producer", EngineRole.DECODE: "kv_consumer"}
 _FLUSH_RETRY = 0.1
 """Seconds between two attempts to empty caches that are in use."""
 _PROFILE_OPTIONS = (
@@ -82,6 +85,9 @@ class VllmEngineServicer:
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Continues a prompt: chunks as they come, or everything at the end."""
         converted = requests.generate_request(request, **requests.call_details(context), anchor=self._anchor)
+        said, n = request.kv_transfer_params_json, converted.sampling["n"]
+        kv = self._llm.gateway.read_json(said, n=n, field="kv_transfer_params_json")
+        converted = msgspec.structs.replace(converted, kv=kv)
         if converted.sampling["truncate_prompt_tokens"] == -1:  # as long as a prompt may be that has an output
             room = await self._llm.prompt_room(1, converted.context.deadline)
             converted.sampling["truncate_prompt_tokens"] = room
@@ -157,6 +163,7 @@ class VllmEngineServicer:
             model_dtype=dtype and f"torch.{dtype}",
             constrained_decoding_start="first_token",
             **(self._media_info(media, dtype) if media else {}),
+            **(self._kv_info() if self._llm.gateway.serves else {}),
         )
 
     def _media_info(self, media: Sequence[MediaLimits], dtype: str) -> dict[str, Any]:
@@ -170,6 +177,21 @@ class VllmEngineServicer:
             "mm_item_limits": ",".join(sorted(f"{each.modality}={each.max_items}" for each in media)),
             "mm_encoder_budget": max(each.max_tokens for each in media),
             "multimodal_encoder_dtype": dtype,
+        }
+
+    def _kv_info(self) -> dict[str, Any]:
+        """Of engines that give keys and values away. Those of one fingerprint can have each other's."""
+        giving = [each for each in self._llm.engines.view.cluster() if each.kv_address and each.kv_fingerprint]
+        if not giving:
+            return {}
+        roles = {each.role for each in giving}
+        role = _KV_ROLES[roles.pop() if len(roles) == 1 else EngineRole.BOTH]
+        fingerprints = {each.kv_fingerprint for each in giving}
+        return {
+            "kv_connector": CONNECTOR,
+            "kv_role": role,
+            "kv_engine_id": giving[0].engine_id,
+            "pairing_protocol": fingerprints.pop().hex() if len(fingerprints) == 1 else "",
         }
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:

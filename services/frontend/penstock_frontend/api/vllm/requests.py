@@ -14,7 +14,7 @@ from penstock_frontend.api.vllm.context import context_of
 from penstock_frontend.api.vllm.media import Anchor, with_references, with_tensors
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, PoolingRequest
 
-_NOT_SERVED_YET = ("kv_transfer_params", "kv_transfer_params_json")
+_NOT_SERVED_YET = ("kv_transfer_params",)
 _PATH = "sampling_params"
 _MAX_TOP_K = 2**31 - 1
 _SAME = (
@@ -32,7 +32,8 @@ _OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_token
 def generate_request(
     message: pb.GenerateRequest, *, metadata: Mapping[str, str], time_left: float | None, anchor: Anchor
 ) -> GenerateRequest:
-    """The domain's request. ``time_left``: seconds until the call's deadline. ``anchor``: of media that are given as references.
+    """The domain's request, but for what is said of keys and values. ``time_left``: seconds until the call's deadline.
+    ``anchor``: of media that are given as references.
 
     Raises Unimplemented for fields of later features, InvalidArgument for what cannot be read.
     """

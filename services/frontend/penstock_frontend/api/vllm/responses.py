@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from penstock_common.rpc import outputs as parts
 from penstock_common.types.logprobs import Logprobs
 from penstock_frontend.call_types import Finish, GenerateRequest, PoolingResult, RequestOutput
+from penstock_frontend.engine.gateway import answer_of
 from penstock_frontend.live_request import LiveRequest
 
 
@@ -63,6 +65,8 @@ class GenerateResponses:
             input_logprobs=_input_logprobs(prompt_logprobs, self._live.prompt_token_ids, self._prompt_top),
             index=output.index,
         )
+        if finish.kv_source is not None:
+            complete.kv_transfer_params_json = msgspec.json.encode(answer_of(finish.kv_source)).decode()
         if isinstance(finish.stop_reason, str):
             complete.matched_stop_str = finish.stop_reason
         elif finish.stop_reason is not None:

@@ -60,6 +60,7 @@ class ChatRenderer:
             add_special_tokens=self._adds_special_tokens(prompt),
             sampling=request.sampling,
             prediction=request.prediction,
+            kv=request.kv,
             context=request.context,
         )
 

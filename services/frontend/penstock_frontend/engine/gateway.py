@@ -1,0 +1,147 @@
+"""What gateways say of keys and values of requests, which they have two frontends or two engines serve: NIXL's words."""
+
+from typing import Any
+
+import msgspec
+
+from penstock_common.addresses import split, with_port
+from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.types.kv_transfer import KvSource
+from penstock_frontend.call_types import KvParams
+from penstock_frontend.config import DisaggregationConfig
+from penstock_frontend.ports import EngineView
+
+CONNECTOR = "NixlConnector"
+"""Whose parameters these are, as gateways know them."""
+MAX_BYTES = 16 * 1024
+"""Of the parameters as JSON."""
+_ID_BYTES = 16
+_FLAGS = ("do_remote_decode", "do_remote_prefill")
+_OWN = "penstock"
+"""The parameter that has what NIXL's do not say."""
+_NONE = KvParams()
+
+
+class KvGateway:
+    """Reads ``kv_transfer_params`` and writes those of answers. A request with ``do_remote_decode`` has its blocks kept when it
+    ends; its answer's parameters, given back as they are, tell the second request who keeps them. Who is not an engine of
+    ``view``, nor allowed, is not asked for anything.
+    """
+
+    def __init__(self, config: DisaggregationConfig, view: EngineView) -> None:
+        self._config = config
+        self._view = view
+
+    @property
+    def serves(self) -> bool:
+        """Whether there are such parameters here."""
+        return self._config.gateway
+
+    def read(self, given: Any, *, n: int, field: str) -> KvParams:
+        """The parameters of a request for ``n`` sequences; null and an empty object say nothing. Raises Unimplemented where they
+        are not served, InvalidArgument for what they cannot be.
+        """
+        if not given:
+            return _NONE
+        if not self.serves:
+            raise Unimplemented(f"{field} is not served", field=field)
+        if not isinstance(given, dict):
+            raise InvalidArgument(f"{field} is no object", field=field)
+        if (size := len(msgspec.json.encode(given))) > MAX_BYTES:
+            raise InvalidArgument(f"{field} has {size} bytes; it must have at most {MAX_BYTES}", field=field)
+        flags = {name: _flag(given, name, field) for name in _FLAGS}
+        if all(flags.values()):
+            raise InvalidArgument(f"{field} has both {' and '.join(_FLAGS)}; set one", field=field)
+        if flags["do_remote_decode"] and n > 1:
+            raise InvalidArgument(
+                f"{field}.do_remote_decode is true and n {n}; one sequence goes on elsewhere: n must be 1", field="n"
+            )
+        source = _source(given, field) if flags["do_remote_prefill"] else None
+        return KvParams(lease=flags["do_remote_decode"], source=source if self._may_ask(source) else None)
+
+    def read_json(self, text: str, *, n: int, field: str) -> KvParams:
+        """As ``read``, of a JSON object as text."""
+        if not text:
+            return _NONE
+        if not self.serves or len(text) > MAX_BYTES:
+            return self.read({"": text}, n=n, field=field)  # refused, whatever it says
+        try:
+            return self.read(msgspec.json.decode(text), n=n, field=field)
+        except msgspec.DecodeError as e:
+            raise InvalidArgument(f"{field} is no JSON: {e}", field=field) from None
+
+    def _may_ask(self, source: KvSource | None) -> bool:
+        if source is None:
+            return False
+        if any(source.address == each.kv_address for each in self._view.cluster()):
+            return True
+        allowed = self._config.allowed_addresses
+        return source.address in allowed or split(source.address)[0] in allowed
+
+
+def answer_of(source: KvSource) -> dict[str, Any]:
+    """The parameters of an answer, for whoever goes on with it."""
+    host, port = split(source.address)
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": source.engine_id,
+        "remote_block_ids": [],
+        "remote_host": host,
+        "remote_port": port,
+        _OWN: {
+            "incarnation": source.incarnation,
+            "lease_id": source.lease_id.hex(),
+            "num_tokens": source.num_tokens,
+            "fingerprint": source.fingerprint.hex(),
+        },
+    }
+
+
+def _flag(given: dict[str, Any], name: str, field: str) -> bool:
+    value = given.get(name)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise InvalidArgument(f"{field}.{name} is {value!r}; it must be true or false", field=f"{field}.{name}")
+
+
+def _source(given: dict[str, Any], field: str) -> KvSource | None:
+    """Who keeps the blocks; None where another connector's parameters do not say it: all is computed then."""
+    own = given.get(_OWN)
+    if own is None:
+        return None
+    try:
+        said = msgspec.convert(own, _Own)
+        known = msgspec.convert(given, _Remote)
+        address = with_port(known.remote_host, known.remote_port)
+        split(address)
+        return KvSource(
+            engine_id=known.remote_engine_id,
+            incarnation=said.incarnation,
+            address=address,
+            lease_id=_id(said.lease_id),
+            num_tokens=said.num_tokens,
+            fingerprint=_id(said.fingerprint),
+        )
+    except (msgspec.ValidationError, ValueError) as e:
+        raise InvalidArgument(f"{field} is none that an answer had: {e}", field=field) from None
+
+
+def _id(text: str) -> bytes:
+    value = bytes.fromhex(text)
+    if len(value) != _ID_BYTES:
+        raise ValueError(f"{text!r} has {len(value)} bytes, not {_ID_BYTES}")
+    return value
+
+
+class _Own(msgspec.Struct, frozen=True):
+    incarnation: str
+    lease_id: str
+    num_tokens: int
+    fingerprint: str
+
+
+class _Remote(msgspec.Struct, frozen=True):
+    remote_engine_id: str
+    remote_host: str
+    remote_port: int

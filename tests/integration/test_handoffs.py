@@ -1,0 +1,220 @@
+"""Requests that engines hand over, as clients see them: in two legs, and off engines that drain."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm_pb
+
+from penstock.admin.v1 import messages_pb2 as admin_pb
+from penstock.common.v1 import kv_pb2, sampling_pb2
+from penstock_common.errors import InvalidArgument
+from penstock_frontend.config import DisaggregationConfig, RetriesConfig
+from tests.fakes.clients.vllm_client import VllmClient
+from tests.fakes.engines.fake_engine import FakeEngine, token_at
+from tests.fakes.frontends.frontend_server import FrontendServer, collect, failure
+from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
+from tests.fakes.models.chat_templates import save_chat_model
+from tests.fakes.models.small_tokenizers import byte_level
+
+VOCAB = byte_level().get_vocab_size()
+LENGTH = 12
+PROMPT = "once upon a time"
+NO_MOVES = RetriesConfig(max_moves=0, max_strikes=1)
+
+
+def frontend_of(model: Path, *engines: FakeEngine, min_prefill_tokens: int = 4) -> FrontendServer:
+    return FrontendServer(
+        model,
+        engines=[engine.address for engine in engines],
+        disaggregation=DisaggregationConfig(min_prefill_tokens=min_prefill_tokens),
+        retries=NO_MOVES,
+    )
+
+
+def engine_of(name: str, *, manual: bool = False) -> FakeEngine:
+    return FakeEngine(name, vocab_size=VOCAB, manual=manual)
+
+
+async def tokens_of(call: Any) -> dict[int, list[int]]:
+    """The output, by the sequences of a call."""
+    tokens: dict[int, list[int]] = {}
+    for message in await collect(call):
+        tokens.setdefault(message.index, []).extend(message.token_ids)
+    return tokens
+
+
+def expected(seed: int) -> list[int]:
+    return [token_at(seed, i, vocab_size=VOCAB) for i in range(LENGTH)]
+
+
+def metric(frontend: FrontendServer, name: str, **labels: str) -> float:
+    value = frontend.frontend._metrics.registry.get_sample_value(name, {"model_name": "model", **labels})
+    return value or 0.0
+
+
+@pytest.mark.parametrize("kind", [sampling_pb2.OUTPUT_KIND_DELTA, sampling_pb2.OUTPUT_KIND_FINAL])
+async def test_long_prompts_are_computed_on_one_engine_and_their_output_on_another(model: Path, kind: int) -> None:
+    async with engine_of("a") as prefill, engine_of("b") as decode:
+        prefill.give_blocks(kv_pb2.ENGINE_ROLE_PREFILL)
+        decode.give_blocks(kv_pb2.ENGINE_ROLE_DECODE)
+        async with frontend_of(model, prefill, decode) as frontend:
+            await frontend.until_engines(2)
+            calls = [
+                frontend.generate(PROMPT, max_tokens=LENGTH, seed=seed, output_kind=kind, detokenize=False)
+                for seed in range(10)
+            ]
+            for seed, call in enumerate(calls):
+                assert await tokens_of(call) == {0: expected(seed)}
+            short = frontend.generate("hi", max_tokens=LENGTH, seed=99, detokenize=False)
+            assert await tokens_of(short) == {0: expected(99)}
+            assert [request.handoff_after_tokens for request in prefill.requests] == [1] * 10
+            assert [len(r.prior_output_token_ids) for r in decode.requests if r.attempt] == [1] * 10
+            assert [s.engine_id for s in decode.sources if s is not None] == ["a"] * 10
+            assert metric(frontend, "penstock:legs_total", plan="two", why="long") == 10
+            assert metric(frontend, "penstock:legs_total", plan="one", why="short") == 1
+            assert metric(frontend, "penstock:handover_gap_seconds_count") == 10
+            assert metric(frontend, "penstock:requests_moved_total") == 0
+            cluster = await frontend.admin.GetCluster(admin_pb.GetClusterRequest())
+            assert {e.engine_id: e.role for e in cluster.engines} == {
+                "a": kv_pb2.ENGINE_ROLE_PREFILL,
+                "b": kv_pb2.ENGINE_ROLE_DECODE,
+            }
+
+
+async def test_all_sequences_of_a_call_go_on_together(model: Path) -> None:
+    async with engine_of("a") as prefill, engine_of("b") as b, engine_of("c") as c:
+        prefill.give_blocks(kv_pb2.ENGINE_ROLE_PREFILL)
+        for engine in (b, c):
+            engine.give_blocks(kv_pb2.ENGINE_ROLE_DECODE)
+        async with frontend_of(model, prefill, b, c) as frontend:
+            await frontend.until_engines(3)
+            for _ in range(3):
+                outputs = await tokens_of(frontend.generate(PROMPT, max_tokens=LENGTH, seed=5, n=3, detokenize=False))
+                assert [len(outputs[index]) for index in range(3)] == [LENGTH] * 3
+            for engine in (b, c):
+                assert len(engine.requests) % 3 == 0
+            assert len(prefill.requests) == 9
+
+
+async def test_an_engine_that_drains_hands_over_what_it_has_without_a_move(model: Path) -> None:
+    async with engine_of("a", manual=True) as a, engine_of("b") as b:
+        for engine in (a, b):
+            engine.give_blocks()
+        async with frontend_of(model, a, b) as frontend:
+            await frontend.until_engines(2)
+            b.drain(1000.0)
+            await frontend.until_engines(1)
+            calls = [frontend.generate(max_tokens=LENGTH, seed=seed, detokenize=False) for seed in range(20)]
+            await a.until(lambda e: len(e.running) == 20)
+            a.step()
+            await b.kill()
+            await b.start(b.port)
+            await frontend.until_engines(2)
+            a.drain(1000.0)
+            for seed, call in enumerate(calls):
+                assert await tokens_of(call) == {0: expected(seed)}
+            assert (a.num_handed_over, a.aborted) == (20, [])
+            assert max(map(len, a.handoffs)) <= 8
+            assert [len(request.prior_output_token_ids) for request in b.requests] == [1] * 20
+            assert all(source is not None and source.engine_id == "a" for source in b.sources)
+            assert metric(frontend, "penstock:requests_moved_total") == 0
+
+
+async def test_engines_that_give_no_blocks_are_asked_for_nothing(model: Path) -> None:
+    async with engine_of("a", manual=True) as a, engine_of("b") as b:
+        b.give_blocks()
+        async with FrontendServer(model, engines=[a.address, b.address]) as frontend:
+            await frontend.until_engines(2)
+            b.drain(1000.0)
+            await frontend.until_engines(1)
+            call = asyncio.create_task(tokens_of(frontend.generate(max_tokens=LENGTH, seed=3, detokenize=False)))
+            await a.until(lambda e: e.running)
+            a.step()
+            await b.kill()
+            await b.start(b.port)
+            await frontend.until_engines(2)
+            a.drain(0.0)
+            assert await call == {0: expected(3)}
+            assert (a.handoffs, len(a.aborted)) == ([], 1)
+
+
+class Servers:
+    """Two servers of a gateway, each with an engine of its own: one for prompts, one for outputs."""
+
+    def __init__(self, first: OpenAIServer, second: OpenAIServer) -> None:
+        self.first = first
+        self.second = second
+
+    async def two_requests(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """What llm-d's gateway does. Returns the second answer."""
+        asks = {"do_remote_decode": True, "do_remote_prefill": False, "remote_block_ids": None}
+        begun = await self.first.http.post(path, json={**body, "max_tokens": 1, "kv_transfer_params": asks})
+        assert begun.status_code == 200, begun.text
+        params = begun.json()["kv_transfer_params"]
+        assert params["do_remote_prefill"] is True
+        done = await self.second.http.post(path, json={**body, "kv_transfer_params": params})
+        assert done.status_code == 200, done.text
+        answer: dict[str, Any] = done.json()
+        assert "kv_transfer_params" not in answer
+        return answer
+
+
+@asynccontextmanager
+async def gateway_servers(model: Path, a: FakeEngine, b: FakeEngine) -> AsyncIterator[Servers]:
+    config = DisaggregationConfig(gateway=True, allowed_addresses=("127.0.0.1",))
+    async with (
+        openai_server(model, engines=[a.address], disaggregation=config) as first,
+        openai_server(model, engines=[b.address], disaggregation=config) as second,
+    ):
+        yield Servers(first, second)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"model": "model", "prompt": PROMPT, "max_tokens": LENGTH, "seed": 4}),
+        (
+            "/v1/chat/completions",
+            {"model": "model", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": LENGTH, "seed": 4},
+        ),
+    ],
+)
+async def test_a_gateways_second_request_names_who_keeps_the_blocks_of_the_first(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    model = save_chat_model(tmp_path)
+    async with engine_of("a") as a, engine_of("b") as b:
+        a.give_blocks()
+        b.give_blocks()
+        async with gateway_servers(model, a, b) as servers:
+            answer = await servers.two_requests(path, body)
+            assert answer["usage"]["completion_tokens"] == LENGTH
+        assert [request.lease_kv for request in a.requests] == [True]
+        [source] = b.sources
+        assert source is not None
+        assert (source.engine_id, source.incarnation, source.address) == ("a", "1", a.ready.kv_address)
+        assert (len(source.lease_id), source.fingerprint) == (16, a.ready.kv_fingerprint)
+        assert not b.requests[0].lease_kv
+
+
+async def test_parameters_of_gateways_go_through_vllms_protocol(model: Path) -> None:
+    async with engine_of("a") as a:
+        a.give_blocks(kv_pb2.ENGINE_ROLE_PREFILL)
+        config = DisaggregationConfig(gateway=True)
+        async with FrontendServer(model, engines=[a.address], disaggregation=config) as frontend:
+            await frontend.until_engines(1)
+            client = VllmClient(frontend)
+            asks = '{"do_remote_decode": true}'
+            (complete,) = await client.outputs(seed=3, max_tokens=1, kv_transfer_params_json=asks)
+            await client.outputs(seed=3, max_tokens=5, kv_transfer_params_json=complete.kv_transfer_params_json)
+            assert [source is not None for source in a.sources] == [False, True]
+            info = await client.stub.GetServerInfo(vllm_pb.GetServerInfoRequest())
+            assert (info.kv_connector, info.kv_role, info.kv_engine_id) == ("NixlConnector", "kv_producer", "a")
+            assert info.pairing_protocol == a.ready.kv_fingerprint.hex()
+            error = await failure(client.generate(max_tokens=1, kv_transfer_params_json="[1]"))
+            assert isinstance(error, InvalidArgument)
+            assert error.field == "kv_transfer_params_json"
