@@ -123,6 +123,7 @@ def _add_serve(commands: Any) -> None:
     flags.add_positional(parser, ServeOptions, "model")
     flags.add_options(model, ServeOptions, served_model_name="NAME", dtype="", quantization="", max_model_len="N")
     flags.add_options(engines, ServeOptions, engines="N", data_parallel_size="N")
+    flags.add_options(engines, ServeOptions, prefill_engines="N", decode_engines="N", kv_transfer="")
     flags.add_options(engines, ServeOptions, tensor_parallel_size="N", pipeline_parallel_size="N")
     flags.add_options(engines, ServeOptions, device="", kv_cache_memory="SIZE", threads_per_engine="N")
     flags.add_options(engines, ServeOptions, host_cache="SIZE", disk_cache="DIR", disk_cache_size="SIZE")

@@ -130,11 +130,10 @@ def engine_spec(
     own_env: dict[str, str] | None = None,
 ) -> ProcessSpec:
     """The process of an engine, by its number. ``own_env``: what the user's environment does not override."""
-    name = f"engine-{number}"
     return ProcessSpec(
-        name=name,
+        name=_engine_name(number),
         module="penstock_enginecore",
-        config=with_settings(options, "engine", _engine_config(options, name, port, coordinator_address, threads)),
+        config=with_settings(options, "engine", _engine_config(options, number, port, coordinator_address, threads)),
         address=f"{LOOPBACK}:{port}",
         stop_stage=1,
         stop_timeout=DRAIN_SECONDS + _STOP_MARGIN,
@@ -194,6 +193,10 @@ def _frontend_config(options: ServeOptions, coordinator_address: str, admin_port
     }
 
 
+def _engine_name(number: int) -> str:
+    return f"engine-{number}"
+
+
 def _frontend_lora(options: ServeOptions) -> dict[str, Any]:
     """Which adapters requests may name; empty: none. From below the directory more may be loaded."""
     section: dict[str, Any] = {"adapters": dict(options.lora)} if options.lora else {}
@@ -217,10 +220,11 @@ def _tiers(options: ServeOptions, engine_id: str) -> dict[str, Any]:
 
 
 def _engine_config(
-    options: ServeOptions, engine_id: str, port: int, coordinator_address: str, threads: int
+    options: ServeOptions, number: int, port: int, coordinator_address: str, threads: int
 ) -> dict[str, Any]:
     return {
-        "engine_id": engine_id,
+        "engine_id": _engine_name(number),
+        "role": options.role(number),
         "model": {
             **_model_config(options),
             "dtype": options.dtype,
@@ -228,7 +232,7 @@ def _engine_config(
             "device": options.device,
             "max_model_len": options.max_model_len,
         },
-        "cache": {"kv_cache_memory": options.kv_cache_memory, **_tiers(options, engine_id)},
+        "cache": {"kv_cache_memory": options.kv_cache_memory, **_tiers(options, _engine_name(number))},
         "executor": {
             "num_threads": max(1, threads // options.workers_per_engine),
             "tensor_parallel_size": options.tensor_parallel_size,
@@ -238,6 +242,7 @@ def _engine_config(
         "server": {"host": LOOPBACK, "port": port},
         "log": {"level": options.log_level},
         "drain_timeout": DRAIN_SECONDS,
+        **({"kv_transfer": {"transport": options.transport, "port": 0}} if options.transport != "off" else {}),
         **({"speculative": section} if (section := options.speculation()) else {}),
         **({"lora": {"max_loras": _MAX_LORAS}} if options.lora or options.lora_directory else {}),
         **({"data_parallel": {"size": options.data_parallel_size}} if options.data_parallel_size > 1 else {}),

@@ -89,6 +89,8 @@ def ready_block(options: ServeOptions, model: ModelInfo, *, seconds: float) -> s
     engines = "1 engine" if options.num_engines == 1 else f"{options.num_engines} engines"
     if options.data_parallel_size > 1:
         engines += " that compute together"
+    if options.prefill_engines:
+        engines += f", {options.prefill_engines} of them for prompts"
     title = paint(f"Penstock is ready after {seconds:.1f} s", GREEN, sys.stdout)
     first_call = "\n    ".join(paint(line, BOLD, sys.stdout) for line in _first_calls(options, model, host, elsewhere))
     return f"""

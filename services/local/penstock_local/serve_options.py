@@ -41,6 +41,25 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, description="Tokens of the longest sequence; unset: what fits.")] | None
     ) = None
     engines: Annotated[int, Meta(ge=1, le=64, description="Engine processes, each with the model.")] = 1
+    prefill_engines: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=64,
+            description="Engine processes for long prompts, whose requests go on on those of --decode-engines; for --engines.",
+        ),
+    ] = 0
+    decode_engines: Annotated[
+        int,
+        Meta(ge=0, le=64, description="Engine processes for outputs, and for short prompts; with --prefill-engines."),
+    ] = 0
+    kv_transfer: Annotated[
+        Literal["", "auto", "grpc", "shared_memory", "nixl", "off"],
+        Meta(
+            description="Way on which keys and values of requests go from engine to engine, where others would compute them "
+            "again; auto: the best there is; empty: auto with --prefill-engines, else off."
+        ),
+    ] = ""
     data_parallel_size: Annotated[
         int,
         Meta(
@@ -174,6 +193,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--lora {self.model_name}=...: {self.model_name!r} is the model's own name")
         if self.data_parallel_size > 1:
             self._check_group()
+        if self.prefill_engines or self.decode_engines:
+            self._check_roles()
         if self.frontends > 1:
             self._check_sharing()
         ports = self.all_ports
@@ -205,10 +226,40 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
                     f"--data-parallel-size is {self.data_parallel_size} and {flag} {value}; with the first, the other must be 1"
                 )
 
+    def _check_roles(self) -> None:
+        prefill, decode = self.prefill_engines, self.decode_engines
+        if not prefill or not decode:
+            given, missing = ("prefill", "decode") if prefill else ("decode", "prefill")
+            raise ConfigError(
+                f"--{given}-engines is {prefill or decode} and --{missing}-engines 0; requests that begin on the one kind go on "
+                "on the other: both must be at least 1"
+            )
+        for name in ("engines", "data_parallel_size"):
+            if (value := getattr(self, name)) > 1:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(
+                    f"--prefill-engines is {prefill} and {flag} {value}; with the first, the other must be 1"
+                )
+        if self.kv_transfer == "off":
+            raise ConfigError(
+                f"--prefill-engines is {prefill} and --kv-transfer off; requests go on elsewhere only with their keys and values"
+            )
+
     @property
     def num_engines(self) -> int:
-        """Engine processes, whether they compute together or not."""
-        return max(self.engines, self.data_parallel_size)
+        """Engine processes, whatever they are for and whether they compute together or not."""
+        return self.prefill_engines + self.decode_engines or max(self.engines, self.data_parallel_size)
+
+    def role(self, number: int) -> str:
+        """What an engine is preferred for, by its number: those of prompts come first."""
+        if not self.prefill_engines:
+            return "both"
+        return "prefill" if number < self.prefill_engines else "decode"
+
+    @property
+    def transport(self) -> str:
+        """Way on which keys and values go between engines."""
+        return self.kv_transfer or ("auto" if self.prefill_engines else "off")
 
     @property
     def workers_per_engine(self) -> int:

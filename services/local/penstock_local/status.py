@@ -16,6 +16,7 @@ from penstock_common.config.checks import check_flags
 from penstock_common.errors import PenstockError
 from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_common.types.data_parallel import engine_of
+from penstock_common.types.kv_transfer import EngineRole
 from penstock_local.console import fail
 from penstock_local.drafts_cell import drafts_of
 from penstock_local.failures import of_operators_api, one_line
@@ -37,6 +38,8 @@ _STYLES = {
 _NUMBERS = ("running", "waiting", "last step", "longest", "drafts")
 _WIDE_ONLY = ("longest", "device", "address", "pool")
 _COLUMNS = ("engine", "state", "running", "waiting", "KV cache", "last step", "model", *_WIDE_ONLY)
+_ROLE = "role"
+"""A column that is there where engines are for different things, behind the state."""
 _DRAFTS = "drafts"
 """A column that is there where an engine speculates, behind the last step."""
 _WIDE = 100
@@ -161,12 +164,18 @@ def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> Renderab
     at = columns.index("last step") + 1
     if any(drafts):
         columns.insert(at, _DRAFTS)
+    roles = any(engine.role is not EngineRole.BOTH for engine in engines)
+    role_at = columns.index("state") + 1
+    if roles:
+        columns.insert(role_at, _ROLE)
     for name in columns:
         rows.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=name != "model")
     for engine, cell in zip(engines, drafts, strict=True):
         cells = _cells(engine, snapshot.infos.get(engine.engine_id, {}))
         if any(drafts):
             cells.insert(at, cell)
+        if roles:
+            cells.insert(role_at, engine.role.name.lower())
         rows.add_row(*cells[: len(columns)])
     return Group(*_summaries(snapshot, options), *_groups(snapshot), *_variants(snapshot), rows)
 
@@ -217,6 +226,8 @@ def as_json(snapshot: Snapshot) -> dict[str, Any]:
             {
                 **msgspec.to_builtins(engine),
                 "state": engine.state.name,
+                "role": engine.role.name.lower(),
+                "kv_fingerprint": engine.kv_fingerprint.hex(),
                 "info": snapshot.infos.get(engine.engine_id),
             }
             for engine in snapshot.cluster.engines

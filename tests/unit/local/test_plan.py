@@ -174,6 +174,16 @@ def test_threads_per_engine_overrides_the_share() -> None:
         ({"threads_per_engine": 0}, "--threads-per-engine is 0"),
         ({"grpc_port": 0}, "--grpc-port is 0"),
         ({"http_port": 70_000}, "--http-port is 70000"),
+        ({"prefill_engines": 1}, "--prefill-engines is 1 and --decode-engines 0; .* both must be at least 1"),
+        ({"decode_engines": 2}, "--decode-engines is 2 and --prefill-engines 0; .* both must be at least 1"),
+        ({"prefill_engines": 65}, "--prefill-engines is 65"),
+        ({"prefill_engines": 1, "decode_engines": 1, "engines": 2}, "--prefill-engines is 1 and --engines 2"),
+        (
+            {"prefill_engines": 1, "decode_engines": 1, "data_parallel_size": 2},
+            "--prefill-engines is 1 and --data-parallel-size 2",
+        ),
+        ({"prefill_engines": 1, "decode_engines": 1, "kv_transfer": "off"}, "--kv-transfer off"),
+        ({"kv_transfer": "carrier_pigeon"}, "--kv-transfer is 'carrier_pigeon'"),
         ({"grpc_port": 8000}, "the ports must differ: --grpc-port 8000, --http-port 8000"),
     ],
 )
@@ -261,6 +271,27 @@ def test_engines_that_compute_together_know_how_many_they_are(tmp_path: Path) ->
 def test_what_a_group_cannot_be_is_named(options: dict[str, int], flag: str) -> None:
     with pytest.raises(ConfigError, match=f"--data-parallel-size is 2 and {flag}"):
         ServeOptions(model="org/name", data_parallel_size=2, **options)
+
+
+def test_engines_have_roles_and_a_way_for_keys_and_values(tmp_path: Path) -> None:
+    planned = specs(prefill_engines=1, decode_engines=2, cores=6)
+    engines = [read(EngineCoreConfig, spec, tmp_path) for name, spec in planned.items() if name.startswith("engine-")]
+    assert [(engine.engine_id, engine.role) for engine in engines] == [
+        ("engine-0", "prefill"),
+        ("engine-1", "decode"),
+        ("engine-2", "decode"),
+    ]
+    assert {(e.kv_transfer.transport, e.kv_transfer.port, e.executor.num_threads) for e in engines} == {("auto", 0, 2)}
+
+
+@pytest.mark.parametrize(("kv_transfer", "transport"), [("", "off"), ("off", "off"), ("grpc", "grpc")])
+def test_engines_of_one_kind_give_no_keys_and_values_unless_asked(
+    kv_transfer: str, transport: str, tmp_path: Path
+) -> None:
+    for name, spec in specs(engines=2, kv_transfer=kv_transfer).items():
+        if name.startswith("engine-"):
+            config = read(EngineCoreConfig, spec, tmp_path)
+            assert (config.role, config.kv_transfer.transport) == ("both", transport)
 
 
 def test_a_dense_model_is_served_by_engines_of_their_own() -> None:
