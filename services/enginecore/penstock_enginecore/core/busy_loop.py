@@ -215,7 +215,7 @@ class BusyLoop:
                 self._abort(message)
                 message.request_ids.clear()
             case HandOver(client_id, request_ids):
-                give = partial(self._engine.hand_over, client_id, request_ids)
+                give = partial(self._engine.abort, client_id, request_ids, hand_over=True)
                 _attempt(give, doing="handing requests over", requests=request_ids)
             case UtilityCall():
                 self._utilities.answer(message)
@@ -311,7 +311,7 @@ class BusyLoop:
             self._handle(message)
 
 
-def _attempt(act: Callable[[], None], *, doing: str, requests: Sequence[str] = ()) -> None:
+def _attempt(act: Callable[[], object], *, doing: str, requests: Sequence[str] = ()) -> None:
     """Do it; what goes wrong is an incident."""
     try:
         act()

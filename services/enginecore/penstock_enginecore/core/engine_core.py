@@ -1,6 +1,7 @@
 """The engine core: one scheduler, one executor, steps in order."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -16,7 +17,7 @@ from penstock_enginecore.core.executor import Executor, Progress
 from penstock_enginecore.core.grammar_intake import GrammarIntake
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.iteration_log import IterationLog
-from penstock_enginecore.core.kv_transfer.lease_seam import KVLeases
+from penstock_enginecore.core.kv_transfer.lease_seam import KVLeases, seconds_to_expiry
 from penstock_enginecore.core.kv_transfer.opening import OpenStore, begin_connector, make_connector
 from penstock_enginecore.core.lora.intake import LoraIntake
 from penstock_enginecore.core.lora.slots import LoraSlots
@@ -208,13 +209,9 @@ class EngineCore:
         if lora is not None and not request.finished:
             self.loras.start(request, lora)
 
-    def abort(self, client_id: str, request_ids: Iterable[str]) -> list[str]:
-        """End those of a client's requests that exist, with ABORT outputs. Returns their ids."""
-        return self.scheduler.abort_requests(client_id, request_ids)
-
-    def hand_over(self, client_id: str, request_ids: Iterable[str]) -> None:
-        """End those of a client's requests that exist, with HANDOFF outputs: they go on elsewhere."""
-        self.scheduler.abort_requests(client_id, request_ids, hand_over=True)
+    def abort(self, client_id: str, request_ids: Iterable[str], *, hand_over: bool = False) -> list[str]:
+        """End those of a client's requests that exist, with ABORT outputs, or with HANDOFF ones. Returns their ids."""
+        return self.scheduler.abort_requests(client_id, request_ids, hand_over=hand_over)
 
     def abort_client(self, client_id: str) -> None:
         """End all requests of a client that has gone, without outputs."""
@@ -237,13 +234,9 @@ class EngineCore:
     def time_to_next_deadline(self) -> float | None:
         """Seconds until the next request or lease expires, negative if it has; None when nothing has a deadline."""
         deadline = self.scheduler.next_deadline()
-        left = None if deadline is None else deadline - self._wall_clock()
-        if self.leases is None or (expiry := self.leases.next_expiry()) is None:
-            return left
-        of_lease = expiry - self._monotonic_clock()
-        return of_lease if left is None else min(left, of_lease)
-
-    # Blocks of requests that go on elsewhere.
+        left = seconds_to_expiry(self.leases, self._monotonic_clock)
+        left = left if deadline is None else min(left, deadline - self._wall_clock())
+        return left if left < math.inf else None
 
     @property
     def has_leases(self) -> bool:
@@ -252,10 +245,8 @@ class EngineCore:
 
     def expire_leases(self) -> None:
         """End the leases whose time is over."""
-        if self.leases is None or (expiry := self.leases.next_expiry()) is None:
-            return
-        if expiry <= (now := self._monotonic_clock()):
-            self.leases.expire(now)
+        if self.leases is not None and seconds_to_expiry(self.leases, self._monotonic_clock) <= 0:
+            self.leases.expire(self._monotonic_clock())
 
     def revoke_leases(self) -> None:
         """End all leases."""

@@ -1,5 +1,7 @@
 """Who keeps blocks of requests that go on elsewhere."""
 
+import math
+from collections.abc import Callable
 from typing import Protocol
 
 from penstock_common.types.kv_transfer import KvSource
@@ -30,3 +32,9 @@ class KVLeases(Protocol):
 
     def revoke_all(self) -> None:
         """End all of them, whoever reads: blocks that are being copied stay until that has ended."""
+
+
+def seconds_to_expiry(leases: KVLeases | None, clock: Callable[[], float]) -> float:
+    """Until the next lease ends by itself, negative if it should have; infinite where none will. ``clock``: monotonic seconds."""
+    expiry = None if leases is None else leases.next_expiry()
+    return math.inf if expiry is None else expiry - clock()

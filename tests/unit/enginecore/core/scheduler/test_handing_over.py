@@ -106,9 +106,9 @@ def test_what_is_asked_for_is_given_away_wherever_it_is(kind):
     for _ in range(4):
         step(engine, transcript)
     asked = [running.request_id, waiting.request_id, "unknown"]
-    engine.hand_over("somebody else", asked)
-    engine.hand_over(CLIENT, asked)
-    engine.hand_over(CLIENT, asked)
+    engine.abort("somebody else", asked, hand_over=True)
+    engine.abort(CLIENT, asked, hand_over=True)
+    engine.abort(CLIENT, asked, hand_over=True)
     run_to_end(engine, transcript=transcript)
     assert [transcript.reason(r.request_id) for r in (running, waiting)] == [FinishReason.HANDOFF] * 2
     assert transcript.reason(other.request_id) is FinishReason.LENGTH
@@ -151,7 +151,7 @@ def test_blocks_of_a_request_that_is_taken_back_are_kept_too():
     for _ in range(4):
         step(engine, transcript)
     add(engine, waiting)
-    engine.hand_over(CLIENT, [running.request_id, waiting.request_id])
+    engine.abort(CLIENT, [running.request_id, waiting.request_id], hand_over=True)
     run_to_end(engine, transcript=transcript)
     assert transcript.ends[running.request_id].kv_source.num_tokens == 16
     assert transcript.ends[waiting.request_id].kv_source is None
