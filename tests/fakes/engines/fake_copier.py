@@ -30,8 +30,8 @@ class AwaitedFuture(Future):
 
 class FakeCopier:
     """Implements ``BlockCopier`` over ``kv``, the fake executor's content by slot of a token. Copies that are asked for read
-    their sources and write their targets only in ``work``; until then the targets hold nonsense. ``fails``: says of each call by its
-    name whether it fails.
+    their sources and write their targets only in ``work``; until then the targets hold nonsense. ``fails``: says of each call by
+    its name whether it fails.
     """
 
     block_bytes = BLOCK_BYTES

@@ -25,8 +25,8 @@ class BlockFacts(NamedTuple):
 class BlockCopier(Protocol):
     """What an executor offers, to any thread, once the KV cache is there. Copies run on a thread of their own, beside steps, on
     every worker, each of its part of a block; the same slots at all of them. They begin behind the steps that were started
-    before, and are made in the order of the calls: what a step in flight still writes to a block that is copied to, or from, is there
-    before.
+    before, and are made in the order of the calls: what a step in flight still writes to a block that is copied to,
+    or from, is there before.
 
     Whoever asks sees to it that no later step writes a block while it is copied from, and none reads one while it is copied to.
     Futures raise what went wrong; then nothing is known of a copy's target.

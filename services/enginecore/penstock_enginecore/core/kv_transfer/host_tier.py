@@ -1,7 +1,7 @@
 """Blocks that have lost their last reference go to host memory, and come back from there."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -73,14 +73,17 @@ class HostTier:
             else:
                 self._queue.pop(place.name, None)
                 self._queue[place.name] = place
-        while len(self._queue) > self.index.num_slots:
-            del self._queue[next(iter(self._queue))]
+
+    def taken(self, names: Iterable[BlockName]) -> None:
+        """Blocks that the pool has given to others: they are saved no more."""
+        for name in names:
+            self._queue.pop(name, None)
 
     def save(self) -> None:
         """Begin the next batch, if none is under way."""
         if self._under_way is not None or not self._queue or not self._reserved.done():
             return
-        count = min(self._batch, self._blocks.num_spare)
+        count = min(self._batch, self._blocks.num_spare, self.index.num_slots)
         places: list[Place] = []
         while self._queue and len(places) < count:
             name, place = self._queue.popitem()
@@ -89,9 +92,8 @@ class HostTier:
         copies, evicted, taken = [], [], []
         for place in places:
             found = self.index.take()
-            if found is None:  # all slots are in this batch
-                self._blocks.release(place)
-                continue
+            if found is None:  # there are as many slots as blocks in the batch
+                raise RuntimeError(f"no slot for {place.name}")
             slot, before = found
             if before is not None:
                 evicted.append((before, slot))

@@ -26,8 +26,8 @@ _LAST_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """``host_usage`` and ``disk_usage``: fractions of their slots that hold something, in [0, 1]; None without that tier. Since the
-    start: blocks that were saved to the host, written to the disk, and loaded from each medium, of ``block_bytes`` each.
+    """``host_usage`` and ``disk_usage``: fractions of their slots that hold something, in [0, 1]; None without that tier. Since
+    the start: blocks that were saved to the host, written to the disk, and loaded from each medium, of ``block_bytes`` each.
     """
 
     host_usage: float | None
@@ -162,7 +162,9 @@ class TieredConnector:
             self._host.freed(places)
 
     def on_evicted(self, places: Sequence[Place]) -> None:
-        """See ``KVConnector``. Those that are not being saved are not saved any more."""
+        """See ``KVConnector``."""
+        if self._host is not None:
+            self._host.taken(place.name for place in places)
 
     def take_ended(self) -> list[LoadEnded]:
         """See ``KVConnector``."""

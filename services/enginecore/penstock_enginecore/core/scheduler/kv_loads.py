@@ -155,15 +155,16 @@ class KvLoads:
             victim = max(held, key=rank)
             if self._running and rank(self._running.least_urgent()) > rank(victim):
                 return False
-        self._give_up(victim)
+        self.give_up(victim)
         return True
 
     def give_up_all(self) -> None:
         """All of them give up their blocks."""
         for request in list(self._held.values()):
-            self._give_up(request)
+            self.give_up(request)
 
-    def _give_up(self, request: Request) -> None:
+    def give_up(self, request: Request) -> None:
+        """One of them gives up its slot and its blocks."""
         self._leave(request)
         if request.num_cached_tokens < 0:
             request.loaded_tokens = ()
@@ -208,8 +209,11 @@ class KvLoads:
         return True
 
     def release(self, place: Place) -> None:
-        """See ``BlockHolder``."""
-        self._pool.free((self._pool.blocks[place.block_id],))
+        """See ``BlockHolder``. The connector need not be told of what it does itself, and must not: it would save it again."""
+        block = self._pool.blocks[place.block_id]
+        self._pool.free((block,))
+        if self._log.freed and self._log.freed[-1] is block:
+            self._log.freed.pop()
 
     # Steps.
 

@@ -94,6 +94,8 @@ class WaitingScheduler:
                     continue
                 if self._running or output.num_scheduled_tokens or not loads.give_up_one(keep=request):
                     return False
+            if request.hold and not request.finished:  # by something else: others may need what it has
+                loads.give_up(request)
         return True
 
     def _revoke_one(self, output: SchedulerOutput) -> bool:

@@ -102,6 +102,28 @@ def test_requests_of_one_prompt_wait_for_one_load():
     assert_nothing_left(engine)
 
 
+def test_preempted_requests_come_back_from_the_host():
+    """Their blocks are taken by others, which run on."""
+    engine = engine_of(num_blocks=26)
+    engine.executor.copier.at_once = True
+    requests = [make_request(prompt(i, 24), seed=i, max_tokens=50) for i in range(3)]
+    transcript = run_to_end(engine, *requests)
+    assert_as_expected(engine, transcript, *requests)
+    assert engine.scheduler.stats().num_preemptions > 0
+    assert engine.scheduler._kv_loads.num_loads > 0
+    assert all(cached(transcript, request.request_id) == (0, 0, 0) for request in requests)
+    assert_nothing_left(engine)
+
+
+def test_a_host_with_fewer_slots_than_a_prompt_hands_all_of_it_on_to_the_disk():
+    disk = FakeDisk(100)
+    engine = engine_of(host_blocks=3, disk=disk)
+    for number in range(4):
+        turn(engine, number)
+    assert turn(engine, 0)[2] >= 32
+    assert_nothing_left(engine)
+
+
 def waiting_for_its_load(engine: EngineCore, transcript: Transcript) -> str:
     """A request whose blocks are on their way."""
     for number in (0, 1, 2, 3):
@@ -161,7 +183,7 @@ def test_copies_that_fail_switch_the_host_off_and_fail_no_request(name, caplog):
     for number in (0, 1, 2, 3):
         turn(engine, number)
     engine.executor.copier.fails = lambda method: method == name
-    for number in (0, 1, 2, 3, 0):
+    for number in (0, 1, 2, 3, 0, 7, 8):
         turn(engine, number)
     assert engine.connector.stats().host_usage == 0
     assert sum("no KV blocks are kept in host memory" in record.message for record in caplog.records) == 1
