@@ -50,6 +50,8 @@ class Bench:
             iteration_log_interval=0.0,
         )
         self.engine: EngineCore = build_engine(config, UniprocExecutor(config), None, lambda line: None)
+        if host and self.engine.connector is not None and (tier := self.engine.connector._host) is not None:
+            tier._reserved.result(60)  # all its memory is there
         self._woken = threading.Event()
         self.engine.wake = self._woken.set
         self._numbers = iter(range(1 << 30))
@@ -58,7 +60,7 @@ class Bench:
 
     def prompt(self, number: int) -> list[int]:
         """One of its own for each number."""
-        return random.Random(number).choices(range(10, 5000), k=self.tokens)
+        return random.Random(number).choices(range(10, 2000), k=self.tokens)
 
     def add(self, prompt: list[int], max_tokens: int) -> str:
         """Queue a request."""
