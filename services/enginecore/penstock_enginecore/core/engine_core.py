@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from penstock_common.errors import ConfigError
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
 from penstock_common.types.request import EngineCoreRequest
-from penstock_enginecore.config import EngineCoreConfig, SchedulerConfig
+from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
 from penstock_enginecore.core.executor import Executor, Progress
 from penstock_enginecore.core.grammar_intake import GrammarIntake
@@ -21,12 +20,12 @@ from penstock_enginecore.core.kv_transfer.lease_seam import KVLeases, seconds_to
 from penstock_enginecore.core.kv_transfer.opening import OpenStore, begin_connector, make_connector
 from penstock_enginecore.core.lora.intake import LoraIntake
 from penstock_enginecore.core.lora.slots import LoraSlots
-from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.multimodal.sizing import encoder_cache_size
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.base import Clock, Scheduler, SchedulerContext, create_scheduler
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
+from penstock_enginecore.core.settling import check_model, max_steps_of, settled
 from penstock_enginecore.core.startup import size_engine
 from penstock_enginecore.core.step_counts import StepCounts
 from penstock_enginecore.core.step_recovery import KeepFailedStep, StepRecovery
@@ -79,10 +78,9 @@ class EngineCore:
         self._wall_clock = wall_clock
         self._monotonic_clock = monotonic_clock
         self.model = model = executor.load_model(progress)
-        _check_pooling(config, model)
-        _check_speculative(config, model)
-        self.config = config = msgspec.structs.replace(config, scheduler=_settled(config, model))
-        max_steps = _max_steps(config)
+        check_model(config, model)
+        self.config = config = msgspec.structs.replace(config, scheduler=settled(config, model))
+        max_steps = max_steps_of(config)
         self.kv_cache_config = size_engine(config, executor, model, progress, max_steps=max_steps)
         grammars: GrammarBackend | None = None
         if make_grammars is not None:
@@ -90,29 +88,7 @@ class EngineCore:
         lora_slots = LoraSlots(config.lora.max_loras, config.lora.max_wait) if config.lora.enabled else None
         self.connector = make_connector(config, model, lambda: self.wake(), monotonic_clock)
         self.scheduler: Scheduler = create_scheduler(
-            SchedulerContext(
-                config=scheduling,
-                kv_cache=self.kv_cache_config,
-                # Pooling needs every token's hidden state, which the cache does not hold.
-                enable_prefix_caching=config.cache.enable_prefix_caching and model.pooling is None,
-                enable_kv_events=config.cache.enable_kv_events,
-                supports_chunked_prefill=model.supports_chunked_prefill,
-                num_stages=num_stages,
-                speculative=config.speculative,
-                step_seconds=executor.step_seconds(_ROWS) if config.speculative.enabled else {},
-                lora_slots=lora_slots,
-                lora_stats=lambda: self.loras.stats(),
-                media=model.media,
-                encoder_cache_size=encoder_cache_size(
-                    config.multimodal.encoder_cache_size, scheduling.step_tokens, model
-                ),
-                receiver_cache_bytes=lambda: self.receiver_cache_bytes(),
-                kv_connector=self.connector,
-                min_load_tokens=config.cache.min_load_tokens,
-                eos_token_ids=model.eos_token_ids,
-                monotonic_clock=monotonic_clock,
-                wall_clock=wall_clock,
-            )
+            self._scheduler_context(lora_slots, monotonic_clock=monotonic_clock, wall_clock=wall_clock)
         )
         self._grammars = GrammarIntake(
             grammars,
@@ -167,6 +143,9 @@ class EngineCore:
                 config.multimodal.encoder_cache_size, config.scheduler.step_tokens, model
             ),
             receiver_cache_bytes=lambda: self.receiver_cache_bytes(),
+            leases=lambda: self.leases,
+            kv_connector=self.connector,
+            min_load_tokens=config.cache.min_load_tokens,
             eos_token_ids=model.eos_token_ids,
             monotonic_clock=monotonic_clock,
             wall_clock=wall_clock,
@@ -336,49 +315,3 @@ class EngineCore:
         if self.connector is not None:
             self.connector.shutdown()
         self.executor.shutdown()
-
-
-def _settled(config: EngineCoreConfig, model: ModelInfo) -> SchedulerConfig:
-    """The scheduler's configuration, with what it leaves to the model filled in."""
-    scheduling = config.scheduler
-    if scheduling.async_scheduling is None:
-        runs_ahead = model.runs_ahead and not config.data_parallel.grouped
-        scheduling = msgspec.structs.replace(scheduling, async_scheduling=runs_ahead)
-    if scheduling.max_num_batched_tokens is None:
-        splits = scheduling.enable_chunked_prefill and model.supports_chunked_prefill
-        most = scheduling.step_tokens
-        together = (info.max_tokens for info in model.media if info.attends_both_ways)
-        tokens = max(model.step_tokens, min(scheduling.max_num_seqs, most), *together) if splits else most
-        scheduling = msgspec.structs.replace(scheduling, max_num_batched_tokens=tokens)
-    if scheduling.max_prompt_batch_tokens is None:
-        scheduling = msgspec.structs.replace(scheduling, max_prompt_batch_tokens=model.prompt_batch_tokens)
-    return scheduling
-
-
-def _max_steps(config: EngineCoreConfig) -> int:
-    """Steps that the executor is given at once: one in each stage, and where tokens are not waited for, one more that the first
-    stage need not wait for.
-    """
-    steps = config.executor.pipeline_parallel_size + bool(config.scheduler.async_scheduling)
-    return max(config.executor.max_concurrent_batches, steps)
-
-
-def _check_pooling(config: EngineCoreConfig, model: ModelInfo) -> None:
-    """Raises ConfigError for a model that pools in a group of ranks."""
-    if config.data_parallel.grouped and model.pooling is not None:
-        raise ConfigError(
-            f"data_parallel.size is {config.data_parallel.size} and the model pools; ranks of a group generate"
-        )
-
-
-def _check_speculative(config: EngineCoreConfig, model: ModelInfo) -> None:
-    """Raises ConfigError for what cannot be had together with drafts."""
-    method, stages = config.speculative.method, config.executor.pipeline_parallel_size
-    if not method:
-        return
-    if model.pooling is not None:
-        raise ConfigError(f"speculative.method is {method} and the model pools; only models that generate have drafts")
-    if stages > 1:
-        raise ConfigError(
-            f"speculative.method is {method} and executor.pipeline_parallel_size {stages}; engines with drafts have 1 stage"
-        )

@@ -97,6 +97,8 @@ class Request:
         "hands_over",
         "hold",
         "key",
+        "kv_source",
+        "lease_kv",
         "loaded_tokens",
         "lora",
         "lora_use",

@@ -49,6 +49,7 @@ class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     media: tuple[MediaInfo, ...] = ()
     encoder_cache_size: int = 0
     receiver_cache_bytes: Callable[[], int] = lambda: 0
+    leases: Callable[[], KVLeases | None] = lambda: None
     kv_connector: KVConnector | None = None
     min_load_tokens: int = 64
     monotonic_clock: Clock

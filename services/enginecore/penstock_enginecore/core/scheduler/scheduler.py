@@ -121,6 +121,15 @@ class DefaultScheduler(Scheduler):
             start_waiting=start_waiting,
             drafting=drafting,
         )
+        self._step = StepScheduler(
+            requests=self._requests,
+            running=running,
+            trial=self._trial,
+            preemption=self._preemption,
+            continue_running=continue_running,
+            start_waiting=start_waiting,
+            drafting=drafting,
+        )
         self._lora_stats = context.lora_stats
         self._next_step = 0
         self.pause_state = PauseState.RUNNING
