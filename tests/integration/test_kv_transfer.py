@@ -110,7 +110,7 @@ def test_a_second_turn_moves_its_own_blocks(model: Path, ends: ExitStack) -> Non
     assert moved == given.num_tokens // BLOCK - first, "blocks that were there moved again"
 
 
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
     "gemma3": {"sliding_window": 16},
@@ -121,7 +121,7 @@ FAMILIES = {
     "deepseek_v2": {},
 }
 """Two have windows that the prompt is longer than."""
-ASKED = {
+ASKED: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "penalties": {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
     "seeded": {"temperature": 0.9, "seed": 5, "top_k": 30, "top_p": 0.9},

@@ -36,7 +36,7 @@ def source(path: Path, transport: str, to: Connection) -> None:
         await asyncio.sleep(0.02)
         return await found(stream, reading)
 
-    pull_server._Stream._contents = slowly  # type: ignore[method-assign]
+    pull_server._Stream._contents = slowly  # type: ignore[assignment]
     with ExitStack() as ends:
         transfer = {"transport": transport, "arena": 1 << 20, "lease": 1.0}
         engine = TransferringEngine(path, "a", ends, kv_transfer=transfer)
