@@ -66,10 +66,11 @@ def smallest(engine: EngineCore) -> int:
 
 
 def assert_all_free(engine: EngineCore) -> None:
-    """Behind the copies that are under way."""
+    """Behind the copies that are under way, and what is being written to the disk."""
     deadline = time.monotonic() + PATIENCE
     pool = engine.scheduler.kv_cache.pool
-    while engine.has_work or pool.num_free_blocks < pool.num_usable_blocks:
+    disk = None if engine.connector is None else engine.connector._disk
+    while engine.has_work or pool.num_free_blocks < pool.num_usable_blocks or (disk is not None and disk.busy):
         engine.step(lambda: None)
         assert time.monotonic() < deadline, "blocks are not given back"
         time.sleep(0.001)
@@ -85,6 +86,7 @@ def conversation(engine: EngineCore, model: Model) -> list[Any]:
             params = greedy(12) if number % 2 == 0 else seeded(12, seed=number)
             run = generate(engine, [(name, list(history), params)])
             said.append((run.tokens[name], bits(run, name)))
+            assert_all_free(engine)
             history += [*run.tokens[name], *model.prompts[number][: 5 + number]]
     return said
 
