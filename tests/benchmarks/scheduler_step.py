@@ -12,6 +12,7 @@ from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ModelConfi
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.kv_transfer.copier import BlockCopier
 from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, MakeRoom
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
@@ -48,6 +49,9 @@ class NullExecutor:
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Nothing to allocate."""
+
+    def block_copier(self) -> BlockCopier:
+        raise NotImplementedError("no tier is configured")
 
     def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
         """Requests have no adapters."""
