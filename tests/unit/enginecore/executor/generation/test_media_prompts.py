@@ -116,14 +116,12 @@ def test_a_step_that_cuts_what_sees_each_other_is_an_error() -> None:
 
 def test_an_item_that_does_not_fit_where_it_stands_fails_alone() -> None:
     class Encoder(FakeMediaEncoder):
-        def rope_positions(self, token_ids: Sequence[int], features: Sequence[MultiModalFeature]) -> RopePositions:
+        def _rope_positions(self, token_ids: Sequence[int], features: Sequence[MultiModalFeature]) -> RopePositions:
             if features[0].length != 4:
                 raise ValueError(f"{features[0].length} positions are not 4")
             return RopePositions(np.zeros((3, len(token_ids)), np.int64), 0)
 
-    encoder = Encoder(4)
-    encoder.has_sections = True
-    made = MediaPrompts(encoder)
+    made = MediaPrompts(Encoder(4, has_sections=True))
     step = SchedulerOutput(new_requests=[new("x", 9, feature("a", 1, 5)), new("y", 9, feature("b", 1, 4))])
     assert made.update(step) == {"a": "5 positions are not 4"}
     assert len(made) == 2
