@@ -1,8 +1,10 @@
-"""The commands and programs of the pages do what the pages say, against the server that the README starts.
+"""The commands and programs of the pages do what the pages say, against the server that the README starts,
+or against the one that docs/multimodal.md does.
 
 What they name is checked without running anything in tests/contract/test_docs.py.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -17,11 +19,14 @@ from penstock_local.ports import free_ports
 from tests.documents.pages import ROOT, Block, blocks
 from tests.documents.shell import Command as Written
 from tests.documents.shell import commands
-from tests.fakes.clients.command import PATIENCE, Command, eventually
+from tests.fakes.clients.command import Command, eventually
+from tests.fakes.patience import PATIENCE
 
 pytestmark = pytest.mark.slow
 
 README_SERVES = "penstock serve examples/demo_model/penstock-tiny --engines 2"
+MULTIMODAL = "docs/multimodal.md"
+MULTIMODAL_SERVES = "penstock serve examples/demo_model/penstock-tiny-vision"
 SECURITY = "docs/security.md"
 
 PROGRAMS_NOT_RUN = {
@@ -50,6 +55,7 @@ PROGRAMS_NOT_RUN = {
 """Why no command of a program is run here."""
 COMMANDS_NOT_RUN = {
     README_SERVES: "is the server of these tests",
+    MULTIMODAL_SERVES: "is the server of that page's tests",
     "penstock serve MODEL": "MODEL is the reader's",
     "penstock serve examples/demo_model/penstock-tiny --speculative": "has the ports that the page's other commands ask",
     "penstock serve examples/demo_model/penstock-tiny --lora": "tests/e2e/test_lora.py does so",
@@ -65,13 +71,21 @@ COMMANDS_NOT_RUN = {
     "python examples/ray_data/": "needs Ray",
     "curl localhost:8200/": "asks a gateway",
     "python -m penstock_": "needs the reader's configuration",
-    "python examples/demo_model/": "trains for half an hour, or measures what came of it",
+    **dict.fromkeys(
+        (
+            "python examples/demo_model/train",
+            "python examples/demo_model/evaluate.py",
+            "python examples/demo_model/eagle3_files.py",
+            "python examples/demo_model/pad_model.py",
+            "python examples/demo_model/make_adapters.py",
+        ),
+        "trains for half an hour, or works on what came of it",
+    ),
     ".venv/bin/python -m tests.benchmarks.peers": "measures for an hour",
 }
 BLOCKS_NOT_RUN = {
     "Qwen/Qwen3-0.6B": "is on the hub",
     "register_scheduler": "is a part of a package",
-    "def describe(llm: LLM": "asks a model that sees; tests/integration/test_media_families.py has them",
 }
 """What a program of a page contains that cannot be run."""
 
@@ -93,16 +107,34 @@ class Defaults:
         return re.sub(r"(python examples/clients/python/client.py generate)", rf"\1{address}", text)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Defaults]:
-    """The server of the README, on other ports and with a smaller cache."""
-    assert any(command.text == README_SERVES for command in commands())
+@contextlib.contextmanager
+def serving(command: str) -> Iterator[Defaults]:
+    """The server of a page, on other ports and with a smaller cache."""
+    assert any(written.text == command for written in commands())
     ports = free_ports(3)
     flags = zip(("--grpc-port", "--http-port", "--admin-port"), map(str, ports), strict=True)
-    arguments = [*README_SERVES.split()[1:], *(word for pair in flags for word in pair)]
-    with Command(*arguments, "--kv-cache-memory", "64MiB", "--device", "cpu") as command:
-        command.wait_for("Ctrl-C stops everything")
+    arguments = [*command.split()[1:], *(word for pair in flags for word in pair)]
+    with Command(*arguments, "--kv-cache-memory", "64MiB", "--device", "cpu") as running:
+        running.wait_for("Ctrl-C stops everything")
         yield Defaults(ports)
+
+
+@pytest.fixture(scope="module")
+def readme_server() -> Iterator[Defaults]:
+    with serving(README_SERVES) as defaults:
+        yield defaults
+
+
+@pytest.fixture(scope="module")
+def multimodal_server() -> Iterator[Defaults]:
+    with serving(MULTIMODAL_SERVES) as defaults:
+        yield defaults
+
+
+def server_of(page: str, request: pytest.FixtureRequest) -> Defaults:
+    """The one that a page's commands and programs ask."""
+    found: Defaults = request.getfixturevalue("multimodal_server" if page == MULTIMODAL else "readme_server")
+    return found
 
 
 @pytest.fixture
@@ -148,7 +180,8 @@ def to_run() -> list[Written]:
 
 
 @pytest.mark.parametrize("command", to_run(), ids=lambda command: command.place)
-def test_a_command_does_its_work(command: Written, server: Defaults, folder: Path) -> None:
+def test_a_command_does_its_work(command: Written, request: pytest.FixtureRequest, folder: Path) -> None:
+    server = server_of(command.page, request)
     program = command.calls[0][0]
     if shutil.which(program, path=environment()["PATH"]) is None:
         pytest.skip(f"{program} is not on PATH")
@@ -167,7 +200,8 @@ def left_out(block: Block) -> str:
 
 
 @pytest.mark.parametrize("block", programs(), ids=lambda block: block.place)
-def test_a_program_writes_what_the_model_says(block: Block, server: Defaults, folder: Path) -> None:
+def test_a_program_writes_what_the_model_says(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
+    server = server_of(block.page, request)
     (folder / "program.py").write_text(server.put(block.code))
     assert len(shell("python program.py", folder)) > 10
 
