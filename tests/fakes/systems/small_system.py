@@ -92,7 +92,7 @@ class Engine(EngineServer):
 
     def break_sessions(self) -> None:
         """Every frontend loses it, and may come back."""
-        self.io._loop.call_soon_threadsafe(self.io.sessions.close_all)
+        self.io._thread.loop.call_soon_threadsafe(self.io.sessions.close_all)
 
 
 class System:

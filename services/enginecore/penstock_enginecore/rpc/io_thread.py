@@ -3,11 +3,8 @@
 import asyncio
 import contextlib
 import socket
-import threading
 import time
-from collections.abc import Coroutine
 from functools import partial
-from typing import Any, TypeVar
 
 import msgspec
 
@@ -30,6 +27,7 @@ from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.data_parallel.driver import ToCoordinator
 from penstock_enginecore.group import EngineRank
 from penstock_enginecore.rpc.coordinator_client import CoordinatorClient
+from penstock_enginecore.rpc.loop_thread import LoopThread
 from penstock_enginecore.rpc.servicer import EngineCoreServicer
 from penstock_enginecore.rpc.sessions import Sessions
 from penstock_enginecore.rpc.traces import EngineTraces
@@ -38,7 +36,6 @@ SERVICE_NAME = "penstock.enginecore.v1.EngineCoreService"
 CHECK_INTERVAL = 1.0
 FLUSH_TIMEOUT = 5.0
 
-T = TypeVar("T")
 log = get_logger()
 
 
@@ -57,20 +54,19 @@ class IoThread:
         """``config_file`` is followed, for what is read anew."""
         self._config = config
         self._config_file = config_file
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="io", daemon=True)
+        self._thread = LoopThread("io")
         self.registry = service_registry("enginecore")
         """What the process tells of itself and its calls, for others to add to."""
         self.certificates = Certificates()
         """Those of its listeners and connections."""
         self.registry.register(self.certificates)
-        count_tasks(self.registry, self._loop)
+        count_tasks(self.registry, self._thread.loop)
         self._tracer = make_tracer(config.tracing, service="enginecore", instance=config.name)
         self.telemetry = CallTelemetry(self.registry, self._tracer)
         """Observes the calls of the engine's listeners."""
         traces = EngineTraces(self._tracer, model=config.model.name) if self._tracer is not None else None
         self.sessions = Sessions(
-            self._loop,
+            self._thread.loop,
             on_draining=self._on_draining,
             traces=traces,
             max_message_bytes=config.server.max_message_bytes,
@@ -87,25 +83,20 @@ class IoThread:
     def start(self) -> None:
         """Listen. Raises ConfigError when the port is taken."""
         self._thread.start()
-        self._run(self._start())
+        self._thread.run(self._start())
 
     def attach(self, busy_loop: BusyLoop, ready: EngineReady, rank: EngineRank | None = None) -> None:
         """The model is loaded: take sessions and register with the coordinator, as a ``rank`` of a group if it is one."""
-        self._run(self._attach(busy_loop, ready, rank))
+        self._thread.run(self._attach(busy_loop, ready, rank))
 
     def stop(self) -> None:
         """Flush what the frontends are still owed, leave the cluster, close the port. Idempotent."""
-        if not self._thread.is_alive():
+        if not self._thread.running:
             return
-        self._run(self._stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.run(self._stop())
+        self._thread.stop()
         if self._tracer is not None:
             self._tracer.shutdown()
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _start(self) -> None:
         self._server = RpcServer(
@@ -165,7 +156,7 @@ class IoThread:
 
     def _tell_coordinator(self, message: ToCoordinator) -> None:
         if self._coordinator is not None:
-            self._loop.call_soon_threadsafe(self._coordinator.tell, message)
+            self._thread.loop.call_soon_threadsafe(self._coordinator.tell, message)
 
     def _on_registered(self, rank: EngineRank | None, engine_index: int, lease: float) -> None:
         self.sessions.engine_index = engine_index

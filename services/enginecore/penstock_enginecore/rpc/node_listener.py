@@ -1,10 +1,9 @@
 """The engine's side of the sessions with its other nodes."""
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import grpc
 import msgspec
@@ -19,6 +18,7 @@ from penstock_common.rpc.guard import PeerGuard
 from penstock_common.rpc.server import SERVICES, RpcServer
 from penstock_common.security.certificates import Certificates
 from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.rpc.loop_thread import LoopThread
 from penstock_enginecore.rpc.node_config import difference, shared_config
 
 SERVICE_NAME = "penstock.worker.v1.WorkerService"
@@ -26,7 +26,6 @@ _STOP_TIMEOUT = 2.0
 """Seconds that nodes have to hear that the engine stops."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
-T = TypeVar("T")
 log = get_logger()
 
 
@@ -62,15 +61,14 @@ class NodeListener:
         self._shared = shared_config(config)
         self._nodes: dict[int, Commands] = {}
         self._over: str | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="nodes", daemon=True)
+        self._thread = LoopThread("nodes")
         self._server: RpcServer
         self.port = 0
 
     def start(self) -> None:
         """Listen. Raises ConfigError when the port is taken."""
         self._thread.start()
-        self._run(self._start())
+        self._thread.run(self._start())
 
     def call(self, message: bytes) -> None:
         """What all workers are told."""
@@ -92,12 +90,10 @@ class NodeListener:
 
     def stop(self) -> None:
         """Close the port, once sessions were ended. Idempotent."""
-        if not self._thread.is_alive():
+        if not self._thread.running:
             return
-        self._run(self._server.stop(_STOP_TIMEOUT))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.run(self._server.stop(_STOP_TIMEOUT))
+        self._thread.stop()
 
     async def session(self, requests: AsyncIterator[pb.NodeReport], context: Context) -> AsyncIterator[pb.NodeCommand]:
         """One stream of one node."""
@@ -200,11 +196,8 @@ class NodeListener:
             commands.put_nowait(command)
 
     def _soon(self, work: Callable[[], Any]) -> None:
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(work)
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        if self._thread.running:
+            self._thread.loop.call_soon_threadsafe(work)
 
 
 class _Servicer(service_pb2_grpc.WorkerServiceServicer):

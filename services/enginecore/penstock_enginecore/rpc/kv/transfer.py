@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import threading
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable
 
 import grpc
 import msgspec
@@ -22,6 +20,7 @@ from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.rpc.kv.peers import Peers
 from penstock_enginecore.rpc.kv.pull_server import PullServicer, PullSource
 from penstock_enginecore.rpc.kv.window import MESSAGE_BYTES
+from penstock_enginecore.rpc.loop_thread import LoopThread
 
 SERVICE_NAME = "penstock.kvtransfer.v1.KvTransferService"
 _MAX_MESSAGE_BYTES = 4 * MESSAGE_BYTES
@@ -30,7 +29,6 @@ _STOP_TIMEOUT = 2.0
 _TICKS = 4
 """In a silence."""
 
-T = TypeVar("T")
 log = get_logger()
 
 
@@ -53,8 +51,7 @@ class KvTransfer:
         self._credentials = ClientCredentials(
             config.kv_transfer.tls, field="kv_transfer.tls", certificates=self._certificates
         )
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kv transfer", daemon=True)
+        self._thread = LoopThread("kv transfer")
         self._servicer = PullServicer()
         self._peers: Peers | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -64,25 +61,23 @@ class KvTransfer:
     def start(self) -> None:
         """Listen. Raises ConfigError when the port is taken."""
         self._thread.start()
-        self._run(self._start())
+        self._thread.run(self._start())
 
     def attach(self, source: PullSource, peers: Peers) -> None:
         """Serve ``source``, and keep the pulls of ``peers`` going."""
-        self._run(self._attach(source, peers))
+        self._thread.run(self._attach(source, peers))
 
     def stop(self) -> None:
         """End all pulls, and close the port. Idempotent."""
-        if not self._thread.is_alive():
+        if not self._thread.running:
             return
-        self._run(self._stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.run(self._stop())
+        self._thread.stop()
 
     def post(self, work: Callable[[], None]) -> None:
         """Have something done on the transfer thread; nothing once that has ended."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(work)
+            self._thread.loop.call_soon_threadsafe(work)
 
     def connect(self, address: str) -> grpc.aio.Channel:
         """A channel to another engine. For the transfer thread."""
@@ -121,11 +116,11 @@ class KvTransfer:
         await self._server.set_serving(True)
 
     async def _tick(self, peers: Peers) -> None:
-        interval = self._config.kv_transfer.silence / _TICKS
+        interval, loop = self._config.kv_transfer.silence / _TICKS, self._thread.loop
         while True:
-            due = self._loop.time() + interval
+            due = loop.time() + interval
             await asyncio.sleep(interval)
-            peers.tick(late=self._loop.time() - due)
+            peers.tick(late=loop.time() - due)
 
     async def _stop(self) -> None:
         await self._server.set_serving(False)
@@ -134,6 +129,3 @@ class KvTransfer:
         if self._peers is not None:
             await self._peers.close()
         await self._server.stop(_STOP_TIMEOUT)
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
