@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 
 from penstock_common.errors import FailedPrecondition, InvalidArgument
-from penstock_common.tensors.shared_memory import ROOT, UNREADABLE, lock_file, owner_of, unlink
+from penstock_common.tensors.shared_memory import ROOT, UNREADABLE, lock_file, owner_of, read_at, unlink
 from penstock_common.tensors.sizes import Buffer
 
 MAX_SLOTS = 65_536
@@ -100,10 +100,7 @@ class ArenaReader:
         try:
             if self._file < 0:
                 self._file = self._open(field)
-            data = bytearray(size)
-            view, done = memoryview(data), 0
-            while done < size and (count := os.preadv(self._file, [view[done:]], offset + done)):
-                done += count
+            data, done = read_at(self._file, offset, size)
         except OSError as e:
             raise FailedPrecondition(
                 f"{field}: the arena cannot be read: {e.strerror}", field=field, reason=UNREADABLE

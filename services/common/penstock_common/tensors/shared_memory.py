@@ -206,11 +206,8 @@ class SegmentReader:
             raise InvalidArgument(
                 f"{field}: the segment has {status.st_size} bytes; offset and size say {offset + size}", field=field
             )
-        data = bytearray(size)
-        view, done = memoryview(data), 0
         try:
-            while done < size and (count := os.preadv(file, [view[done:]], offset + done)):
-                done += count
+            data, done = read_at(file, offset, size)
         except OSError as e:
             raise FailedPrecondition(
                 f"{field}: the segment cannot be read: {e.strerror}", field=field, reason=UNREADABLE
@@ -218,6 +215,15 @@ class SegmentReader:
         if done < size:
             raise InvalidArgument(f"{field}: the segment ends behind {done} of {size} bytes", field=field)
         return data
+
+
+def read_at(file: int, offset: int, size: int) -> tuple[bytearray, int]:
+    """``size`` bytes of a file, and how many of them it has. Raises OSError."""
+    data = bytearray(size)
+    view, done = memoryview(data), 0
+    while done < size and (count := os.preadv(file, [view[done:]], offset + done)):
+        done += count
+    return data, done
 
 
 def remove_orphans(root: Path = ROOT) -> int:
