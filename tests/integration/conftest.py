@@ -1,6 +1,7 @@
 """A frontend's model directory, and engines without a model to put behind it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,13 @@ def log_settings_of_earlier_tests_are_gone() -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a frontend reads of a model."""
     return save_model(tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture
+def ends() -> Iterator[ExitStack]:
+    """What ends with the test."""
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture

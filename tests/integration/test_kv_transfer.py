@@ -1,6 +1,5 @@
 """Requests that go on at another engine, which takes their blocks from the first one: tokens are those of one engine."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("kv") / "llama"
     save_tiny_model("llama", path)
     return path
-
-
-@pytest.fixture
-def ends() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def tokens(outputs: list[EngineCoreOutput]) -> list[int]:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -102,12 +102,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("kv") / "llama"
     save_tiny_model("llama", path)
     return path
-
-
-@pytest.fixture
-def ends() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def at(point: str, striking: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:

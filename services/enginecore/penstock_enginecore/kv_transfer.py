@@ -17,6 +17,7 @@ from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.outputs import EngineReady
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.kv_transfer.copier import BlockCopier
 from penstock_enginecore.core.kv_transfer.layout import layout_of
 from penstock_enginecore.core.kv_transfer.leases import Leases
 from penstock_enginecore.core.kv_transfer.source import LeasedBlocks
@@ -67,14 +68,7 @@ def _begin(
     ends: ExitStack,
 ) -> EngineReady:
     copier, settings = engine.executor.block_copier(), config.kv_transfer
-    fingerprint = layout_of(
-        engine.kv_cache_config,
-        ready.config,
-        order=copier.order,
-        num_shards=config.executor.num_workers,
-        block_bytes=copier.block_bytes,
-        numerics=copier.numerics,
-    ).fingerprint
+    fingerprint = _fingerprint(engine, ready, copier)
     if not fingerprint:
         log.warning("the weights cannot be told from others: the engine gives no blocks and takes none")
         return ready
@@ -144,6 +138,19 @@ def _begin(
         kv_fingerprint=fingerprint,
         capabilities=(*ready.capabilities, CAPABILITY),
     )
+
+
+def _fingerprint(engine: EngineCore, ready: EngineReady, copier: BlockCopier) -> bytes:
+    """Of the engine's blocks; empty where its weights cannot be told from others."""
+    layout = layout_of(
+        engine.kv_cache_config,
+        ready.config,
+        order=copier.order,
+        num_shards=engine.config.executor.num_workers,
+        block_bytes=copier.block_bytes,
+        numerics=copier.numerics,
+    )
+    return layout.fingerprint
 
 
 def _wake(engine: EngineCore) -> None:

@@ -1,8 +1,19 @@
 """Copies of whole blocks between the pool of the workers and other memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+_BATCH_BYTES = 8 << 20
+"""Of blocks that are copied together: what comes behind them waits for no more."""
+Done = Callable[["Future[Any]"], None]
+Follow = Callable[["Future[Any]", Done], None]
+"""Has something called on the busy loop's thread once a copy is over."""
+
+
+def batch_of(block_bytes: int) -> int:
+    """How many blocks are copied together."""
+    return max(1, _BATCH_BYTES // block_bytes)
 
 
 class Copy(NamedTuple):

@@ -5,17 +5,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from penstock_common.types.kv_transfer import BlockName
 from penstock_enginecore.core.kv_transfer.base import Place
-from penstock_enginecore.core.kv_transfer.copier import BlockCopier
+from penstock_enginecore.core.kv_transfer.copier import BlockCopier, Follow, batch_of
 from penstock_enginecore.core.kv_transfer.slot_index import SlotIndex
 
 logger = logging.getLogger(__name__)
 
-_BATCH_BYTES = 8 << 20
-"""Of blocks that are read together."""
 _MAX_PENDING_BYTES = 64 << 20
 """Of blocks that wait to be written; more are dropped."""
 Content = bytes | memoryview
@@ -23,8 +21,6 @@ Over = Callable[[list[Place], list[Place], float], None]
 """Called on any thread with a batch that was to be brought, which is over, what has arrived of it, and how long it was
 read, in seconds.
 """
-Follow = Callable[["Future[Any]", Callable[["Future[Any]"], None]], None]
-"""Has something called on the busy loop's thread once a future is done."""
 
 
 class BlockStore(Protocol):
@@ -61,6 +57,7 @@ class DiskTier:
         self._copier = copier
         self._follow = follow
         self._block_bytes = copier.block_bytes
+        self._batch = batch_of(copier.block_bytes)
         self.index = SlotIndex(store.num_slots, store.entries)
         self._writing: set[BlockName] = set()
         self._generation = 0
@@ -100,25 +97,14 @@ class DiskTier:
         """Bring blocks that are here into the pool, some at a time. ``over`` is called once for each of these batches, as often
         as ``num_batches`` says.
         """
-        size = self._batch
-        for first in range(0, len(places), size):
-            batch = list(places[first : first + size])
-            slots = []
-            for name, _ in batch:
-                slot = self.index.get(name)
-                if slot is None:
-                    raise KeyError(name)
-                self.index.touch(name)
-                slots.append((slot, name))
+        for first in range(0, len(places), self._batch):
+            batch = list(places[first : first + self._batch])
+            slots = [(self.index.touch(name), name) for name, _ in batch]
             self._store.read(slots).add_done_callback(partial(self._read, batch, over, self._clock()))
 
     def num_batches(self, num_blocks: int) -> int:
         """In how many batches so many blocks come."""
         return -(-num_blocks // self._batch)
-
-    @property
-    def _batch(self) -> int:
-        return max(1, _BATCH_BYTES // self._block_bytes)
 
     def dropped(self, places: Sequence[Place]) -> None:
         """Blocks that did not come whole: they are of no use."""

@@ -4,20 +4,14 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
 from penstock_common.types.kv_transfer import BlockName
 from penstock_enginecore.core.kv_transfer.base import BlockHolder, Place
-from penstock_enginecore.core.kv_transfer.copier import BlockCopier, Copy
+from penstock_enginecore.core.kv_transfer.copier import BlockCopier, Copy, Follow, batch_of
 from penstock_enginecore.core.kv_transfer.slot_index import SlotIndex
 
 logger = logging.getLogger(__name__)
 
-_BATCH_BYTES = 8 << 20
-"""Of blocks that are saved together: what is loaded waits for no more."""
-Done = Callable[["Future[Any]"], None]
-Follow = Callable[["Future[Any]", Done], None]
-"""Has something called on the busy loop's thread once a copy is over."""
 Evicted = Callable[[list[BlockName], list[int]], None]
 """Called with blocks that make room, and the slots in which they still are until something is copied to them."""
 
@@ -43,7 +37,7 @@ class HostTier:
         self._follow = follow
         self._evicted = evicted
         self.index = SlotIndex(num_slots)
-        self._batch = max(1, _BATCH_BYTES // copier.block_bytes)
+        self._batch = batch_of(copier.block_bytes)
         self._queue: dict[BlockName, Place] = {}
         self._saving: dict[BlockName, Place] = {}
         self._under_way: Future[None] | None = None
@@ -109,14 +103,7 @@ class HostTier:
 
     def load(self, places: Sequence[Place]) -> "Future[None]":
         """Begin to copy blocks that are here into the pool."""
-        copies = []
-        for name, block_id in places:
-            slot = self.index.get(name)
-            if slot is None:
-                raise KeyError(name)
-            self.index.touch(name)
-            copies.append(Copy(block_id, slot))
-        return self._copier.load(copies)
+        return self._copier.load([Copy(block_id, self.index.touch(name)) for name, block_id in places])
 
     def drop_queued(self) -> None:
         """Save nothing of what has been freed so far."""

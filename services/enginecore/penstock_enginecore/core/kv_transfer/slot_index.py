@@ -32,9 +32,10 @@ class SlotIndex:
         """The slot of a block."""
         return self._slots.get(name)
 
-    def touch(self, name: BlockName) -> None:
-        """A block is used: others go first. KeyError for one that is not there."""
-        self._slots[name] = self._slots.pop(name)
+    def touch(self, name: BlockName) -> int:
+        """A block is used: others go first. Returns its slot. KeyError for one that is not there."""
+        slot = self._slots[name] = self._slots.pop(name)
+        return slot
 
     def take(self) -> tuple[int, BlockName | None] | None:
         """A slot to fill, and the block that it held, which cannot be found any more. None when all are being filled."""

@@ -12,9 +12,9 @@ from typing import Any
 
 from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_enginecore.core.kv_transfer.base import BlockHolder, LoadEnded, Place
-from penstock_enginecore.core.kv_transfer.copier import BlockCopier
+from penstock_enginecore.core.kv_transfer.copier import BlockCopier, Done
 from penstock_enginecore.core.kv_transfer.disk_tier import BlockStore, DiskTier
-from penstock_enginecore.core.kv_transfer.host_tier import Done, HostTier
+from penstock_enginecore.core.kv_transfer.host_tier import HostTier
 from penstock_enginecore.core.kv_transfer.peer import PeerTier
 from penstock_enginecore.core.kv_transfer.peer_loads import PeerLoads
 from penstock_enginecore.core.kv_transfer.rates import LoadRates
