@@ -7,6 +7,7 @@ What they name is checked without running anything in tests/contract/test_docs.p
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,8 @@ pytestmark = pytest.mark.slow
 README_SERVES = "penstock serve examples/demo_model/penstock-tiny --engines 2"
 MULTIMODAL = "docs/multimodal.md"
 MULTIMODAL_SERVES = "penstock serve examples/demo_model/penstock-tiny-vision"
+SERVES = "penstock serve examples/demo_model/penstock-tiny "
+"""How the commands begin that start a server of their own."""
 SECURITY = "docs/security.md"
 
 PROGRAMS_NOT_RUN = {
@@ -57,9 +60,7 @@ COMMANDS_NOT_RUN = {
     README_SERVES: "is the server of these tests",
     MULTIMODAL_SERVES: "is the server of that page's tests",
     "penstock serve MODEL": "MODEL is the reader's",
-    "penstock serve examples/demo_model/penstock-tiny --speculative": "has the ports that the page's other commands ask",
     "penstock serve examples/demo_model/penstock-tiny --lora": "tests/e2e/test_lora.py does so",
-    "penstock serve examples/demo_model/penstock-tiny --set frontend.lora": "has the ports that the page's other commands ask",
     "penstock chat --lora": "needs a server with adapters, as tests/e2e/test_lora.py has one",
     "penstock lora": "tests/e2e/test_lora.py does so, beside a server with adapters",
     "penstock scale": "needs a cluster, which tests/integration/test_scale.py has",
@@ -108,13 +109,13 @@ class Defaults:
 
 
 @contextlib.contextmanager
-def serving(command: str) -> Iterator[Defaults]:
+def serving(command: str, cwd: Path | None = None) -> Iterator[Defaults]:
     """The server of a page, on other ports and with a smaller cache."""
     assert any(written.text == command for written in commands())
     ports = free_ports(3)
     flags = zip(("--grpc-port", "--http-port", "--admin-port"), map(str, ports), strict=True)
-    arguments = [*command.split()[1:], *(word for pair in flags for word in pair)]
-    with Command(*arguments, "--kv-cache-memory", "64MiB", "--device", "cpu") as running:
+    arguments = [*shlex.split(command)[1:], *(word for pair in flags for word in pair)]
+    with Command(*arguments, "--kv-cache-memory", "64MiB", "--device", "cpu", cwd=cwd) as running:
         running.wait_for("Ctrl-C stops everything")
         yield Defaults(ports)
 
@@ -179,7 +180,18 @@ def to_run() -> list[Written]:
     return [command for command in commands() if command.page != SECURITY and not reason(command)]
 
 
-@pytest.mark.parametrize("command", to_run(), ids=lambda command: command.place)
+def serves(command: Written) -> bool:
+    return command.text.startswith(SERVES)
+
+
+@pytest.mark.parametrize("command", [command for command in to_run() if serves(command)], ids=lambda command: command.place)
+def test_a_server_of_a_page_serves(command: Written, folder: Path) -> None:
+    with serving(command.text, folder) as server:
+        answer = shell(server.put('penstock generate "Once upon a time" --max-tokens 8'), folder)
+    assert answer.strip()
+
+
+@pytest.mark.parametrize("command", [command for command in to_run() if not serves(command)], ids=lambda command: command.place)
 def test_a_command_does_its_work(command: Written, request: pytest.FixtureRequest, folder: Path) -> None:
     server = server_of(command.page, request)
     program = command.calls[0][0]

@@ -30,7 +30,7 @@ def environment(*, fake_services: bool) -> dict[str, str]:
 class Command:
     """``penstock ARGUMENTS`` with both outputs on one stream. Killed, children included, when the block ends."""
 
-    def __init__(self, *arguments: str, fake_services: bool = False, **environ: str) -> None:
+    def __init__(self, *arguments: str, fake_services: bool = False, cwd: Path | None = None, **environ: str) -> None:
         self.process = subprocess.Popen(
             [*PENSTOCK, *arguments],
             stdin=subprocess.DEVNULL,
@@ -38,6 +38,7 @@ class Command:
             stderr=subprocess.STDOUT,
             text=True,
             encoding="utf-8",
+            cwd=cwd,
             env=environment(fake_services=fake_services) | environ,
             start_new_session=True,
         )

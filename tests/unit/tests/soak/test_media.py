@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock_common.tensors.shared_memory import ROOT, SegmentWriter, owner_of
+from tests.fakes.clients.command import eventually
 from tests.soak.media import name_of, owners_of
 from tests.soak.watch import children_of
 
@@ -18,7 +19,7 @@ def test_children_are_found_by_the_words_they_were_started_with() -> None:
     words = [sys.executable, "-c", "input()", "media.worker"]
     with subprocess.Popen(words, stdin=subprocess.PIPE) as child:
         assert set(children_of(os.getpid())) - before == {child.pid}
-        assert "media.worker" in name_of(child.pid)
+        assert eventually(lambda: "media.worker" in name_of(child.pid))
         child.communicate(b"\n")
     assert name_of(child.pid) == ""
     assert child.pid not in children_of(os.getpid())
