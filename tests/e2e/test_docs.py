@@ -184,14 +184,18 @@ def serves(command: Written) -> bool:
     return command.text.startswith(SERVES)
 
 
-@pytest.mark.parametrize("command", [command for command in to_run() if serves(command)], ids=lambda command: command.place)
+@pytest.mark.parametrize(
+    "command", [command for command in to_run() if serves(command)], ids=lambda command: command.place
+)
 def test_a_server_of_a_page_serves(command: Written, folder: Path) -> None:
     with serving(command.text, folder) as server:
         answer = shell(server.put('penstock generate "Once upon a time" --max-tokens 8'), folder)
     assert answer.strip()
 
 
-@pytest.mark.parametrize("command", [command for command in to_run() if not serves(command)], ids=lambda command: command.place)
+@pytest.mark.parametrize(
+    "command", [command for command in to_run() if not serves(command)], ids=lambda command: command.place
+)
 def test_a_command_does_its_work(command: Written, request: pytest.FixtureRequest, folder: Path) -> None:
     server = server_of(command.page, request)
     program = command.calls[0][0]
