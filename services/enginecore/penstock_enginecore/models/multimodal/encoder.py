@@ -10,6 +10,7 @@ from penstock_common.types.media import EMBEDS, Modality
 from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.models.multimodal.base import EncodedItem, EncoderItem
 from penstock_enginecore.models.multimodal.families.base import Family
+from penstock_enginecore.models.multimodal.quick_gelu import use_quick_gelu
 from penstock_enginecore.models.multimodal.slices import SlicedRun, hook_blocks
 from penstock_enginecore.models.multimodal.tensors import FLOATS, ItemError, Spec, read_tensors, to_data
 
@@ -45,6 +46,7 @@ class TowerEncoder:
         self.num_deepstack = family.num_deepstack
         self.rope_positions = family.rope_index
         self.modules: Sequence[torch.nn.Module] = (family.towers,)
+        use_quick_gelu(family.towers)
         hook_blocks(family.blocks)
 
     @property
