@@ -41,6 +41,9 @@ SET_BY_CHART = (
     | {"scaling.pools", "executor.tensor_parallel_size", "executor.pipeline_parallel_size"}
     | {"speculative.method", "speculative.model", "speculative.num_speculative_tokens"}
     | {"media.enabled", "media.workers", "media.worker_memory", "media.allowed_domains", "multimodal.enabled"}
+    | {"role", "kv_transfer.transport", "kv_transfer.port", "kv_transfer.advertise"}
+    | {"cache.host_memory", "cache.disk", "cache.disk_size"}
+    | _below("kv_transfer.tls", ClientTlsConfig)
     | {"lora.max_loras", "lora.max_lora_rank", "lora.cpu_memory", "lora.enabled", "lora.adapters", "lora.directory"}
     | _below("kubernetes", KubernetesConfig) - {"kubernetes.min_replicas", "kubernetes.max_replicas"}
     | _below("server.tls", TlsConfig)

@@ -12,6 +12,7 @@
 {{- range $pool, $values := include "penstock.pools" . | fromYaml }}
 {{- include "penstock.check.pool" (dict "root" $ "component" "enginecore" "pool" $pool "values" $values) -}}
 {{- end }}
+{{- include "penstock.check.roles" . -}}
 {{- end -}}
 
 {{- define "penstock.check.frontend" -}}
@@ -35,6 +36,7 @@
 {{- include "penstock.check.group" (merge (dict "key" $key) .) -}}
 {{- include "penstock.check.ranks" (merge (dict "key" $key) .) -}}
 {{- include "penstock.check.gpu" (merge (dict "key" $key) .) -}}
+{{- include "penstock.check.kv" (merge (dict "key" $key) .) -}}
 {{- $name := printf "%s-headless" (include "penstock.name" .) -}}
 {{- if gt (len $name) 63 -}}
 {{- fail (printf "%s: the Service %s would have a name of %d characters, and 63 are allowed; give the pool or the release (fullnameOverride) a shorter one" $key $name (len $name)) -}}

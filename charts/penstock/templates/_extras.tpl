@@ -33,7 +33,7 @@ initContainers:
 {{- end -}}
 
 {{- define "penstock.extraVolumes" -}}
-{{- $own := list "config" "tls" "edge" "keys" "jwks" "tmp" "cache" "model" "adapters" "shm" -}}
+{{- $own := list "config" "tls" "edge" "keys" "jwks" "tmp" "cache" "model" "adapters" "kv" "shm" -}}
 {{- range .values.extraVolumes }}
 {{- if has .name $own }}
 {{- fail (printf "%s.extraVolumes: %s is a volume of the chart" (include "penstock.key" $) .name) }}

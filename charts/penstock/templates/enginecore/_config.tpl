@@ -49,6 +49,7 @@ model: {{ ternary (printf "/var/lib/penstock/model/%s" (trimAll "/" $own.model))
 {{- with include "penstock.enginecore.speculative" $ | fromYaml }}{{ $_ := set $own "speculative" . }}{{ end -}}
 {{- with include "penstock.enginecore.lora" $ | fromYaml }}{{ $_ := set $own "lora" . }}{{ end -}}
 {{- if not $values.multimodal.enabled }}{{ $_ := set $own "multimodal" (dict "enabled" false) }}{{ end -}}
+{{- $_ := mustMergeOverwrite $own (include "penstock.kv.config" $ | fromYaml) -}}
 {{- with include "penstock.ranks.config" $ | fromYaml }}{{ $_ := set $own "data_parallel" . }}{{ end -}}
 {{- if $executor }}{{ $_ := set $own "executor" $executor }}{{ end -}}
 {{- mustMergeOverwrite (deepCopy (default dict $values.config)) $own | toYaml -}}

@@ -30,6 +30,9 @@ env:
   {{- with include "penstock.ranks.env" . }}
   {{- . | nindent 2 }}
   {{- end }}
+  {{- with include "penstock.kv.env" . }}
+  {{- . | trim | nindent 2 }}
+  {{- end }}
   {{- include "penstock.model.env" . | nindent 2 }}
   {{- with include "penstock.extraEnv" . }}
   {{- . | nindent 2 }}
@@ -41,6 +44,10 @@ ports:
   {{- if .root.Values.metrics.enabled }}
   - name: metrics{{ with .rank }}-{{ . }}{{ end }}
     containerPort: {{ add 9100 .rank }}
+  {{- end }}
+  {{- if include "penstock.kv.moves" . }}
+  - name: kv{{ with .rank }}-{{ . }}{{ end }}
+    containerPort: {{ add (include "penstock.kv.port" .) .rank }}
   {{- end }}
   {{- if include "penstock.grouped" . }}
   - name: nodes
@@ -65,6 +72,9 @@ volumeMounts:
   {{- end }}
   {{- include "penstock.model.volumeMounts" .root | nindent 2 }}
   {{- with include "penstock.lora.volumeMounts" . }}
+  {{- . | nindent 2 }}
+  {{- end }}
+  {{- with include "penstock.kv.volumeMounts" . }}
   {{- . | nindent 2 }}
   {{- end }}
   {{- if include "penstock.enginecore.shmSize" . }}

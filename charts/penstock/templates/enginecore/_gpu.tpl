@@ -3,11 +3,16 @@
 {{- div (mul .values.tensorParallelSize .values.pipelineParallelSize) .values.multiNode.size -}}
 {{- end -}}
 
-{{/* Size of /dev/shm; empty for the runtime's own. Workers on GPUs exchange through it what their GPUs cannot hand to each other. */}}
+{{/* Size of /dev/shm; empty for the runtime's own. Workers on GPUs exchange through it what their GPUs cannot hand to each other, and
+     engines may give blocks through it, beside whatever else takes the runtime's 64Mi. */}}
 {{- define "penstock.enginecore.shmSize" -}}
 {{- $workers := include "penstock.enginecore.workers" . | int -}}
+{{- $arenas := mul (include "penstock.kv.arena" . | int64) (include "penstock.ranks.perPod" . | int64) -}}
 {{- if .values.shmSize -}}
 {{- .values.shmSize -}}
+{{- else if $arenas -}}
+{{- $rest := ternary (mul $workers 1024) 64 (and (gt (int .values.gpu.count) 0) (gt $workers 1)) -}}
+{{- divf $arenas 1048576 | ceil | int64 | add $rest }}Mi
 {{- else if and .values.gpu.count (gt $workers 1) -}}
 {{- $workers -}}Gi
 {{- end -}}

@@ -49,6 +49,9 @@ spec:
     {{- with include "penstock.lora.volumes" . }}
     {{- . | nindent 4 }}
     {{- end }}
+    {{- with include "penstock.kv.volumes" . }}
+    {{- . | nindent 4 }}
+    {{- end }}
     {{- if include "penstock.enginecore.shmSize" . }}
     - name: shm
       emptyDir:

@@ -1,5 +1,5 @@
 {{/* The container's resources with its GPUs, which must be in the requests as in the limits, or are claimed, and with room on the node for a model
-     that is downloaded there, once for all ranks of a pod. Takes $self. */}}
+     that is downloaded there and for blocks that lie there, once for all ranks of a pod. Takes $self. */}}
 {{- define "penstock.enginecore.resources" -}}
 {{- $resources := deepCopy (default dict .values.resources) -}}
 {{- if include "penstock.gpu.claimed" . -}}
@@ -10,8 +10,15 @@
 {{- $_ := set $resources . (merge (deepCopy $gpus) (get $resources . | default dict)) -}}
 {{- end -}}
 {{- end -}}
-{{- if and .values.modelCache.size (not (int .rank)) (include "penstock.model.downloaded" .) -}}
-{{- $_ := set $resources "requests" (merge (get $resources "requests" | default dict) (dict "ephemeral-storage" .values.modelCache.size)) -}}
+{{- if not (int .rank) -}}
+{{- $room := ternary .values.modelCache.size "" (not (empty (include "penstock.model.downloaded" .))) -}}
+{{- with include "penstock.kv.onNode" . | int64 -}}
+{{- $model := include "penstock.bytes" (dict "text" $room "quantity" true) | default "0" | int64 -}}
+{{- $room = printf "%dMi" (divf (add . $model) 1048576 | ceil | int64) -}}
+{{- end -}}
+{{- with $room -}}
+{{- $_ := set $resources "requests" (merge (get $resources "requests" | default dict) (dict "ephemeral-storage" .)) -}}
+{{- end -}}
 {{- end -}}
 {{- toYaml $resources -}}
 {{- end -}}

@@ -102,6 +102,18 @@ policyTypes:
 {{- end }}
 {{- end -}}
 
+{{/* Blocks between engines, on all ports where NIXL chooses them. Takes root, engines (the peer) and whom: from or to. */}}
+{{- define "penstock.network.transfers" -}}
+{{- with include "penstock.kv.ports" .root | fromJsonArray -}}
+- {{ $.whom }}:
+    {{- list $.engines | toYaml | nindent 4 }}
+  {{- if not (has "any" .) }}
+  ports:
+    {{- include "penstock.network.ports" . | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
 {{/* KEDA asks the coordinator by how much. */}}
 {{- define "penstock.network.keda" -}}
 {{- if include "penstock.usesKeda" . -}}
