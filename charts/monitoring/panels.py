@@ -310,6 +310,80 @@ MEDIA = Row(
     ),
 )
 
+BLOCKS = Row(
+    "Keys and values",
+    (
+        Panel(
+            "Found elsewhere",
+            "percentunit",
+            "Of prompt tokens that were not in the KV cache, those that were loaded and not computed: from host memory, a disk or"
+            " another engine.",
+            {
+                "{{pool}}": _share(
+                    "vllm:external_prefix_cache_hits_total",
+                    "vllm:external_prefix_cache_queries_total",
+                    _ENGINES,
+                    "pool",
+                )
+            },
+        ),
+        Panel(
+            "Bytes",
+            "Bps",
+            "Bytes of blocks that engines got and gave, by the way on which they went; host and disk are an engine's own.",
+            {
+                "{{direction}} by {{transport}}": _rate(
+                    "penstock:kv_transfer_bytes_total", _ENGINES, by="direction, transport"
+                )
+            },
+        ),
+        Panel(
+            "Time of a transfer",
+            "s",
+            "From asking for blocks to the last of them, the 95th of a hundred.",
+            {
+                "{{transport}}": "histogram_quantile(0.95, sum by (le, transport) "
+                f"(rate(penstock:kv_transfer_seconds_bucket{{{_ENGINES}}}{_OVER})))"
+            },
+        ),
+        Panel(
+            "Failures",
+            "short",
+            "Blocks that did not come, or were not sent, per second and by reason (docs/kv-transfer.md): they were computed.",
+            {"{{reason}}": _rate("penstock:kv_transfer_failures_total", _ENGINES, by="reason")},
+            stacked=True,
+        ),
+        Panel(
+            "Kept for others",
+            "short",
+            "Blocks that are kept for engines that go on with requests, and requests whose blocks these are.",
+            {
+                "blocks of {{pool}}": f"sum by (pool) (penstock:kv_leased_blocks{{{_ENGINES}}})",
+                "requests of {{pool}}": f"sum by (pool) (penstock:kv_leases{{{_ENGINES}}})",
+            },
+        ),
+        Panel(
+            "Host memory and disks",
+            "percentunit",
+            "Used part of the room beside the KV cache.",
+            {"{{medium}} of {{pool}}": f"avg by (pool, medium) (penstock:kv_tier_usage_perc{{{_ENGINES}}})"},
+        ),
+        Panel(
+            "Legs",
+            "reqps",
+            "Calls by whether they went to an engine of prompts and then to one of outputs, and why.",
+            {"{{plan}}: {{why}}": _rate("penstock:legs_total", by="plan, why")},
+            stacked=True,
+        ),
+        Panel(
+            "Gap at a handover",
+            "s",
+            "From a sequence's handoff to its next output.",
+            _quantiles("penstock:handover_gap_seconds"),
+        ),
+    ),
+)
+
 COORDINATOR = Row(
     "Coordinator",
     (
@@ -397,4 +471,4 @@ PROCESSES = Row(
     ),
 )
 
-ROWS = (TRAFFIC, LATENCY, ERRORS, ENGINES, ADAPTERS, MEDIA, COORDINATOR, AUTOSCALING, PROCESSES)
+ROWS = (TRAFFIC, LATENCY, ERRORS, ENGINES, ADAPTERS, MEDIA, BLOCKS, COORDINATOR, AUTOSCALING, PROCESSES)

@@ -16,10 +16,11 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import EngineCoreConfig, KvTransferConfig, ModelConfig
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool
+from penstock_enginecore.core.kv_transfer.counts import TransferCounts
 from penstock_enginecore.core.kv_transfer.leases import Leases
 from penstock_enginecore.core.kv_transfer.peer import PeerBlock
+from penstock_enginecore.core.kv_transfer.transfers import Transfer
 from penstock_enginecore.core.request import Request
-from penstock_enginecore.rpc.kv.counts import TransferCounts
 from penstock_enginecore.rpc.kv.offers import Offers
 from penstock_enginecore.rpc.kv.peers import Peers
 from penstock_enginecore.rpc.kv.pull_client import PullSettings
@@ -116,6 +117,8 @@ class FakeKvEngine:
         self.num_read = 0
         self.woken = threading.Event()
         self.counts = TransferCounts()
+        self.transfers: list[Transfer] = []
+        """Those that are over, wherever they were."""
         self._reader = ThreadPoolExecutor(1)
         self.transfer = KvTransfer(config, observer=observer)
         self.offers = Offers(
@@ -136,6 +139,7 @@ class FakeKvEngine:
             shared_memory_id=self.offers.shared_memory_id,
             receiver=self.offers.receiver,
             counts=self.counts,
+            observe=self.transfers.append,
         )
         return Peers(
             settings,

@@ -66,6 +66,7 @@ def test_tokens_are_those_of_one_engine_and_blocks_move_once(
     blocks = given.num_tokens // BLOCK
     assert source.value("penstock:kv_transfer_blocks_total", direction="out", transport=transport) == blocks
     assert target.value("penstock:kv_transfer_blocks_total", direction="in", transport=transport) == blocks
+    assert target.value("penstock:kv_transfer_seconds_count", transport=transport) >= 1
     stats = next(output.prefill_stats for output in rest if output.prefill_stats is not None)
     assert stats.num_peer_tokens == len(PROMPT), "all of the prompt"
     assert source.woken.wait(PATIENCE)

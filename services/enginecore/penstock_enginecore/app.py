@@ -40,7 +40,6 @@ from penstock_enginecore.metrics import EngineCollector
 from penstock_enginecore.plugins import load_plugins
 from penstock_enginecore.rpc.io_thread import IoThread
 from penstock_enginecore.signals import signals_handled
-from penstock_enginecore.tier_metrics import TierCollector
 from penstock_enginecore.variant import Loaded, config_of, hash_of
 
 log = get_logger()
@@ -114,8 +113,15 @@ def serve(
     ready = describe(config, engine)
     if ready.shared_memory_id:
         remove_orphans()
+    traces = io.sessions.traces
     with transferring(
-        config, engine, ready, certificates=io.certificates, registry=io.registry, observer=io.telemetry
+        config,
+        engine,
+        ready,
+        certificates=io.certificates,
+        registry=io.registry,
+        observe=(lambda _: None) if traces is None else traces.transferred,
+        observer=io.telemetry,
     ) as ready:
         _serve(config, engine, io, started, ready, make_meets)
 
@@ -140,9 +146,6 @@ def _serve(
     busy_loop = BusyLoop(engine, control, io.sessions, group=group)
     workers = engine.executor.worker_stats
     io.registry.register(EngineCollector(busy_loop.stats, control.state, engine.counts.tokens, ready, workers))
-    if engine.connector is not None:
-        found = engine.scheduler.kv_cache.external_stats
-        io.registry.register(TierCollector(engine.connector.stats, found, ready))
     metrics = MetricsServer(config.metrics, io.registry, io.certificates)
     try:
         with (

@@ -18,16 +18,18 @@ from penstock_common.types.outputs import EngineReady
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.kv_transfer.copier import BlockCopier
+from penstock_enginecore.core.kv_transfer.counts import TransferCounts
 from penstock_enginecore.core.kv_transfer.layout import layout_of
 from penstock_enginecore.core.kv_transfer.leases import Leases
 from penstock_enginecore.core.kv_transfer.source import LeasedBlocks
-from penstock_enginecore.rpc.kv.counts import TransferCounts
+from penstock_enginecore.core.kv_transfer.transfers import Observe, Transfer
 from penstock_enginecore.rpc.kv.offers import Offers
 from penstock_enginecore.rpc.kv.peers import Peers
 from penstock_enginecore.rpc.kv.pull_client import PullSettings
 from penstock_enginecore.rpc.kv.pull_server import PullSource
 from penstock_enginecore.rpc.kv.transfer import KvTransfer
-from penstock_enginecore.transfer_metrics import TransferCollector
+from penstock_enginecore.tier_metrics import TierCollector
+from penstock_enginecore.transfer_metrics import LeaseCollector, TransferCollector
 
 CAPABILITY = "kv_transfer"
 log = get_logger()
@@ -41,11 +43,23 @@ def transferring(
     *,
     certificates: Certificates,
     registry: CollectorRegistry,
+    observe: Observe = lambda _: None,
     observer: CallObserver | None = None,
 ) -> Iterator[EngineReady]:
-    """Give and take blocks, if the engine is to. Yields who the engine is, with where its blocks are to be had. ``observer``:
-    told of the calls that others make. Raises ConfigError for a model without blocks, when the port is taken, and for TLS.
+    """Give and take blocks, if the engine is to, and tell of all that come from elsewhere. Yields who the engine is, with where
+    its blocks are to be had. ``observe``: told of what came and what did not, on any thread. ``observer``: told of the calls that
+    others make. Raises ConfigError for a model without blocks, when the port is taken, and for TLS.
     """
+    counts = TransferCounts()
+
+    def count(transfer: Transfer) -> None:
+        counts.ended(transfer)
+        observe(transfer)
+
+    if engine.connector is not None:
+        engine.connector.observe = count
+        registry.register(TierCollector(engine.connector.stats, ready))
+        registry.register(TransferCollector(counts, engine.connector.stats, ready))
     if not config.kv_transfer.enabled:
         yield ready
         return
@@ -56,7 +70,7 @@ def transferring(
         )
     with ExitStack() as ends:
         transfer = KvTransfer(config, certificates, observer)
-        yield _begin(config, engine, ready, transfer, registry, ends)
+        yield _begin(config, engine, ready, transfer, registry, ends, counts, count)
 
 
 def _begin(
@@ -66,6 +80,8 @@ def _begin(
     transfer: KvTransfer,
     registry: CollectorRegistry,
     ends: ExitStack,
+    counts: TransferCounts,
+    observe: Observe,
 ) -> EngineReady:
     copier, settings = engine.executor.block_copier(), config.kv_transfer
     fingerprint = _fingerprint(engine, ready, copier)
@@ -76,7 +92,7 @@ def _begin(
     ends.callback(transfer.stop)
     offers = Offers(settings, incarnation=ready.incarnation, block_bytes=copier.block_bytes)
     ends.callback(offers.close)
-    kv_cache, counts, wake = engine.scheduler.kv_cache, TransferCounts(), partial(_wake, engine)
+    kv_cache, wake = engine.scheduler.kv_cache, partial(_wake, engine)
     leases = Leases(
         kv_cache.pool.free,
         int(settings.max_leased_fraction * kv_cache.pool.num_usable_blocks),
@@ -100,6 +116,7 @@ def _begin(
         shared_memory_id=offers.shared_memory_id,
         receiver=offers.receiver,
         counts=counts,
+        observe=observe,
     )
     peers = Peers(
         pulls,
@@ -113,9 +130,8 @@ def _begin(
     )
     transfer.attach(source, peers)
     registry.register(
-        TransferCollector(
+        LeaseCollector(
             leases,
-            counts,
             ready,
             num_pulls=lambda: transfer.num_pulls,
             num_slots_used=lambda: offers.num_slots_used,
@@ -129,7 +145,7 @@ def _begin(
         num_tokens=0,
         fingerprint=fingerprint,
     )
-    engine.leases = LeasedBlocks(leases, kv_cache, identity)
+    engine.leases = LeasedBlocks(leases, kv_cache, identity, block_bytes=copier.block_bytes)
     if engine.connector is not None:
         engine.connector.take_from(peers)
     return msgspec.structs.replace(

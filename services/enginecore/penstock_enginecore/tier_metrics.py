@@ -8,7 +8,6 @@ from prometheus_client.registry import Collector
 from penstock_common.observability.engine_metrics import LABELS
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import EngineReady
-from penstock_enginecore.core.kv_cache.manager import PrefixCacheStats
 from penstock_enginecore.core.kv_transfer.tiers import TierStats
 
 _MEDIA = ("host", "disk", "peer")
@@ -17,17 +16,14 @@ _MEDIA = ("host", "disk", "peer")
 class TierCollector(Collector):
     """Reads what was counted when it is scraped."""
 
-    def __init__(self, tiers: Callable[[], TierStats], found: PrefixCacheStats, ready: EngineReady) -> None:
+    def __init__(self, tiers: Callable[[], TierStats], ready: EngineReady) -> None:
         self._tiers = tiers
-        self._found = found
         self._labels = [ready.model, ready.engine_id]
 
     def collect(self) -> Iterator[Metric]:
         """One family per metric."""
-        tiers, found = self._tiers(), self._found
+        tiers = self._tiers()
         for name, text, value in (
-            ("vllm:external_prefix_cache_queries", "Prompt tokens that were not in the KV cache", found.queries),
-            ("vllm:external_prefix_cache_hits", "Of these, tokens whose blocks were loaded", found.hits),
             ("penstock:kv_tier_saved_blocks", "Blocks that were copied to host memory", tiers.num_saved_blocks),
             ("penstock:kv_tier_written_blocks", "Blocks that were written to the disk", tiers.num_written_blocks),
         ):

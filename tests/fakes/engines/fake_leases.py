@@ -42,6 +42,14 @@ class FakeLeases:
     def __len__(self) -> int:
         return len(self._ends)
 
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self.blocks.values()))
+
+    @property
+    def num_bytes(self) -> int:
+        return 1000 * self.num_blocks
+
     def next_expiry(self) -> float | None:
         return min(self._ends.values(), default=None)
 

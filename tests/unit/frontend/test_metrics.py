@@ -10,6 +10,7 @@ from penstock_common.types.outputs import (
     EngineCoreOutput,
     EventType,
     FinishReason,
+    KvTransferStats,
     SchedulerStats,
 )
 from penstock_common.types.request import EngineCoreRequest
@@ -121,12 +122,18 @@ def test_an_engines_series_show_as_zero_before_its_first_request(rig: Rig) -> No
 
 
 def test_engines_load_is_read_when_it_is_scraped(rig: Rig) -> None:
-    stats = SchedulerStats(num_running_reqs=3, num_waiting_reqs=2, prefix_cache_hits=5)
+    moved = KvTransferStats(
+        external_prefix_cache_queries=9, external_prefix_cache_hits=8, num_leases=2, num_leased_blocks=7
+    )
+    stats = SchedulerStats(num_running_reqs=3, num_waiting_reqs=2, prefix_cache_hits=5, kv_transfer=moved)
     loads = [EngineLoad(model="m", engine="e", num_kv_blocks=8, block_size=16, max_num_seqs=4, stats=stats)]
     rig.metrics.add_engine_loads(lambda: loads)
     assert rig.value("vllm:num_requests_running") == 3
     assert rig.value("penstock:load") == 1.25
     assert rig.value("vllm:prefix_cache_hits_total") == 5
+    assert rig.value("vllm:external_prefix_cache_queries_total") == 9
+    assert rig.value("vllm:external_prefix_cache_hits_total") == 8
+    assert (rig.value("penstock:kv_leases"), rig.value("penstock:kv_leased_blocks")) == (2, 7)
     assert rig.value("vllm:cache_config_info", num_gpu_blocks="8", block_size="16") == 1
     loads.clear()
     assert rig.value("vllm:num_requests_running") is None

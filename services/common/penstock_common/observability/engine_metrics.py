@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
-from penstock_common.types.outputs import LoraStats, MediaStats, SchedulerStats, SpecDecodingStats
+from penstock_common.types.outputs import KvTransferStats, LoraStats, MediaStats, SchedulerStats, SpecDecodingStats
 
 T = TypeVar("T")
 
@@ -56,6 +56,20 @@ _MEDIA_COUNTERS: dict[str, tuple[str, Callable[[MediaStats], float]]] = {
     "penstock:encoder_cache_queries": ("Media looked up in the encoder cache", lambda s: s.encoder_cache_queries),
     "penstock:encoder_cache_hits": ("Media found in the encoder cache", lambda s: s.encoder_cache_hits),
 }
+_KV_COUNTERS: dict[str, tuple[str, Callable[[KvTransferStats], float]]] = {
+    "vllm:external_prefix_cache_queries": (
+        "Prompt tokens that were not in the KV cache",
+        lambda s: s.external_prefix_cache_queries,
+    ),
+    "vllm:external_prefix_cache_hits": (
+        "Of these, tokens whose blocks were loaded",
+        lambda s: s.external_prefix_cache_hits,
+    ),
+}
+_KV_GAUGES: dict[str, tuple[str, Callable[[KvTransferStats], float]]] = {
+    "penstock:kv_leases": ("Requests whose blocks are kept for other engines", lambda s: s.num_leases),
+    "penstock:kv_leased_blocks": ("Blocks that are kept for other engines", lambda s: s.num_leased_blocks),
+}
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +107,9 @@ def engine_families(loads: Iterable[EngineLoad]) -> Iterator[Family]:
     if media := [(load, load.stats.media) for load in known if load.stats.media is not None]:
         yield from _families(GaugeMetricFamily, _MEDIA_GAUGES, media)
         yield from _families(CounterMetricFamily, _MEDIA_COUNTERS, media)
+    if moved := [(load, load.stats.kv_transfer) for load in known if load.stats.kv_transfer is not None]:
+        yield from _families(CounterMetricFamily, _KV_COUNTERS, moved)
+        yield from _families(GaugeMetricFamily, _KV_GAUGES, moved)
 
 
 def _families(

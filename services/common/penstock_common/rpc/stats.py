@@ -7,14 +7,15 @@ import msgspec
 from penstock.common.v1 import stats_pb2
 from penstock_common.errors import InvalidArgument
 from penstock_common.lora.held import MAX_HELD, LoraHeld
-from penstock_common.types.outputs import LoraStats, MediaStats, SchedulerStats, SpecDecodingStats
+from penstock_common.types.outputs import KvTransferStats, LoraStats, MediaStats, SchedulerStats, SpecDecodingStats
 
-_MESSAGES = ("spec_decoding_stats", "lora", "media")
+_MESSAGES = ("spec_decoding_stats", "lora", "media", "kv_transfer")
 _NAMES = tuple(field.name for field in msgspec.structs.fields(SchedulerStats) if field.name not in _MESSAGES)
 _LORA_NUMBERS = tuple(
     field.name for field in msgspec.structs.fields(LoraStats) if field.name not in ("active", "waiting", "held")
 )
 _MEDIA_NUMBERS = tuple(field.name for field in msgspec.structs.fields(MediaStats))
+_KV_NUMBERS = tuple(field.name for field in msgspec.structs.fields(KvTransferStats))
 
 
 def from_proto(message: stats_pb2.SchedulerStats, *, path: str = "scheduler_stats") -> SchedulerStats:
@@ -30,6 +31,8 @@ def from_proto(message: stats_pb2.SchedulerStats, *, path: str = "scheduler_stat
         values["lora"] = lora_from_proto(message.lora, path=f"{path}.lora")
     if message.HasField("media"):
         values["media"] = media_from_proto(message.media, path=f"{path}.media")
+    if message.HasField("kv_transfer"):
+        values["kv_transfer"] = KvTransferStats(**{name: getattr(message.kv_transfer, name) for name in _KV_NUMBERS})
     return SchedulerStats(**values)
 
 
@@ -42,6 +45,8 @@ def to_proto(stats: SchedulerStats) -> stats_pb2.SchedulerStats:
         message.lora.CopyFrom(lora_to_proto(stats.lora))
     if stats.media is not None:
         message.media.CopyFrom(stats_pb2.MediaStats(**msgspec.structs.asdict(stats.media)))
+    if stats.kv_transfer is not None:
+        message.kv_transfer.CopyFrom(stats_pb2.KvTransferStats(**msgspec.structs.asdict(stats.kv_transfer)))
     return message
 
 

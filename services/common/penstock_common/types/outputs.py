@@ -183,6 +183,18 @@ class MediaStats(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting_reqs: int = 0
 
 
+class KvTransferStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks that an engine loads from elsewhere, and those that it keeps for other engines. The first two count prompt tokens
+    and only grow: those that were not in the KV cache, and of these the ones whose blocks were loaded.
+    """
+
+    external_prefix_cache_queries: int = 0
+    external_prefix_cache_hits: int = 0
+    num_leases: int = 0
+    num_leased_blocks: int = 0
+    leased_bytes: int = 0
+
+
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's load after a step. Counters only grow; ``kv_cache_usage`` is a fraction in [0, 1].
 
@@ -207,6 +219,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """None for an engine that applies no adapters."""
     media: MediaStats | None = None
     """None for an engine that takes no media."""
+    kv_transfer: KvTransferStats | None = None
+    """None for an engine that loads no blocks and gives none."""
 
     def without_held(self) -> "SchedulerStats":
         """The same, for those who know which adapters the engine holds."""

@@ -9,6 +9,7 @@ from penstock_common.observability.tracing import Headers, Tracer, is_sampled
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EventType
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.token_columns import TokenColumns
+from penstock_enginecore.core.kv_transfer.transfers import Transfer
 
 Clock = Callable[[], float]
 
@@ -115,6 +116,14 @@ class EngineTraces:
                 self._take_tokens(client_id, outputs.tokens, outputs.timestamp or self._clock())
             self._take(client_id, outputs.outputs, outputs.timestamp or self._clock())
 
+    def transferred(self, transfer: Transfer) -> None:
+        """Blocks of a request have come from elsewhere, or have not. On any thread: it concerns no other request."""
+        try:
+            if is_sampled(transfer.headers):
+                self._record_transfer(transfer)
+        except Exception as e:  # the request goes on, unseen
+            incident(e, request="", doing="tracing a transfer of blocks")
+
     def client_gone(self, client_id: str) -> None:
         """A session is over: its requests end without an output."""
         for key in [key for key in self._requests if key[0] == client_id]:
@@ -122,6 +131,27 @@ class EngineTraces:
                 self._end(self._forget(*key), self._clock(), "abort", "")
             except Exception as e:
                 incident(e, request=key[1], doing="tracing the request")
+
+    def _record_transfer(self, transfer: Transfer) -> None:
+        to_epoch = self._wall_clock() - self._clock()
+        attributes: dict[str, str | int] = {
+            "gen_ai.request.model": self._model,
+            "penstock.kv.medium": transfer.medium.name.lower(),
+            "penstock.kv.wanted_blocks": transfer.num_wanted,
+            "penstock.kv.blocks": transfer.num_blocks,
+            "penstock.kv.bytes": transfer.num_bytes,
+            "penstock.kv.outcome": transfer.outcome,
+        }
+        if transfer.transport:
+            attributes["penstock.kv.transport"] = transfer.transport
+        self._tracer.record(
+            "engine.kv_transfer",
+            transfer.headers,
+            began=transfer.began + to_epoch,
+            ended=transfer.ended + to_epoch,
+            attributes=attributes,
+            error=transfer.outcome if transfer.failed else "",
+        )
 
     def _take(self, client_id: str, outputs: Sequence[EngineCoreOutput], timestamp: float) -> None:
         for output in outputs:

@@ -8,7 +8,7 @@ from penstock_common.lora.held import MAX_HELD, LoraHeld
 from penstock_common.rpc import cluster, stats
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
 from penstock_common.types.kv_transfer import EngineRole
-from penstock_common.types.outputs import LoraStats, MediaStats, SchedulerStats, SpecDecodingStats
+from penstock_common.types.outputs import KvTransferStats, LoraStats, MediaStats, SchedulerStats, SpecDecodingStats
 from penstock_common.types.view_delta import changed_by, difference
 
 
@@ -75,6 +75,13 @@ CANNOT_BE_COUNTS = {
         encoder_cache_usage=0.75,
         receiver_cache_bytes=2**41,
         num_waiting_reqs=2,
+    ),
+    "kv_transfer": KvTransferStats(
+        external_prefix_cache_queries=2**40,
+        external_prefix_cache_hits=2**39,
+        num_leases=3,
+        num_leased_blocks=70,
+        leased_bytes=2**38,
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import (
     EngineCoreEvent,
     EngineCoreOutput,
@@ -14,6 +15,7 @@ from penstock_common.types.outputs import (
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.token_columns import TokenColumns
+from penstock_enginecore.core.kv_transfer.transfers import ABANDONED, PART, WHOLE, Transfer
 from penstock_enginecore.rpc.traces import EngineTraces
 
 PARENT = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
@@ -133,3 +135,41 @@ def test_tokens_in_columns_count_as_those_of_outputs() -> None:
     recorder.step(4.0, tokens=1, finish_reason=FinishReason.LENGTH)
     assert recorder.times() == [("engine.queue", 0.0, 0.5), ("engine.prefill", 0.5, 2.0), ("engine.decode", 2.0, 4.0)]
     assert recorder.spans[-1]["attributes"]["gen_ai.usage.output_tokens"] == 4
+
+
+def transfer(headers: dict[str, str] = PARENT, outcome: str = WHOLE, transport: str = "", **changes: Any) -> Transfer:
+    medium = KvMedium.PEER if transport else KvMedium.HOST
+    return Transfer(headers, medium, transport, 2.0, 2.5, 4, 3, 3000, outcome)._replace(**changes)
+
+
+def test_a_transfer_of_blocks_is_a_span_of_the_requests_trace() -> None:
+    recorder = Recorder()
+    recorder.now = 9
+    recorder.traces.transferred(transfer(transport="shared_memory"))
+    [span] = recorder.spans
+    assert recorder.times() == [("engine.kv_transfer", 2.0, 2.5)]
+    assert span["attributes"] == {
+        "gen_ai.request.model": "m",
+        "penstock.kv.medium": "peer",
+        "penstock.kv.transport": "shared_memory",
+        "penstock.kv.wanted_blocks": 4,
+        "penstock.kv.blocks": 3,
+        "penstock.kv.bytes": 3000,
+        "penstock.kv.outcome": "whole",
+    }
+    assert span["error"] == ""
+
+
+def test_the_span_of_a_transfer_that_failed_says_why() -> None:
+    recorder = Recorder()
+    for outcome in ("lease", PART, ABANDONED):
+        recorder.traces.transferred(transfer(outcome=outcome))
+    assert [span["error"] for span in recorder.spans] == ["lease", "part", ""]
+    assert "penstock.kv.transport" not in recorder.spans[0]["attributes"], "host memory has none"
+
+
+def test_a_transfer_of_a_request_that_is_not_recorded_has_no_span() -> None:
+    recorder = Recorder()
+    recorder.traces.transferred(transfer({}))
+    recorder.traces.transferred(transfer({"traceparent": PARENT["traceparent"][:-1] + "0"}))
+    assert recorder.spans == []

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from penstock_common.types.kv_transfer import KvSource
+from penstock_common.types.outputs import KvTransferStats
+from penstock_enginecore.core.kv_cache.manager import PrefixCacheStats
 from penstock_enginecore.core.request import Request
 
 
@@ -21,6 +23,14 @@ class KVLeases(Protocol):
     def __len__(self) -> int:
         """Leases that are not over."""
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that these keep."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of these blocks, over all workers."""
+
     def next_expiry(self) -> float | None:
         """When the next one ends by itself, in monotonic seconds; None: none will."""
 
@@ -32,6 +42,17 @@ class KVLeases(Protocol):
 
     def revoke_all(self) -> None:
         """End all of them, whoever reads: blocks that are being copied stay until that has ended."""
+
+
+def kv_transfer_stats(found: PrefixCacheStats, leases: KVLeases | None) -> KvTransferStats:
+    """What an engine tells of blocks from elsewhere, of which it ``found`` some, and of those that it keeps for others."""
+    return KvTransferStats(
+        external_prefix_cache_queries=found.queries,
+        external_prefix_cache_hits=found.hits,
+        num_leases=0 if leases is None else len(leases),
+        num_leased_blocks=0 if leases is None else leases.num_blocks,
+        leased_bytes=0 if leases is None else leases.num_bytes,
+    )
 
 
 def seconds_to_expiry(leases: KVLeases | None, clock: Callable[[], float]) -> float:

@@ -29,12 +29,14 @@ class LeasedBlocks:
         kv_cache: KVCacheManager,
         identity: KvSource,
         *,
+        block_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
         new_id: Callable[[], bytes] = lambda: secrets.token_bytes(LEASE_ID_BYTES),
     ) -> None:
         self.leases = leases
         self._kv_cache = kv_cache
         self._identity = identity
+        self._block_bytes = block_bytes
         self._clock = clock
         self._new_id = new_id
 
@@ -67,6 +69,16 @@ class LeasedBlocks:
     def __len__(self) -> int:
         """Leases that have a reference to anything."""
         return len(self.leases)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that these keep."""
+        return self.leases.num_blocks
+
+    @property
+    def num_bytes(self) -> int:
+        """Of these blocks, over all workers."""
+        return self.leases.num_blocks * self._block_bytes
 
     def next_expiry(self) -> float | None:
         """When ``expire`` has something to do, in the clock's seconds; 0 for at once, None without leases."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from penstock_common.observability.tracing import Headers
 from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_enginecore.core.kv_transfer.base import BlockHolder, LoadEnded, Place
 from penstock_enginecore.core.kv_transfer.copier import BlockCopier, Done
@@ -18,6 +19,7 @@ from penstock_enginecore.core.kv_transfer.host_tier import HostTier
 from penstock_enginecore.core.kv_transfer.peer import PeerTier
 from penstock_enginecore.core.kv_transfer.peer_loads import PeerLoads
 from penstock_enginecore.core.kv_transfer.rates import LoadRates
+from penstock_enginecore.core.kv_transfer.transfers import Observe, Transfer, outcome_of
 from penstock_enginecore.core.request import Request
 
 _LAST_SECONDS = 5.0
@@ -40,21 +42,27 @@ class TierStats:
 
 @dataclass(slots=True)
 class _Load:
-    """``parts``: what is under way of it. ``at_peer``: the number of what is brought from another engine; 0: nothing is."""
+    """``parts``: what is under way of it. ``at_peer``: the number of what is brought from another engine; 0: nothing is.
+    ``headers``: trace context of the request. ``disk``: batches that are being read, of ``num_on_disk`` blocks.
+    """
 
     number: int
     began: float
+    headers: Headers
     parts: int = 0
     at_peer: int = 0
+    disk: int = 0
+    num_on_disk: int = 0
     arrived: list[tuple[Place, KvMedium]] = field(default_factory=list)
 
 
 class TieredConnector:
     """A ``KVConnector``. ``begin`` comes before the first step. ``wake`` is called on any thread when ``take_ended`` has
-    something to do.
+    something to do. ``observe`` is told of what came from the engine's own media.
     """
 
     def __init__(self, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self.observe: Observe = lambda _: None
         self._wake = wake
         self._clock = clock
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -120,7 +128,7 @@ class TieredConnector:
     def load(self, request: Request, places: Sequence[Place]) -> int:
         """See ``KVConnector``."""
         self._last += 1
-        load = self._loads[self._last] = _Load(self._last, self._clock())
+        load = self._loads[self._last] = _Load(self._last, self._clock(), request.context.trace_context)
         of: dict[KvMedium | None, list[Place]] = {}
         for place in places:
             of.setdefault(self._where(request, place.name), []).append(place)
@@ -128,7 +136,8 @@ class TieredConnector:
             load.parts += 1
             self._follow(self._host.load(here), partial(self._loaded, load, here))
         if self._disk is not None and (there := of.get(KvMedium.DISK)):
-            load.parts += self._disk.num_batches(len(there))
+            load.disk, load.num_on_disk = self._disk.num_batches(len(there)), len(there)
+            load.parts += load.disk
             self._disk.load(there, partial(self._tell_read, load))
         if self._peers is not None and (away := of.get(KvMedium.PEER)):
             load.parts += 1
@@ -256,6 +265,7 @@ class TieredConnector:
             load.arrived += [(place, KvMedium.HOST) for place in places]
         elif self._host is not None:
             self._host.fail(error)
+        self._tell_of(load, KvMedium.HOST, len(places))
         self._part_over(load)
 
     def _tell_read(self, load: _Load, places: list[Place], arrived: list[Place], seconds: float) -> None:
@@ -268,6 +278,9 @@ class TieredConnector:
         self._rates.loaded(KvMedium.DISK, len(arrived), seconds)
         if self._disk is not None and len(arrived) < len(places):
             self._disk.dropped([place for place in places if place not in arrived])
+        load.disk -= 1
+        if not load.disk:
+            self._tell_of(load, KvMedium.DISK, load.num_on_disk)
         self._part_over(load)
 
     def _tell_fetched(self, load: _Load, places: list[Place]) -> None:
@@ -281,6 +294,13 @@ class TieredConnector:
         if self._peers is not None:
             self._peers.taken(load.at_peer)
         self._part_over(load)
+
+    def _tell_of(self, load: _Load, medium: KvMedium, wanted: int) -> None:
+        """What was to come from a medium of the engine's own has come, as far as it does."""
+        count = sum(found is medium for _, found in load.arrived)
+        size = 0 if self._copier is None else count * self._copier.block_bytes
+        outcome = outcome_of(wanted, count)
+        self.observe(Transfer(load.headers, medium, "", load.began, self._clock(), wanted, count, size, outcome))
 
     def _part_over(self, load: _Load) -> None:
         load.parts -= 1

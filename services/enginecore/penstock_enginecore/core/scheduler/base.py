@@ -30,8 +30,8 @@ class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     ``num_stages`` workers, one after the other, each of which can be at another step. ``step_seconds``: how long steps take
     by the number of their tokens, as far as that was measured. ``lora_slots``: those of adapters among running requests, None
     where requests have none; ``lora_stats``: what is known of adapters. ``media``: modalities that requests may have, of whose
-    ``leases``: who keeps the blocks of requests that go on elsewhere; None: nobody does.
     embeddings ``encoder_cache_size`` are kept at most; ``receiver_cache_bytes``: of their inputs that are kept.
+    ``leases``: who keeps the blocks of requests that go on elsewhere; None: nobody does.
     ``kv_connector``: brings blocks, of ``min_load_tokens`` tokens in a row at least; None where nothing does.
     """
 

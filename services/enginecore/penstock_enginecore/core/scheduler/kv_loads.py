@@ -3,11 +3,13 @@
 from collections.abc import Callable
 
 from penstock_common.types.kv_transfer import BlockName, KvMedium
+from penstock_common.types.outputs import KvTransferStats
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.block_pool import BlockLog, KVCacheBlock
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.prefix import ComputedBlocks
 from penstock_enginecore.core.kv_transfer.base import KVConnector, LoadEnded, Place
+from penstock_enginecore.core.kv_transfer.lease_seam import KVLeases, kv_transfer_stats
 from penstock_enginecore.core.kv_transfer.loads import Loads
 from penstock_enginecore.core.kv_transfer.plan import LoadPlan
 from penstock_enginecore.core.kv_transfer.rates import ComputeRate
@@ -74,6 +76,10 @@ class KvLoads:
     def has_others(self, request: Request) -> bool:
         """Whether any but this one are among them."""
         return len(self._held) > (request.key in self._held)
+
+    def stats(self, leases: KVLeases | None) -> KvTransferStats:
+        """What came from elsewhere, and what is kept for others."""
+        return kv_transfer_stats(self._kv_cache.external_stats, leases)
 
     @property
     def has_news(self) -> bool:

@@ -121,16 +121,8 @@ class DefaultScheduler(Scheduler):
             start_waiting=start_waiting,
             drafting=drafting,
         )
-        self._step = StepScheduler(
-            requests=self._requests,
-            running=running,
-            trial=self._trial,
-            preemption=self._preemption,
-            continue_running=continue_running,
-            start_waiting=start_waiting,
-            drafting=drafting,
-        )
         self._lora_stats = context.lora_stats
+        self._leases = context.leases
         self._next_step = 0
         self.pause_state = PauseState.RUNNING
 
@@ -338,4 +330,5 @@ class DefaultScheduler(Scheduler):
             spec_decoding_stats=None if self._drafting is None else self._drafting.stats(),
             lora=self._lora_stats(),
             media=None if self._encoder is None else self._encoder.stats(),
+            kv_transfer=None if self._kv_loads is None else self._kv_loads.stats(self._leases()),
         )

@@ -8,9 +8,10 @@ from functools import partial
 import grpc
 
 from penstock_common.observability.logging import get_logger
-from penstock_common.types.kv_transfer import BlockName, KvSource
+from penstock_common.types.kv_transfer import BlockName, KvMedium, KvSource
 from penstock_enginecore.core.kv_transfer.leases import LEASE_ID_BYTES, Leases
 from penstock_enginecore.core.kv_transfer.peer import PeerBlock
+from penstock_enginecore.core.kv_transfer.transfers import Transfer
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.rpc.kv.pull_client import CHECKSUM, Post, PullClient, PullSettings
 
@@ -86,8 +87,13 @@ class Peers:
             return
         if (reason := self._refusal(source)) is not None:
             self._settings.counts.failures[reason] += 1
+            now = self._settings.clock()
+            self._settings.observe(
+                Transfer(request.context.trace_context, KvMedium.PEER, "", now, now, 0, 0, 0, reason)
+            )
             return
-        client = PullClient(source, self._settings, self._post, partial(self._bad_block, source.address))
+        bad_block = partial(self._bad_block, source.address)
+        client = PullClient(source, self._settings, self._post, bad_block, request.context.trace_context)
         self._sources[request.key], self._pulls[request.key] = source, client
         self._post(partial(self._start, source.address, client))
 

@@ -6,7 +6,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import grpc
@@ -15,8 +17,10 @@ from penstock.kvtransfer.v1 import messages_pb2 as pb
 from penstock.kvtransfer.v1 import service_pb2_grpc
 from penstock_common.errors import FailedPrecondition, RequestFailed
 from penstock_common.observability.logging import get_logger
+from penstock_common.observability.tracing import Headers
 from penstock_common.rpc.status import from_rpc_error
-from penstock_common.types.kv_transfer import BlockName, KvSource
+from penstock_common.types.kv_transfer import BlockName, KvMedium, KvSource
+from penstock_enginecore.core.kv_transfer.counts import TransferCounts
 from penstock_enginecore.core.kv_transfer.peer import PeerBlock
 from penstock_enginecore.core.kv_transfer.pull import (
     Acknowledge,
@@ -28,7 +32,7 @@ from penstock_enginecore.core.kv_transfer.pull import (
     GiveUp,
     Pull,
 )
-from penstock_enginecore.rpc.kv.counts import TransferCounts
+from penstock_enginecore.core.kv_transfer.transfers import ABANDONED, WHOLE, Observe, Transfer, outcome_of
 from penstock_enginecore.rpc.kv.receiver import Receiver
 from penstock_enginecore.rpc.kv.window import WINDOW_BYTES
 
@@ -55,29 +59,45 @@ class PullSettings(NamedTuple):
     shared_memory_id: str
     receiver: Callable[[pb.Opened, KvSource], Receiver]
     counts: TransferCounts
+    observe: Observe = lambda _: None
     clock: Callable[[], float] = time.monotonic
 
 
-class _Wish(NamedTuple):
+@dataclass(slots=True)
+class _Wish:
+    """A fetch. ``num_blocks``: that came whole, of ``num_wanted``, and ``num_bytes`` of these."""
+
     arrived: Callable[[Sequence[PeerBlock]], None]
     ended: Callable[[], None]
     began: float
+    num_wanted: int
+    num_blocks: int = 0
+    num_bytes: int = 0
+    abandoned: bool = False
 
 
 class PullClient:
     """Of one source. Made on any thread; what follows belongs to the transfer thread, but ``failed``.
 
     ``bad_block`` is told of each block whose bytes are not those that were sent, and says why nothing more is to be taken from
-    there, if that is so.
+    there, if that is so. ``headers``: trace context of the request that it is for.
     """
 
     def __init__(
-        self, source: KvSource, settings: PullSettings, post: Post, bad_block: Callable[[], str | None]
+        self,
+        source: KvSource,
+        settings: PullSettings,
+        post: Post,
+        bad_block: Callable[[], str | None],
+        headers: Headers = MappingProxyType({}),
     ) -> None:
         self._source = source
         self._settings = settings
         self._post = post
         self._bad_block = bad_block
+        self._headers = headers
+        self._began = settings.clock()
+        self._failure = ""
         self._pull = Pull(settings.clock(), silence=settings.silence, window=WINDOW_BYTES)
         self._wishes: dict[int, _Wish] = {}
         self._requests: deque[pb.PullRequest] = deque()
@@ -147,21 +167,28 @@ class PullClient:
     ) -> None:
         """See ``PeerTier.fetch``."""
         now = self._settings.clock()
-        self._wishes[fetch_id] = _Wish(arrived, ended, now)
+        self._wishes[fetch_id] = _Wish(arrived, ended, now, len(names))
         self._carry_out(self._pull.fetch(fetch_id, names, now))
 
     def abandon(self, fetch_id: int) -> None:
         """See ``PeerTier.abandon``."""
+        if (wish := self._wishes.get(fetch_id)) is not None:
+            wish.abandoned = True
         self._carry_out(self._pull.abandon(fetch_id))
 
     def close(self, *, released: bool) -> None:
         """The source is not needed any more; ``released``: nor by anybody else."""
+        for wish in self._wishes.values():
+            wish.abandoned = True
         self._carry_out(self._pull.close(released=released))
 
     def fail(self, reason: str) -> None:
         """Give up, if it has not ended yet."""
         if not self._pull.state.ended:
             self._settings.counts.failures[reason] += 1
+            self._failure = reason
+            if not self._wishes:
+                self._observe(self._began, reason)
             log.info("blocks of another engine do not come", address=self._address, why=reason)
             self._carry_out(self._pull.fail(reason))
 
@@ -219,9 +246,11 @@ class PullClient:
                 return
         for effect in effects:
             if isinstance(effect, Arrived):
+                wish = self._wishes[effect.fetch_id]
+                wish.num_blocks += 1
+                wish.num_bytes += size
                 done = _Once(partial(self._post, partial(self._taken, effect.sequence)))
-                arrived = self._wishes[effect.fetch_id].arrived
-                arrived([PeerBlock(effect.place, memoryview(data or b""), done)])
+                wish.arrived([PeerBlock(effect.place, memoryview(data or b""), done)])
             else:
                 self._carry_out([effect])
 
@@ -239,13 +268,25 @@ class PullClient:
                 case Acknowledge(num_bytes):
                     self._num_acknowledged = num_bytes
                 case Ended(fetch_id):
-                    wish = self._wishes.pop(fetch_id)
-                    self._settings.counts.seconds.observe(self._settings.clock() - wish.began)
-                    wish.ended()
+                    self._end(self._wishes.pop(fetch_id))
                 case GiveUp(released):
                     self._give_up(released=released)
         if effects:
             self._due.set()
+
+    def _end(self, wish: _Wish) -> None:
+        outcome = outcome_of(wish.num_wanted, wish.num_blocks)
+        if outcome != WHOLE:
+            outcome = self._failure or (ABANDONED if wish.abandoned else outcome)
+        self._observe(wish.began, outcome, wish)
+        wish.ended()
+
+    def _observe(self, began: float, outcome: str, wish: _Wish | None = None) -> None:
+        wanted, blocks, size = (0, 0, 0) if wish is None else (wish.num_wanted, wish.num_blocks, wish.num_bytes)
+        now = self._settings.clock()
+        self._settings.observe(
+            Transfer(self._headers, KvMedium.PEER, self._transport, began, now, wanted, blocks, size, outcome)
+        )
 
     def _give_up(self, *, released: bool) -> None:
         self._closing = True

@@ -15,9 +15,9 @@ from penstock_common.block_hash import DIGEST_SIZE
 from penstock_common.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from penstock_common.observability.logging import get_logger
 from penstock_common.types.kv_transfer import BlockName
+from penstock_enginecore.core.kv_transfer.counts import TransferCounts
 from penstock_enginecore.core.kv_transfer.leases import LEASE_ID_BYTES, Leases
 from penstock_enginecore.core.kv_transfer.pull import MAX_ASKED, MAX_HASHES
-from penstock_enginecore.rpc.kv.counts import TransferCounts
 from penstock_enginecore.rpc.kv.transports import GRPC, GrpcSender, Sender
 from penstock_enginecore.rpc.kv.window import Window
 

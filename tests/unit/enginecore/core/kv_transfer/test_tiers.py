@@ -9,6 +9,7 @@ from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.kv_transfer.transfers import NOTHING, WHOLE, Transfer
 from tests.fakes.engines.engine_harness import (
     Transcript,
     add,
@@ -60,7 +61,10 @@ def test_a_prompt_whose_blocks_were_taken_comes_back_from_the_host():
     assert num_host >= 32
     stats = engine.connector.stats()
     assert stats.num_loaded_blocks[KvMedium.HOST] >= 9
-    assert engine.scheduler.kv_cache.external_stats.hits >= 36
+    found = engine.scheduler.stats().kv_transfer
+    assert found.external_prefix_cache_hits >= 36
+    assert found.external_prefix_cache_queries >= 4 * 36 + found.external_prefix_cache_hits - 36
+    assert (found.num_leases, found.num_leased_blocks) == (0, 0)
     assert_nothing_left(engine)
 
 
@@ -216,6 +220,51 @@ def test_what_leaves_the_host_comes_back_from_the_disk():
     assert found[2] >= 32
     assert engine.connector.stats().num_loaded_blocks[KvMedium.DISK] >= 8
     assert_nothing_left(engine)
+
+
+def test_what_comes_from_host_and_disk_is_told_of_once_each_with_whom_it_is_for():
+    disk = FakeDisk(100)
+    engine = engine_of(host_blocks=6, disk=disk)
+    told: list[Transfer] = []
+    engine.connector.observe = told.append
+    for number in (0, 1, 2):
+        turn(engine, number)
+    assert not told, "what is saved is nobody's"
+    headers = {"traceparent": "00-1-2-01"}
+    _, num_host, num_disk = turn(engine, 0, trace_context=headers)
+    _, more_host, more_disk = turn(engine, 2, trace_context=headers)
+    blocks = {KvMedium.HOST: 0, KvMedium.DISK: 0}
+    for transfer in told:
+        assert (transfer.headers, transfer.transport, transfer.outcome) == (headers, "", WHOLE)
+        assert transfer.num_bytes == transfer.num_blocks * BLOCK_BYTES
+        assert transfer.num_wanted == transfer.num_blocks
+        blocks[transfer.medium] += transfer.num_blocks
+    assert bool(blocks[KvMedium.HOST]) == bool(num_host + more_host)
+    assert bool(blocks[KvMedium.DISK]) == bool(num_disk + more_disk)
+    assert blocks == {medium: engine.connector.stats().num_loaded_blocks[medium] for medium in blocks}
+
+
+def test_damage_on_the_disk_is_told_of():
+    disk = FakeDisk(100)
+    engine = engine_of(host_blocks=12, disk=disk)
+    told: list[Transfer] = []
+    engine.connector.observe = told.append
+    for number in (0, 1, 2):
+        turn(engine, number)
+    disk.spoiled = {name for name, _ in disk.slots.values()}
+    turn(engine, 0)
+    assert [(t.num_blocks, t.outcome) for t in told if t.medium is KvMedium.DISK] == [(0, NOTHING)]
+
+
+def test_a_copy_that_fails_is_told_of():
+    engine = engine_of()
+    told: list[Transfer] = []
+    engine.connector.observe = told.append
+    for number in (0, 1, 2, 3):
+        turn(engine, number)
+    engine.executor.copier.fails = lambda name: name == "load"
+    assert turn(engine, 0)[1] == 0
+    assert [(t.num_blocks, t.outcome) for t in told if t.medium is KvMedium.HOST] == [(0, NOTHING)]
 
 
 def test_a_block_that_is_not_whole_on_the_disk_is_computed():

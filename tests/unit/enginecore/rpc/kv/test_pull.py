@@ -15,9 +15,10 @@ import pytest
 from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError
 from penstock_common.tensors.arena import Arena
-from penstock_common.types.kv_transfer import BlockName
+from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_enginecore.config import KvTransferConfig
 from penstock_enginecore.core.kv_transfer.leases import LeaseState
+from penstock_enginecore.core.kv_transfer.transfers import ABANDONED, PART, WHOLE
 from penstock_enginecore.rpc.kv import transports
 from penstock_enginecore.rpc.kv.offers import Offers
 from penstock_enginecore.rpc.kv.window import MESSAGE_BYTES
@@ -69,6 +70,11 @@ def test_blocks_of_any_size_come_as_they_are(engine: Make, block_bytes: int) -> 
     assert pull(source, target, names) == {name: content(name, block_bytes) for name in names}
     until(lambda: not source.leases.ends.total() - source.leases.ends[LeaseState.RELEASED] and source.leases.ends)
     assert moved(source, "out") == moved(target, "in") == (5, 5 * block_bytes)
+    [told] = target.transfers
+    assert (told.medium, told.transport, told.outcome) == (KvMedium.PEER, target.config.kv_transfer.transport, WHOLE)
+    assert (told.num_wanted, told.num_blocks, told.num_bytes) == (5, 5, 5 * block_bytes)
+    assert told.began <= told.ended
+    assert not source.transfers
     assert source.offers.num_slots_used == 0
     source.leases.expire(time.monotonic())
     assert source.pool.num_free_blocks == source.pool.num_usable_blocks
@@ -109,6 +115,7 @@ def test_what_the_lease_does_not_have_is_missing(engine: Make) -> None:
     wanted = [names[0], others[0], names[2], others[1]]
     assert set(target.fetch(request, wanted).wait()) == {names[0], names[2]}
     assert target.counts.failures["missing"] == 2
+    assert [(told.num_wanted, told.num_blocks, told.outcome) for told in target.transfers] == [(4, 2, PART)]
     assert target.peers.num_blocks(request) == 3, "the source has not failed"
 
 
@@ -156,6 +163,8 @@ def test_a_source_that_is_none_brings_nothing(engine: Make, change: dict[str, An
     assert target.fetch(request, names).wait() == {}
     assert target.peers.num_blocks(request) == 0
     assert dict(target.counts.failures) == {reason: 1}
+    assert {(told.num_blocks, told.outcome) for told in target.transfers} == {(0, reason)}
+    assert target.transfers[0].headers == request.context.trace_context
     target.peers.closed(request)
 
 
@@ -259,6 +268,7 @@ def test_a_closed_request_gives_the_lease_up_and_ends_what_it_fetches(engine: Ma
     for block in fetched.held:
         block.done()
     assert source.woken.is_set()
+    assert [(told.num_wanted, told.outcome) for told in target.transfers] in ([(4, WHOLE)], [(4, ABANDONED)])
 
 
 def test_an_abandoned_fetch_ends_and_others_go_on(engine: Make) -> None:
@@ -279,6 +289,7 @@ def test_an_abandoned_fetch_ends_and_others_go_on(engine: Make) -> None:
     assert first.wait() == {}
     go_on.set()
     assert len(second.wait()) == 4
+    assert [(told.num_blocks, told.outcome) for told in target.transfers] == [(0, ABANDONED), (4, WHOLE)]
     assert first.contents == {}
     target.peers.abandon(first.number)  # says nothing more
 
