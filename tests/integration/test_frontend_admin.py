@@ -177,6 +177,24 @@ async def test_a_drain_tells_how_far_it_is_until_the_engine_is_empty(
     assert b.utility_calls == []
 
 
+async def test_a_drain_waits_for_blocks_that_are_kept_for_others_and_tells_how_many_bytes(model: Path) -> None:
+    left = iter([(2, 0), (0, 700), (0, 300), (0, 300), (0, 0)])
+    async with FakeEngine("a", vocab_size=VOCAB) as engine:
+        engine.ready.kv_address = "127.0.0.1:9"
+
+        def answer(method: str) -> None:
+            if method == "drain":
+                requests, kept = next(left)
+                engine.utilities.update(drain=requests, engine_info={"kv_transfer": {"leased_bytes": kept}})
+
+        engine.on_utility = answer
+        async with FrontendServer(model, engines=[engine.address]) as frontend:
+            await until_states(frontend, {"a": control_pb2.ENGINE_STATE_SERVING})
+            progress = await collect(frontend.admin.Drain(pb.DrainRequest(engine_id="a", timeout_seconds=7.5)))
+    told = [(m.num_unfinished_reqs, m.num_bytes_left, m.done) for m in progress]
+    assert told == [(2, 0, False), (0, 700, False), (0, 300, False), (0, 0, True)]
+
+
 async def test_an_engine_that_leaves_while_it_drains_is_drained(
     admin: Any, engines: tuple[FakeEngine, FakeEngine]
 ) -> None:

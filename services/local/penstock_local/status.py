@@ -14,6 +14,7 @@ from rich.text import Text
 
 from penstock_common.config.checks import check_flags
 from penstock_common.errors import PenstockError
+from penstock_common.memory import in_units
 from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_common.types.data_parallel import engine_of
 from penstock_common.types.kv_transfer import EngineRole
@@ -40,6 +41,8 @@ _WIDE_ONLY = ("longest", "device", "address", "pool")
 _COLUMNS = ("engine", "state", "running", "waiting", "KV cache", "last step", "model", *_WIDE_ONLY)
 _ROLE = "role"
 """A column that is there where engines are for different things, behind the state."""
+_LEASES = "leases"
+"""A column that is there where engines give each other blocks, behind that."""
 _DRAFTS = "drafts"
 """A column that is there where an engine speculates, behind the last step."""
 _WIDE = 100
@@ -166,14 +169,17 @@ def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> Renderab
         columns.insert(at, _DRAFTS)
     roles = any(engine.role is not EngineRole.BOTH for engine in engines)
     role_at = columns.index("state") + 1
-    if roles:
-        columns.insert(role_at, _ROLE)
+    leases = any(engine.kv_address for engine in engines)
+    for name in [_LEASES] * leases + [_ROLE] * roles:
+        columns.insert(role_at, name)
     for name in columns:
         rows.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=name != "model")
     for engine, cell in zip(engines, drafts, strict=True):
         cells = _cells(engine, snapshot.infos.get(engine.engine_id, {}))
         if any(drafts):
             cells.insert(at, cell)
+        if leases:
+            cells.insert(role_at, _kept(snapshot.infos.get(engine.engine_id, {})))
         if roles:
             cells.insert(role_at, engine.role.name.lower())
         rows.add_row(*cells[: len(columns)])
@@ -290,6 +296,14 @@ def _state(engine: EngineStatus, info: dict[str, Any]) -> Text:
     more = "asleep" if info.get("asleep") else info.get("pause_state", "")
     note = f" ({more})" if more not in ("", "running") else ""
     return Text(engine.state.name.lower() + note, style=_STYLES[engine.state])
+
+
+def _kept(info: dict[str, Any]) -> str:
+    """Requests whose blocks an engine keeps for others, and how many that are; empty where it does not say."""
+    kept = info.get("kv_transfer") or {}
+    if not kept.get("num_leases"):
+        return str(kept.get("num_leases", ""))
+    return f"{kept['num_leases']} ({kept['num_leased_blocks']} blocks, {in_units(kept['leased_bytes'])})"
 
 
 def _usage(fraction: float) -> Text:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.admin.v1 import messages_pb2, service_pb2_grpc
-from penstock.common.v1 import control_pb2, data_parallel_pb2
+from penstock.common.v1 import control_pb2, data_parallel_pb2, kv_pb2
 from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import Unavailable
 from penstock_common.rpc.server import RpcServer
@@ -112,6 +112,35 @@ async def test_what_drafts_have_brought_is_shown_where_an_engine_speculates(
     assert head[:at].split()[-2:] == ["step", "drafts"]
     assert first[:at].split()[-1] == "idle"
     assert second[:at].split()[-3:] == ["ngram", "2.50", "(38%)"]
+
+
+async def test_leases_are_shown_where_engines_give_each_other_blocks(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.admin.engines = [
+        engine(0, role=kv_pb2.ENGINE_ROLE_PREFILL, kv_address="h:50054"),
+        engine(1, kv_address="h:50055"),
+        engine(2),
+    ]
+    kept = {"num_leases": 3, "num_leased_blocks": 70, "leased_bytes": 5 * 2**20}
+    nothing = {"num_leases": 0, "num_leased_blocks": 0, "leased_bytes": 0}
+    server.admin.infos = {
+        "engine-0": {"kv_transfer": kept},
+        "engine-1": {"kv_transfer": nothing},
+        "engine-2": {"kv_transfer": None},
+    }
+    assert await server.run("--once") == 0
+    _, head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["engine", "state", "role", "leases"]
+    shown = [row[head.index("role") : head.index("running")].split() for row in rows]
+    assert shown == [["prefill", "3", "(70", "blocks,", "5.0", "MiB)"], ["both", "0"], ["both"]]
+    await server.run("--json")
+    told = json.loads(capsys.readouterr().out)["engines"]
+    assert [(each["role"], each["info"]["kv_transfer"]) for each in told] == [
+        ("prefill", kept),
+        ("both", nothing),
+        ("both", None),
+    ]
 
 
 async def test_json_has_everything_also_what_engines_say_of_themselves(

@@ -310,6 +310,7 @@ class EngineControl:
         its workers last said of their devices, in bytes.
         """
         engine, config = self._engine, self._engine.config
+        stats, state = engine.scheduler.stats(), self.state()
         return {
             "engine_id": config.engine_id,
             "model": config.model.name,
@@ -323,9 +324,8 @@ class EngineControl:
             "dtype": engine.model.dtype,
             "pause_state": engine.scheduler.pause_state.value,
             "asleep": sorted(self._asleep),
-            "speculative": speculation_facts(
-                config.speculative, engine.scheduler.stats().spec_decoding_stats, self.state().drafter_failure
-            ),
+            "speculative": speculation_facts(config.speculative, stats.spec_decoding_stats, state.drafter_failure),
+            "kv_transfer": msgspec.to_builtins(stats.kv_transfer),
             "workers": [_facts(worker) for worker in engine.executor.worker_stats()],
             "utilities": list(self.utilities.names),
         }

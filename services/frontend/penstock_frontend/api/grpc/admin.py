@@ -137,7 +137,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> AsyncIterator[pb.DrainResponse]:
         """Has an engine take no new requests, and tells whenever it has fewer, until it has none or is gone."""
-        known = {status.engine_id for status in self._engines.view.cluster()}
+        known = {status.engine_id: status for status in self._engines.view.cluster()}
         if request.engine_id not in known:
             raise NotFound(
                 f"engine_id is {request.engine_id!r}; engines: {', '.join(sorted(known)) or 'none'}", field="engine_id"
@@ -147,24 +147,45 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
                 f"timeout_seconds is {request.timeout_seconds:g}; it must be from 0 to {_MAX_DRAIN_TIMEOUT:g}",
                 field="timeout_seconds",
             )
-        told: int | None = None
-        while told != 0:
-            left = await self._drain(request.engine_id, request.timeout_seconds)
+        told: tuple[int, int] | None = None
+        while told != (0, 0):
+            left = await self._drain(
+                request.engine_id, request.timeout_seconds, gives=bool(known[request.engine_id].kv_address)
+            )
             if left != told:
-                yield pb.DrainResponse(engine_id=request.engine_id, num_unfinished_reqs=left, done=left == 0)
-                told = left
-            elif left:
+                requests, num_bytes = told = left
+                yield pb.DrainResponse(
+                    engine_id=request.engine_id,
+                    num_unfinished_reqs=requests,
+                    num_bytes_left=num_bytes,
+                    done=told == (0, 0),
+                )
+            else:
                 await asyncio.sleep(_DRAIN_INTERVAL)
 
-    async def _drain(self, engine: str, timeout: float) -> int:  # noqa: ASYNC109 - the engine's, not the call's
-        """Tell an engine to drain, again if need be. Returns how many requests it has, 0 when it is gone."""
-        results = await self._engines.call_utility("drain", [timeout], engine=engine)
-        result = results.get(engine, 0)
+    async def _drain(
+        self,
+        engine: str,
+        timeout: float,  # noqa: ASYNC109 - the engine's, not the call's
+        *,
+        gives: bool,
+    ) -> tuple[int, int]:
+        """Tell an engine to drain, again if need be. Returns how many requests it has, and bytes of blocks that it keeps for
+        others, if it ``gives`` any; 0 when it is gone.
+        """
+        requests = await self._ask_of("drain", [timeout], engine)
+        info = await self._ask_of("engine_info", [], engine) if gives else None
+        kept = info.get("kv_transfer") if isinstance(info, dict) else None
+        return int(requests or 0), int(kept.get("leased_bytes", 0)) if kept else 0
+
+    async def _ask_of(self, method: str, arguments: list[Any], engine: str) -> Any:
+        """What one engine answers; None when it is gone. Raises what it refuses with."""
+        result = (await self._engines.call_utility(method, arguments, engine=engine)).get(engine)
         if isinstance(result, RequestFailed):
             if result.reason == "ENGINE_GONE":
-                return 0
+                return None
             raise result
-        return int(result)
+        return result
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
         """Changes the number of engines of a pool. What may be asked for the coordinator knows."""
