@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from smg_grpc_proto.generated import common_pb2
 
-from penstock.common.v1 import events_pb2
+from penstock.common.v1 import events_pb2, kv_pb2
 from penstock.enginecore.v1 import messages_pb2 as engine_pb
 from penstock.inference.v1 import messages_pb2 as inference_pb
 from penstock_common.errors import OutOfRange, Unavailable, Unimplemented
@@ -43,6 +43,12 @@ def stored(number: int, parent: int = 0, lora: str = "") -> events_pb2.KvCacheEv
 
 def removed(number: int) -> events_pb2.KvCacheEvent:
     return events_pb2.KvCacheEvent(block_removed=events_pb2.BlockRemoved(block_hashes=[name(number)]))
+
+
+def on(medium: kv_pb2.KvMedium, event: events_pb2.KvCacheEvent) -> events_pb2.KvCacheEvent:
+    """The same of blocks on another medium."""
+    getattr(event, str(event.WhichOneof("event"))).medium = medium
+    return event
 
 
 def name(number: int) -> bytes:
@@ -100,6 +106,21 @@ async def test_changes_come_as_they_happen_under_consecutive_numbers(
     assert list(second.events[0].removed.block_hashes) == [-2]
     assert third.events[0].WhichOneof("data") == "cleared"
     assert first.timestamp > 0
+
+
+async def test_what_is_on_host_or_disk_changes_nothing_of_what_is_told(
+    watched: FrontendServer, telling: FakeEngine
+) -> None:
+    call = await subscribe(watched)
+    tell(telling, stored(1), on(kv_pb2.KV_MEDIUM_HOST, stored(2, parent=1)), on(kv_pb2.KV_MEDIUM_HOST, removed(1)))
+    tell(telling, on(kv_pb2.KV_MEDIUM_DISK, removed(1)))
+    tell(telling, stored(3, parent=1))
+    first, second = [await anext(aiter(call)) for _ in range(2)]
+    assert (first.sequence_number, second.sequence_number) == (FIRST_SEQUENCE + 1, FIRST_SEQUENCE + 2)
+    told = [block.block_hash for batch in (first, second) for event in batch.events for block in event.stored.blocks]
+    assert told == [1, 3]
+    caches = watched.frontend._engines._dispatch._caches
+    assert caches.num_on(telling.address) == 2, "the block on the host is none that requests find at once"
 
 
 async def test_a_late_subscriber_begins_with_what_is_cached_now(watched: FrontendServer, telling: FakeEngine) -> None:

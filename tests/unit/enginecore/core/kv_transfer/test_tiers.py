@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from penstock_common.errors import ConfigError
+from penstock_common.types.kv_events import BlockStored
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.core.control import EngineControl
@@ -242,6 +243,35 @@ def test_what_comes_from_host_and_disk_is_told_of_once_each_with_whom_it_is_for(
     assert bool(blocks[KvMedium.HOST]) == bool(num_host + more_host)
     assert bool(blocks[KvMedium.DISK]) == bool(num_disk + more_disk)
     assert blocks == {medium: engine.connector.stats().num_loaded_blocks[medium] for medium in blocks}
+
+
+def test_events_follow_what_is_in_the_pool_also_where_the_host_has_more():
+    """Blocks that only the host has are found by a load, and are told of when they are in the pool again."""
+    engine = engine_of(enable_kv_events=True)
+    known: set[bytes] = set()
+
+    def follow() -> tuple[set[bytes], set[bytes]]:
+        came, went = set(), set()
+        for event in engine.take_kv_events():
+            assert event.medium is KvMedium.DEVICE
+            hashes = set(event.block_hashes)
+            if isinstance(event, BlockStored):
+                came |= hashes
+                known.update(hashes)
+            else:
+                went |= hashes
+                known.difference_update(hashes)
+        assert known == set(engine.scheduler.cached_blocks(0, 1))
+        return came, went
+
+    turn(engine, 0)
+    first, _ = follow()
+    for number in (1, 2, 3):
+        turn(engine, number)
+    assert first & follow()[1], "others took their places"
+    _, num_host, _ = turn(engine, 0)
+    assert num_host
+    assert first & follow()[0], "they are back"
 
 
 def test_damage_on_the_disk_is_told_of():
