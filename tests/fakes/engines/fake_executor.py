@@ -40,6 +40,10 @@ from tests.fakes.engines.fake_copier import FakeCopier
 from tests.fakes.engines.fake_encoder import WIDTH, FakeEncoder, embed_positions, value_of
 
 
+PARTLY_LOADED_BYTES = 2**20
+"""Room that is asked for an adapter that some workers will not take: as for any other, it is there first."""
+
+
 def oracle_token(seed: int, index: int, vocab_size: int) -> int:
     """Output token ``index`` of every request with this seed (None counts as 0)."""
     data = (seed % 2**64).to_bytes(8, "little") + index.to_bytes(8, "little")
@@ -297,7 +301,9 @@ class FakeExecutor:
         lora, make_room, future = self._loading.popleft()
         loaded = self.adapters[lora.path]
         if isinstance(loaded, PartlyLoadedError):
-            self._between_steps(partial(self._fail_lora, loaded, future))
+            partly: Future[None] = Future()
+            partly.add_done_callback(partial(self._load_partly, loaded, future))
+            make_room(PARTLY_LOADED_BYTES, partly)
         elif isinstance(loaded, Exception):
             future.set_exception(loaded)
         elif lora.digest and lora.digest != loaded.digest:
@@ -314,6 +320,12 @@ class FakeExecutor:
         else:
             self._between_steps(partial(self._take_lora, loaded, future))
 
+    def _load_partly(self, error: PartlyLoadedError, future: "Future[LoadedLora]", made: "Future[None]") -> None:
+        if (refused := made.exception()) is not None:
+            future.set_exception(refused)
+        else:
+            self._between_steps(partial(self._fail_lora, error, future))
+
     def _take_lora(self, loaded: LoadedLora, future: "Future[LoadedLora]") -> None:
         self.held_loras.add(loaded.digest)
         self.most_held_loras = max(self.most_held_loras, len(self.held_loras))
@@ -321,6 +333,7 @@ class FakeExecutor:
 
     def _fail_lora(self, error: PartlyLoadedError, future: "Future[LoadedLora]") -> None:
         self.held_loras |= error.digests
+        self.most_held_loras = max(self.most_held_loras, len(self.held_loras))
         future.set_exception(error)
 
     def _between_steps(self, call: Callable[[], None]) -> None:

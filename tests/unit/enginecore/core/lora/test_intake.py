@@ -266,9 +266,11 @@ def test_a_load_beside_one_of_the_same_content_that_failed_is_done_again() -> No
     executor.finish_load()
     executor.finish_load()
     news = engine.loras._news
-    failed, want = news.get(), news.get()
-    engine.loras._room.want(want)
-    taken = news.get()
+    ends = []
+    for want in (news.get(), news.get()):
+        engine.loras._room.want(want)
+        ends.append(news.get())
+    failed, taken = ends
     news.put(failed)  # workers have taken it, and are told to let go of it
     news.put(taken)
     engine.loras.take()
