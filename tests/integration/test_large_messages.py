@@ -1,6 +1,7 @@
 """What is larger than a message between a frontend's session and a real engine: it is cut, or refused alone."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,12 +10,15 @@ import pytest
 from penstock.common.v1 import tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.config.sections import ServerConfig
+from penstock_common.tensors.shared_memory import ROOT, UNREADABLE, SegmentWriter, owner_of
+from penstock_common.tensors.sizes import MAX_TENSOR_BYTES
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
+from penstock_frontend.rpc.media_transport import MediaTransport
 from penstock_frontend.rpc.session_messages import add_request
 from tests.fakes.clients.session_client import connected
 from tests.fakes.clients.session_pair import Pair, paired
@@ -251,4 +255,127 @@ async def test_chunks_out_of_order_end_their_own_request_alone(serve: Serve) -> 
     assert "did not come in order" in client.ends["disordered"].error.message
     assert "nothing has come" in client.ends["unknown"].error.message
     assert client.ends["neighbour"].finish_reason == FinishReason.LENGTH
+    assert client.tokens["neighbour"] == oracle_tokens(3, 100, VOCAB)
+
+
+def names(root: Path) -> list[str]:
+    return [path.name for path in root.iterdir()]
+
+
+def segments(incarnation: str) -> list[str]:
+    return [name for name in names(ROOT) if owner_of(incarnation) in name]
+
+
+async def test_a_prompt_lies_in_shared_memory_of_the_same_host(serve: Serve) -> None:
+    executor, transport = generator(), MediaTransport("1")
+    server = serve(executor)
+    embeds = vectors(50_000)
+    async with paired(server.address, max_message_bytes=LIMIT, media=transport) as pair:
+        pair.session.add(asked("large", embeds=embeds))
+        pair.session.add(asked("small", embeds=vectors(5)))
+        pair.session.add(asked("neighbour", max_tokens=100))
+        await pair.until_ended("neighbour", "large", "small")
+        assert segments("1") == [f"penstock-{owner_of('1')}.lock"]
+    transport.close()
+    assert segments("1") == []
+    assert pair.tokens("large") == oracle_tokens(3, 8, VOCAB)
+    await neighbour(pair)
+    assert embeds.data in [received.data for received in received_by(executor)]
+    assert transport.counts.num_bytes == {"shared_memory": 800_000, "inline": 80}
+
+
+async def test_sequences_that_share_a_prompt_get_it_in_chunks_once(serve: Serve) -> None:
+    executor, transport = generator(), MediaTransport("1")
+    server = serve(executor, max_num_seqs=16)
+    embeds = vectors(5000)
+    async with paired(server.address, max_message_bytes=LIMIT, media=transport) as pair:
+        for index in range(4):
+            pair.session.add(asked(f"r-{index}", embeds=embeds))
+        await pair.until_ended(*(f"r-{index}" for index in range(4)))
+        pair.session.add(asked("alone", embeds=embeds))
+        await pair.until_ended("alone")
+    transport.close()
+    received = received_by(executor)
+    assert len({id(each) for each in received[:4]}) == 1
+    assert transport.counts.num_bytes == {"chunks": 4 * 80_000, "shared_memory": 80_000}
+
+
+async def test_a_prompt_that_cannot_be_read_where_it_lies_comes_in_chunks(serve: Serve, tmp_path: Path) -> None:
+    server, transport = serve(generator()), MediaTransport("1")
+    async with paired(server.address, max_message_bytes=LIMIT, media=transport) as pair:
+        (session,) = server.io.sessions._sessions.values()
+        assert session.prompts.segments is not None
+        session.prompts.segments._root = tmp_path
+        for request_id in ("first", "second"):
+            pair.session.add(asked(request_id, embeds=vectors(50_000)))
+            (end,) = await pair.until_ended(request_id)
+            assert end.error is None
+            assert pair.tokens(request_id) == oracle_tokens(3, 8, VOCAB)
+    transport.close()
+    assert segments("1") == []
+    assert transport.counts.num_resent == 1
+    assert transport.counts.num_bytes == {"shared_memory": 800_000, "chunks": 1_600_000}
+
+
+async def test_memory_that_the_engine_does_not_read_is_not_used(serve: Serve, tmp_path: Path) -> None:
+    server, transport = serve(generator()), MediaTransport("1", root=tmp_path)
+    async with paired(server.address, max_message_bytes=LIMIT, media=transport) as pair:
+        assert names(tmp_path) == [f"penstock-{owner_of('1')}.lock"], "the probe is there"
+        pair.session.add(asked("large", embeds=vectors(50_000)))
+        await pair.until_ended("large")
+    assert transport.counts.num_bytes == {"chunks": 800_000}
+
+
+async def test_an_engine_of_an_earlier_version_gets_prompts_in_chunks() -> None:
+    transport = MediaTransport("1")
+    engine = FakeEngine(max_model_len=10_000).serve_media(shared_memory=True)
+    async with engine, paired(engine.address, media=transport) as pair:
+        pair.session.add(asked("large", embeds=vectors(5000)))
+        await pair.until_ended("large")
+    transport.close()
+    assert transport.counts.num_bytes == {"chunks": 80_000}
+
+
+async def test_a_large_prompt_holds_up_no_other_request() -> None:
+    async with FakeEngine(max_model_len=10_000) as engine:
+        wide = PromptEmbeds(dtype="float32", num_tokens=1000, hidden_size=4000, data=bytes(16_000_000))
+        engine.ready.max_message_bytes, engine.ready.max_tensor_bytes = LIMIT, 2**30
+        async with paired(engine.address, max_message_bytes=LIMIT) as pair:
+            pair.session.add(asked("large", embeds=wide))
+            for index in range(20):
+                pair.session.add(asked(f"r-{index}"))
+            await engine.until(lambda e: len(e.requests) == 20)
+            assert len(engine.chunks) < 25, "chunks went ahead of other messages"
+            await engine.until(lambda e: len(e.requests) == 21)
+        assert engine.requests[-1].request_id == "large"
+        assert sum(len(chunk.data) for chunk in engine.chunks) == 16_000_000
+
+
+async def test_segments_of_others_end_their_own_request_alone(serve: Serve) -> None:
+    server = serve(generator())
+    others = SegmentWriter("other")
+    foreign = others.write(bytes(32))
+    assert foreign is not None
+    places = {
+        "foreign": (foreign.name, 32),
+        "path": ("../../etc/passwd", 32),
+        "gone": (f"penstock-{owner_of('')}-7", 32),
+        "huge": (f"penstock-{owner_of('')}-8", 2**40),
+    }
+    async with connected(server.address) as client:
+        await client.add("neighbour", max_tokens=100, seed=3)
+        for request_id, (name, size) in places.items():
+            tensor = tensor_pb2.Tensor(
+                dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[2, HIDDEN], shared_memory={"name": name, "size": size}
+            )
+            await client.add(request_id, prompt=(), prompt_embeds=tensor)
+        await client.until_ended("neighbour", *places)
+    assert foreign.name in segments("other")
+    others.close()
+    ends = {request_id: client.ends[request_id].error for request_id in places}
+    assert all(error.field.startswith("prompt_embeds.shared_memory") for error in ends.values())
+    assert foreign.name in ends["foreign"].message
+    assert "is no segment of this session's" in ends["path"].message
+    assert ends["gone"].reason == UNREADABLE
+    assert f"size is {2**40}; the limit is {MAX_TENSOR_BYTES}" in ends["huge"].message
     assert client.tokens["neighbour"] == oracle_tokens(3, 100, VOCAB)

@@ -110,8 +110,8 @@ async def test_media_lie_in_shared_memory_of_the_same_host(serve: Serve) -> None
     assert transport.counts.num_bytes == {"shared_memory": 600_000, "inline": 48}
 
 
-async def test_other_memory_is_not_used(serve: Serve) -> None:
-    server, transport = serve(shared_memory=True), MediaTransport("1", memory_id="another")
+async def test_other_memory_is_not_used(serve: Serve, tmp_path: Path) -> None:
+    server, transport = serve(shared_memory=True), MediaTransport("1", root=tmp_path)
     async with paired(server.address, media=transport) as pair:
         await run(pair, server, asked("a", image("x")))
     assert transport.counts.num_bytes == {"chunks": 300_000, "inline": 24}

@@ -213,6 +213,7 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
     """Who this engine is."""
     model = engine.model
     computes = computes_of(config, model)
+    takes_tensors = bool(model.media or model.hidden_size)
     return EngineReady(
         engine_id=config.name,
         incarnation=uuid.uuid4().hex,
@@ -233,6 +234,7 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
         capabilities=_capabilities(config, engine),
         lora=_lora_limits(config.lora),
         role=EngineRole[config.role.upper()],
+        shared_memory_id=shared_memory_id() if takes_tensors and config.multimodal.shared_memory else "",
         **_media(config, engine),
     )
 
@@ -256,7 +258,6 @@ def _media(config: EngineCoreConfig, engine: EngineCore) -> dict[str, Any]:
             config.multimodal.encoder_cache_size, engine.config.scheduler.step_tokens, engine.model
         ),
         "receiver_cache_bytes": config.multimodal.receiver_cache_quota,
-        "shared_memory_id": shared_memory_id() if config.multimodal.shared_memory else "",
     }
 
 

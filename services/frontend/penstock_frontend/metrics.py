@@ -264,7 +264,7 @@ class _Media(Collector):
             ("vllm:mm_cache_hits", "Of these, media that the engine had already", counts.num_hits),
             (
                 "penstock:media_resent",
-                "Requests sent again because the engine had forgotten their media",
+                "Requests sent again because the engine had forgotten their media, or could not read them",
                 counts.num_resent,
             ),
         ):
@@ -272,7 +272,9 @@ class _Media(Collector):
             family.add_metric([self._model], value)
             yield family
         sent = CounterMetricFamily(
-            "penstock:media_sent_bytes", "Bytes of processed media sent to engines", labels=["model_name", "transport"]
+            "penstock:media_sent_bytes",
+            "Bytes of processed media, and of prompts as vectors, sent to engines",
+            labels=["model_name", "transport"],
         )
         for transport in TRANSPORTS:
             sent.add_metric([self._model, transport], counts.num_bytes[transport])

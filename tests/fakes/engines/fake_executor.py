@@ -39,7 +39,6 @@ from penstock_enginecore.core.worker_stats import WorkerStats
 from tests.fakes.engines.fake_copier import FakeCopier
 from tests.fakes.engines.fake_encoder import WIDTH, FakeEncoder, embed_positions, value_of
 
-
 PARTLY_LOADED_BYTES = 2**20
 """Room that is asked for an adapter that some workers will not take: as for any other, it is there first."""
 

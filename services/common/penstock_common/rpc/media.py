@@ -5,9 +5,7 @@ from math import prod
 
 from penstock.common.v1 import media_pb2, tensor_pb2
 from penstock_common.errors import InvalidArgument
-from penstock_common.rpc.outputs import TakeShared, TakeTensor, payload
-from penstock_common.tensors.outgoing import TensorRef
-from penstock_common.tensors.shared_memory import SegmentRef
+from penstock_common.rpc.outputs import Place, TakeShared, TakeTensor, payload, set_payload
 from penstock_common.types.media import DTYPE_BYTES, MODALITIES, MediaLimits, Modality, TensorData, TensorDtype
 
 MAX_DIMENSIONS = 8
@@ -55,7 +53,7 @@ def tensor_from_proto(
     return TensorData(dtype=dtype, shape=tuple(message.shape), data=data)
 
 
-def tensor_to_proto(tensor: TensorData, place: TensorRef | SegmentRef | None = None) -> tensor_pb2.Tensor:
+def tensor_to_proto(tensor: TensorData, place: Place | None = None) -> tensor_pb2.Tensor:
     """The message of a tensor. ``place``: where its elements are; None: inline. Raises ValueError for one whose bytes are not as
     many as its shape says.
     """
@@ -63,13 +61,7 @@ def tensor_to_proto(tensor: TensorData, place: TensorRef | SegmentRef | None = N
     if len(tensor.data) != size:
         raise ValueError(f"a tensor of {tensor.dtype} {list(tensor.shape)} has {len(tensor.data)} bytes, not {size}")
     message = tensor_pb2.Tensor(dtype=_NUMBERS[tensor.dtype], shape=tensor.shape)
-    match place:
-        case None:
-            message.inline = bytes(tensor.data)
-        case TensorRef(transfer_id, size, keep):
-            message.chunks.transfer_id, message.chunks.size, message.chunks.keep = transfer_id, size, keep
-        case SegmentRef(name, size):
-            message.shared_memory.name, message.shared_memory.size = name, size
+    set_payload(message, tensor.data, place)
     return message
 
 

@@ -12,6 +12,7 @@ from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.rpc.kv_transfer import medium_from_proto, medium_to_proto
 from penstock_common.tensors.incoming import IncomingTensors
 from penstock_common.tensors.outgoing import Chunk, TensorRef
+from penstock_common.tensors.shared_memory import SegmentRef
 from penstock_common.tensors.sizes import Buffer
 from penstock_common.types.kv_events import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
 from penstock_common.types.logprobs import Logprobs
@@ -41,6 +42,9 @@ def logprobs_from_proto(message: logprobs_pb2.Logprobs) -> Logprobs:
         ranks=list(message.ranks),
     )
 
+
+Place: TypeAlias = TensorRef | SegmentRef
+"""Where the elements of a tensor are that are not inline."""
 
 TakeTensor: TypeAlias = Callable[[tensor_pb2.ChunkReference, str], Buffer]
 """The bytes of a tensor that came in chunks; the text names its field, for errors."""
@@ -84,7 +88,7 @@ def payload(
 def vectors_to_proto(vectors: Vectors, ref: TensorRef | None = None) -> tensor_pb2.Tensor:
     """A float32 tensor, inline or in chunks."""
     message = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=vectors.shape)
-    _set_payload(message, vectors.data, ref)
+    set_payload(message, vectors.data, ref)
     return message
 
 
@@ -118,11 +122,15 @@ def taker(tensors: IncomingTensors) -> TakeTensor:
     )
 
 
-def _set_payload(message: tensor_pb2.Tensor, data: Buffer, ref: TensorRef | None) -> None:
-    if ref is None:
-        message.inline = bytes(data)
-    else:
-        message.chunks.transfer_id, message.chunks.size, message.chunks.keep = ref
+def set_payload(message: tensor_pb2.Tensor, data: Buffer, place: Place | None) -> None:
+    """Say where the elements of a tensor are: at ``place``, or inline."""
+    match place:
+        case None:
+            message.inline = bytes(data)
+        case TensorRef(transfer_id, size, keep):
+            message.chunks.transfer_id, message.chunks.size, message.chunks.keep = transfer_id, size, keep
+        case SegmentRef(name, size):
+            message.shared_memory.name, message.shared_memory.size = name, size
 
 
 _EMBEDS_DTYPES: dict[int, EmbedsDtype] = {
@@ -138,6 +146,7 @@ def prompt_embeds_from_proto(
     *,
     path: str = "prompt_embeds",
     take: TakeTensor | None = None,
+    shared: TakeShared | None = None,
 ) -> PromptEmbeds:
     """The vectors of a prompt, ``[vectors, hidden size]``, or with a row for every position. ``is_token``: which positions are
     token ids, none if empty. Raises InvalidArgument for another shape, type or size, and what ``payload`` raises.
@@ -151,7 +160,7 @@ def prompt_embeds_from_proto(
             f"{path}.shape is {list(message.shape)}; it must be [tokens, hidden size]", field=f"{path}.shape"
         )
     num_rows, hidden_size = message.shape
-    data = payload(message, take, path=path, element_bytes=ELEMENT_BYTES[dtype])
+    data = payload(message, take, path=path, element_bytes=ELEMENT_BYTES[dtype], shared=shared)
     embeds = PromptEmbeds(
         dtype=dtype, num_tokens=len(is_token) or num_rows, hidden_size=hidden_size, data=data, is_token=bytes(is_token)
     )
@@ -170,13 +179,15 @@ def prompt_embeds_from_proto(
 
 
 def prompt_embeds_to_proto(
-    embeds: PromptEmbeds, ref: TensorRef | None = None, *, every_position: bool = False
+    embeds: PromptEmbeds, place: Place | None = None, *, every_position: bool = False
 ) -> tensor_pb2.Tensor:
-    """The message of the vectors, inline or in chunks. ``every_position``: with a row, of zeros, for each token id too."""
+    """The message of the vectors. ``place``: where they are; None: inline. ``every_position``: with a row, of zeros, for each
+    token id too.
+    """
     num_rows = embeds.num_tokens if every_position else embeds.num_vectors(0, embeds.num_tokens)
     dtype = next(number for number, name in _EMBEDS_DTYPES.items() if name == embeds.dtype)
     message = tensor_pb2.Tensor(dtype=tensor_pb2.DataType.ValueType(dtype), shape=(num_rows, embeds.hidden_size))
-    _set_payload(message, _every_row(embeds) if every_position else embeds.data, ref)
+    set_payload(message, _every_row(embeds) if every_position else embeds.data, place)
     return message
 
 

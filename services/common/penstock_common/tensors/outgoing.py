@@ -125,6 +125,10 @@ class Outgoing(Generic[M]):
             self._let_go(entry)
         return [entry.key for entry in gone]
 
+    def is_under_way(self, tensor: Buffer) -> bool:
+        """Whether a message that is still to be sent has it go in chunks."""
+        return id(tensor) in self._transfers
+
     def __bool__(self) -> bool:
         """Whether there is something to send."""
         self._admit()

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock_common.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from penstock_common.errors import FailedPrecondition, InvalidArgument, RequestFailed, ResourceExhausted
 from penstock_common.observability.logging import get_logger
 from penstock_common.tensors.sizes import MAX_TENSOR_BYTES, Buffer
 
@@ -29,6 +29,8 @@ KEPT_FOR = 60.0
 """Seconds after which a sender removes a segment that nobody has read."""
 PAUSE = 60.0
 """Seconds in which no segment is tried behind one that could not be made."""
+PROBE_BYTES = 16
+"""Of a segment by which a sender proves that the other end reads its memory."""
 _PREFIX = "penstock-"
 _SEGMENT = re.compile(r"penstock-([0-9a-f]{32})-[0-9]{1,20}")
 _LOCK = re.compile(r"penstock-([0-9a-f]{32})\.lock")
@@ -189,6 +191,15 @@ class SegmentReader:
         finally:
             os.close(file)
             unlink(path)
+
+    def prove(self, name: str) -> bytes:
+        """What a probe holds, by which its sender knows that its segments are read here; empty where it is none, or cannot be
+        read.
+        """
+        try:
+            return bytes(self.read(name, 0, PROBE_BYTES, field="hello.shared_memory_probe"))
+        except RequestFailed:
+            return b""
 
     def discard(self, name: str) -> None:
         """Remove a segment that is not needed, if it is one of the other process."""

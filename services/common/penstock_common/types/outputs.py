@@ -309,3 +309,6 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
     """Where others get its blocks; empty: it gives none away."""
     kv_fingerprint: bytes = b""
     """Between engines of one, blocks may move; empty: none of its blocks do."""
+    shared_memory_nonce: bytes = b""
+    """What it has read of the frontend's probe in shared memory, where tensors of all kinds may be left for it then; empty:
+    nothing."""

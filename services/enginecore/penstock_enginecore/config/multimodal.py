@@ -51,7 +51,10 @@ class MultimodalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ) = None
     shared_memory: Annotated[
         bool,
-        Meta(description="Take processed media from frontends of the same host through shared memory (/dev/shm)."),
+        Meta(
+            description="Take processed media, and prompts as vectors, from frontends of the same host through shared memory "
+            "(/dev/shm)."
+        ),
     ] = True
 
     def __post_init__(self) -> None:

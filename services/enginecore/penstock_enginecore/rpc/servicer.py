@@ -51,7 +51,8 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
         revision = min(hello.protocol_revision, PROTOCOL_REVISION)
         session = self._sessions.open(hello, revision)
         log.info("session opened", frontend=session.client_id)
-        self._sessions.welcome(session, convert.ready_to_proto(ready, protocol_revision=revision))
+        welcome = convert.ready_to_proto(ready, protocol_revision=revision)
+        self._sessions.welcome(session, welcome, hello.shared_memory_probe)
         load = busy_loop.stats()
         if load.wedged or (load.lora is not None and load.lora.num_cached):  # what else there is comes with its outputs
             session.put_outputs(EngineCoreOutputs(scheduler_stats=load))
@@ -116,6 +117,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
                 self._sessions.traces.add(session.client_id, request)
             busy_loop.add(session.client_id, request)
         except Exception as e:
+            session.prompts.discard(message)
             if isinstance(e, RequestFailed):
                 failed: RequestFailed = e
                 log_refused(message.request_id, message.external_request_id, failed)

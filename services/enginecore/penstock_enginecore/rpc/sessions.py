@@ -197,11 +197,18 @@ class Sessions:
         self._sessions[session.client_id] = session
         return session
 
-    def welcome(self, session: FrontendSession, ready: pb.Ready) -> None:
-        """Queue ``ready``, and ``draining`` behind it if that is the case. What that says of media holds for the session."""
+    def welcome(self, session: FrontendSession, ready: pb.Ready, probe: str = "") -> None:
+        """Queue ``ready``, and ``draining`` behind it if that is the case. What that says of media holds for the session.
+        ``probe``: names a segment of the frontend's, which proves that its memory is read here; empty: it has made none.
+        """
+        segments = SegmentReader(session.incarnation) if ready.shared_memory_id else None
+        if segments is not None and probe:
+            ready.shared_memory_nonce = segments.prove(probe)
+            if not ready.shared_memory_nonce:
+                ready.shared_memory_id, segments = "", None
+        session.prompts.segments = segments
         if ready.media:
             self.received.quota = ready.receiver_cache_bytes
-            segments = SegmentReader(session.incarnation) if ready.shared_memory_id else None
             session.features = FeatureReader(session.prompts.tensors, self.received.session(), segments)
         session.put(pb.SessionResponse(ready=ready))
         if self._drained_at is not None:

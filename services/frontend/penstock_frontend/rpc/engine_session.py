@@ -44,8 +44,8 @@ class EngineSession:
     Lifecycle: ``open``, ``run`` until the stream ends, ``close``. Sending never blocks: a queue feeds the stream, and what
     is sent after the end goes nowhere. All callbacks run on the event loop.
 
-    Neither end sends a message larger than the other said it takes. Large prompts of vectors go ahead in chunks, once for all
-    requests that share them; a request that is too large ends as if the engine had refused it.
+    Neither end sends a message larger than the other said it takes. Large tensors of requests lie in shared memory, or go ahead
+    in chunks, once for all requests that share them; a request that is too large ends as if the engine had refused it.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class EngineSession:
     ) -> None:
         """``on_draining``: called with the seconds until the engine ends what it has, None where it does not say.
         ``on_start_wave``: called, without a name of the rank, when the engine waits for others of its data-parallel group.
-        ``media``: how media go to engines of this host; None: as to others. ``max_message_bytes``: the largest message either
+        ``media``: how tensors go to engines of this host; None: as to others. ``max_message_bytes``: the largest message either
         way, ``revision``: the newest, as far as this end is concerned.
         """
         self.address = address
@@ -76,8 +76,9 @@ class EngineSession:
         self._channel = make_channel(address, credentials=credentials, max_message_bytes=most)
         self._max_message_bytes = max_message_bytes
         self._incoming = IncomingTensors(MAX_TENSOR_BYTES)
-        transport = media or MediaTransport(incarnation, memory_id="")
-        self._outgoing = OutgoingRequests(transport, on_refused=on_outputs, max_message_bytes=max_message_bytes)
+        self._transport = media or MediaTransport(incarnation, memory_id="")
+        self._probe = self._transport.probe()
+        self._outgoing = OutgoingRequests(self._transport, on_refused=on_outputs, max_message_bytes=max_message_bytes)
         self._queued = asyncio.Event()
         self._closed = False
         self._put(
@@ -88,6 +89,7 @@ class EngineSession:
                     incarnation=incarnation,
                     max_message_bytes=max_message_bytes,
                     max_tensor_bytes=MAX_TENSOR_BYTES,
+                    shared_memory_probe="" if self._probe is None else self._probe.name,
                 )
             )
         )
@@ -115,7 +117,8 @@ class EngineSession:
             )
         ready = session_messages.engine_ready(first.ready)
         limits = Limits.of(self._max_message_bytes, ready.max_message_bytes, ready.max_tensor_bytes)
-        self._outgoing.greeted(ready, limits, first.ready.protocol_revision)
+        self._outgoing.greeted(ready, limits, first.ready.protocol_revision, self._probe)
+        self._withdraw_probe()
         return ready
 
     async def run(self) -> str:
@@ -200,6 +203,7 @@ class EngineSession:
         if feeding is not None:
             feeding.cancel()
         self._outgoing.close()
+        self._withdraw_probe()
         await self._channel.close()
 
     def drop_stale(self) -> None:
@@ -219,6 +223,10 @@ class EngineSession:
     def _put(self, message: pb.SessionRequest) -> None:
         self._outgoing.put(message)
         self._queued.set()
+
+    def _withdraw_probe(self) -> None:
+        if self._probe is not None:
+            self._transport.withdraw(self._probe)
 
     def _take(self, outputs: EngineCoreOutputs) -> None:
         if outputs.utility_output is not None:

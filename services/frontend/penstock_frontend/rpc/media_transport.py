@@ -1,9 +1,11 @@
-"""What all sessions of a frontend share to bring media to engines: shared memory, and what is counted."""
+"""What all sessions of a frontend share to bring tensors to engines: shared memory, and what is counted."""
 
+import secrets
 from collections import Counter
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NamedTuple
 
-from penstock_common.tensors.shared_memory import SegmentRef, SegmentWriter, shared_memory_id
+from penstock_common.tensors.shared_memory import PROBE_BYTES, ROOT, SegmentRef, SegmentWriter, shared_memory_id
 from penstock_common.tensors.sizes import Buffer
 from penstock_common.types.outputs import EngineReady
 
@@ -16,10 +18,17 @@ which others have their turns.
 """
 
 
+class Probe(NamedTuple):
+    """A segment that proves that an engine reads this frontend's memory, when it says what that holds."""
+
+    name: str
+    nonce: bytes
+
+
 class MediaCounts:
     """Since the start of the frontend. ``num_queries``: items of requests that were sent to engines, ``num_hits`` those of them
-    that their engine had; ``num_bytes``: of tensors of media, by transport; ``num_resent``: requests that were sent again to the
-    same engine, which had not had what they left out.
+    that their engine had; ``num_bytes``: of tensors of media, and of prompts as vectors, by transport; ``num_resent``: requests
+    that were sent again to the same engine, which had not had what they left out or could not read it.
     """
 
     def __init__(self) -> None:
@@ -32,17 +41,32 @@ class MediaCounts:
 class MediaTransport:
     """Belongs to the event loop."""
 
-    def __init__(self, incarnation: str, *, memory_id: str | None = None) -> None:
-        """``incarnation``: the frontend's. ``memory_id``: names its shared memory, empty for none; None: it is looked up."""
+    def __init__(self, incarnation: str, *, memory_id: str | None = None, root: Path = ROOT) -> None:
+        """``incarnation``: the frontend's. ``memory_id``: names its shared memory, empty for none; None: it is looked up.
+        ``root``: where that is.
+        """
         self.counts = MediaCounts()
-        self._memory_id = shared_memory_id() if memory_id is None else memory_id
-        self._segments = SegmentWriter(incarnation)
+        self._memory_id = shared_memory_id(root) if memory_id is None else memory_id
+        self._segments = SegmentWriter(incarnation, root=root)
 
-    def session(self, ready: EngineReady) -> "SessionSegments | None":
-        """What a session with this engine writes into; None where they share no memory."""
+    def probe(self) -> Probe | None:
+        """What an engine is to read before anything else; None where there is no memory to share. ``withdraw`` it."""
+        nonce = secrets.token_bytes(PROBE_BYTES)
+        ref = self._segments.write(nonce) if self._memory_id else None
+        return None if ref is None else Probe(ref.name, nonce)
+
+    def withdraw(self, probe: Probe) -> None:
+        """The engine has read it, or will not. Idempotent."""
+        self._segments.remove(probe.name)
+
+    def session(self, ready: EngineReady, probe: Probe | None = None) -> "SessionSegments | None":
+        """What a session with this engine, which was given ``probe``, writes into; None where they share no memory."""
+        if ready.shared_memory_nonce:
+            proved = probe is not None and secrets.compare_digest(ready.shared_memory_nonce, probe.nonce)
+            return SessionSegments(self._segments, takes_vectors=True) if proved else None
         if not self._memory_id or ready.shared_memory_id != self._memory_id:
             return None
-        return SessionSegments(self._segments)
+        return SessionSegments(self._segments, takes_vectors=False)  # an engine of an earlier version
 
     def close(self) -> None:
         """Remove what is left in shared memory."""
@@ -52,7 +76,9 @@ class MediaTransport:
 class SessionSegments:
     """The segments that one session's engine is told of."""
 
-    def __init__(self, segments: SegmentWriter) -> None:
+    def __init__(self, segments: SegmentWriter, *, takes_vectors: bool) -> None:
+        """``takes_vectors``: whether prompts as vectors may lie there, beside media."""
+        self.takes_vectors = takes_vectors
         self._segments = segments
         self._names: set[str] = set()
         self._refused = False

@@ -7,7 +7,7 @@ from functools import partial
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_common.observability.incidents import incident
-from penstock_common.rpc.outputs import chunk_to_proto
+from penstock_common.rpc.outputs import Place, chunk_to_proto
 from penstock_common.rpc.revision import COLUMNS_SINCE, OLDEST_REVISION
 from penstock_common.tensors.outgoing import Chunk, Outgoing, TensorRef, no_tensors
 from penstock_common.tensors.sizes import Buffer, Limits
@@ -16,8 +16,8 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.rpc import session_messages
 from penstock_frontend.rpc.media_mirror import MediaMirror
-from penstock_frontend.rpc.media_sender import MediaSender, NotWrittenError
-from penstock_frontend.rpc.media_transport import MediaTransport
+from penstock_frontend.rpc.media_transport import MediaTransport, Probe
+from penstock_frontend.rpc.tensor_sender import NotWrittenError, TensorSender
 
 
 class _NotSentError(Exception):
@@ -39,18 +39,20 @@ class OutgoingRequests:
         self._limits = Limits(max_message_bytes, 0)
         self._revision = OLDEST_REVISION
         self._outgoing: Outgoing[pb.SessionRequest] = Outgoing(_chunk)
-        self._media: MediaSender | None = None
+        self._tensors: TensorSender | None = None
 
-    def greeted(self, ready: EngineReady, limits: Limits, revision: int) -> None:
-        """The engine has said who it is. ``limits``: what both ends take, ``revision``: of the contract, on this stream."""
+    def greeted(self, ready: EngineReady, limits: Limits, revision: int, probe: Probe | None = None) -> None:
+        """The engine has said who it is. ``limits``: what both ends take, ``revision``: of the contract, on this stream;
+        ``probe``: of shared memory, that it was given.
+        """
         self._limits, self._revision = limits, revision
         self._outgoing.limit(limits)
-        self._media = MediaSender(self._transport, ready, limits)
+        self._tensors = TensorSender(self._transport, ready, limits, probe)
 
     @property
     def mirror(self) -> MediaMirror | None:
         """What the engine keeps of media; None before it has said who it is."""
-        return None if self._media is None else self._media.mirror
+        return None if self._tensors is None else self._tensors.mirror
 
     def put(self, message: pb.SessionRequest) -> None:
         """Queue a message."""
@@ -63,21 +65,22 @@ class OutgoingRequests:
     def abort(self, request_ids: Sequence[str], reason: str) -> None:
         """End requests: those that still wait for their tensors here, others on the engine."""
         unsent = self._outgoing.discard(request_ids)
-        if self._media is not None:
-            self._media.forget(request_ids)
+        if self._tensors is not None:
+            self._tensors.not_queued(unsent)
+            self._tensors.forget(request_ids)
         if sent := [request_id for request_id in request_ids if request_id not in unsent]:
             self.put(pb.SessionRequest(abort=pb.Abort(request_ids=sent, reason=reason)))
 
     def take(self, outputs: EngineCoreOutputs) -> None:
         """Look at what the engine says, and take out of it what only concerns the sending: those requests go again."""
-        if self._media is not None:
-            for request, again in self._media.take(outputs):
+        if self._tensors is not None:
+            for request, again in self._tensors.take(outputs):
                 self._add(request, again)
 
     def media_cleared(self) -> None:
         """The engine has forgotten what it had kept of media."""
-        if self._media is not None:
-            self._media.cleared()
+        if self._tensors is not None:
+            self._tensors.cleared()
 
     def __bool__(self) -> bool:
         """Whether there is something to send."""
@@ -97,51 +100,50 @@ class OutgoingRequests:
 
     def drop_stale(self) -> None:
         """Remove what nobody reads."""
-        if self._media is not None:
-            self._media.drop_stale()
+        if self._tensors is not None:
+            self._tensors.drop_stale()
 
     def close(self) -> None:
         """The stream is over."""
-        if self._media is not None:
-            self._media.close()
+        if self._tensors is not None:
+            self._tensors.close()
 
     def _drops(self) -> list[pb.SessionRequest]:
-        return [] if self._media is None else self._media.take_drops()
+        return [] if self._tensors is None else self._tensors.take_drops()
 
     def _add(self, request: EngineCoreRequest, again: int) -> None:
         """``again``: how often the request was sent before to this engine, as the same attempt."""
-        plain = request.prompt_embeds is None and not request.mm_features
-        tensors = no_tensors if plain else partial(self._tensors, request, again)
+        plain = _is_plain(request)
+        if self._tensors is not None and not plain:
+            self._tensors.queued(request)
+        tensors = no_tensors if plain else partial(self._in_chunks, request, again)
         self._outgoing.put(partial(self._make, request, again), tensors, key=request.request_id)
 
-    def _tensors(self, request: EngineCoreRequest, again: int) -> Sequence[Buffer]:
-        """What has to go ahead of a request in chunks; nothing where that is too much: the request is refused then."""
-        tensors = self._vectors(request)
-        if request.mm_features and self._media is not None:
-            tensors += self._media.in_chunks(request, again)
-        return tensors if sum(map(len, tensors)) <= self._limits.max_tensor_bytes else ()
-
-    def _vectors(self, request: EngineCoreRequest) -> list[Buffer]:
-        embeds, limits = request.prompt_embeds, self._limits
-        in_chunks = embeds is not None and limits.inline_bytes < len(embeds.data) <= limits.max_tensor_bytes
-        return [embeds.data] if embeds is not None and in_chunks else []
+    def _in_chunks(self, request: EngineCoreRequest, again: int) -> Sequence[Buffer]:
+        if self._tensors is None:
+            return ()
+        return self._tensors.in_chunks(request, again, self._outgoing.is_under_way)
 
     def _make(self, request: EngineCoreRequest, again: int, refs: Sequence[TensorRef]) -> pb.SessionRequest:
         """The message of a request, when it is its turn. Raises _NotSentError for one that cannot be sent: it has ended then, or
         is queued again.
         """
+        tensors = None if _is_plain(request) else self._tensors
+        places: dict[int, Place] = {}
         try:
-            every_position = not self._limits.max_tensor_bytes
-            ref = refs[0] if refs and self._vectors(request) else None
-            if request.prompt_embeds is not None and ref is None:
-                _check_vectors(request.prompt_embeds, self._limits, every_position=every_position)
-            message = session_messages.add_request(request, ref, every_position=every_position)
+            if tensors is not None:
+                tensors.not_queued([request.request_id])
+                places = tensors.places(request, refs, again)
+            place, every_position = None, not self._limits.max_tensor_bytes
+            if (embeds := request.prompt_embeds) is not None and (place := places.get(id(embeds.data))) is None:
+                _check_vectors(embeds, self._limits, every_position=every_position)
+            message = session_messages.add_request(request, place, every_position=every_position)
             if self._revision < COLUMNS_SINCE:
                 message.add.ClearField("request_number")
             if request.context.deadline is not None:
                 message.add.time_left = request.context.deadline - time.time()  # the engine's clock may be another
-            if request.mm_features and self._media is not None:
-                self._media.fill(message.add, request, refs if ref is None else refs[1:], again)
+            if tensors is not None:
+                tensors.fill(message.add, request, places, again)
             if (size := message.ByteSize()) > self._limits.max_message_bytes:
                 raise InvalidArgument(
                     f"the request has {size} bytes; engines take messages of up to {self._limits.max_message_bytes}",
@@ -155,11 +157,13 @@ class OutgoingRequests:
             self._refuse(request, incident(e, request=request.context.external_request_id, doing="sending the request"))
         else:
             return message
+        if tensors is not None:
+            tensors.forsake(places)
         raise _NotSentError
 
     def _refuse(self, request: EngineCoreRequest, error: RequestFailed) -> None:
-        if self._media is not None:
-            self._media.not_sent(request)
+        if self._tensors is not None:
+            self._tensors.not_sent(request)
         output = EngineCoreOutput(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -170,14 +174,19 @@ class OutgoingRequests:
         self._on_refused(EngineCoreOutputs(outputs=[output]))
 
 
+def _is_plain(request: EngineCoreRequest) -> bool:
+    """Whether it has no tensors."""
+    return request.prompt_embeds is None and not request.mm_features
+
+
 def _chunk(chunk: Chunk) -> pb.SessionRequest:
     return pb.SessionRequest(tensor_chunk=chunk_to_proto(chunk))
 
 
 def _check_vectors(embeds: PromptEmbeds, limits: Limits, *, every_position: bool) -> None:
-    """Raise InvalidArgument for vectors that are too large for chunks, or for a message where no chunks are taken."""
+    """Raise InvalidArgument for vectors that are too large for a message where no chunks are taken."""
     size = embeds.num_tokens * embeds.row_bytes if every_position else len(embeds.data)
-    limit = limits.max_tensor_bytes or limits.max_message_bytes
+    limit = limits.max_message_bytes
     if size > limit:
         raise InvalidArgument(
             f"the vectors of the prompt have {size} bytes; engines take up to {limit}",

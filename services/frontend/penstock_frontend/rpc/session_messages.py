@@ -16,7 +16,6 @@ from penstock_common.rpc.kv_transfer import role_from_proto, source_from_proto, 
 from penstock_common.rpc.media import limits_from_proto
 from penstock_common.rpc.request_context import fill_context
 from penstock_common.rpc.sampling import to_proto
-from penstock_common.tensors.outgoing import TensorRef
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import (
     EngineCoreEvent,
@@ -38,9 +37,9 @@ _EVENT_TYPES: dict[int, EventType] = {int(kind): kind for kind in EventType}
 
 
 def add_request(
-    request: EngineCoreRequest, ref: TensorRef | None = None, *, every_position: bool = False
+    request: EngineCoreRequest, place: parts.Place | None = None, *, every_position: bool = False
 ) -> pb.SessionRequest:
-    """The message that starts a request. ``ref``: where the vectors of its prompt are that went ahead; ``every_position``: with a
+    """The message that starts a request. ``place``: where the vectors of its prompt are, None: inline; ``every_position``: with a
     row for each token id of a mixed prompt, for engines that need it.
     """
     message = pb.SessionRequest()
@@ -52,7 +51,7 @@ def add_request(
     else:
         add.sampling_params.CopyFrom(to_proto(request.sampling_params))
     if request.prompt_embeds is not None:
-        embeds = parts.prompt_embeds_to_proto(request.prompt_embeds, ref, every_position=every_position)
+        embeds = parts.prompt_embeds_to_proto(request.prompt_embeds, place, every_position=every_position)
         add.prompt_embeds.CopyFrom(embeds)
         add.prompt_is_token_ids.extend(map(bool, request.prompt_embeds.is_token))
     if (lora := request.lora) is not None:
@@ -107,6 +106,7 @@ def engine_ready(message: pb.Ready) -> EngineReady:
         role=role_from_proto(message.role),
         kv_address=message.kv_address,
         kv_fingerprint=message.kv_fingerprint,
+        shared_memory_nonce=message.shared_memory_nonce,
     )
 
 

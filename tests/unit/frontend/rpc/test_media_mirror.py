@@ -167,8 +167,8 @@ def test_nothing_is_remembered_of_requests_that_have_ended() -> None:
     pair.out.abort(["1"], "test")
     pair.down.append(EngineCoreOutputs(finished_requests=["2"]))
     pair.settle()
-    assert pair.out._media is not None
-    assert list(pair.out._media._sent) == ["3"]
+    assert pair.out._tensors is not None
+    assert list(pair.out._tensors._sent) == ["3"]
 
 
 names = st.lists(st.sampled_from(sorted(ITEMS)), min_size=1, max_size=3)

@@ -1,18 +1,20 @@
-"""How the media of requests go to one engine: left out, inline, in chunks or in shared memory."""
+"""How the tensors of requests go to one engine, media and prompts as vectors: left out, inline, in chunks or in shared memory."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc.media import tensor_to_proto
+from penstock_common.rpc.outputs import Place
 from penstock_common.tensors.outgoing import TensorRef
 from penstock_common.tensors.shared_memory import UNREADABLE, SegmentRef
 from penstock_common.tensors.sizes import Buffer, Limits
 from penstock_common.types.media import MultiModalFeature, TensorData
-from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason
+from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, FinishReason
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.rpc.media_mirror import MediaMirror, Sent, first_of_each
-from penstock_frontend.rpc.media_transport import MediaTransport
+from penstock_frontend.rpc.media_transport import MediaTransport, Probe, Transport
 
 NOT_CACHED = "MEDIA_NOT_CACHED"
 CACHE_FULL = "MEDIA_CACHE_FULL"
@@ -31,49 +33,82 @@ class NotWrittenError(Exception):
     """Shared memory could not be written after all: the message is to be queued again."""
 
 
-class MediaSender:
+class TensorSender:
     """Of one session. What it decides holds for the message that goes next: ``take_drops`` before it.
 
-    Requests that an engine refuses because it has not what they leave out are sent again, which nobody else hears of.
+    Requests that an engine refuses because it has not what they leave out, or cannot read where they lie, are sent again, which
+    nobody else hears of. Vectors that several requests have go once, in chunks; all others go as media do.
     """
 
-    def __init__(self, transport: MediaTransport, ready: EngineReady, limits: Limits) -> None:
+    def __init__(self, transport: MediaTransport, ready: EngineReady, limits: Limits, probe: Probe | None) -> None:
+        """``probe``: what the engine was given to read."""
         self.mirror = MediaMirror(ready.receiver_cache_bytes)
         self._counts = transport.counts
-        self._segments = transport.session(ready)
+        self._segments = transport.session(ready, probe)
         self._limits = limits
+        self._queued: dict[str, int] = {}
+        """By request that is to be sent, the identity of its vectors, which it holds."""
+        self._num_queued: Counter[int] = Counter()
         self._sent: dict[str, tuple[EngineCoreRequest, int]] = {}
-        """Requests with media that have been sent and have not ended, and how often they were sent again."""
+        """Requests that may have to be sent again, which have not ended, and how often they were."""
 
     # Sending.
 
-    def in_chunks(self, request: EngineCoreRequest, num_resends: int) -> list[Buffer]:
-        """The tensors of a request's media that have to go ahead in chunks, as things are now."""
-        large = self._large(self._with_data(request, num_resends))
-        if self._segments is not None and self._segments.has_room(_num_bytes(large)):
+    def queued(self, request: EngineCoreRequest) -> None:
+        """A request is to be sent."""
+        if request.prompt_embeds is not None:
+            self._queued[request.request_id] = key = id(request.prompt_embeds.data)
+            self._num_queued[key] += 1
+
+    def not_queued(self, request_ids: Iterable[str]) -> None:
+        """These are sent now, or will not be."""
+        for request_id in request_ids:
+            if (key := self._queued.pop(request_id, None)) is not None:
+                self._num_queued[key] -= 1
+                if not self._num_queued[key]:
+                    del self._num_queued[key]
+
+    def in_chunks(
+        self, request: EngineCoreRequest, num_resends: int, is_under_way: Callable[[Buffer], bool]
+    ) -> list[Buffer]:
+        """The tensors of a request that have to go ahead in chunks, as things are now; none where they are too many: the request
+        is refused when it is its turn. ``is_under_way``: whether a tensor goes in chunks already.
+        """
+        large = self._large(request, num_resends)
+        if not large or _num_bytes(large) > self._limits.max_tensor_bytes:
             return []
-        return large
+        return [] if self._may_share(request, large, is_under_way) else large
+
+    def places(self, request: EngineCoreRequest, refs: Sequence[TensorRef], again: int) -> dict[int, Place]:
+        """Where the tensors of a request are that do not go inline, by identity: its message goes next. ``refs``: of those that
+        went ahead, what ``in_chunks`` says; ``again``: how often it was sent again. Raises InvalidArgument for what is too large,
+        and NotWrittenError.
+        """
+        large = self._large(request, again)
+        self._check(request, large)
+        if refs:
+            return {id(data): ref for data, ref in zip(large, refs, strict=True)}
+        return self._write(large) if large and self._segments is not None else {}
+
+    def forsake(self, places: Mapping[int, Place]) -> None:
+        """The message that was to say so does not go."""
+        for place in places.values():
+            if isinstance(place, SegmentRef) and self._segments is not None:
+                self._segments.remove(place)
 
     def fill(
-        self, message: pb.EngineCoreRequest, request: EngineCoreRequest, refs: Sequence[TensorRef], again: int
+        self, message: pb.EngineCoreRequest, request: EngineCoreRequest, places: Mapping[int, Place], again: int
     ) -> None:
-        """Put a request's media into its message, which goes next. ``refs``: of those that went ahead, what ``in_chunks`` says;
-        ``again``: how often it was sent again. Raises InvalidArgument for what is too large, and NotWrittenError.
-        """
-        with_data = self._with_data(request, again)
-        large = self._large(with_data)
-        self._check(large)
-        places: dict[int, TensorRef | SegmentRef] = {}
-        if refs:
-            places = {id(data): ref for data, ref in zip(large, refs, strict=True)}
-        elif large and self._segments is not None:
-            places = self._write(large)
+        """Put a request's media into its message, which has its vectors and goes next."""
         queries, hits = self.mirror.num_queries, self.mirror.num_hits
         for sent in self.mirror.send(request.mm_features, plain=again >= MAX_RESENDS):
             self._add(message.mm_features.add(), sent, places)
         self._counts.num_queries += self.mirror.num_queries - queries
         self._counts.num_hits += self.mirror.num_hits - hits
-        self._sent[request.request_id] = request, again
+        if (embeds := request.prompt_embeds) is not None:
+            self._count(len(embeds.data), places.get(id(embeds.data)))
+        if request.mm_features or any(isinstance(place, SegmentRef) for place in places.values()):
+            self._sent[request.request_id] = request, again
 
     def not_sent(self, request: EngineCoreRequest) -> None:
         """The message that was filled does not go after all."""
@@ -92,30 +127,49 @@ class MediaSender:
             return first_of_each(request.mm_features)
         return self.mirror.missing(request.mm_features)
 
-    def _large(self, features: Iterable[MultiModalFeature]) -> list[Buffer]:
-        """What does not go inline, each once: large tensors, and all that come when half a message is full of small ones."""
+    def _large(self, request: EngineCoreRequest, again: int) -> list[Buffer]:
+        """What does not go inline, each once, vectors before media: large tensors, and all that come when half a message is full
+        of small ones.
+        """
         if not self._limits.max_tensor_bytes:
             return []
-        left = self._limits.max_message_bytes // 2
         large: dict[int, Buffer] = {}
-        for tensor in _tensors(features):
+        embeds = request.prompt_embeds
+        if embeds is not None and len(embeds.data) > self._limits.inline_bytes:
+            large[id(embeds.data)] = embeds.data
+        left = self._limits.max_message_bytes // 2
+        for tensor in _tensors(self._with_data(request, again)):
             left -= len(tensor.data) + _TENSOR_BYTES
             if tensor.data and (len(tensor.data) > self._limits.inline_bytes or left < 0):
                 left += len(tensor.data)
                 large[id(tensor.data)] = tensor.data
         return list(large.values())
 
-    def _check(self, large: Sequence[Buffer]) -> None:
-        size, limit = _num_bytes(large), self._limits.max_tensor_bytes
-        if size > limit:
-            raise InvalidArgument(
-                f"the media of the request have {size} bytes once they are processed; engines take up to {limit}",
-                field="mm_features",
-                reason="MESSAGE_TOO_LARGE",
-            )
+    def _may_share(
+        self, request: EngineCoreRequest, large: Sequence[Buffer], is_under_way: Callable[[Buffer], bool]
+    ) -> bool:
+        """Whether what is large may lie in shared memory."""
+        segments, embeds = self._segments, request.prompt_embeds
+        if segments is None or not segments.has_room(_num_bytes(large)):
+            return False
+        if embeds is None or embeds.data is not large[0]:
+            return True
+        alone = self._num_queued[id(embeds.data)] <= 1 and not is_under_way(embeds.data)
+        return segments.takes_vectors and alone
 
-    def _write(self, large: Sequence[Buffer]) -> dict[int, TensorRef | SegmentRef]:
-        places: dict[int, TensorRef | SegmentRef] = {}
+    def _check(self, request: EngineCoreRequest, large: Sequence[Buffer]) -> None:
+        size, limit = _num_bytes(large), self._limits.max_tensor_bytes
+        if size <= limit:
+            return
+        embeds = request.prompt_embeds
+        if embeds is not None and embeds.data is large[0]:
+            what, field = f"the vectors of the prompt have {size} bytes", "prompt"
+        else:
+            what, field = f"the media of the request have {size} bytes once they are processed", "mm_features"
+        raise InvalidArgument(f"{what}; engines take up to {limit}", field=field, reason="MESSAGE_TOO_LARGE")
+
+    def _write(self, large: Sequence[Buffer]) -> dict[int, Place]:
+        places: dict[int, Place] = {}
         segments = self._segments
         if segments is None:
             return places
@@ -129,7 +183,7 @@ class MediaSender:
             places[id(data)] = ref
         return places
 
-    def _add(self, message: pb.MultiModalFeature, sent: Sent, places: dict[int, TensorRef | SegmentRef]) -> None:
+    def _add(self, message: pb.MultiModalFeature, sent: Sent, places: Mapping[int, Place]) -> None:
         feature = sent.feature
         message.modality = feature.modality
         message.identifier = feature.identifier
@@ -142,13 +196,13 @@ class MediaSender:
         for name, tensor in feature.data.items():
             place = places.get(id(tensor.data))
             message.data[name].CopyFrom(tensor_to_proto(tensor, place))
-            match place:
-                case None:
-                    self._counts.num_bytes["inline"] += len(tensor.data)
-                case TensorRef():
-                    self._counts.num_bytes["chunks"] += len(tensor.data)
-                case SegmentRef():
-                    self._counts.num_bytes["shared_memory"] += len(tensor.data)
+            self._count(len(tensor.data), place)
+
+    def _count(self, num_bytes: int, place: Place | None) -> None:
+        transport: Transport = "inline"
+        if place is not None:
+            transport = "chunks" if isinstance(place, TensorRef) else "shared_memory"
+        self._counts.num_bytes[transport] += num_bytes
 
     # Hearing of it.
 
@@ -169,12 +223,16 @@ class MediaSender:
             if output.attempt != request.attempt:
                 continue
             del self._sent[output.request_id]
-            if not _is_refusal(output):
+            error = output.error
+            if output.finish_reason is not FinishReason.ERROR or error is None:
                 continue
-            self.mirror.refused(_identifiers(request))
-            if output.error is None or output.error.reason not in _SENT_AGAIN or num_resends >= MAX_RESENDS:
+            if error.field.startswith("mm_features"):  # the engine may have some of them, or none
+                self.mirror.refused(_identifiers(request))
+            elif not error.field.startswith("prompt_embeds"):
                 continue
-            if output.error.reason == UNREADABLE and self._segments is not None:
+            if error.reason not in _SENT_AGAIN or num_resends >= MAX_RESENDS:
+                continue
+            if error.reason == UNREADABLE and self._segments is not None:
                 self._segments.give_up()
             again.append((request, num_resends + 1))
         if again:
@@ -204,12 +262,6 @@ class MediaSender:
         """The session is over."""
         if self._segments is not None:
             self._segments.close()
-
-
-def _is_refusal(output: EngineCoreOutput) -> bool:
-    """Whether the engine may not have taken a request's media."""
-    error = output.error
-    return output.finish_reason is FinishReason.ERROR and error is not None and error.field.startswith("mm_features")
 
 
 def _identifiers(request: EngineCoreRequest) -> list[str]:
