@@ -270,6 +270,10 @@ fuzz: setup ## 50 000 hostile requests at real systems, beside neighbours that m
 fuzz-media: setup ## 10 000 requests with hostile media, their hosts and killed decoders, beside neighbours that must not notice (7 minutes)
 	@$(BIN)/python -m tests.fuzz.run --requests $(or $(REQUESTS),10000) --seed $(or $(SEED),7) --variant $(or $(VARIANT),media) --schema-examples 0 --rate 60 --quiet 8
 
+.PHONY: fuzz-tensors
+fuzz-tensors: setup ## 20 000 sequences of tensors that do not come as they should, in chunks and shared memory, beside a neighbour (3 minutes)
+	@$(BIN)/python -m tests.fuzz.tensors $(or $(REQUESTS),20000) $(or $(SEED),7)
+
 .PHONY: sanitize
 sanitize: setup ## What is compiled, under ASan, UBSan and TSan, each shown to find what is broken on purpose (2 minutes)
 	@mkdir -p $(dir $(SANITIZE_FAILED)) && touch $(SANITIZE_FAILED)

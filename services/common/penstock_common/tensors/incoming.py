@@ -8,6 +8,8 @@ from penstock_common.tensors.sizes import STALE_AFTER, Buffer
 
 _MAX_REMEMBERED = 1024
 """Failed transfers whose reason is kept for the message that will refer to them."""
+_MAX_TRANSFERS = 65_536
+"""Tensors that are held at once, however small they are."""
 
 
 class _Transfer:
@@ -34,7 +36,7 @@ class IncomingTensors:
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes = max_bytes
         self._clock = clock
-        self._transfers: dict[int, _Transfer] = {}
+        self._transfers: dict[int, _Transfer] = {}  # what was touched longest ago first
         self._failed: dict[int, RequestFailed] = {}
         self.num_bytes = 0
 
@@ -53,6 +55,11 @@ class IncomingTensors:
             self._fail(transfer_id, f"its bytes from {offset} came where those from {expected} were due")
         elif transfer is not None and transfer.in_use:
             self._fail(transfer_id, "more of it came behind a message that refers to it")
+        elif transfer is None and len(self._transfers) >= _MAX_TRANSFERS:
+            self._give_up(
+                transfer_id,
+                ResourceExhausted(f"{len(self._transfers)} tensors wait for their messages; a session has no more"),
+            )
         elif self.num_bytes + len(data) > self._max_bytes:
             self._give_up(
                 transfer_id,
@@ -65,7 +72,7 @@ class IncomingTensors:
             if transfer is None:
                 transfer = self._transfers[transfer_id] = _Transfer(0.0)
             transfer.data += data
-            transfer.touched = self._clock()
+            self._touch(transfer_id)
             self.num_bytes += len(data)
 
     def abandon(self, transfer_id: int) -> None:
@@ -82,13 +89,14 @@ class IncomingTensors:
         if (error := self._failed.get(transfer_id)) is not None:
             if not keep:
                 del self._failed[transfer_id]
-            raise error
+            raise type(error)(f"{field}: {error.message}", field=field, reason=error.reason)
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
             raise InvalidArgument(f"{field} refers to tensor {transfer_id}, of which nothing has come", field=field)
+        transfer.in_use = True
+        self._touch(transfer_id)
         if not keep:
             self._forget(transfer_id)
-        transfer.touched, transfer.in_use = self._clock(), True
         if len(transfer.data) != size:
             raise InvalidArgument(
                 f"{field} has {size} bytes in chunks; {len(transfer.data)} bytes of tensor {transfer_id} have come",
@@ -99,13 +107,17 @@ class IncomingTensors:
     def drop_stale(self) -> None:
         """Drop what nothing more has come of for too long."""
         oldest = self._clock() - STALE_AFTER
-        for transfer_id in [i for i, transfer in self._transfers.items() if transfer.touched < oldest]:
+        while self._transfers and self._transfers[transfer_id := next(iter(self._transfers))].touched < oldest:
             self._give_up(
                 transfer_id,
                 Unavailable(
                     f"the request's tensor was dropped: nothing came of it for {STALE_AFTER:g} s", reason="STALE"
                 ),
             )
+
+    def _touch(self, transfer_id: int) -> None:
+        transfer = self._transfers[transfer_id] = self._transfers.pop(transfer_id)
+        transfer.touched = self._clock()
 
     def _fail(self, transfer_id: int, why: str) -> None:
         self._give_up(transfer_id, InvalidArgument(f"tensor {transfer_id} did not come in order: {why}"))

@@ -96,6 +96,17 @@ def test_an_abandoned_tensor_holds_nothing() -> None:
     assert (len(tensors), tensors.num_bytes) == (0, 0)
 
 
+def test_tensors_without_bytes_are_bounded_as_well() -> None:
+    tensors = IncomingTensors(100)
+    for transfer_id in range(65_537):
+        tensors.add(transfer_id, 0, b"")
+    error = failure(tensors, 65_536, 0)
+    assert isinstance(error, ResourceExhausted)
+    assert (error.field, len(tensors)) == ("prompt_embeds.chunks", 65_536)
+    assert "65536 tensors wait for their messages" in error.message
+    assert tensors.take(0, 0, keep=False, field="f") == b""
+
+
 def test_what_is_remembered_of_failed_tensors_is_bounded() -> None:
     tensors = IncomingTensors(100)
     for transfer_id in range(3000):
