@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.common.v1 import stats_pb2
@@ -19,6 +20,7 @@ from penstock_common.security.certificates import Certificates
 from penstock_common.tensors.shared_memory import owner_of
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason
+from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_common.types.token_columns import NewTokens
@@ -181,6 +183,38 @@ async def test_requests_outlive_engines_that_are_killed(engines: list[FakeEngine
         assert_as_expected(client.outputs, requests)
         assert sum(client.moves) > 0
         assert client.media_counts.num_bytes["shared_memory" if shared_memory else "chunks"] > 0
+
+
+async def test_a_prompt_of_vectors_is_sent_anew_where_its_engine_is_killed() -> None:
+    one, other = FakeEngine("a", incarnation="a", manual=True), FakeEngine("b", incarnation="b", manual=True)
+    one.ready.max_tensor_bytes = other.ready.max_tensor_bytes = 2**30
+    async with one, other, client_of(one, other) as client:
+        data = bytes(range(256)) * 1250
+        request = msgspec.structs.replace(
+            asked("vectors"),
+            prompt_token_ids=[0] * 20,
+            prompt_embeds=PromptEmbeds(dtype="float32", num_tokens=20, hidden_size=4000, data=data),
+        )
+        client.add(request)
+        await until(lambda: one.requests or other.requests)
+        first, second = (one, other) if one.requests else (other, one)
+        for _ in range(5):
+            first.step()
+        await client.outputs.until_tokens(5)
+        await first.kill(grace=0)
+        await second.until(lambda engine: engine.requests)
+        for _ in range(LENGTH):
+            second.step()
+        await client.outputs.until_ended(1)
+        assert_as_expected(client.outputs, {"vectors": request})
+        assert client.moves == [1]
+        assert b"".join(chunk.data for chunk in second.chunks) == data
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 async def test_engines_that_forget_media_again_and_again_are_sent_them_again(engines: list[FakeEngine]) -> None:
