@@ -7,6 +7,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_ENDING = 2.0
+"""Seconds that tasks have to end when their loop does."""
+
 
 class LoopThread:
     """Methods may be called from any other thread. A daemon: what its loop still waits for does not keep the process alive."""
@@ -29,7 +32,17 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def stop(self) -> None:
-        """End the loop and the thread, which must be running."""
+        """End what still runs, the loop and the thread, which must be running: nothing that is collected later needs its loop."""
+        self.run(_end_others())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+
+async def _end_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=_ENDING)
+    await asyncio.get_running_loop().shutdown_asyncgens()

@@ -73,6 +73,9 @@ class Peers:
         """By address. The transfer thread's, as the following."""
         self._fetching: dict[int, PullClient] = {}
         self._running: dict[asyncio.Task[None], PullClient] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        """Close connections."""
+        self._is_closed = False
 
     # The thread of the busy loop: see ``PeerTier``.
 
@@ -167,19 +170,24 @@ class Peers:
             del self._peers[address]
             if peer.channel is not None:
                 task = asyncio.ensure_future(peer.channel.close())
-                task.add_done_callback(lambda _: None)
+                self._leaving.add(task)
+                task.add_done_callback(self._leaving.discard)
 
     async def close(self) -> None:
-        """End all pulls. Their leases last for whoever comes next."""
+        """End all pulls, and begin none any more. Their leases last for whoever comes next."""
+        self._is_closed = True
         for client in list(self._running.values()):
             client.close(released=False)
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*self._running, *self._leaving, return_exceptions=True)
         for peer in self._peers.values():
             if peer.channel is not None:
                 await peer.channel.close()
         self._peers.clear()
 
     def _start(self, address: str, client: PullClient) -> None:
+        if self._is_closed:
+            client.fail("stopped")
+            return
         peer = self._peers.setdefault(address, _Peer())
         if peer.channel is None:
             peer.channel = self._connect(address)

@@ -61,7 +61,11 @@ class KvTransfer:
     def start(self) -> None:
         """Listen. Raises ConfigError when the port is taken."""
         self._thread.start()
-        self._thread.run(self._start())
+        try:
+            self._thread.run(self._start())
+        except BaseException:
+            self._thread.stop()
+            raise
 
     def attach(self, source: PullSource, peers: Peers) -> None:
         """Serve ``source``, and keep the pulls of ``peers`` going."""
@@ -107,7 +111,11 @@ class KvTransfer:
             certificates=self._certificates,
         )
         service_pb2_grpc.add_KvTransferServiceServicer_to_server(self._servicer, self._server.server)
-        self.port = await self._server.start()
+        try:
+            self.port = await self._server.start()
+        except BaseException:
+            await self._server.server.stop(None)
+            raise
         log.info("listening for engines that pull blocks", address=with_port(config.host, self.port))
 
     async def _attach(self, source: PullSource, peers: Peers) -> None:

@@ -505,3 +505,24 @@ def test_with_tls_only_engines_of_the_authority_are_served(tmp_path: Path) -> No
         "stranger": (0, {"unreachable": 1}),
         "plain": (0, {"unreachable": 1}),
     }
+
+
+def test_no_pull_begins_behind_the_end(engine: Make) -> None:
+    source, target = engine("a"), engine("b")
+    names = names_of("prompt", 3)
+    request = target.request(source.grant(names, time.monotonic()))
+    target.transfer._thread.run(target.peers.close())
+    target.peers.opened(request)
+    assert target.fetch(request, names).wait() == {}
+    assert target.counts.failures["stopped"] == 1
+    assert not target.peers._peers, "a connection was made that nobody closes"
+
+
+def test_a_port_that_is_taken_leaves_no_thread_behind() -> None:
+    with FakeKvEngine("a") as engine:
+        other = FakeKvEngine("b", port=engine.transfer.port)
+        with pytest.raises(ConfigError, match="cannot listen on"):
+            other.transfer.start()
+        assert not other.transfer._thread.running
+        other.offers.close()
+        other._reader.shutdown()
