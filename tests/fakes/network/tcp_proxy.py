@@ -11,12 +11,14 @@ class TcpProxy:
     """Passes bytes between those who connect to ``port`` and 127.0.0.1:``target``, or what ``target()`` says for each.
 
     ``cut``: every connection is reset. ``unplug``: connections stay open and new ones are accepted, and nothing passes until
-    ``plug_in``; what was sent meanwhile arrives then. ``delay``: seconds that each piece of data takes longer.
+    ``plug_in``; what was sent meanwhile arrives then. ``delay``: seconds that each piece of data takes longer. ``num_bytes``:
+    that have passed, both ways.
     """
 
     def __init__(self, target: int | Callable[[], int]) -> None:
         self.port = free_port()
         self.delay = 0.0
+        self.num_bytes = 0
         self._target = target
         self._plugged = asyncio.Event()
         self._plugged.set()
@@ -107,6 +109,7 @@ class TcpProxy:
                 if not data:
                     writer.write_eof()
                     return
+                self.num_bytes += len(data)
                 writer.write(data)
                 await writer.drain()
             except OSError:  # nobody is there any more; what they have sent before is still on its way
