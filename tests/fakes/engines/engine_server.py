@@ -46,13 +46,17 @@ class EngineServer:
         keep_media(self.engine, self.io)
         self.control = EngineControl(self.engine)
         self.busy_loop = BusyLoop(self.engine, self.control, self.io.sessions)
-        self.thread = threading.Thread(target=self._run, name="busy-loop", daemon=True)
-        self.thread.start()
+        self.start_loop()
         if self.config.coordinator.address:  # what it is reached at is known only now
             coordinator = msgspec.structs.replace(self.config.coordinator, advertise=self.address)
             self.io._config = msgspec.structs.replace(self.config, coordinator=coordinator)
         self.io.attach(self.busy_loop, describe(self.config, self.engine))
         return self
+
+    def start_loop(self) -> None:
+        """Run the busy loop in its thread."""
+        self.thread = threading.Thread(target=self._run, name="busy-loop", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         try:
