@@ -120,6 +120,10 @@ matrix: setup ## Every failure of an engine at every step, with every kind of st
 worker-failures: setup ## Workers and nodes killed and stopped at every point, alone and under 64 streams on two engines (40 minutes)
 	@PENSTOCK_WORKER_FAILURES=full $(PYTEST) tests/integration/test_worker_failures.py tests/integration/test_nodes.py tests/e2e/test_worker_streams.py tests/e2e/test_node_streams.py -n 0 -q -s
 
+.PHONY: kv-kills
+kv-kills: setup ## Engines, frontends and the network killed, stopped and cut off at every point of a transfer (25 minutes)
+	@PENSTOCK_KV_KILLS=full $(PYTEST) tests/integration/test_kv_kills.py tests/integration/test_kv_transfer_kills.py tests/e2e/test_kv_kills.py -n 0 -q -s
+
 .PHONY: cluster-tools
 cluster-tools: setup ## Build Kubernetes and what the test cluster has beside it, from Go modules, into build/cluster
 	@$(BIN)/python -m tests.cluster.tools.build $(COMPONENTS)

@@ -1,4 +1,8 @@
-"""Sources that are killed, or stopped and go on, at every point of a pull: tokens are the same, and nothing is left behind."""
+"""Sources that are killed, or stopped and go on, at every point of a pull: tokens are the same, and nothing is left behind.
+
+Over NIXL, whose agents are fakes that share a process, the connection to the source is cut or lets nothing pass.
+``test_kv_kills`` has the others that may fail.
+"""
 
 import asyncio
 import os
@@ -6,19 +10,26 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore import kv_transfer
 from penstock_enginecore.rpc.kv import pull_client, pull_server
+from penstock_enginecore.rpc.kv.offers import Offers
+from penstock_enginecore.rpc.loop_thread import LoopThread
 from tests.fakes.engines.transferring_engine import TransferringEngine
 from tests.fakes.models.tiny_models import save_tiny_model
+from tests.fakes.network.tcp_proxy import TcpProxy
+from tests.fakes.nixl import NixlNetwork
 from tests.fakes.patience import PATIENCE
 
 pytestmark = pytest.mark.slow
@@ -155,3 +166,55 @@ def test_the_tokens_are_the_same(
         assert target.value("penstock:kv_transfer_failures_total", reason="silent") == 1
     if (left := origin.end()) is not None:
         assert left == (199, 0)
+
+
+async def run(function: Callable[[], None]) -> None:
+    function()
+
+
+@pytest.mark.parametrize("how", ["cut", "unplug"])
+@pytest.mark.parametrize("point", ["open", "block 1", "block 7", f"block {BLOCKS}"])
+def test_a_network_that_fails_over_nixl_costs_what_is_computed(
+    point: str, how: str, model: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, thread = NixlNetwork(), LoopThread("network")
+    monkeypatch.setattr(kv_transfer, "Offers", partial(Offers, make_agent=network.agent))
+    with ExitStack() as engines:
+        transfer = {"transport": "nixl", "arena": 1 << 20, "silence": 0.3, "lease": 1.0}
+        source, target = (TransferringEngine(model, name, engines, kv_transfer=transfer) for name in "ab")
+        whole = target.run(EngineCoreRequest(request_id="w", prompt_token_ids=PROMPT, sampling_params=PARAMS))["w"]
+        target.core.scheduler.reset_prefix_cache()
+        first = source.run(
+            EngineCoreRequest(request_id="r", prompt_token_ids=PROMPT, sampling_params=PARAMS, handoff_after_tokens=3)
+        )["r"]
+        given = first[-1].kv_source
+        assert given is not None
+        thread.start()
+        ends.callback(thread.stop)
+        cable = TcpProxy(int(given.address.rpartition(":")[2]))
+        thread.run(cable.start())
+        at(point, lambda: thread.run(run(getattr(cable, how))), monkeypatch)
+        prior = [token for output in first for token in output.new_token_ids]
+        request = EngineCoreRequest(
+            request_id="r",
+            prompt_token_ids=PROMPT,
+            sampling_params=PARAMS,
+            prior_output_token_ids=prior,
+            kv_source=msgspec.structs.replace(given, address=f"127.0.0.1:{cable.port}"),
+            attempt=1,
+        )
+        rest = target.run(request)["r"]
+        tokens = [token for output in whole for token in output.new_token_ids]
+        assert prior + [token for output in rest for token in output.new_token_ids] == tokens
+        come = target.value("penstock:kv_transfer_blocks_total", direction="in", transport="nixl")
+        assert come >= (0 if point == "open" else int(point.removeprefix("block ")))
+        thread.run(run(cable.plug_in))
+        thread.run(cable.close())
+        give_up = time.monotonic() + PATIENCE
+        while source.value("penstock:kv_pulls") or source.core.has_leases or source.value("penstock:kv_arena_blocks"):
+            assert time.monotonic() < give_up, "the source keeps something"
+            source.core.expire_leases()
+            time.sleep(0.01)
+        assert (source.num_free_blocks, target.num_free_blocks) == (199, 199)
+        assert target.value("penstock:kv_arena_blocks") == 0
+    assert network.is_clean

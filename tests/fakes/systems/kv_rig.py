@@ -1,0 +1,491 @@
+"""Two frontends in front of an engine for prompts and two for outputs, as processes, with cables between all of them.
+
+A cell of the matrix has a request go over, and something happens to one of them, or to the network, when it is at a point.
+"""
+
+import asyncio
+import contextlib
+import json
+import signal
+import urllib.request
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import grpc
+import msgspec
+
+from penstock.common.v1 import finish_pb2, sampling_pb2
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock.inference.v1 import service_pb2_grpc
+from penstock_common.rpc.channel import make_channel
+from penstock_common.rpc.status import from_rpc_error
+from penstock_common.tensors.shared_memory import ROOT
+from tests.fakes.engines.fake_executor import oracle_tokens
+from tests.fakes.engines.kv_points import NAME, VARIABLE, Point
+from tests.fakes.engines.transferring_oracle import BLOCK_SIZE
+from tests.fakes.engines.worker_faults import installed
+from tests.fakes.network.ports import free_port
+from tests.fakes.network.tcp_proxy import TcpProxy
+from tests.fakes.patience import PATIENCE
+from tests.fakes.processes import KEPT, Service
+
+BLOCKS, LENGTH = 13, 12
+PROMPT_TOKENS = BLOCKS * BLOCK_SIZE + 5
+VOCAB = 2048
+POINTS = ("grant", "open", "first block", "middle block", "last block", "copy", "first token")
+SILENCE = 0.5
+"""Seconds until an engine takes another one for gone that owes it blocks."""
+LEASE = 1.0
+Victim = Literal["source", "destination", "frontend", "network", "nobody"]
+How = Literal["killed", "restarted", "stopped", "cut off", "black-holed", "left alone"]
+ROWS: list[tuple[Victim, How]] = [
+    ("nobody", "left alone"),
+    *((who, how) for who in ("source", "destination", "frontend") for how in ("killed", "restarted", "stopped")),
+    *((who, how) for who in ("source", "destination", "frontend", "network") for how in ("cut off", "black-holed")),
+]
+KINDS = {"delta": sampling_pb2.OUTPUT_KIND_DELTA, "final": sampling_pb2.OUTPUT_KIND_FINAL}
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """``victim`` is ``how`` when a request with outputs of a ``kind``, ``n`` sequences, is at ``point``."""
+
+    victim: Victim
+    how: How
+    point: str
+    kind: str
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.victim} {self.how}, {self.point}, {self.kind}, n={self.n}"
+
+
+class Count(msgspec.Struct):
+    """What has come of cells."""
+
+    cells: int = 0
+    streams: int = 0
+    failed: int = 0
+    lost: int = 0
+    duplicated: int = 0
+    differing: int = 0
+    own: int = 0
+    """Streams of a frontend that was killed, which ended with it."""
+    left: int = 0
+    """Cells that left something behind."""
+
+    def add(self, other: "Count") -> None:
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is wrong."""
+        return not (self.failed or self.lost or self.duplicated or self.differing or self.left)
+
+
+class Rig:
+    """``async with Rig(model, folder, transport)``. ``expected``: the tokens of a prompt's sequences, by prompt and seed."""
+
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        transport: str,
+        *,
+        engine: str = "tests.fakes.engines.transferring_oracle",
+        expected: Callable[[Sequence[int], int], list[int]] = lambda _, seed: oracle_tokens(seed, LENGTH, VOCAB),
+        **flags: Any,
+    ) -> None:
+        self.problems: list[str] = []
+        self._model = model
+        self._expected = expected
+        self._socket = folder / "points"
+        self._num_requests = 0
+        self._has_struck = False
+        self._at: Callable[[Point], Awaitable[None]] | None = None
+        found = installed(folder / "plugin", NAME, "tests.fakes.engines.kv_points")
+        self.engines = [
+            Service(
+                engine,
+                metrics_flag="metrics.port",
+                model__path=model,
+                engine_id=f"engine-{number}",
+                role=role,
+                cache__block_size=BLOCK_SIZE,
+                cache__num_blocks=400,
+                cache__min_load_tokens=1,
+                executor__num_threads=1,
+                kv_transfer__transport=transport,
+                kv_transfer__arena="1MiB",
+                kv_transfer__silence=SILENCE,
+                kv_transfer__lease=LEASE,
+                plugins=json.dumps([NAME]),
+                **flags,
+            )
+            for number, role in enumerate(("prefill", "decode", "decode"))
+        ]
+        self.source = self.engines[0]
+        self._pulled_from: list[TcpProxy] = []
+        for each in self.engines:
+            each.environment = {**found, VARIABLE: str(self._socket)}
+            port = free_port()
+            cable = TcpProxy(port)
+            self._pulled_from.append(cable)
+            each.add_flag("kv-transfer.port", port)
+            each.add_flag("kv-transfer.advertise", f"127.0.0.1:{cable.port}")
+        self._cables = [[TcpProxy(each.port) for each in self.engines] for _ in range(2)]
+        """Of sessions, by frontend and engine."""
+        self.frontends = [
+            Service(
+                "penstock_frontend",
+                metrics_flag="http.port",
+                model__path=model,
+                frontend_id=f"frontend-{number}",
+                engines=json.dumps([f"127.0.0.1:{cable.port}" for cable in cables]),
+                http__host="127.0.0.1",
+                disaggregation__min_prefill_tokens=2 * BLOCK_SIZE,
+                detection__silence=0.3,
+                detection__probe_timeout=1.0,
+                **(KEPT | {"admin__port": 0}),
+            )
+            for number, cables in enumerate(self._cables)
+        ]
+        self._tasks: dict[Service, float] = {}
+        """Asyncio tasks of each while nothing runs."""
+
+    @property
+    def services(self) -> list[Service]:
+        return [*self.engines, *self.frontends]
+
+    async def __aenter__(self) -> "Rig":
+        async with contextlib.AsyncExitStack() as stack:
+            server = await asyncio.start_unix_server(self._listen, self._socket)
+            stack.callback(server.close)
+            for cable in self._all_cables:
+                await cable.start()
+                stack.push_async_callback(cable.close)
+            for service in self.services:
+                await service.start()
+                stack.push_async_callback(_end, service)
+            await self._whole()
+            await self._clean()
+            for service in self.services:
+                self._tasks[service] = (await self._metrics(service))["penstock:asyncio_tasks"]
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    @property
+    def _all_cables(self) -> list[TcpProxy]:
+        return [*self._pulled_from, *(cable for cables in self._cables for cable in cables)]
+
+    # A cell.
+
+    async def cell(self, cell: Cell) -> Count:
+        """Have it happen; what is wrong is in ``problems``."""
+        await self._whole()
+        before = await self._moved()
+        segments = {service: _segments(service.pid) for service in self.engines}
+        pids = {service: service.pid for service in self.engines}
+        self._has_struck, struck = False, asyncio.Event()
+        self._at = lambda point: self._reached(cell, point, struck)
+        prompt, seed = self._prompt(), 100 * self._num_requests
+        stream = asyncio.create_task(self._ask(0, prompt, seed, cell))
+        beside = asyncio.create_task(self._ask(1, prompt[-BLOCK_SIZE:], seed, cell))
+        count = Count(cells=1)
+        async with asyncio.timeout(PATIENCE):
+            await self._until(lambda: struck.is_set() or (stream.done() and not self._has_struck))
+            if not struck.is_set():
+                self._wrong(cell, count, "left", f"the request never came to the point: {await stream}")
+            await self._recover(cell, stream)
+            outcome, neighbour = await stream, await beside
+        self._at = None
+        await self._heal()
+        if cell.victim == "nobody" or (cell.point == "first token" and cell.victim in ("frontend", "network")):
+            moved = [after - start for after, start in zip(await self._moved(), before, strict=True)]
+            # Sequences whose first tokens come in different steps may go to different engines, which lack the prompt each.
+            if moved not in [[engines * BLOCKS] * 2 for engines in range(1, min(cell.n, 2) + 1)]:
+                self._wrong(cell, count, "left", f"{BLOCKS} blocks were missing, and given and taken were {moved}")
+        if cell.victim == "frontend" and cell.how in ("killed", "restarted"):
+            self._judge_own(cell, count, outcome, prompt, seed)
+            outcome = await self._ask(0 if cell.how == "restarted" else 1, prompt, seed, cell)
+        self._judge(cell, count, outcome, prompt, seed)
+        self._judge(cell, count, neighbour, prompt[-BLOCK_SIZE:], seed)
+        await self._leftovers(cell, count, pids, segments)
+        return count
+
+    async def _reached(self, cell: Cell, point: Point, struck: asyncio.Event) -> None:
+        if self._has_struck or not _is(cell, point):
+            return
+        self._has_struck = True
+        await self._strike_at(cell, point)
+        struck.set()
+
+    async def _strike_at(self, cell: Cell, point: Point) -> None:
+        at_source = point.pid == self.source.pid
+        taker = next((each for each in self.engines if each.alive and each.pid == point.pid), None)
+        if taker is None:
+            return
+        destinations = [each for each in self.engines if each is not self.source] if at_source else [taker]
+        match cell.victim:
+            case "source":
+                await self._strike(cell.how, self.source, [cables[0] for cables in self._cables])
+            case "destination":
+                number = self.engines.index(destinations[0])
+                await self._strike(cell.how, destinations[0], [cables[number] for cables in self._cables])
+            case "frontend":
+                await self._strike(cell.how, self.frontends[0], self._cables[0], pulls=False)
+            case "network":
+                await self._strike(cell.how, self.source, [])
+
+    async def _strike(self, how: How, service: Service, cables: Sequence[TcpProxy], *, pulls: bool = True) -> None:
+        every = [*cables, self._pulled_from[0]] if pulls else list(cables)
+        match how:
+            case "killed":
+                await service.kill()
+            case "restarted":
+                await service.kill()
+                await service.start()
+            case "stopped":
+                service.send_signal(signal.SIGSTOP)
+            case "cut off":
+                for cable in every:
+                    cable.cut()
+            case "black-holed":
+                for cable in every:
+                    cable.unplug()
+
+    async def _recover(self, cell: Cell, stream: "asyncio.Task[Any]") -> None:
+        """Wait until the others have dealt with what only goes on later, and let it go on."""
+        if cell.how not in ("stopped", "black-holed"):
+            return
+        if cell.victim != "frontend":
+            await stream
+        else:
+            await self._until_metrics(self.source, lambda found: not found["penstock:kv_leases"])
+            if cell.how == "black-holed":
+                await self._until_engines(0, lambda number: number < len(self.engines))
+        for cable in self._all_cables:
+            cable.plug_in()
+        for service in self.services:
+            if service.alive:
+                service.send_signal(signal.SIGCONT)
+
+    async def _heal(self) -> None:
+        for service in self.services:
+            if not service.alive:
+                await service.start()
+        await self._whole()
+
+    # Requests.
+
+    def _prompt(self) -> list[int]:
+        """One that no other begins like."""
+        self._num_requests += 1
+        number = self._num_requests
+        return [10 + (number * 7919 + place * (31 + number)) % 2000 for place in range(PROMPT_TOKENS)]
+
+    async def _ask(self, frontend: int, prompt: Sequence[int], seed: int, cell: Cell) -> Any:
+        """The messages of an answer with what it has failed with, None where it has not."""
+        params = sampling_pb2.SamplingParams(
+            temperature=1.0,
+            seed=seed,
+            max_tokens=LENGTH,
+            ignore_eos=True,
+            detokenize=False,
+            n=cell.n,
+            output_kind=KINDS[cell.kind],
+        )
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling_params=params)
+        messages: list[pb.GenerateResponse] = []
+        async with make_channel(self.frontends[frontend].address) as channel:
+            call = service_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=PATIENCE)
+            try:
+                async for message in call:
+                    messages.append(message)
+            except grpc.aio.AioRpcError as e:
+                return messages, from_rpc_error(e)
+        return messages, None
+
+    def _judge(self, cell: Cell, count: Count, outcome: Any, prompt: Sequence[int], seed: int) -> None:
+        messages, error = outcome
+        count.streams += cell.n
+        if error is not None:
+            self._wrong(cell, count, "failed", f"{error}", cell.n)
+            return
+        for index in range(cell.n):
+            of_it = [message for message in messages if message.index == index]
+            tokens = [token for message in of_it for token in message.token_ids]
+            wanted = self._expected(prompt, seed + index)
+            if len(tokens) < len(wanted):
+                self._wrong(cell, count, "lost", f"{tokens} for {wanted}")
+            elif len(tokens) > len(wanted):
+                self._wrong(cell, count, "duplicated", f"{tokens} for {wanted}")
+            elif tokens != wanted:
+                self._wrong(cell, count, "differing", f"{tokens} for {wanted}")
+            elif [m.finish_reason for m in of_it if m.finish_reason] != [finish_pb2.FINISH_REASON_LENGTH]:
+                self._wrong(cell, count, "differing", f"ended otherwise: {of_it}")
+
+    def _judge_own(self, cell: Cell, count: Count, outcome: Any, prompt: Sequence[int], seed: int) -> None:
+        """What a frontend that was killed had sent before must be right."""
+        messages, error = outcome
+        count.own += cell.n
+        for index in range(cell.n):
+            tokens = [token for message in messages if message.index == index for token in message.token_ids]
+            if tokens != self._expected(prompt, seed + index)[: len(tokens)]:
+                self._wrong(cell, count, "differing", f"{tokens} before the frontend was killed")
+        if error is None:
+            self._wrong(cell, count, "left", "the frontend was killed, and its stream ended well")
+
+    def _wrong(self, cell: Cell, count: Count, kind: str, what: str, number: int = 1) -> None:
+        setattr(count, kind, getattr(count, kind) + number)
+        self.problems.append(f"{cell}: {kind}: {what}")
+
+    # What is left.
+
+    async def _leftovers(
+        self, cell: Cell, count: Count, pids: dict[Service, int], segments: dict[Service, set[str]]
+    ) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE / 10):
+                await self._clean()
+        except TimeoutError:
+            left = [(service.module, await self._left_at(service)) for service in self.services]
+            self._wrong(cell, count, "left", f"{left}, tasks before: {list(self._tasks.values())}")
+        for service in self.engines:
+            gone = service.pid != pids[service]
+            if gone and (kept := segments[service] & _segments_of_all()):
+                self._wrong(cell, count, "left", f"shared memory of an engine that was killed: {kept}")
+            if "AssertionError" in service.log() or "Traceback" in service.log():
+                self._wrong(cell, count, "left", service.log()[-3000:])
+
+    async def _clean(self) -> None:
+        """Wait until nothing is left anywhere."""
+        for service in self.services:
+            while await self._left_at(service):
+                await asyncio.sleep(0.02)
+
+    async def _left_at(self, service: Service) -> dict[str, float]:
+        found = await self._metrics(service)
+        names = _OF_ENGINES if service in self.engines else _OF_FRONTENDS
+        left = {name: found[name] for name in names if found[name]}
+        if (tasks := found["penstock:asyncio_tasks"]) > self._tasks.get(service, tasks):
+            left["penstock:asyncio_tasks"] = tasks
+        return left
+
+    async def _moved(self) -> list[float]:
+        """Blocks that the source has given, and that the others have taken."""
+        given, *taken = [(await self._metrics(each)) for each in self.engines]
+        return [
+            given.get("penstock:kv_transfer_blocks_total out", 0.0),
+            sum(each.get("penstock:kv_transfer_blocks_total in", 0.0) for each in taken),
+        ]
+
+    async def _metrics(self, service: Service) -> dict[str, float]:
+        """Sums of the series of each metric; and of those of a direction, which is behind the name then."""
+        return await asyncio.to_thread(_scrape, f"http://127.0.0.1:{service.metrics_port}/metrics")
+
+    async def _until_metrics(self, service: Service, condition: Callable[[dict[str, float]], bool]) -> None:
+        while not condition(await self._metrics(service)):
+            await asyncio.sleep(0.02)
+
+    async def _whole(self) -> None:
+        """Wait until all that live serve, and every frontend sees every engine."""
+        async with asyncio.timeout(PATIENCE):
+            for service in self.services:
+                await service.serving()
+            for number in range(len(self.frontends)):
+                await self._until_engines(number, lambda count: count == len(self.engines))
+
+    async def _until_engines(self, frontend: int, condition: Callable[[int], bool]) -> None:
+        async with make_channel(self.frontends[frontend].address) as channel:
+            stub = service_pb2_grpc.InferenceServiceStub(channel)
+            while True:
+                models = (await stub.ListModels(pb.ListModelsRequest())).models
+                if condition(models[0].num_engines):
+                    return
+                await asyncio.sleep(0.02)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(0.005)
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):  # whoever tells was killed
+            while line := await reader.readline():
+                if self._at is not None:
+                    await self._at(msgspec.json.decode(line, type=Point))
+                writer.write(b"\n")
+                await writer.drain()
+        writer.close()
+
+
+async def _end(service: Service) -> None:
+    if service.alive:
+        await service.kill()
+    service.remove_log()
+
+
+_OF_ENGINES = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "penstock:kv_leases",
+    "penstock:kv_leased_blocks",
+    "penstock:kv_pulls",
+    "penstock:kv_arena_blocks",
+)
+_OF_FRONTENDS = ("penstock:requests_in_flight", "penstock:requests_held")
+
+
+def _is(cell: Cell, point: Point) -> bool:
+    """Whether a request is at the cell's point."""
+    match cell.point:
+        case "grant":
+            return point.name == ("given" if cell.victim == "destination" else "granted")
+        case "open":
+            return point.name == "opened"
+        case "first block":
+            return point.name == "block" and point.number == 1
+        case "middle block":
+            return point.name == "block" and point.number == (point.total + 1) // 2
+        case "last block":
+            return point.name == "block" and point.number == point.total
+        case "copy":
+            return point.name == "copy"
+        case _:
+            return point.name == "token"
+
+
+def _segments(pid: int) -> set[str]:
+    """Files in shared memory that a process has open."""
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if (name := link.readlink()).name.startswith("penstock-") and name.parent == ROOT:
+                found.add(name.name)
+    return found
+
+
+def _segments_of_all() -> set[str]:
+    return {path.name for path in ROOT.iterdir()}
+
+
+def _scrape(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(url) as response:
+        lines = response.read().decode().splitlines()
+    found: dict[str, float] = {}
+    for line in lines:
+        if line.startswith("#") or not line:
+            continue
+        series, _, value = line.rpartition(" ")
+        name, _, labels = series.partition("{")
+        names = [name]
+        if 'direction="' in labels:
+            names.append(name + " " + labels.partition('direction="')[2].partition('"')[0])
+        for each in names:
+            found[each] = found.get(each, 0.0) + float(value)
+    return found
