@@ -1,11 +1,13 @@
 """Requests that engines hand over, as clients see them: in two legs, and off engines that drain."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm_pb
 
@@ -142,6 +144,23 @@ async def test_engines_that_give_no_blocks_are_asked_for_nothing(model: Path) ->
             assert (a.handoffs, len(a.aborted)) == ([], 1)
 
 
+LLM_D: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+COMPLETION: dict[str, Any] = {"model": "model", "prompt": PROMPT, "max_tokens": LENGTH, "seed": 4}
+CHAT: dict[str, Any] = {
+    "model": "model",
+    "messages": [{"role": "user", "content": PROMPT}],
+    "max_tokens": LENGTH,
+    "seed": 4,
+}
+
+
 class Servers:
     """Two servers of a gateway, each with an engine of its own: one for prompts, one for outputs."""
 
@@ -149,18 +168,28 @@ class Servers:
         self.first = first
         self.second = second
 
-    async def two_requests(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """What llm-d's gateway does. Returns the second answer."""
-        asks = {"do_remote_decode": True, "do_remote_prefill": False, "remote_block_ids": None}
-        begun = await self.first.http.post(path, json={**body, "max_tokens": 1, "kv_transfer_params": asks})
+    async def two_requests(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """What llm-d's sidecar sends (pkg/sidecar/proxy/connector_nixlv2.go). Returns the second answer, or the events of its
+        stream.
+        """
+        first = {name: value for name, value in body.items() if name != "stream_options"}
+        first |= {"stream": False, "max_tokens": 1, "max_completion_tokens": 1, "kv_transfer_params": LLM_D}
+        begun = await self.first.http.post(path, json=first)
         assert begun.status_code == 200, begun.text
         params = begun.json()["kv_transfer_params"]
         assert params["do_remote_prefill"] is True
         done = await self.second.http.post(path, json={**body, "kv_transfer_params": params})
         assert done.status_code == 200, done.text
-        answer: dict[str, Any] = done.json()
-        assert "kv_transfer_params" not in answer
-        return answer
+        answers = events(done) if body.get("stream") else [done.json()]
+        assert not any("kv_transfer_params" in each for each in answers)
+        return answers
+
+
+def events(streamed: httpx.Response) -> list[dict[str, Any]]:
+    """What a stream said."""
+    lines = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
 
 
 @asynccontextmanager
@@ -173,32 +202,75 @@ async def gateway_servers(model: Path, a: FakeEngine, b: FakeEngine) -> AsyncIte
         yield Servers(first, second)
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", {"model": "model", "prompt": PROMPT, "max_tokens": LENGTH, "seed": 4}),
-        (
-            "/v1/chat/completions",
-            {"model": "model", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": LENGTH, "seed": 4},
-        ),
-    ],
-)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
 async def test_a_gateways_second_request_names_who_keeps_the_blocks_of_the_first(
-    tmp_path: Path, path: str, body: dict[str, Any]
+    tmp_path: Path, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     model = save_chat_model(tmp_path)
     async with engine_of("a") as a, engine_of("b") as b:
         a.give_blocks()
         b.give_blocks()
         async with gateway_servers(model, a, b) as servers:
-            answer = await servers.two_requests(path, body)
-            assert answer["usage"]["completion_tokens"] == LENGTH
+            streamed = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+            answers = await servers.two_requests(path, body | streamed)
+            assert answers[-1]["usage"]["completion_tokens"] == LENGTH
         assert [request.lease_kv for request in a.requests] == [True]
         [source] = b.sources
         assert source is not None
         assert (source.engine_id, source.incarnation, source.address) == ("a", "1", a.ready.kv_address)
         assert (len(source.lease_id), source.fingerprint) == (16, a.ready.kv_fingerprint)
         assert not b.requests[0].lease_kv
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
+async def test_a_stream_has_its_parameters_in_the_chunk_that_ends_it(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    model = save_chat_model(tmp_path)
+    async with engine_of("a") as a:
+        a.give_blocks()
+        async with openai_server(
+            model, engines=[a.address], disaggregation=DisaggregationConfig(gateway=True)
+        ) as server:
+            asked = {**body, "max_tokens": 3, "kv_transfer_params": LLM_D}
+            whole = (await server.http.post(path, json=asked)).json()["kv_transfer_params"]
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+            *chunks, ending, usage = events(await server.http.post(path, json={**asked, **options}))
+            assert ending["choices"][0]["finish_reason"] == "length"
+            assert ending["kv_transfer_params"].keys() == whole.keys()
+            assert ending["kv_transfer_params"]["remote_engine_id"] == "a"
+            assert usage["choices"] == []
+            assert not any("kv_transfer_params" in each for each in [*chunks, usage])
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "says"),
+    [
+        (
+            {"n": 2},
+            "n",
+            "kv_transfer_params.do_remote_decode is true and n 2; one sequence goes on elsewhere: n must be 1",
+        ),
+        ({"best_of": 3}, "best_of", "do_remote_decode is true and best_of 3"),
+        ({"prompt": ["a", "b"]}, "prompt", "do_remote_decode is true and prompt has 2 prompts"),
+    ],
+)
+async def test_a_first_request_of_a_gateway_has_one_sequence(
+    model: Path, change: dict[str, Any], field: str, says: str
+) -> None:
+    async with engine_of("a") as a:
+        async with openai_server(
+            model, engines=[a.address], disaggregation=DisaggregationConfig(gateway=True)
+        ) as server:
+            refused = await server.http.post(
+                "/v1/completions", json={**COMPLETION, "kv_transfer_params": LLM_D, **change}
+            )
+            assert refused.status_code == 400
+            error = refused.json()["error"]
+            assert error["param"] == field
+            assert says in error["message"]
+        assert not a.requests
 
 
 async def test_parameters_of_gateways_go_through_vllms_protocol(model: Path) -> None:

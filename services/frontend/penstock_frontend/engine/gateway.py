@@ -37,11 +37,11 @@ class KvGateway:
         """Whether there are such parameters here."""
         return self._config.gateway
 
-    def read(self, given: Any, *, n: int, field: str) -> KvParams:
-        """The parameters of a request for ``n`` sequences; null and an empty object say nothing. Raises Unimplemented where they
-        are not served, InvalidArgument for what they cannot be.
+    def read(self, given: Any, *, n: int, field: str, of: str = "n") -> KvParams:
+        """The parameters of a request for ``n`` sequences, which its field ``of`` says; null and an empty object say nothing.
+        Raises Unimplemented where they are not served, InvalidArgument for what they cannot be.
         """
-        if not given:
+        if given is None or given == {}:
             return _NONE
         if not self.serves:
             raise Unimplemented(f"{field} is not served", field=field)
@@ -54,7 +54,8 @@ class KvGateway:
             raise InvalidArgument(f"{field} has both {' and '.join(_FLAGS)}; set one", field=field)
         if flags["do_remote_decode"] and n > 1:
             raise InvalidArgument(
-                f"{field}.do_remote_decode is true and n {n}; one sequence goes on elsewhere: n must be 1", field="n"
+                f"{field}.do_remote_decode is true and {of} {n}; one sequence goes on elsewhere: {of} must be 1",
+                field=of,
             )
         source = _source(given, field) if flags["do_remote_prefill"] else None
         return KvParams(lease=flags["do_remote_decode"], source=source if self._may_ask(source) else None)

@@ -89,9 +89,10 @@ def test_what_no_answer_had_is_refused(change: dict[str, Any], message: str) -> 
     assert refused.value.field.startswith("kv_transfer_params")
 
 
-def test_what_is_no_object_is_refused() -> None:
+@pytest.mark.parametrize("given", [[1], [], "", "text", 0, 7, False, True])
+def test_what_is_no_object_is_refused(given: Any) -> None:
     with pytest.raises(InvalidArgument, match="kv_transfer_params is no object"):
-        read([1])
+        read(given)
 
 
 def test_a_first_request_has_one_sequence() -> None:

@@ -104,6 +104,7 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     choices: Sequence[ChunkChoice]
     usage: UsageInfo | msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletions:
@@ -205,7 +206,8 @@ class _Making:
                     if choice is None:
                         continue
                     so_far = usage_info(len(self._prompt_token_ids), writer.num_tokens)
-                    yield self._chunk([choice], so_far if options.continuous_usage_stats else none, prompt)
+                    usage = so_far if options.continuous_usage_stats else none
+                    yield self._chunk([choice], usage, prompt, sampling_fields.kv_answer([output.finish]))
                     prompt = msgspec.UNSET
         if options.include_usage:
             yield self._chunk([], self._usage.total(), msgspec.UNSET)
@@ -224,6 +226,7 @@ class _Making:
         choices: Sequence[ChunkChoice],
         usage: UsageInfo | msgspec.UnsetType | None,
         prompt_token_ids: Sequence[int] | msgspec.UnsetType,
+        kv: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET,
     ) -> ChatCompletionChunk:
         return ChatCompletionChunk(
             id=self._id,
@@ -232,6 +235,7 @@ class _Making:
             choices=choices,
             usage=usage,
             prompt_token_ids=prompt_token_ids,
+            kv_transfer_params=kv,
         )
 
 

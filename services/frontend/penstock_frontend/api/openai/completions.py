@@ -26,7 +26,7 @@ from penstock_frontend.api.openai.sampling_fields import SamplingFields, StreamO
 from penstock_frontend.api.openai.sse import EventStream
 from penstock_frontend.api.openai.usage import UsageCount, UsageInfo
 from penstock_frontend.async_llm import AsyncLLM
-from penstock_frontend.call_types import GenerateRequest, RequestOutput
+from penstock_frontend.call_types import GenerateRequest, KvParams, RequestOutput
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.pace import Pace
 from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
@@ -82,13 +82,25 @@ class Completions:
             body.truncate_prompt_tokens = room
         given = prompts.split(body.prompt, self._limits.now.max_prompts)
         self._check_sequences(len(given), body)
+        kv = self._kv(len(given), body)
         if body.suffix is not None:
             given = [_infilled(self._llm, each, body.suffix) for each in given]
-        making = _Making(self._llm, body, call, model)
+        making = _Making(self._llm, body, call, model, kv)
         generation = Generation(self._llm, await making.sources(given), raw)
         if body.stream:
             return await EventStream.started(making.chunks(generation))
         return await making.whole(generation)
+
+    def _kv(self, prompts: int, body: CompletionRequest) -> KvParams:
+        of = "best_of" if body.best_of else "n"
+        kv = sampling_fields.kv_params(body, self._llm.gateway, num_sequences=body.num_sequences, of=of)
+        if kv.lease and prompts > 1:
+            raise InvalidArgument(
+                f"kv_transfer_params.do_remote_decode is true and prompt has {prompts} prompts; one goes on elsewhere: it must "
+                "have 1",
+                field="prompt",
+            )
+        return kv
 
     def _check_sequences(self, prompts: int, body: CompletionRequest) -> None:
         limit, n = self._limits.now.max_sequences_per_call, body.num_sequences
@@ -104,7 +116,7 @@ class Completions:
 class _Making:
     """One call's answer in the making."""
 
-    def __init__(self, llm: AsyncLLM, body: CompletionRequest, call: Call, model: str) -> None:
+    def __init__(self, llm: AsyncLLM, body: CompletionRequest, call: Call, model: str, kv: KvParams) -> None:
         self._llm = llm
         self._body = body
         self._context = context_of(call, "cmpl", body)
@@ -122,7 +134,7 @@ class _Making:
         )
         self._prompts: Sequence[prompts.Prompt] = ()
         self._prediction = text_of(body.prediction)
-        self._kv = sampling_fields.kv_params(body, llm.gateway, num_sequences=body.num_sequences)
+        self._kv = kv
 
     async def sources(self, given: Sequence[prompts.Given]) -> list[Source[RequestOutput]]:
         """One request per prompt. Raises RequestFailed; when there is no room for all of them, before any is tokenized."""
@@ -174,7 +186,7 @@ class _Making:
                 shown = PromptOutput(prompt, msgspec.structs.replace(output, index=index))
                 choices.append(self._writer(shown).write(shown.output, of_prompts[prompt]))
         kv = sampling_fields.kv_answer(output.finish for of_prompt in finals for output in of_prompt)
-        return msgspec.structs.replace(self._completion(choices, self._usage.total()), kv_transfer_params=kv)
+        return self._completion(choices, self._usage.total(), kv)
 
     async def chunks(self, generation: Generation[RequestOutput]) -> AsyncGenerator[Completion, None]:
         """The answer in pieces."""
@@ -185,7 +197,8 @@ class _Making:
                 async for each in outputs:
                     self._count(each)
                     choice = self._writer(each).write(each.output, each.output.prompt_logprobs)
-                    yield self._completion([choice], self._writer(each).usage_so_far() if every else none)
+                    usage = self._writer(each).usage_so_far() if every else none
+                    yield self._completion([choice], usage, sampling_fields.kv_answer([each.output.finish]))
         if self._options.include_usage:
             yield self._completion([], self._usage.total())
 
@@ -228,9 +241,14 @@ class _Making:
         return TextOffsets(IncrementalDetokenizer(tokenizer, context, skip_special_tokens=skip), tokenizer.text_of)
 
     def _completion(
-        self, choices: Sequence[CompletionChoice], usage: UsageInfo | msgspec.UnsetType | None
+        self,
+        choices: Sequence[CompletionChoice],
+        usage: UsageInfo | msgspec.UnsetType | None,
+        kv: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET,
     ) -> Completion:
-        return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+        return Completion(
+            id=self._id, created=self._created, model=self._model, choices=choices, usage=usage, kv_transfer_params=kv
+        )
 
 
 def _check(body: CompletionRequest) -> None:

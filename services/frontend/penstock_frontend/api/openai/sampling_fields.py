@@ -197,9 +197,9 @@ def check(body: SamplingFields, *, served: Collection[str] = ()) -> None:
         raise InvalidArgument("prompt_logprobs is set; a stream has none", field="prompt_logprobs")
 
 
-def kv_params(body: SamplingFields, gateway: KvGateway, *, num_sequences: int) -> KvParams:
-    """What is said of keys and values. Raises Unimplemented, InvalidArgument."""
-    return gateway.read(body.kv_transfer_params, n=num_sequences, field="kv_transfer_params")
+def kv_params(body: SamplingFields, gateway: KvGateway, *, num_sequences: int, of: str = "n") -> KvParams:
+    """What is said of keys and values. ``of``: the field that says how many sequences. Raises Unimplemented, InvalidArgument."""
+    return gateway.read(body.kv_transfer_params, n=num_sequences, field="kv_transfer_params", of=of)
 
 
 def kv_answer(finishes: Iterable[Finish | None]) -> dict[str, Any] | msgspec.UnsetType:
