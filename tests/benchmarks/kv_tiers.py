@@ -26,6 +26,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.app import build_engine
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.kv_transfer.tiers import TieredConnector
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 
 GIB = 1 << 30
@@ -50,7 +51,8 @@ class Bench:
             iteration_log_interval=0.0,
         )
         self.engine: EngineCore = build_engine(config, UniprocExecutor(config), None, lambda line: None)
-        if host and self.engine.connector is not None and (tier := self.engine.connector._host) is not None:
+        self._tiers = self.engine.connector if isinstance(self.engine.connector, TieredConnector) else None
+        if host and self._tiers is not None and (tier := self._tiers._host) is not None:
             tier._reserved.result(60)  # all its memory is there
         self._woken = threading.Event()
         self.engine.wake = self._woken.set
@@ -106,8 +108,9 @@ class Bench:
     @property
     def media(self) -> dict[str, int]:
         """Blocks that were loaded, by where from."""
-        connector = self.engine.connector
-        return {} if connector is None else {k.name: v for k, v in connector.stats().num_loaded_blocks.items() if v}
+        if self._tiers is None:
+            return {}
+        return {k.name: v for k, v in self._tiers.stats().num_loaded_blocks.items() if v}
 
 
 @contextmanager

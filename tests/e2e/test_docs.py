@@ -87,6 +87,7 @@ COMMANDS_NOT_RUN = {
 BLOCKS_NOT_RUN = {
     "Qwen/Qwen3-0.6B": "is on the hub",
     "register_scheduler": "is a part of a package",
+    "register_kv_connector": "is a part of a package",
 }
 """What a program of a page contains that cannot be run."""
 

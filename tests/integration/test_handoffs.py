@@ -290,3 +290,27 @@ async def test_parameters_of_gateways_go_through_vllms_protocol(model: Path) -> 
             error = await failure(client.generate(max_tokens=1, kv_transfer_params_json="[1]"))
             assert isinstance(error, InvalidArgument)
             assert error.field == "kv_transfer_params_json"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_parameters_go_to_the_engines_own_connector_and_its_come_back(model: Path, stream: bool) -> None:
+    asks = {"do_remote_decode": True, "do_remote_prefill": True, "lmcache": [1, {"a": "\u00e9"}]}
+    config = DisaggregationConfig(gateway=True, connector="OursConnector")
+    async with engine_of("a") as a, openai_server(model, engines=[a.address], disaggregation=config) as server:
+        body = {**COMPLETION, "kv_transfer_params": asks, "stream": stream}
+        done = await server.http.post("/v1/completions", json=body)
+        answers = events(done) if stream else [done.json()]
+        assert answers[-1]["kv_transfer_params"] == {"kept": asks}
+        assert not any("kv_transfer_params" in each for each in answers[:-1])
+        client = VllmClient(server.server)
+        (complete,) = await client.outputs(seed=3, max_tokens=1, kv_transfer_params_json=json.dumps(asks))
+        assert json.loads(complete.kv_transfer_params_json) == {"kept": asks}
+        info = await client.stub.GetServerInfo(vllm_pb.GetServerInfoRequest())
+        assert (info.kv_connector, info.kv_role, info.pairing_protocol) == ("OursConnector", "kv_both", "")
+        long = {"a": "x" * 16_384}
+        for wrong in ([1], "x", long):
+            refused = await server.http.post("/v1/completions", json={**COMPLETION, "kv_transfer_params": wrong})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "kv_transfer_params"
+        assert [json.loads(each.kv_transfer_params) for each in a.requests] == [asks, asks]
+        assert not any(each.lease_kv for each in a.requests)

@@ -22,6 +22,7 @@ from penstock_enginecore.core.kv_transfer.counts import TransferCounts
 from penstock_enginecore.core.kv_transfer.layout import layout_of
 from penstock_enginecore.core.kv_transfer.leases import Leases
 from penstock_enginecore.core.kv_transfer.source import LeasedBlocks
+from penstock_enginecore.core.kv_transfer.tiers import TieredConnector
 from penstock_enginecore.core.kv_transfer.transfers import Observe, Transfer
 from penstock_enginecore.rpc.kv.offers import Offers
 from penstock_enginecore.rpc.kv.peers import Peers
@@ -56,7 +57,7 @@ def transferring(
         counts.ended(transfer)
         observe(transfer)
 
-    if engine.connector is not None:
+    if isinstance(engine.connector, TieredConnector):
         engine.connector.observe = count
         registry.register(TierCollector(engine.connector.stats, ready))
         registry.register(TransferCollector(counts, engine.connector.stats, ready))
@@ -146,7 +147,7 @@ def _begin(
         fingerprint=fingerprint,
     )
     engine.leases = LeasedBlocks(leases, kv_cache, identity, block_bytes=copier.block_bytes)
-    if engine.connector is not None:
+    if isinstance(engine.connector, TieredConnector):
         engine.connector.take_from(peers)
     return msgspec.structs.replace(
         ready,

@@ -1,8 +1,8 @@
 """Plugins: installed packages that add to an engine before it starts.
 
 A plugin is a function of no arguments, named by an entry point of the group ``penstock.plugins``. It calls what it is here
-for: ``register_scheduler``, ``register_executor``, ``register_backend`` (attention), ``register_utility``. With several
-plugins the order is that of their names.
+for: ``register_scheduler``, ``register_executor``, ``register_backend`` (attention), ``register_kv_connector``,
+``register_utility``. With several plugins the order is that of their names.
 """
 
 from collections.abc import Sequence

@@ -280,7 +280,11 @@ class AsyncLLM:
         self.inputs.check(core_request, limits)
         live.lora = await self.adapters.of_request(request.context)
         core_request = msgspec.structs.replace(
-            core_request, lora=live.lora, lease_kv=request.kv.lease, kv_source=request.kv.source
+            core_request,
+            lora=live.lora,
+            lease_kv=request.kv.lease,
+            kv_source=request.kv.source,
+            kv_transfer_params=request.kv.params,
         )
         get_logger().debug(
             "request", request=live.request_id, tenant=request.context.tenant, priority=request.context.priority

@@ -40,11 +40,12 @@ class MixedPrompt(msgspec.Struct, frozen=True):
 
 class KvParams(msgspec.Struct, frozen=True):
     """What a gateway says of a request's keys and values. ``lease``: they are kept for a while when the request ends; ``source``:
-    who keeps those of the request that this one goes on with.
+    who keeps those of the request that this one goes on with. ``params``: what engines' own connector is told, a JSON object.
     """
 
     lease: bool = False
     source: KvSource | None = None
+    params: str = ""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +85,8 @@ class Finish(msgspec.Struct, frozen=True):
     usage: Usage
     kv_source: KvSource | None = None
     """Who keeps its keys and values, where that was asked for."""
+    kv_params: str = ""
+    """What engines' own connector says of them, a JSON object; empty: nothing."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ counts as output.
 
 import asyncio
 import hashlib
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -543,6 +544,8 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             output.MergeFrom(self._handoff(request))
         elif message.lease_kv and output.finish_reason:
             output.kv_source.CopyFrom(self._source(request))
+        elif message.kv_transfer_params and output.finish_reason:
+            output.kv_transfer_params = json.dumps({"kept": json.loads(message.kv_transfer_params)})
         if params.HasField("logprobs"):
             output.new_logprobs.CopyFrom(logprobs_of(output.new_token_ids, params.logprobs))
         if output.finish_reason:

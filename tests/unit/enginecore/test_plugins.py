@@ -10,6 +10,7 @@ from penstock_enginecore import plugins
 from penstock_enginecore.attention import factory as attention
 from penstock_enginecore.core import extensions
 from penstock_enginecore.core.control import EngineControl
+from penstock_enginecore.core.kv_transfer import registry
 from penstock_enginecore.core.scheduler import base as scheduler
 from penstock_enginecore.executor import factory
 from tests.fakes.engines.engine_harness import OtherScheduler, make_config, make_engine
@@ -68,6 +69,7 @@ def test_all_installed_plugins_are_loaded_when_none_is_named() -> None:
 def test_a_plugin_can_add_each_kind_of_thing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "_KNOWN", dict(scheduler._KNOWN))
     monkeypatch.setattr(factory, "_KNOWN", dict(factory._KNOWN))
+    monkeypatch.setattr(registry, "_KNOWN", {})
     monkeypatch.setattr(attention, "_FACTORIES", dict(attention._FACTORIES))
     monkeypatch.setattr(extensions, "_ADDED", {"engine": {}, "worker": {}})
 
@@ -79,11 +81,13 @@ def test_a_plugin_can_add_each_kind_of_thing(monkeypatch: pytest.MonkeyPatch) ->
     factory.register_executor("mine", f"{HERE}:made_executor")
     attention.register_backend("mine", lambda: made)  # type: ignore[arg-type, return-value]
     extensions.register_utility("num_blocks", num_blocks)
+    registry.register_kv_connector("mine", "tests.fakes.engines.shared_store:StoreConnector")
     engine = make_engine(num_blocks=20, scheduler="mine")
     assert isinstance(engine.scheduler, OtherScheduler)
     assert EngineControl(engine).utilities.invoke("num_blocks", [2]) == 40
     assert attention.create_backend("mine", attention.torch.device("cpu")) is made
     assert factory.make_executor(make_config(kind="mine")) == "an executor"
+    assert registry._KNOWN == {"mine": "tests.fakes.engines.shared_store:StoreConnector"}
     with pytest.raises(ValueError, match="registered already"):
         extensions.register_utility("num_blocks", num_blocks)
 

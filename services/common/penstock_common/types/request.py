@@ -69,6 +69,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Output tokens of this attempt after which the request is handed over; 0: never."""
     lease_kv: bool = False
     """Whether the blocks are kept for a while when the request ends as it should."""
+    kv_transfer_params: str = ""
+    """For the connector that a plugin has added to the engine, a JSON object; empty: nothing is said."""
 
     @property
     def skips_prefix_cache(self) -> bool:

@@ -164,12 +164,26 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 f"kv_transfer.transport is {self.kv_transfer.transport!r} and cache.enable_prefix_caching false; blocks go by "
                 "what they hold, set it to true"
             )
+        if self.kv_transfer.connector:
+            self._check_connector(self.kv_transfer.connector)
         if self.data_parallel.grouped:
             self._check_rank()
         elif self.expert_parallel.enabled:
             raise ConfigError(
                 f"expert_parallel.enabled is true and data_parallel.size {self.data_parallel.size}; the ranks of a group share "
                 "experts, 2 or more"
+            )
+
+    def _check_connector(self, name: str) -> None:
+        if not self.cache.enable_prefix_caching:
+            raise ConfigError(
+                f"kv_transfer.connector is {name!r} and cache.enable_prefix_caching false; blocks go by what they hold, set it "
+                "to true"
+            )
+        if self.cache.host_memory:
+            raise ConfigError(
+                f"kv_transfer.connector is {name!r} and cache.host_memory {self.cache.host_memory}; one of them brings blocks: "
+                "leave host_memory 0"
             )
 
     def _check_rank(self) -> None:

@@ -83,6 +83,13 @@ class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             "blocks; taken at the start.",
         ),
     ] = 64 * 1024 * 1024
+    connector: Annotated[
+        str,
+        Meta(
+            description="Connector that brings blocks in place of all of this and of cache.host_memory: a name that a plugin "
+            "registered, or package.module:Class; it is given kv_transfer_params of requests. Empty: none."
+        ),
+    ] = ""
     tls: ClientTlsConfig = ClientTlsConfig()
 
     def __post_init__(self) -> None:
@@ -94,6 +101,11 @@ class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 raise ConfigError(f"kv_transfer.advertise is {self.advertise!r}; it {e}") from None
         for place, text in enumerate(self.allowed_addresses):
             _check_allowed(place, text)
+        if self.connector and self.enabled:
+            raise ConfigError(
+                f"kv_transfer.connector is {self.connector!r} and kv_transfer.transport {self.transport!r}; one of them brings "
+                "blocks: leave transport 'off'"
+            )
         if self.max_lease < self.lease:
             raise ConfigError(
                 f"kv_transfer.max_lease is {self.max_lease:g}; it must not be less than kv_transfer.lease = {self.lease:g}"

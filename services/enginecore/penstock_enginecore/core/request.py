@@ -2,6 +2,9 @@
 
 import enum
 import itertools
+from typing import Any
+
+import msgspec
 
 from penstock_common.types.outputs import EngineCoreEvent, EventType, FinishReason, SpecDecodingStats
 from penstock_common.types.pooling import PoolingParams
@@ -78,7 +81,7 @@ class Request:
     ``num_uncharged_embeds``: computed for it, and not yet counted for its tenant's share.
     ``lora``: its adapter, with the digest once that is known; ``lora_use``: keeps it, from when it is loaded to the end.
     ``hands_over``: at ``max_tokens`` it goes on elsewhere. ``lease_kv``: its blocks are kept for a while when it ends as it
-    should. ``kv_source``: who has blocks of it, as its client knows.
+    should. ``kv_source``: who has blocks of it, as its client knows. ``kv_transfer_params``: what a plugin's connector is told.
     ``arrival`` numbers requests in the order in which the scheduler got them. ``grammar`` is set once a constraint is compiled.
     """
 
@@ -98,6 +101,7 @@ class Request:
         "hold",
         "key",
         "kv_source",
+        "kv_transfer_params",
         "lease_kv",
         "loaded_tokens",
         "lora",
@@ -167,6 +171,8 @@ class Request:
             self.max_tokens = first_leg
         self.lease_kv = request.lease_kv
         self.kv_source = request.kv_source
+        said = request.kv_transfer_params
+        self.kv_transfer_params: dict[str, Any] = msgspec.json.decode(said) if said else {}
         self.stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
         self.skip_reading_prefix_cache = request.skips_prefix_cache
         self.attempt = request.attempt

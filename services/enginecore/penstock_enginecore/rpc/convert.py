@@ -31,7 +31,6 @@ from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest, Reason
 NOT_SERVED_YET = (
     "data_parallel_rank",
     "resumable",
-    "kv_transfer_params",
 )
 """Fields of a request whose feature comes later."""
 
@@ -72,6 +71,7 @@ def request_from_proto(
         kv_source=source_from_proto(message.kv_source) if message.HasField("kv_source") else None,
         handoff_after_tokens=message.handoff_after_tokens,
         lease_kv=message.lease_kv,
+        kv_transfer_params=message.kv_transfer_params,
     )
 
 
@@ -153,6 +153,7 @@ def output_to_proto(output: EngineCoreOutput) -> pb.EngineCoreOutput:
         message.spec_decoding_stats.CopyFrom(stats.speculation_to_proto(output.spec_decoding_stats))
     if output.kv_source is not None:
         message.kv_source.CopyFrom(source_to_proto(output.kv_source))
+    message.kv_transfer_params = output.kv_transfer_params
     return message
 
 

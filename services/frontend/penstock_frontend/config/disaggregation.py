@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock_common.config.checks import check_fields
+from penstock_common.errors import ConfigError
 
 
 class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,6 +28,13 @@ class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
             "computed by different servers."
         ),
     ] = False
+    connector: Annotated[
+        str,
+        Meta(
+            description="Name, told to gateways, of the connector that a plugin adds to engines (their kv_transfer.connector): "
+            "kv_transfer_params go to it as they are. Empty: they are in NIXL's words, for the engines' own transfers."
+        ),
+    ] = ""
     allowed_addresses: Annotated[
         tuple[str, ...],
         Meta(
@@ -37,3 +45,8 @@ class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
 
     def __post_init__(self) -> None:
         check_fields("disaggregation", self)
+        if self.connector and not self.gateway:
+            raise ConfigError(
+                f"disaggregation.connector is {self.connector!r} and disaggregation.gateway false; set gateway to true, or leave "
+                "connector empty"
+            )

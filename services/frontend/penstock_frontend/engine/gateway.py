@@ -7,12 +7,12 @@ import msgspec
 from penstock_common.addresses import split, with_port
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.kv_transfer import KvSource
-from penstock_frontend.call_types import KvParams
+from penstock_frontend.call_types import Finish, KvParams
 from penstock_frontend.config import DisaggregationConfig
 from penstock_frontend.ports import EngineView
 
 CONNECTOR = "NixlConnector"
-"""Whose parameters these are, as gateways know them."""
+"""Whose parameters these are, as gateways know them, where engines have no connector of their own."""
 MAX_BYTES = 16 * 1024
 """Of the parameters as JSON."""
 _ID_BYTES = 16
@@ -25,7 +25,8 @@ _NONE = KvParams()
 class KvGateway:
     """Reads ``kv_transfer_params`` and writes those of answers. A request with ``do_remote_decode`` has its blocks kept when it
     ends; its answer's parameters, given back as they are, tell the second request who keeps them. Who is not an engine of
-    ``view``, nor allowed, is not asked for anything.
+    ``view``, nor allowed, is not asked for anything. Where engines have a connector of their own, parameters go
+    there as they are.
     """
 
     def __init__(self, config: DisaggregationConfig, view: EngineView) -> None:
@@ -37,6 +38,11 @@ class KvGateway:
         """Whether there are such parameters here."""
         return self._config.gateway
 
+    @property
+    def connector(self) -> str:
+        """Whose parameters these are."""
+        return self._config.connector or CONNECTOR
+
     def read(self, given: Any, *, n: int, field: str, of: str = "n") -> KvParams:
         """The parameters of a request for ``n`` sequences, which its field ``of`` says; null and an empty object say nothing.
         Raises Unimplemented where they are not served, InvalidArgument for what they cannot be.
@@ -47,8 +53,11 @@ class KvGateway:
             raise Unimplemented(f"{field} is not served", field=field)
         if not isinstance(given, dict):
             raise InvalidArgument(f"{field} is no object", field=field)
-        if (size := len(msgspec.json.encode(given))) > MAX_BYTES:
-            raise InvalidArgument(f"{field} has {size} bytes; it must have at most {MAX_BYTES}", field=field)
+        text = msgspec.json.encode(given)
+        if len(text) > MAX_BYTES:
+            raise _too_long(field, len(text))
+        if self._config.connector:
+            return KvParams(params=text.decode())
         flags = {name: _flag(given, name, field) for name in _FLAGS}
         if all(flags.values()):
             raise InvalidArgument(f"{field} has both {' and '.join(_FLAGS)}; set one", field=field)
@@ -64,11 +73,13 @@ class KvGateway:
         """As ``read``, of a JSON object as text."""
         if not text:
             return _NONE
-        if not self.serves or len(text) > MAX_BYTES:
-            return self.read({"": text}, n=n, field=field)  # refused, whatever it says
+        if not self.serves:
+            raise Unimplemented(f"{field} is not served", field=field)
+        if (size := len(text.encode())) > MAX_BYTES:
+            raise _too_long(field, size)
         try:
             return self.read(msgspec.json.decode(text), n=n, field=field)
-        except msgspec.DecodeError as e:
+        except (msgspec.DecodeError, RecursionError) as e:
             raise InvalidArgument(f"{field} is no JSON: {e}", field=field) from None
 
     def _may_ask(self, source: KvSource | None) -> bool:
@@ -80,8 +91,16 @@ class KvGateway:
         return source.address in allowed or split(source.address)[0] in allowed
 
 
-def answer_of(source: KvSource) -> dict[str, Any]:
-    """The parameters of an answer, for whoever goes on with it."""
+def answer_of(finish: Finish) -> dict[str, Any] | None:
+    """The parameters of the answer of a sequence that has ended so, for whoever goes on with it; None where it has none."""
+    if finish.kv_params:
+        said: dict[str, Any] = msgspec.json.decode(finish.kv_params)
+        return said
+    return None if finish.kv_source is None else params_of(finish.kv_source)
+
+
+def params_of(source: KvSource) -> dict[str, Any]:
+    """In NIXL's words, who keeps the blocks."""
     host, port = split(source.address)
     return {
         "do_remote_prefill": True,
@@ -97,6 +116,10 @@ def answer_of(source: KvSource) -> dict[str, Any]:
             "fingerprint": source.fingerprint.hex(),
         },
     }
+
+
+def _too_long(field: str, size: int) -> InvalidArgument:
+    return InvalidArgument(f"{field} has {size} bytes; it must have at most {MAX_BYTES}", field=field)
 
 
 def _flag(given: dict[str, Any], name: str, field: str) -> bool:

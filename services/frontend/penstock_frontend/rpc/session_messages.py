@@ -74,6 +74,7 @@ def add_request(
         add.kv_source.CopyFrom(source_to_proto(request.kv_source))
     add.handoff_after_tokens = request.handoff_after_tokens
     add.lease_kv = request.lease_kv
+    add.kv_transfer_params = request.kv_transfer_params
     return message
 
 
@@ -215,6 +216,8 @@ def _output(message: pb.EngineCoreOutput, take: parts.TakeTensor | None) -> Engi
             output.error = _error(message.error)
     if message.HasField("kv_source"):
         output.kv_source = source_from_proto(message.kv_source)
+    if message.kv_transfer_params:
+        output.kv_transfer_params = message.kv_transfer_params
     if message.HasField("pooling_output"):
         output.pooling_output = parts.vectors_from_proto(message.pooling_output, take)
     return output

@@ -10,7 +10,7 @@ from penstock_common.types.cluster import EngineStatus
 from penstock_common.types.kv_transfer import KvSource
 from penstock_frontend.call_types import KvParams
 from penstock_frontend.config import DisaggregationConfig
-from penstock_frontend.engine.gateway import MAX_BYTES, KvGateway, answer_of
+from penstock_frontend.engine.gateway import MAX_BYTES, KvGateway, params_of
 
 SOURCE = KvSource(
     engine_id="a", incarnation="1", address="h:50054", lease_id=b"l" * 16, num_tokens=1024, fingerprint=b"f" * 16
@@ -41,7 +41,7 @@ def test_what_says_nothing_asks_for_nothing(given: Any) -> None:
 def test_a_first_request_has_its_blocks_kept_and_a_second_one_gets_them() -> None:
     first = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
     assert read(first) == KvParams(lease=True)
-    answer = msgspec.json.decode(msgspec.json.encode(answer_of(SOURCE)))
+    answer = msgspec.json.decode(msgspec.json.encode(params_of(SOURCE)))
     assert (answer["do_remote_prefill"], answer["do_remote_decode"]) == (True, False)
     assert (answer["remote_host"], answer["remote_port"]) == ("h", 50054)
     assert read(answer) == KvParams(source=SOURCE)
@@ -49,14 +49,14 @@ def test_a_first_request_has_its_blocks_kept_and_a_second_one_gets_them() -> Non
 
 def test_a_source_with_an_ipv6_address_comes_back() -> None:
     source = msgspec.structs.replace(SOURCE, address="[::1]:50054")
-    assert read(answer_of(source), gateway=gateway("[::1]:50054")).source == source
+    assert read(params_of(source), gateway=gateway("[::1]:50054")).source == source
 
 
 @pytest.mark.parametrize(
     ("allowed", "asked"), [((), False), (("h",), True), (("h:50054",), True), (("h:50055", "i"), False)]
 )
 def test_only_engines_of_the_view_and_those_allowed_are_asked(allowed: tuple[str, ...], asked: bool) -> None:
-    found = read(answer_of(SOURCE), gateway=gateway("other:1", allowed_addresses=allowed))
+    found = read(params_of(SOURCE), gateway=gateway("other:1", allowed_addresses=allowed))
     assert found == KvParams(source=SOURCE if asked else None)
 
 
@@ -85,7 +85,7 @@ def test_without_the_setting_they_are_refused_by_name(given: Any) -> None:
 )
 def test_what_no_answer_had_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message) as refused:
-        read(answer_of(SOURCE) | change)
+        read(params_of(SOURCE) | change)
     assert refused.value.field.startswith("kv_transfer_params")
 
 
@@ -102,7 +102,7 @@ def test_a_first_request_has_one_sequence() -> None:
 
 
 def test_parameters_as_text_are_the_same() -> None:
-    text = msgspec.json.encode(answer_of(SOURCE)).decode()
+    text = msgspec.json.encode(params_of(SOURCE)).decode()
     assert gateway("h:50054").read_json(text, n=1, field="f") == KvParams(source=SOURCE)
     assert gateway().read_json("", n=1, field="f") == KvParams()
     for wrong, message in (("{", "f is no JSON"), ("[1]", "f is no object"), ("x" * (MAX_BYTES + 1), "at most 16384")):

@@ -1,9 +1,11 @@
 """Who brings blocks of keys and values into the pool, and takes note of those that leave it."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from penstock_common.types.kv_transfer import BlockName, KvMedium
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.kv_transfer.copier import BlockCopier
 from penstock_enginecore.core.request import Request
 
 
@@ -42,11 +44,22 @@ class BlockHolder(Protocol):
 class KVConnector(Protocol):
     """Brings what is not in the pool. Nothing waits in it, and it raises nothing: what it cannot bring is computed.
 
-    All calls come from the thread of the busy loop. ``wake`` of whoever made it is called from any thread when a load has ended.
+    All calls but ``check`` come from the thread of the busy loop. ``wake`` of whoever made it is called from any thread when a
+    load has ended.
     """
 
     def attach(self, blocks: BlockHolder) -> None:
         """Whose blocks they are; once, before everything else."""
+
+    def check(self, params: Mapping[str, Any]) -> None:
+        """Any thread: look at ``kv_transfer_params`` before their request is queued. Raises InvalidArgument, or Unimplemented
+        where it takes none.
+        """
+
+    def answer(self, request: Request) -> Mapping[str, Any] | None:
+        """What is to be told of a request that has ended as it should, and has its blocks still: it becomes the
+        ``kv_transfer_params`` of the answer. None: nothing.
+        """
 
     def lookup(self, request: Request, names: Sequence[Sequence[BlockName]]) -> int:
         """How many blocks in a row somebody has. ``names``: for each place of a block, those of all groups that are needed there.
@@ -102,3 +115,12 @@ class KVConnector(Protocol):
 
     def shutdown(self) -> None:
         """End what runs beside the engine. Idempotent."""
+
+
+class PluggedConnector(KVConnector, Protocol):
+    """One that a plugin adds, in place of the engine's own. ``lookup`` and ``load`` find the request's parameters in
+    ``request.kv_transfer_params``.
+    """
+
+    def begin(self, copier: BlockCopier, kv_cache: KVCacheConfig) -> None:
+        """The KV cache is there, and no step was: blocks are read and written by ``copier``. Raises ConfigError."""

@@ -6,16 +6,24 @@ from penstock_common.errors import ConfigError
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.kv_transfer.base import PluggedConnector
 from penstock_enginecore.core.kv_transfer.copier import BlockCopier
 from penstock_enginecore.core.kv_transfer.disk_tier import BlockStore
+from penstock_enginecore.core.kv_transfer.registry import ConnectorContext, create_connector
 from penstock_enginecore.core.kv_transfer.tiers import TieredConnector
 from penstock_enginecore.core.model_info import ModelInfo
 
 
 def make_connector(
     config: EngineCoreConfig, model: ModelInfo, wake: Callable[[], None], clock: Callable[[], float]
-) -> TieredConnector | None:
-    """None where nothing is configured that brings blocks. Raises ConfigError for a model that keeps none."""
+) -> TieredConnector | PluggedConnector | None:
+    """None where nothing is configured that brings blocks. Raises ConfigError for a model that keeps none, and for a connector
+    that cannot be had.
+    """
+    if name := config.kv_transfer.connector:
+        if model.pooling is not None:
+            raise ConfigError(f"kv_transfer.connector is {name!r} and the model pools: it keeps no keys and values")
+        return create_connector(ConnectorContext(config, model, wake, clock))
     if not config.cache.host_memory and not config.kv_transfer.enabled:
         return None
     if config.cache.host_memory and model.pooling is not None:
@@ -28,7 +36,7 @@ OpenStore = Callable[[EngineCoreConfig, ModelInfo, KVCacheConfig, BlockCopier], 
 
 
 def begin_connector(
-    connector: TieredConnector,
+    connector: TieredConnector | PluggedConnector,
     config: EngineCoreConfig,
     executor: Executor,
     model: ModelInfo,
@@ -37,6 +45,9 @@ def begin_connector(
 ) -> None:
     """The KV cache is there. Raises ConfigError for memory that no block fits in, and for a disk that cannot be had."""
     copier = executor.block_copier()
+    if not isinstance(connector, TieredConnector):
+        connector.begin(copier, kv_cache)
+        return
     num_slots = config.cache.host_memory // copier.block_bytes
     if config.cache.host_memory and num_slots < 1:
         raise ConfigError(

@@ -4,12 +4,13 @@ import contextlib
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from penstock_common.errors import Unimplemented
 from penstock_common.observability.tracing import Headers
 from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_enginecore.core.kv_transfer.base import BlockHolder, LoadEnded, Place
@@ -101,6 +102,17 @@ class TieredConnector:
         if self._copier is None:
             raise RuntimeError("begin must come before take_from")
         self._peers = PeerLoads(peers, self._copier)
+
+    def check(self, params: Mapping[str, Any]) -> None:  # noqa: ARG002 - a protocol
+        """See ``KVConnector``."""
+        raise Unimplemented(
+            "kv_transfer_params is set; it is for the connector of a plugin, and kv_transfer.connector names none",
+            field="kv_transfer_params",
+        )
+
+    def answer(self, request: Request) -> Mapping[str, Any] | None:  # noqa: ARG002 - a protocol
+        """See ``KVConnector``. Who keeps its blocks is a source, not parameters."""
+        return None
 
     def lookup(self, request: Request, names: Sequence[Sequence[BlockName]]) -> int:
         """See ``KVConnector``."""

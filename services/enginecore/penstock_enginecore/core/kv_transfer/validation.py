@@ -1,14 +1,37 @@
 """What a request may say of its keys and values elsewhere. Pure checks, safe on any thread."""
 
+import msgspec
+
 from penstock_common.addresses import split
-from penstock_common.errors import InvalidArgument
+from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.request import EngineCoreRequest
+from penstock_enginecore.core.kv_transfer.base import KVConnector
 
 ID_BYTES = 16
 """Of a lease, and of a fingerprint."""
 MAX_NAME_LENGTH = 256
 """Of ids, incarnations and addresses, in characters."""
+MAX_PARAMS_BYTES = 16 * 1024
+"""Of ``kv_transfer_params``."""
+
+
+def check_params(text: str, connector: KVConnector | None) -> None:
+    """Raise Unimplemented for ``kv_transfer_params`` that nobody takes, InvalidArgument for what is no JSON object, is too long,
+    or is not what the connector takes.
+    """
+    field = "kv_transfer_params"
+    if connector is None:
+        raise Unimplemented(f"{field} is set; kv_transfer.connector names no connector that takes it", field=field)
+    if (size := len(text.encode())) > MAX_PARAMS_BYTES:
+        raise InvalidArgument(f"{field} has {size} bytes; it must have at most {MAX_PARAMS_BYTES}", field=field)
+    try:
+        params = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as e:
+        raise InvalidArgument(f"{field} is no JSON: {e}", field=field) from None
+    if not isinstance(params, dict):
+        raise InvalidArgument(f"{field} is no object", field=field)
+    connector.check(params)
 
 
 def check_kv_transfer(request: EngineCoreRequest) -> None:

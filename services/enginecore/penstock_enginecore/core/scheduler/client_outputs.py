@@ -93,10 +93,16 @@ class ClientOutputs:
 
     def add_source(self, request: Request, source: KvSource) -> None:
         """Say on the request's last output, which is there already, who keeps its blocks."""
-        of_request = (
-            o for o in reversed(self._clients[request.client_id].outputs) if o.request_id == request.request_id
-        )
-        next(of_request).kv_source = source
+        self._last(request).kv_source = source
+
+    def add_answer(self, request: Request, answer: str) -> None:
+        """Likewise what a plugin's connector says of it, if that is anything."""
+        if answer:
+            self._last(request).kv_transfer_params = answer
+
+    def _last(self, request: Request) -> EngineCoreOutput:
+        outputs = reversed(self._clients[request.client_id].outputs)
+        return next(output for output in outputs if output.request_id == request.request_id)
 
     def _add_whole(
         self,

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import msgspec
+
 from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_common.types.outputs import KvTransferStats
 from penstock_enginecore.core.hold import Hold
@@ -91,6 +93,11 @@ class KvLoads:
     def opened(self, request: Request) -> None:
         """A request has come."""
         self._connector.opened(request)
+
+    def answer(self, request: Request) -> str:
+        """What is told of a request that has ended as it should, as JSON; empty: nothing."""
+        said = self._connector.answer(request)
+        return "" if said is None else msgspec.json.encode(said).decode()
 
     def closed(self, request: Request) -> None:
         """A request has ended, wherever it was."""

@@ -152,6 +152,8 @@ class RequestLifecycle:
             self.finished_keys.append(request.key)
             if (source := self._keep_blocks(request)) is not None:
                 self._outputs.add_source(request, source)
+            if self._kv_loads is not None and request.status in _NORMAL_ENDS:
+                self._outputs.add_answer(request, self._kv_loads.answer(request))
             self._forget(request)
         if requests:
             self._running.drop_finished()

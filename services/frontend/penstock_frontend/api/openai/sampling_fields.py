@@ -204,8 +204,8 @@ def kv_params(body: SamplingFields, gateway: KvGateway, *, num_sequences: int, o
 
 def kv_answer(finishes: Iterable[Finish | None]) -> dict[str, Any] | msgspec.UnsetType:
     """The parameters of an answer whose sequences ended so: of the only one that has some."""
-    sources = [finish.kv_source for finish in finishes if finish is not None and finish.kv_source is not None]
-    return answer_of(sources[0]) if len(sources) == 1 else msgspec.UNSET
+    answers = [said for finish in finishes if finish is not None and (said := answer_of(finish)) is not None]
+    return answers[0] if len(answers) == 1 else msgspec.UNSET
 
 
 def values(body: SamplingFields) -> dict[str, Any]:

@@ -181,14 +181,15 @@ class VllmEngineServicer:
 
     def _kv_info(self) -> dict[str, Any]:
         """Of engines that give keys and values away. Those of one fingerprint can have each other's."""
-        giving = [each for each in self._llm.engines.view.cluster() if each.kv_address and each.kv_fingerprint]
+        known, connector = self._llm.engines.view.cluster(), self._llm.gateway.connector
+        giving = [e for e in known if connector != CONNECTOR or (e.kv_address and e.kv_fingerprint)]
         if not giving:
             return {}
         roles = {each.role for each in giving}
         role = _KV_ROLES[roles.pop() if len(roles) == 1 else EngineRole.BOTH]
         fingerprints = {each.kv_fingerprint for each in giving}
         return {
-            "kv_connector": CONNECTOR,
+            "kv_connector": connector,
             "kv_role": role,
             "kv_engine_id": giving[0].engine_id,
             "pairing_protocol": fingerprints.pop().hex() if len(fingerprints) == 1 else "",

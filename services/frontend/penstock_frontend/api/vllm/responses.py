@@ -65,8 +65,8 @@ class GenerateResponses:
             input_logprobs=_input_logprobs(prompt_logprobs, self._live.prompt_token_ids, self._prompt_top),
             index=output.index,
         )
-        if finish.kv_source is not None:
-            complete.kv_transfer_params_json = msgspec.json.encode(answer_of(finish.kv_source)).decode()
+        if (said := answer_of(finish)) is not None:
+            complete.kv_transfer_params_json = msgspec.json.encode(said).decode()
         if isinstance(finish.stop_reason, str):
             complete.matched_stop_str = finish.stop_reason
         elif finish.stop_reason is not None:
