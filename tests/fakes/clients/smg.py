@@ -20,12 +20,18 @@ START_TIMEOUT = PATIENCE
 
 
 @contextlib.asynccontextmanager
-async def gateway(worker: str, model: Path, name: str, log: Path, *words: str) -> AsyncIterator[httpx.AsyncClient]:
+async def gateway(
+    worker: str, model: Path, name: str, log: Path, *words: str, decode: str = ""
+) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a gateway that is ready, in front of a frontend that serves ``model`` as ``name``. ``words``: more of its
-    command. RuntimeError, with its log, when it does not get ready.
+    command. ``decode``: a frontend for outputs; then ``worker`` is one for prompts. RuntimeError, with its log, when it does not
+    get ready.
     """
     port, metrics = free_port(), free_port()
-    arguments = ["--worker-urls", f"grpc://{worker}", "--host", "127.0.0.1", "--port", str(port)]
+    workers = ["--worker-urls", f"grpc://{worker}"]
+    if decode:
+        workers = ["--pd-disaggregation", "--prefill", f"grpc://{worker}", "--decode", f"grpc://{decode}"]
+    arguments = [*workers, "--host", "127.0.0.1", "--port", str(port)]
     arguments += ["--prometheus-port", str(metrics), "--model-path", str(model), *words]
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(

@@ -35,7 +35,7 @@ from penstock_frontend.api.openai.responses.response_store import ResponseStore,
 from penstock_frontend.api.openai.responses.response_writer import ResponseWriter
 from penstock_frontend.api.openai.sse import EventStream, StreamForm, named
 from penstock_frontend.async_llm import AsyncLLM
-from penstock_frontend.call_types import ChatMessage, ChatRequest
+from penstock_frontend.call_types import ChatMessage, ChatRequest, KvParams
 from penstock_frontend.chat_calls import ChatCalls
 from penstock_frontend.processing.chat.answers import ChatOutput
 
@@ -73,7 +73,8 @@ class ResponseCreation:
             self._store.messages(tenant, body.previous_response_id) if body.previous_response_id is not None else []
         )
         messages = [*before, *given_turns.messages]
-        request = _request(body, call, messages)
+        kv = sampling_fields.kv_params(body, self._llm.gateway, num_sequences=1)
+        request = _request(body, call, messages, kv)
         num_before = len(request.messages) - len(given_turns.messages)
         names = input_items.names(body, sampling_fields.names(body), given_turns.places, num_before)
         demand = demand_of(request)
@@ -187,7 +188,7 @@ def _turns(body: ResponseBody) -> input_items.Turns:
     return input_items.turns_of(body.input, options_of(body.mm_processor_kwargs, body.media_io_kwargs))
 
 
-def _request(body: ResponseBody, call: Call, messages: Sequence[ChatMessage]) -> ChatRequest:
+def _request(body: ResponseBody, call: Call, messages: Sequence[ChatMessage], kv: KvParams) -> ChatRequest:
     # Pieces also for an answer in one piece: its items are those of the stream.
     values = {**sampling_fields.values(body), "output_kind": OutputKind.DELTA}
     if body.max_output_tokens is not None:
@@ -210,6 +211,7 @@ def _request(body: ResponseBody, call: Call, messages: Sequence[ChatMessage]) ->
         template_kwargs=input_items.template_kwargs(body),
         sampling=values,
         prediction=text_of(body.prediction),
+        kv=kv,
         context=context_of(call, "resp", body),
     )
 

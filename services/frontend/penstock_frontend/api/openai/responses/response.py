@@ -77,6 +77,8 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     truncation: str = "disabled"
     usage: ResponseUsage | None = None
     user: str | None
+    kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    """Not of OpenAI's."""
 
 
 class DeletedResponse(msgspec.Struct, frozen=True, kw_only=True):

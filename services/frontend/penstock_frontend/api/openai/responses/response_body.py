@@ -136,7 +136,7 @@ def check(body: ResponseBody) -> None:
     refuse_fields(
         body, {name: use for name, use in _REFUSED.items() if name != "response_format" or raw not in (b"", b"null")}
     )
-    sampling_fields.check(body, served=("mm_processor_kwargs",))
+    sampling_fields.check(body, served=("kv_transfer_params", "mm_processor_kwargs"))
     for name, served in (("background", False), ("truncation", "disabled"), ("n", 1)):
         if (value := getattr(body, name)) not in (None, served):
             raise Unimplemented(f"{name} is {value!r}; only {served!r} is served", field=name)

@@ -30,6 +30,7 @@ from penstock_frontend.api.openai.responses.response import (
     ResponseError,
     ResponseUsage,
 )
+from penstock_frontend.api.openai.sampling_fields import kv_answer
 from penstock_frontend.call_types import Finish
 from penstock_frontend.processing.chat.answers import ChatOutput
 from penstock_frontend.processing.chat.blocks import Block, BlockKind, BlockPiece, Blocks
@@ -106,12 +107,14 @@ class ResponseWriter:
             output_tokens_details=OutputTokensDetails(min(self._reasoning.total, usage.completion_tokens)),
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
         )
+        kv = kv_answer([finish])
         if finish.reason is FinishReason.ABORT:
             self._end(response.CANCELLED, usage=told)
         elif (why := _INCOMPLETE.get(finish.reason)) is not None:
-            self._end(response.INCOMPLETE, usage=told, incomplete_details=IncompleteDetails(why))
+            why_not = IncompleteDetails(why)
+            self._end(response.INCOMPLETE, usage=told, incomplete_details=why_not, kv_transfer_params=kv)
         else:
-            self._end(response.COMPLETED, usage=told)
+            self._end(response.COMPLETED, usage=told, kv_transfer_params=kv)
 
     def _end(self, status: str, **fields: Any) -> None:
         complete = status == response.COMPLETED
