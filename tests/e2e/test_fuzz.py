@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.fuzz import params
 from tests.fuzz.run import Options, fuzz, report
 
 pytestmark = pytest.mark.slow
@@ -37,3 +38,13 @@ async def test_hostile_requests_are_their_senders_errors_and_leave_nothing_behin
     result = await fuzz(options)
     assert not result.wrong, report(result)
     assert result.findings.count >= 1000
+
+
+async def test_hostile_kv_transfer_params_are_their_senders_errors_and_name_nobody_else() -> None:
+    campaign, sources, leases = await params.fuzz(1000, seed=3)
+    assert sum(campaign.statuses.values()) + sum(campaign.codes.values()) == 1000
+    assert campaign.statuses.keys() == {200, 400}
+    assert campaign.codes.keys() == {"OK", "INVALID_ARGUMENT"}
+    assert sources > 0
+    assert leases > 0
+    assert campaign.neighbours > 0

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from penstock_common.config.loader import load
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import (
     CoordinatorClientConfig,
@@ -84,3 +85,66 @@ def test_a_group_goes_on_with_no_more_ranks_than_it_begins_with():
 def test_ranks_are_reached_at_an_ip_address():
     with pytest.raises(ConfigError, match=r"data_parallel\.address is 'engine-0'; it must be an IP address"):
         DataParallelConfig(address="engine-0")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"role": "encode"}, "role is 'encode'; known: both, prefill, decode"),
+        (
+            {"kv_transfer.transport": "rdma"},
+            "kv_transfer.transport is 'rdma'; known: auto, grpc, shared_memory, nixl, off",
+        ),
+        ({"kv_transfer.port": "65536"}, "kv_transfer.port is 65536; it must be from 0 to 65535"),
+        ({"kv_transfer.lease": "0.01"}, "kv_transfer.lease is 0.01; it must be from 0.05 to 3600"),
+        ({"kv_transfer.lease": "nan"}, "kv_transfer.lease is nan"),
+        ({"kv_transfer.max_lease": "1"}, "kv_transfer.max_lease is 1; it must not be less than kv_transfer.lease = 5"),
+        (
+            {"kv_transfer.max_leased_fraction": "1.5"},
+            "kv_transfer.max_leased_fraction is 1.5; it must be from 0 to 1",
+        ),
+        ({"kv_transfer.silence": "61"}, "kv_transfer.silence is 61; it must be from 0.05 to 60"),
+        ({"kv_transfer.arena": "1KiB"}, "kv_transfer.arena is 1024; it must be at least 1MiB"),
+        ({"kv_transfer.advertise": "engine:0"}, "kv_transfer.advertise is 'engine:0'; it must be host:port"),
+        ({"kv_transfer.advertise": "fd00::7:x"}, "kv_transfer.advertise is 'fd00::7:x'; it must"),
+        (
+            {"kv_transfer.allowed_addresses": "[a, 'b:0']"},
+            "kv_transfer.allowed_addresses[1] is 'b:0'; it must be host:port",
+        ),
+        (
+            {"kv_transfer.allowed_addresses": "[10.0.0.1/8]"},
+            "kv_transfer.allowed_addresses[0] is '10.0.0.1/8'; it is no network",
+        ),
+        (
+            {"kv_transfer.transport": "grpc", "cache.enable_prefix_caching": "false"},
+            "kv_transfer.transport is 'grpc' and cache.enable_prefix_caching false",
+        ),
+        (
+            {"kv_transfer.connector": "ours", "kv_transfer.transport": "grpc"},
+            "kv_transfer.connector is 'ours' and kv_transfer.transport 'grpc'; one of them brings blocks",
+        ),
+        (
+            {"kv_transfer.connector": "ours", "cache.host_memory": "1MiB"},
+            "kv_transfer.connector is 'ours' and cache.host_memory 1048576; one of them brings blocks",
+        ),
+        (
+            {"kv_transfer.connector": "ours", "cache.enable_prefix_caching": "false"},
+            "kv_transfer.connector is 'ours' and cache.enable_prefix_caching false",
+        ),
+        (
+            {"cache.host_memory": "1MiB", "cache.enable_prefix_caching": "false"},
+            "cache.host_memory is 1048576 and cache.enable_prefix_caching false",
+        ),
+        ({"cache.host_memory": "much"}, "cache.host_memory: 'much' is not a size"),
+        ({"cache.host_memory": "-1"}, "cache.host_memory: '-1' is not a size"),
+        ({"cache.disk": "/kv", "cache.disk_size": "1MiB"}, "cache.disk is '/kv' and cache.host_memory 0"),
+        ({"cache.disk": "/kv", "cache.host_memory": "1MiB"}, "cache.disk is '/kv' and cache.disk_size 0"),
+        ({"cache.disk_size": "1MiB", "cache.host_memory": "1MiB"}, "cache.disk is '' and cache.disk_size 1048576"),
+        ({"cache.min_load_tokens": "0"}, "cache.min_load_tokens is 0; it must be at least 1"),
+    ],
+    ids=lambda given: "" if isinstance(given, str) else ", ".join(given),
+)
+def test_settings_of_blocks_that_cannot_be_are_named_with_their_values(settings, message):
+    with pytest.raises(ConfigError) as refused:
+        load(EngineCoreConfig, overrides={"model.path": "m", **settings}, environ={})
+    assert message in str(refused.value)

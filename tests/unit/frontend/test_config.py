@@ -44,6 +44,15 @@ def test_the_served_name_is_the_last_part_of_the_path_unless_given() -> None:
         ({"engine_wait_timeout": "-1"}, "engine_wait_timeout is -1"),
         ({"drain_timeout": "nan"}, "drain_timeout is nan"),
         ({"coordinator__reconnect_max": "0"}, "coordinator.reconnect_max is 0"),
+        ({"disaggregation__min_prefill_tokens": "0"}, "disaggregation.min_prefill_tokens is 0; it must be from 1"),
+        (
+            {"disaggregation__allowed_addresses": "[a, 'b:0']"},
+            "disaggregation.allowed_addresses[1] is 'b:0'; it must be host:port",
+        ),
+        (
+            {"disaggregation__connector": "ours"},
+            "disaggregation.connector is 'ours' and disaggregation.gateway false",
+        ),
         ({"model__pth": "x"}, "did you mean 'model.path'"),
     ],
 )

@@ -68,7 +68,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         check_fields("cache", self)
         if self.host_memory and not self.enable_prefix_caching:
             raise ConfigError(
-                "cache.host_memory is set and cache.enable_prefix_caching false; blocks are found by prefix"
+                f"cache.host_memory is {self.host_memory} and cache.enable_prefix_caching false; blocks are found by prefix"
             )
         if self.disk and not self.host_memory:
             raise ConfigError(

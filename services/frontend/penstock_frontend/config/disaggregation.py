@@ -5,6 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from penstock_common.addresses import with_default_port
 from penstock_common.config.checks import check_fields
 from penstock_common.errors import ConfigError
 
@@ -45,6 +46,11 @@ class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
 
     def __post_init__(self) -> None:
         check_fields("disaggregation", self)
+        for place, text in enumerate(self.allowed_addresses):
+            try:
+                with_default_port(text, 1)
+            except ValueError as e:
+                raise ConfigError(f"disaggregation.allowed_addresses[{place}] is {text!r}; it {e}") from None
         if self.connector and not self.gateway:
             raise ConfigError(
                 f"disaggregation.connector is {self.connector!r} and disaggregation.gateway false; set gateway to true, or leave "
