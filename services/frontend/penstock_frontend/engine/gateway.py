@@ -1,8 +1,9 @@
 """What gateways say of keys and values of requests, which they have two frontends or two engines serve: NIXL's words."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from penstock_common.addresses import split, with_port
 from penstock_common.errors import InvalidArgument, Unimplemented
@@ -158,14 +159,17 @@ def _id(text: str) -> bytes:
     return value
 
 
+_Name = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
 class _Own(msgspec.Struct, frozen=True):
-    incarnation: str
+    incarnation: _Name
     lease_id: str
-    num_tokens: int
+    num_tokens: Annotated[int, Meta(ge=0, le=2**32 - 1)]
     fingerprint: str
 
 
 class _Remote(msgspec.Struct, frozen=True):
-    remote_engine_id: str
-    remote_host: str
+    remote_engine_id: _Name
+    remote_host: Annotated[str, Meta(min_length=1, max_length=250)]
     remote_port: int
