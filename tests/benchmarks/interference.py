@@ -1,0 +1,307 @@
+"""What long prompts do to streams beside them: one engine for prompts and one for outputs, against two that do both.
+
+``python -m tests.benchmarks.interference MODEL``: streams that decode all the time, beside which prompts arrive at random (the
+same times for all) at parts of the rate at which one engine computes them. Each engine has one thread. By layout:
+
+- ``split``: an engine of prompts and one of outputs, keys and values go from one to the other;
+- ``whole``: two engines that compute a prompt in one step;
+- ``chunk N``: two engines with at most N tokens of prompts in a step beside requests that decode.
+
+All layouts are measured in turn at every load. ``--json FILE`` adds rows to a file; ``--report FILE`` only reads it: a table with
+the ratios to the better of the others, and with ``--plot`` a picture.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from tests.benchmarks.token_streams import Stream, follow, prompt, quantile
+from tests.fakes.systems.cluster import Cluster
+from tests.fakes.systems.rank_group import metric
+
+SPLIT = "split"
+ITL, TTFT, RATE = 0.35, 1.2, 0.85
+"""What ``split`` has to reach of the better of the others: the first two at most, the last at least."""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One layout at one load. Seconds; ``gaps`` between tokens of the streams, ``itl_time_p99``: the gap in which an instant lies
+    that is chosen at random, likewise.
+    """
+
+    layout: str
+    load: float
+    prompts: int
+    rate: float
+    """Prompts per second that arrived on average."""
+    itl_p50: float
+    itl_p99: float
+    itl_p999: float
+    itl_max: float
+    itl_time_p99: float
+    ttft_p50: float
+    ttft_p90: float
+    tokens_per_s: float
+    two_legs: float = 0.0
+    """Part of the prompts that went in two legs."""
+
+
+def cluster_of(layout: str, args: argparse.Namespace) -> Cluster:
+    """Its services, not started."""
+    scheduler: dict[str, Any] = {}
+    if layout == "whole":
+        scheduler = {
+            "scheduler__max_num_batched_tokens": 2 * args.tokens,
+            "scheduler__max_prompt_batch_tokens": 0,
+        }
+    elif layout.startswith("chunk"):
+        scheduler = {"scheduler__max_prompt_batch_tokens": 2 * int(layout.split()[1])}
+    transfer = {"kv_transfer__transport": args.transport, "kv_transfer__port": 0} if layout == SPLIT else {}
+    cluster = Cluster(args.model, engines=2, kv_cache_memory="1GiB", lease_seconds=5, **scheduler, **transfer)
+    if layout == SPLIT:
+        for engine, role in zip(cluster.engines, ("prefill", "decode"), strict=True):
+            engine.add_flag("role", role)
+    return cluster
+
+
+class Load:
+    """Streams that begin again when they have ended, and prompts beside them."""
+
+    def __init__(self, cluster: Cluster, args: argparse.Namespace) -> None:
+        self._stub = cluster.stub
+        self._args = args
+        self._number = 0
+        self.streams: list[Stream] = []
+        self.prompts: list[Stream] = []
+
+    async def _stream(self) -> None:
+        while True:
+            stream = Stream()
+            self.streams.append(stream)
+            self._number += 1
+            await follow(self._stub, prompt(1_000_000 + self._number, 32), self._args.stream_tokens, stream)
+            if not stream.done:
+                raise RuntimeError(f"a stream has failed: {stream.error}")
+
+    async def one(self, number: int, max_tokens: int) -> Stream:
+        """A prompt and its output."""
+        stream = await follow(self._stub, prompt(number, self._args.tokens), max_tokens, Stream())
+        if not stream.done:
+            raise RuntimeError(f"a prompt has failed: {stream.error}")
+        return stream
+
+    async def run(self, arrivals: list[float], first: int) -> tuple[float, float]:
+        """Prompts at these seconds. Returns the interval of ``--seconds`` in which they came."""
+        streams = [asyncio.create_task(self._stream()) for _ in range(self._args.streams)]
+        while sum(len(stream.tokens) > 10 for stream in self.streams) < self._args.streams:
+            await asyncio.sleep(0.05)
+            for task in streams:
+                if task.done():
+                    task.result()
+        begin = time.perf_counter()
+        asked = []
+        for number, at in enumerate(arrivals):
+            await asyncio.sleep(max(begin + at - time.perf_counter(), 0.0))
+            asked.append(asyncio.create_task(self.one(first + number, self._args.output)))
+        await asyncio.sleep(max(begin + self._args.seconds - time.perf_counter(), 0.0))
+        end = time.perf_counter()
+        self.prompts = list(await asyncio.gather(*asked))
+        for task in streams:
+            if task.done():
+                task.result()
+            task.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+        return begin, end
+
+
+def arrivals_of(rate: float, seconds: float, seed: int) -> list[float]:
+    """Seconds at which prompts come, at random with gaps of which none depends on another; as many as the rate says."""
+    random_ = random.Random(seed)
+    count = max(round(rate * seconds), 1)
+    return sorted(random_.uniform(0.0, 0.97 * seconds) for _ in range(count))
+
+
+def row_of(layout: str, load: float, rate: float, loaded: Load, begin: float, end: float, two_legs: float) -> Row:
+    """What came of the interval."""
+    gaps = [gap for stream in loaded.streams for gap in stream.gaps(begin, end)]
+    tokens = sum(begin <= at < end for s in [*loaded.streams, *loaded.prompts] for at in s.times)
+    first = [stream.ttft for stream in loaded.prompts]
+    return Row(
+        layout=layout,
+        load=load,
+        prompts=len(first),
+        rate=rate,
+        itl_p50=quantile(gaps, 0.5),
+        itl_p99=quantile(gaps, 0.99),
+        itl_p999=quantile(gaps, 0.999),
+        itl_max=max(gaps),
+        itl_time_p99=over_time(gaps, 0.99),
+        ttft_p50=statistics.median(first),
+        ttft_p90=quantile(first, 0.9),
+        tokens_per_s=tokens / (end - begin),
+        two_legs=two_legs / len(first),
+    )
+
+
+def over_time(gaps: Iterable[float], share: float) -> float:
+    """The length that the gaps around ``share`` of all instants do not exceed."""
+    ordered = sorted(gaps)
+    left = share * sum(ordered)
+    for gap in ordered:
+        left -= gap
+        if left <= 0.0:
+            return gap
+    return 0.0
+
+
+async def seconds_alone(args: argparse.Namespace) -> float:
+    """Of a prompt on the engine of prompts, with nothing beside it: the median of five."""
+    async with cluster_of(SPLIT, args) as cluster:
+        load = Load(cluster, args)
+        found = [(await load.one(10_000_000 + number, 2)).ttft for number in range(6)][1:]
+    return statistics.median(found)
+
+
+async def measure(layout: str, load: float, alone: float, seed: int, args: argparse.Namespace) -> Row:
+    """One layout at one load, its engines started for it."""
+    rate = load / alone
+    async with cluster_of(layout, args) as cluster:
+        loaded = Load(cluster, args)
+        await asyncio.gather(*(loaded.one(20_000_000 + number, 4) for number in range(2)))
+        planned = _two_legs(cluster) if layout == SPLIT else 0.0
+        begin, end = await loaded.run(arrivals_of(rate, args.seconds, seed), first=1000 * seed)
+        legs = _two_legs(cluster) - planned if layout == SPLIT else 0.0
+    return row_of(layout, load, rate, loaded, begin, end, legs)
+
+
+def _two_legs(cluster: Cluster) -> float:
+    """How many were handed over."""
+    return metric(cluster.frontend, "penstock:handover_gap_seconds_count")
+
+
+def medians(rows: Iterable[Row]) -> dict[tuple[float, str], Row]:
+    """Of the rounds of each layout at each load."""
+    by: dict[tuple[float, str], list[Row]] = {}
+    for row in rows:
+        by.setdefault((row.load, row.layout), []).append(row)
+    found = {}
+    for key, same in sorted(by.items()):
+        numbers = {
+            name: statistics.median(getattr(row, name) for row in same)
+            for name in Row.__struct_fields__
+            if name not in ("layout", "prompts")
+        }
+        found[key] = Row(layout=key[1], prompts=sum(row.prompts for row in same), **numbers)
+    return found
+
+
+def report(rows: dict[tuple[float, str], Row]) -> None:
+    """Print the table, and ratios to the best of the others in each."""
+    print(
+        "| load | layout | prompts | ITL p50 | p99 | p99.9 | most | of time, p99 | TTFT p50 | p90 | tokens/s | two legs |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    for row in rows.values():
+        waits = (row.itl_p50, row.itl_p99, row.itl_p999, row.itl_max, row.itl_time_p99, row.ttft_p50, row.ttft_p90)
+        cells = " | ".join(f"{1000 * seconds:.0f} ms" for seconds in waits)
+        legs = f"{row.two_legs:.0%}" if row.layout == SPLIT else "-"
+        print(f"| {row.load:g} | {row.layout} | {row.prompts} | {cells} | {row.tokens_per_s:.1f} | {legs} |")
+    for load in sorted({load for load, _ in rows}):
+        others = [row for (at, layout), row in rows.items() if at == load and layout != SPLIT]
+        split = rows.get((load, SPLIT))
+        if split is None or not others:
+            continue
+        ratios = {
+            f"ITL p99 (at most {ITL})": split.itl_p99 / min(row.itl_p99 for row in others),
+            "ITL p99 of time": split.itl_time_p99 / min(row.itl_time_p99 for row in others),
+            f"TTFT p50 (at most {TTFT})": split.ttft_p50 / min(row.ttft_p50 for row in others),
+            f"tokens/s (at least {RATE})": split.tokens_per_s / max(row.tokens_per_s for row in others),
+        }
+        print(f"load {load:g}: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
+
+
+def plot(path: Path, rows: dict[tuple[float, str], Row]) -> None:
+    """Draw the layouts over the load."""
+    figure = Figure(figsize=(11, 3.4), dpi=120, layout="constrained")
+    places = figure.subplots(1, 4)
+    for axes, title, name, scale in zip(
+        places,
+        ("ITL p99 (ms)", "ITL p99 over time (ms)", "TTFT p50 of prompts (s)", "tokens/s"),
+        ("itl_p99", "itl_time_p99", "ttft_p50", "tokens_per_s"),
+        (1000, 1000, 1, 1),
+        strict=True,
+    ):
+        for layout in sorted({layout for _, layout in rows}, key=lambda each: (each != SPLIT, each)):
+            loads = sorted(load for load, of in rows if of == layout)
+            values = [scale * getattr(rows[load, layout], name) for load in loads]
+            axes.plot(loads, values, marker="o", label=layout, linewidth=2.4 if layout == SPLIT else 1.2)
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("prompts, of what an engine computes", fontsize=8)
+        axes.set_ylim(bottom=0)
+    places[0].legend(fontsize=8)
+    FigureCanvasAgg(figure)  # draws without a display
+    figure.savefig(path)
+
+
+async def run(args: argparse.Namespace) -> list[Row]:
+    """All layouts in turn, load by load."""
+    alone = args.alone or await seconds_alone(args)
+    print(f"a prompt of {args.tokens} tokens alone: {alone:.2f} s", flush=True)
+    rows = []
+    for number in range(args.rounds):
+        for load in args.loads:
+            for layout in args.layouts:
+                row = await measure(layout, load, alone, args.seed + number, args)
+                print(json.dumps(msgspec.to_builtins(row)), flush=True)
+                rows.append(row)
+                if args.json:
+                    with args.json.open("a") as file:
+                        file.write(json.dumps(msgspec.to_builtins(row)) + "\n")
+    return rows
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--stream-tokens", type=int, default=400, help="of each output of a stream")
+    parser.add_argument("--tokens", type=int, default=1024, help="of a prompt")
+    parser.add_argument("--output", type=int, default=32, help="tokens that a prompt is answered with")
+    parser.add_argument("--seconds", type=float, default=45.0, help="of a layout at a load")
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.5], help="of the rate of one engine of prompts")
+    parser.add_argument("--layouts", nargs="+", default=[SPLIT, "whole", "chunk 64", "chunk 128", "chunk 256"])
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--alone", type=float, default=0.0, help="seconds of a prompt alone; 0: measured")
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--json", type=Path, help="file that rows are added to")
+    parser.add_argument("--report", type=Path, help="print the table of such a file, and measure nothing")
+    parser.add_argument("--plot", type=Path, help="an image file to draw the layouts to")
+    args = parser.parse_args()
+    if args.report:
+        rows = [msgspec.json.decode(line, type=Row) for line in args.report.read_text().splitlines()]
+    elif args.model is None:
+        parser.error("MODEL is needed where something is to be measured")
+    else:
+        rows = asyncio.run(run(args))
+    found = medians(rows)
+    report(found)
+    if args.plot:
+        plot(args.plot, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
