@@ -3,7 +3,8 @@
 ``python -m tests.benchmarks.interference MODEL``: streams that decode all the time, beside which prompts arrive at random (the
 same times for all) at parts of the rate at which one engine computes them. Each engine has one thread. By layout:
 
-- ``split``: an engine of prompts and one of outputs, keys and values go from one to the other;
+- ``split``: an engine of prompts and one of outputs, keys and values go from one to the other; the frontend plans;
+- ``two legs``: the same, where all prompts go to the engine of prompts, however many wait there;
 - ``whole``: two engines that compute a prompt in one step;
 - ``chunk N``: two engines with at most N tokens of prompts in a step beside requests that decode.
 
@@ -30,7 +31,7 @@ from tests.benchmarks.token_streams import Stream, follow, prompt, quantile
 from tests.fakes.systems.cluster import Cluster
 from tests.fakes.systems.rank_group import metric
 
-SPLIT = "split"
+SPLIT, TWO_LEGS = "split", "two legs"
 ITL, TTFT, RATE = 0.35, 1.2, 0.85
 """What ``split`` has to reach of the better of the others: the first two at most, the last at least."""
 
@@ -67,9 +68,18 @@ def cluster_of(layout: str, args: argparse.Namespace) -> Cluster:
         }
     elif layout.startswith("chunk"):
         scheduler = {"scheduler__max_prompt_batch_tokens": 2 * int(layout.split()[1])}
-    transfer = {"kv_transfer__transport": args.transport, "kv_transfer__port": 0} if layout == SPLIT else {}
-    cluster = Cluster(args.model, engines=2, kv_cache_memory="1GiB", lease_seconds=5, **scheduler, **transfer)
-    if layout == SPLIT:
+    has_roles = layout in (SPLIT, TWO_LEGS)
+    transfer = {"kv_transfer__transport": args.transport, "kv_transfer__port": 0} if has_roles else {}
+    cluster = Cluster(
+        args.model,
+        engines=2,
+        kv_cache_memory="1GiB",
+        lease_seconds=5,
+        frontend_flags={"disaggregation__overflow": "false"} if layout == TWO_LEGS else None,
+        **scheduler,
+        **transfer,
+    )
+    if has_roles:
         for engine, role in zip(cluster.engines, ("prefill", "decode"), strict=True):
             engine.add_flag("role", role)
     return cluster
@@ -179,9 +189,9 @@ async def measure(layout: str, load: float, alone: float, seed: int, args: argpa
     async with cluster_of(layout, args) as cluster:
         loaded = Load(cluster, args)
         await asyncio.gather(*(loaded.one(20_000_000 + number, 4) for number in range(2)))
-        planned = _two_legs(cluster) if layout == SPLIT else 0.0
+        planned = _two_legs(cluster) if layout in (SPLIT, TWO_LEGS) else 0.0
         begin, end = await loaded.run(arrivals_of(rate, args.seconds, seed), first=1000 * seed)
-        legs = _two_legs(cluster) - planned if layout == SPLIT else 0.0
+        legs = _two_legs(cluster) - planned if layout in (SPLIT, TWO_LEGS) else 0.0
     return row_of(layout, load, rate, loaded, begin, end, legs)
 
 
@@ -215,10 +225,10 @@ def report(rows: dict[tuple[float, str], Row]) -> None:
     for row in rows.values():
         waits = (row.itl_p50, row.itl_p99, row.itl_p999, row.itl_max, row.itl_time_p99, row.ttft_p50, row.ttft_p90)
         cells = " | ".join(f"{1000 * seconds:.0f} ms" for seconds in waits)
-        legs = f"{row.two_legs:.0%}" if row.layout == SPLIT else "-"
+        legs = f"{row.two_legs:.0%}" if row.layout in (SPLIT, TWO_LEGS) else "-"
         print(f"| {row.load:g} | {row.layout} | {row.prompts} | {cells} | {row.tokens_per_s:.1f} | {legs} |")
     for load in sorted({load for load, _ in rows}):
-        others = [row for (at, layout), row in rows.items() if at == load and layout != SPLIT]
+        others = [row for (at, layout), row in rows.items() if at == load and layout not in (SPLIT, TWO_LEGS)]
         split = rows.get((load, SPLIT))
         if split is None or not others:
             continue

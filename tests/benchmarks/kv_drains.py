@@ -19,6 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.enginecore.v1 import messages_pb2 as engine_pb
+from penstock.enginecore.v1 import service_pb2_grpc as engine_rpc
+from penstock_common.rpc.channel import make_channel
 from tests.benchmarks.token_streams import Stream, follow, prompt, quantile
 from tests.fakes.processes import Service
 from tests.fakes.systems.cluster import Cluster
@@ -72,6 +75,13 @@ def computed(engine: Service) -> float:
         return found
 
 
+async def load_of(engine: Service) -> int:
+    """Requests that an engine has."""
+    async with make_channel(engine.address) as channel:
+        info = await engine_rpc.EngineCoreServiceStub(channel).GetEngineInfo(engine_pb.GetEngineInfoRequest())
+    return info.scheduler_stats.num_running_reqs + info.scheduler_stats.num_waiting_reqs
+
+
 async def one_drain(args: argparse.Namespace, transport: str) -> tuple[dict[str, Any], list[Stream]]:
     """What happens to the streams, and the streams."""
     cluster = cluster_of(args, transport, 2)
@@ -80,14 +90,16 @@ async def one_drain(args: argparse.Namespace, transport: str) -> tuple[dict[str,
         await second.stop()
         await cluster.until_engines_are_seen(1)
         streams, running = begin(cluster, args)
-        await until_all_run(streams, running)
+        while (await load_of(first)) < len(streams):  # all are on the first: the other one may start
+            await asyncio.sleep(0.02)
         await second.restart()
         await cluster.until_engines_are_seen(2)
+        await until_all_run(streams, running)
         before = sum(len(stream.tokens) for stream in streams)
         at = time.perf_counter()
         first.send_signal(signal.SIGTERM)
         await running
-        gaps = [max(stream.gaps(at)) for stream in streams]
+        gaps = [max(stream.gaps(at), default=0.0) for stream in streams]
         undisturbed = [gap for stream in streams for gap in stream.gaps(at - 2.0, at)]
         found = {
             "transport": transport,

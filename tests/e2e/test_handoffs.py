@@ -44,7 +44,7 @@ def transferring(engines: int, transport: str, *roles: str, **flags: Any) -> Clu
     cluster = Cluster(
         DEMO_MODEL,
         engines=engines,
-        frontend_flags={"disaggregation__min_prefill_tokens": 32},
+        frontend_flags={"disaggregation__min_prefill_tokens": 32, "disaggregation__overflow": "false"},
         kv_transfer__transport=transport,
         kv_transfer__port=0,
         **flags,

@@ -32,7 +32,7 @@ def frontend_of(model: Path, *engines: FakeEngine, min_prefill_tokens: int = 4) 
     return FrontendServer(
         model,
         engines=[engine.address for engine in engines],
-        disaggregation=DisaggregationConfig(min_prefill_tokens=min_prefill_tokens),
+        disaggregation=DisaggregationConfig(min_prefill_tokens=min_prefill_tokens, overflow=False),
         retries=NO_MOVES,
     )
 

@@ -22,6 +22,13 @@ class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
             "compute them.",
         ),
     ] = 512
+    overflow: Annotated[
+        bool,
+        Meta(
+            description="Have the engine of the output compute a long prompt where the engines of prompts have more to do than "
+            "that one; false: they compute all long ones, however many wait."
+        ),
+    ] = True
     gateway: Annotated[
         bool,
         Meta(

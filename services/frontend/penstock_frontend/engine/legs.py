@@ -40,8 +40,10 @@ class Legs:
     """Roles are preferences: whoever is alone serves everything.
 
     A request goes in two legs when an engine of prompts and another one have blocks of one fingerprint, and the other one, as far
-    as can be told the one that would serve it, would have to compute many tokens. The second engine is chosen when the first
-    hands the request over. ``on_planned`` hears of requests where there are engines of prompts.
+    as can be told the one that would serve it, would have to compute many tokens. Where prompts wait already and the other
+    engine has less to do, by the router's measure, it goes there at once: it is served sooner, beside few streams that wait for
+    it. Else the second engine is chosen when the first hands the request over. ``on_planned`` hears of requests where there are
+    engines of prompts.
     """
 
     def __init__(self, config: DisaggregationConfig, router: Router, on_planned: Planned = lambda *_: None) -> None:
@@ -82,7 +84,18 @@ class Legs:
         likely = self._router.likely(roles.takers, cached=cached, lora=entry.lora_digest)
         if num_tokens - cached.get(likely.key, 0) < self._config.min_prefill_tokens:
             return (), "cached"
-        return [c for c in roles.prefill if c.accepting and c.fingerprint == likely.fingerprint], "long"
+        able = [c for c in roles.prefill if c.accepting and c.fingerprint == likely.fingerprint]
+        if self._config.overflow and self._has_less_to_do(likely, able, entry, cached):
+            return (), "busy"
+        return able, "long"
+
+    def _has_less_to_do(
+        self, likely: Candidate, able: Sequence[Candidate], entry: JournalEntry, cached: Mapping[str, int]
+    ) -> bool:
+        """Whether prompts wait at the engines of prompts, and the engine of the output is less busy than any of these."""
+        first = self._router.likely(able, cached=cached, lora=entry.lora_digest)
+        load = self._router.load(first.key)
+        return load.waiting > 0 and load.score > self._router.load(likely.key).score
 
 
 def _with_its_blocks(entry: JournalEntry, candidates: Sequence[Candidate]) -> Sequence[Candidate]:

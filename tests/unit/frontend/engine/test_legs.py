@@ -33,12 +33,14 @@ def entry_of(num_tokens: int = LONG, *, prior: int = 0, **fields: Any) -> Journa
 
 
 class Rig:
-    def __init__(self, *engines: Candidate) -> None:
+    def __init__(self, *engines: Candidate, overflow: bool = True) -> None:
         self.engines = engines
         self.router = Router()
         self.said: list[tuple[str, str]] = []
         self.legs = Legs(
-            DisaggregationConfig(min_prefill_tokens=LONG), self.router, lambda *plan: self.said.append(plan)
+            DisaggregationConfig(min_prefill_tokens=LONG, overflow=overflow),
+            self.router,
+            lambda *plan: self.said.append(plan),
         )
 
     def plan(self, entry: JournalEntry, **cached: int) -> tuple[str, int]:
@@ -117,6 +119,43 @@ def test_the_engine_of_the_prompt_is_one_whose_blocks_the_likely_one_can_have() 
     rig.router.report("d", waiting=5, running=0, kv_cache_usage=0.0)
     assert rig.plan(entry_of()) == ("q", 1)
     rig.router.report("e", waiting=9, running=0, kv_cache_usage=0.0)
+    assert rig.plan(entry_of()) == ("p", 1)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "running", "streams", "legs"),
+    [
+        (0, 1, 8, "two"),
+        (1, 1, 8, "two"),
+        (2, 1, 8, "one"),
+        (0, 0, 0, "two"),
+        (0, 1, 0, "two"),
+        (1, 1, 0, "one"),
+        (1, 1, 5, "two"),
+    ],
+)
+def test_a_prompt_goes_in_one_leg_where_engines_of_prompts_have_more_to_do(
+    waiting: int, running: int, streams: int, legs: str
+) -> None:
+    rig = Rig(engine("p", PREFILL), engine("d", DECODE))
+    rig.router.report("p", waiting=waiting, running=running, kv_cache_usage=0.0)
+    rig.router.report("d", waiting=0, running=streams, kv_cache_usage=0.0)
+    assert rig.plan(entry_of()) == (("p", 1) if legs == "two" else ("d", 0))
+    assert rig.said == [(legs, "long" if legs == "two" else "busy")]
+
+
+def test_the_least_busy_engine_of_prompts_is_compared() -> None:
+    rig = Rig(engine("p", PREFILL), engine("q", PREFILL), engine("d", DECODE))
+    rig.router.report("p", waiting=9, running=1, kv_cache_usage=0.0)
+    rig.router.report("d", waiting=0, running=2, kv_cache_usage=0.0)
+    assert rig.plan(entry_of()) == ("pq", 1)
+    rig.router.report("q", waiting=9, running=1, kv_cache_usage=0.0)
+    assert rig.plan(entry_of()) == ("d", 0)
+
+
+def test_without_overflow_long_prompts_go_to_engines_of_prompts_however_many_wait() -> None:
+    rig = Rig(engine("p", PREFILL), engine("d", DECODE), overflow=False)
+    rig.router.report("p", waiting=9, running=1, kv_cache_usage=0.0)
     assert rig.plan(entry_of()) == ("p", 1)
 
 
