@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -95,21 +96,26 @@ class WorkerCopies:
 
     def read(self, memory: list[torch.Tensor], block_ids: Sequence[int]) -> list[bytes]:
         """The bytes of blocks of the pool."""
-        return [b"".join(tensor[block_id].cpu().numpy().tobytes() for tensor in memory) for block_id in block_ids]
+        if memory[0].is_cuda:
+            return [b"".join(tensor[block_id].cpu().numpy().tobytes() for tensor in memory) for block_id in block_ids]
+        arrays = [tensor.numpy() for tensor in memory]  # joined as they are: each byte is copied once
+        return [b"".join([array[block_id] for array in arrays]) for block_id in block_ids]
 
     def write(
         self, memory: list[torch.Tensor], block_ids: Sequence[int], contents: "Sequence[bytes | memoryview]"
     ) -> None:
         """Bytes into blocks of the pool."""
+        ends = list(accumulate(tensor.shape[1] for tensor in memory))
+        parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        arrays = None if memory[0].is_cuda else [tensor.numpy() for tensor in memory]
         for block_id, content in zip(block_ids, contents, strict=True):
-            row, start = np.frombuffer(content, dtype=np.uint8), 0
-            for tensor in memory:
-                part = row[start : start + tensor.shape[1]]
-                start += len(part)
-                if tensor.is_cuda:
-                    tensor[block_id].copy_(torch.from_numpy(part.copy()))
-                else:
-                    tensor.numpy()[block_id] = part
+            row = np.frombuffer(content, dtype=np.uint8)
+            if arrays is not None:
+                for array, part in zip(arrays, parts, strict=True):
+                    array[block_id] = row[part]
+            else:
+                for tensor, part in zip(memory, parts, strict=True):
+                    tensor[block_id].copy_(torch.from_numpy(row[part].copy()))
 
     def read_slots(self, _: list[torch.Tensor], slots: Sequence[int]) -> list[bytes]:
         """The bytes of slots."""

@@ -21,8 +21,8 @@ from penstock_enginecore.core.kv_transfer.pull import MAX_ASKED, MAX_HASHES
 from penstock_enginecore.rpc.kv.transports import GRPC, GrpcSender, Sender
 from penstock_enginecore.rpc.kv.window import Window
 
-_READ_BYTES = 8 * 1024 * 1024
-"""That are read from the pool at once, about. While they are sent the next ones are read."""
+_READ_BYTES = 2 * 1024 * 1024
+"""That are read from the pool at once, about. While they are sent the next ones are read; nothing is sent before the first."""
 _MAX_TRANSPORTS = 16
 _MAX_PULLS = 1024
 """That are open at once."""
