@@ -1,12 +1,13 @@
 """What KV blocks in host memory and on a disk save, and cost: an engine in this process.
 
-``python -m tests.benchmarks.kv_tiers MODEL [--tokens 1024] [--threads 2] [--rounds 5]``. Four parts:
+``python -m tests.benchmarks.kv_tiers MODEL [--tokens 1024] [--threads 2] [--rounds 5]``. Five parts:
 
 - ``loads``: seconds to the first token of a prompt that is computed, and of one whose blocks come from the host, from the disk
   (in the page cache), or are in the KV cache; a load's own time is what is left beyond the last.
 - ``neighbour``: the gaps between the tokens of a stream beside loads, and without.
 - ``fits``: a working set that fits the KV cache, with host memory and without.
 - ``beyond``: a working set of four times the KV cache: hits and first tokens, of none, host memory, and an endless KV cache.
+- ``restart``: the same working set on a disk, found again by an engine that has started anew.
 """
 
 import argparse
@@ -224,7 +225,8 @@ def beyond(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prompts of four times the KV cache, in random order."""
     per_prompt = arguments.tokens // BLOCK + 2
     fit, count = 3, 12
-    order = [random.Random(5).randrange(count) for _ in range(arguments.rounds * count)]
+    chance = random.Random(5)
+    order = [chance.randrange(count) for _ in range(arguments.rounds * count)]
     found = {}
     for name, num_blocks, host in (
         ("none", fit * per_prompt, 0),
@@ -244,7 +246,24 @@ def beyond(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-PARTS = {"loads": loads, "neighbour": neighbour, "fits": fits, "beyond": beyond}
+def restart(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Prompts of four times the KV cache, before and after an engine with a disk has ended and started again."""
+    per_prompt = arguments.tokens // BLOCK + 2
+    fit, count = 3, 12
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as directory:
+        for name in ("computed", "restarted"):
+            with engine(arguments, num_blocks=fit * per_prompt, host=8 << 20, disk=directory) as bench:
+                seconds = []
+                for number in range(count):
+                    seconds.append(bench.first_token(bench.prompt(number)))
+                    bench.settle()
+                numbers = {"p50": round(statistics.median(seconds), 5), "hits": sum(bench.hits), "media": bench.media}
+                found[name] = numbers | {"tokens": count * arguments.tokens}
+    return found
+
+
+PARTS = {"loads": loads, "neighbour": neighbour, "fits": fits, "beyond": beyond, "restart": restart}
 
 
 def main() -> None:

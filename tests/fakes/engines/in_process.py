@@ -61,7 +61,7 @@ def config_of(
         model=ModelConfig(**{"path": str(path), "device": "cpu", **(model or {})}),
         cache=CacheConfig(**{"block_size": 4, "num_blocks": 512, **(cache or {})}),
         scheduler=SchedulerConfig(**(scheduler or {})),
-        executor=ExecutorConfig(num_threads=1, **(executor or {})),
+        executor=ExecutorConfig(**{"num_threads": 1, **(executor or {})}),
         profiler=ProfilerConfig(**(profiler or {})),
         # Recorded steps are computed once more, which takes a CPU long for all sizes.
         kernels=KernelsConfig(**{"capture_at_start": False, **(kernels or {})}),

@@ -33,11 +33,12 @@ def test_a_row_counts_what_came_in_the_interval() -> None:
     loaded = Load.__new__(Load)
     loaded.streams = [Stream(tokens=[1] * 6, times=[0.0, 1.0, 2.0, 3.0, 5.0, 9.0])]
     loaded.prompts = [Stream(sent=1.0, tokens=[1, 2], times=[3.0, 4.0])]
-    row = row_of("split", 0.5, 0.1, loaded, 1.0, 6.0, 1.0)
+    row = row_of("split", 0.5, 0.1, loaded, 1.0, 6.0, 1.0, 100)
     assert (row.prompts, row.two_legs) == (1, 1.0)
     assert row.itl_max == 2.0
     assert row.ttft_p50 == 2.0
     assert row.tokens_per_s == pytest.approx(6 / 5.0)
+    assert row.total_per_s == pytest.approx(106 / 5.0)
 
 
 def test_rounds_become_their_median() -> None:
