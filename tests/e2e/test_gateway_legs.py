@@ -137,7 +137,8 @@ async def events_of(client: httpx.AsyncClient, path: str, body: dict[str, Any]) 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def servers() -> AsyncIterator[Servers]:
     async with AsyncExitStack() as stack:
-        first, second = [await stack.enter_async_context(Server(role).started()) for role in ("prefill", "decode")]
+        entering = [stack.enter_async_context(Server(role).started()) for role in ("prefill", "decode")]
+        first, second = await asyncio.gather(*entering)
         yield Servers(first, second)
 
 
@@ -248,6 +249,18 @@ async def test_smg_streams_what_it_answers_whole(servers: Servers, smg: httpx.As
     await servers.assert_one_servers(path, body, whole)
     assert "relaying prefill kv_transfer_params" in written(log)
     assert "prefill returned no kv_transfer_params" not in written(log)
+
+
+async def test_smg_keeps_parameters_to_itself_where_there_are_several_sequences(
+    servers: Servers, smg: httpx.AsyncClient, log: Path
+) -> None:
+    servers.count()
+    answer = await post(smg, *completion("Eleven. ", n=2, temperature=1.0))
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 2
+    first, second, brought = servers.count()
+    assert (first, brought) == (answer["usage"]["prompt_tokens"], 0)
+    assert second > first
+    assert "skipping kv_transfer_params relay" in written(log)
 
 
 async def test_hostile_parameters_make_no_engine_ask_where_it_may_not(servers: Servers) -> None:

@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """As argparse's, in the words of settings."""
         if action.choices is not None and value not in action.choices:
-            known = list(map(str, action.choices))
+            known = [name for name in map(str, action.choices) if name]  # empty: as if it were not given
             raise argparse.ArgumentError(
                 action, f"{value!r} is not known; known: {', '.join(known)}{nearest(str(value), known)}"
             )

@@ -92,6 +92,10 @@ def test_a_flag_that_is_not_there_gets_what_may_have_been_meant(
             "did you mean 'serve'?",
         ),
         (["serve", "m", "--device", "gpu"], "--device: 'gpu' is not known; known: auto, cpu, cuda"),
+        (
+            ["serve", "m", "--kv-transfer", "rdma"],
+            "--kv-transfer: 'rdma' is not known; known: auto, grpc, shared_memory",
+        ),
         (["serve", "m", "--dtype", "fp16"], "--dtype: 'fp16' is not known; known: auto, float32, bfloat16, float16"),
     ],
 )
