@@ -62,7 +62,7 @@ async def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         yield rig
 
 
-@pytest.mark.parametrize("cell", map(marked, cells()))
+@pytest.mark.parametrize("cell", [marked(cell) for cell in cells()])
 async def test_every_stream_is_whole(rig: Rig, total: Count, cell: Cell) -> None:
     rig.problems.clear()
     count = await rig.cell(cell)
