@@ -275,7 +275,10 @@ def plot(path: Path, rows: dict[tuple[float, str], Row]) -> None:
             axes.plot(loads, values, marker="o", label=layout, linewidth=2.4 if layout == SPLIT else 1.2)
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("prompts, of what an engine computes", fontsize=8)
-        axes.set_ylim(bottom=0)
+        if scale == 1:
+            axes.set_ylim(bottom=0)
+        else:  # from a step to a whole prompt
+            axes.set_yscale("log")
     places[0].legend(fontsize=8)
     FigureCanvasAgg(figure)  # draws without a display
     figure.savefig(path)

@@ -157,6 +157,7 @@ async def rolling(args: argparse.Namespace) -> bool:
             await running
             failed += sum(not stream.done for stream in streams)
             different += differing(streams, expected[number])
+            print(f"drain {number + 1}: {failed} failed, {different} differing so far", flush=True)
             await engine.ended()
             await engine.restart()
             await cluster.until_engines_are_seen(2)
