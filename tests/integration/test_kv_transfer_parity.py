@@ -63,7 +63,7 @@ async def in_front_of(stack: AsyncExitStack, *engines: TransferringServer) -> Fr
         DEMO_MODEL,
         engines=[engine.address for engine in engines],
         model=ModelConfig(path=str(DEMO_MODEL)),
-        disaggregation=DisaggregationConfig(min_prefill_tokens=2 * BLOCK),
+        disaggregation=DisaggregationConfig(min_prefill_tokens=2 * BLOCK, overflow=False),
     )
     await stack.enter_async_context(frontend)
     await frontend.until_engines(len(engines))

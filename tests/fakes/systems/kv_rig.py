@@ -145,6 +145,7 @@ class Rig:
                 engines=json.dumps([f"127.0.0.1:{cable.port}" for cable in cables]),
                 http__host="127.0.0.1",
                 disaggregation__min_prefill_tokens=2 * BLOCK_SIZE,
+                disaggregation__overflow="false",
                 detection__silence=0.3,
                 detection__probe_timeout=1.0,
                 **(KEPT | {"admin__port": 0}),
