@@ -8,11 +8,21 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from penstock_common.observability.histogram import Buckets
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.security.certificates import Certificates
+from penstock_common.types.kv_transfer import KvMedium
+from penstock_common.types.outputs import EngineReady, KvTransferStats, SchedulerStats
 from penstock_coordinator.kubernetes.errors import KubernetesError
 from penstock_coordinator.kubernetes.failures import Failures
 from penstock_coordinator.kubernetes.rights import Right
+from penstock_enginecore.core.control import EngineState
+from penstock_enginecore.core.kv_transfer.counts import TransferCounts
+from penstock_enginecore.core.kv_transfer.tiers import TierStats
+from penstock_enginecore.core.kv_transfer.transfers import PART, Transfer
+from penstock_enginecore.metrics import EngineCollector
+from penstock_enginecore.tier_metrics import TierCollector
+from penstock_enginecore.transfer_metrics import TransferCollector
 from penstock_frontend.processing.media.metrics import MediaMetrics
 from tests.fakes.frontends.frontend_server import collect, failure
 from tests.fakes.network.certificates import Authority
@@ -54,6 +64,7 @@ async def used(system: System) -> None:
     await collect(system.generate())
     await collect(system.generate(lora=next(iter(ADAPTERS))))
     await failure(system.generate(model="other"))
+    system.frontend.frontend._metrics.planned("two", "long")
     system.frontend.frontend._llm.end_all()
     await failure(system.generate())
 
@@ -78,13 +89,32 @@ def of_media() -> CollectorRegistry:
     return registry
 
 
+def of_blocks() -> CollectorRegistry:
+    """What engines that give and take blocks serve, and keep some on the host."""
+    registry, counts = CollectorRegistry(), TransferCounts()
+    counts.moved("in", "grpc", 100)
+    counts.ended(Transfer({}, KvMedium.HOST, "", 0.0, 1.0, 2, 1, 100, PART))
+    tiers = TierStats(0.5, None, 1, 0, dict.fromkeys(KvMedium, 1), 100)
+    ready = EngineReady(
+        engine_id="e", incarnation="1", model="m", max_model_len=8, num_kv_blocks=4, block_size=16, vocab_size=9
+    )
+    stats, state = (
+        SchedulerStats(kv_transfer=KvTransferStats()),
+        EngineState(paused=False, sleep_level=0, num_nan_logits=0),
+    )
+    registry.register(TierCollector(lambda: tiers, ready))
+    registry.register(TransferCollector(counts, lambda: tiers, ready))
+    registry.register(EngineCollector(lambda: stats, lambda: state, Buckets([1.0]), ready, list))
+    return registry
+
+
 @pytest.mark.parametrize("source", ["rules", "dashboard", "pages"])
 async def test_what_queries_name_is_served(model: Path, source: str, tmp_path: Path) -> None:
     named = {"rules": queries.of_rules, "dashboard": queries.of_dashboard, "pages": queries.of_pages}[source]()
     async with started(model, adapters=True) as system:
         await used(system)
         registries = [registry for _, registry in system._registries]
-        there = served([*registries, in_kubernetes(tmp_path / "tls"), of_media()])
+        there = served([*registries, in_kubernetes(tmp_path / "tls"), of_media(), of_blocks()])
     there |= {metric: set(labels) for metric, labels in OF_PROMETHEUS.items()}
     assert len(named) > 3
     assert problems(named, there) == []
