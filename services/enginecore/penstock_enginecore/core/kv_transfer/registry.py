@@ -1,10 +1,9 @@
 """The connectors that plugins add, by name."""
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock_common.errors import ConfigError, nearest
+from penstock_common.config.targets import load_target
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.kv_transfer.base import PluggedConnector
 from penstock_enginecore.core.model_info import ModelInfo
@@ -35,14 +34,5 @@ def create_connector(context: ConnectorContext) -> PluggedConnector:
 
     Raises ConfigError.
     """
-    name = context.config.kv_transfer.connector
-    target = name if ":" in name else _KNOWN.get(name)
-    if target is None:
-        known = ", ".join(_KNOWN) or "none"
-        raise ConfigError(f"kv_transfer.connector is {name!r}; known: {known}{nearest(name, _KNOWN)}")
-    module_name, _, class_name = target.partition(":")
-    try:
-        factory: ConnectorFactory = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise ConfigError(f"kv_transfer.connector is {name!r}, which cannot be loaded: {e}") from e
+    factory: ConnectorFactory = load_target("kv_transfer.connector", context.config.kv_transfer.connector, _KNOWN)
     return factory(context)

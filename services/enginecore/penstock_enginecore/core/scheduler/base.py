@@ -1,12 +1,11 @@
 """What the engine core asks of a scheduler, and how one is chosen by name."""
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import msgspec
 
-from penstock_common.errors import ConfigError, nearest
+from penstock_common.config.targets import load_target
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, LoraStats, RequestError, SchedulerStats
 from penstock_enginecore.config import SchedulerConfig, SpeculativeConfig
@@ -209,13 +208,5 @@ def create_scheduler(context: SchedulerContext) -> Scheduler:
 
     Raises ConfigError.
     """
-    name = context.config.scheduler
-    target = name if ":" in name else _KNOWN.get(name)
-    if target is None:
-        raise ConfigError(f"scheduler.scheduler is {name!r}; known: {', '.join(_KNOWN)}{nearest(name, _KNOWN)}")
-    module_name, _, class_name = target.partition(":")
-    try:
-        factory: SchedulerFactory = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as e:
-        raise ConfigError(f"scheduler.scheduler is {name!r}, which cannot be loaded: {e}") from e
+    factory: SchedulerFactory = load_target("scheduler.scheduler", context.config.scheduler, _KNOWN)
     return factory(context)
