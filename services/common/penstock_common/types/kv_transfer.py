@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 import msgspec
 
+MAX_PARAMS_BYTES = 16 * 1024
+"""Of ``kv_transfer_params`` as JSON."""
+
 
 class KvMedium(enum.IntEnum):
     """Where a block is. Values equal ``penstock.common.v1.KvMedium``."""

@@ -7,15 +7,13 @@ from msgspec import Meta
 
 from penstock_common.addresses import split, with_port
 from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_common.types.kv_transfer import KvSource
+from penstock_common.types.kv_transfer import MAX_PARAMS_BYTES, KvSource
 from penstock_frontend.call_types import Finish, KvParams
 from penstock_frontend.config import DisaggregationConfig
 from penstock_frontend.ports import EngineView
 
 CONNECTOR = "NixlConnector"
 """Whose parameters these are, as gateways know them, where engines have no connector of their own."""
-MAX_BYTES = 16 * 1024
-"""Of the parameters as JSON."""
 _ID_BYTES = 16
 _FLAGS = ("do_remote_decode", "do_remote_prefill")
 _OWN = "penstock"
@@ -55,7 +53,7 @@ class KvGateway:
         if not isinstance(given, dict):
             raise InvalidArgument(f"{field} is no object", field=field)
         text = msgspec.json.encode(given)
-        if len(text) > MAX_BYTES:
+        if len(text) > MAX_PARAMS_BYTES:
             raise _too_long(field, len(text))
         if self._config.connector:
             return KvParams(params=text.decode())
@@ -76,7 +74,7 @@ class KvGateway:
             return _NONE
         if not self.serves:
             raise Unimplemented(f"{field} is not served", field=field)
-        if (size := len(text.encode())) > MAX_BYTES:
+        if (size := len(text.encode())) > MAX_PARAMS_BYTES:
             raise _too_long(field, size)
         try:
             return self.read(msgspec.json.decode(text), n=n, field=field)
@@ -120,7 +118,7 @@ def params_of(source: KvSource) -> dict[str, Any]:
 
 
 def _too_long(field: str, size: int) -> InvalidArgument:
-    return InvalidArgument(f"{field} has {size} bytes; it must have at most {MAX_BYTES}", field=field)
+    return InvalidArgument(f"{field} has {size} bytes; it must have at most {MAX_PARAMS_BYTES}", field=field)
 
 
 def _flag(given: dict[str, Any], name: str, field: str) -> bool:

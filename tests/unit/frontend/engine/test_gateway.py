@@ -7,10 +7,10 @@ import pytest
 
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.cluster import EngineStatus
-from penstock_common.types.kv_transfer import KvSource
+from penstock_common.types.kv_transfer import MAX_PARAMS_BYTES, KvSource
 from penstock_frontend.call_types import KvParams
 from penstock_frontend.config import DisaggregationConfig
-from penstock_frontend.engine.gateway import MAX_BYTES, KvGateway, params_of
+from penstock_frontend.engine.gateway import KvGateway, params_of
 
 SOURCE = KvSource(
     engine_id="a", incarnation="1", address="h:50054", lease_id=b"l" * 16, num_tokens=1024, fingerprint=b"f" * 16
@@ -84,7 +84,7 @@ def test_without_the_setting_they_are_refused_by_name(given: Any) -> None:
         ({"remote_host": "a:b"}, "is none that an answer had"),
         ({"do_remote_prefill": 1}, "do_remote_prefill is 1; it must be true or false"),
         ({"do_remote_decode": True}, "has both do_remote_decode and do_remote_prefill"),
-        ({"remote_block_ids": ["x" * MAX_BYTES]}, "bytes; it must have at most 16384"),
+        ({"remote_block_ids": ["x" * MAX_PARAMS_BYTES]}, "bytes; it must have at most 16384"),
     ],
 )
 def test_what_no_answer_had_is_refused(change: dict[str, Any], message: str) -> None:
@@ -109,6 +109,10 @@ def test_parameters_as_text_are_the_same() -> None:
     text = msgspec.json.encode(params_of(SOURCE)).decode()
     assert gateway("h:50054").read_json(text, n=1, field="f") == KvParams(source=SOURCE)
     assert gateway().read_json("", n=1, field="f") == KvParams()
-    for wrong, message in (("{", "f is no JSON"), ("[1]", "f is no object"), ("x" * (MAX_BYTES + 1), "at most 16384")):
+    for wrong, message in (
+        ("{", "f is no JSON"),
+        ("[1]", "f is no object"),
+        ("x" * (MAX_PARAMS_BYTES + 1), "at most 16384"),
+    ):
         with pytest.raises(InvalidArgument, match=message):
             gateway().read_json(wrong, n=1, field="f")

@@ -4,7 +4,7 @@ import msgspec
 
 from penstock_common.addresses import split
 from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_common.types.kv_transfer import KvSource
+from penstock_common.types.kv_transfer import MAX_PARAMS_BYTES, KvSource
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.kv_transfer.base import KVConnector
 
@@ -12,8 +12,6 @@ ID_BYTES = 16
 """Of a lease, and of a fingerprint."""
 MAX_NAME_LENGTH = 256
 """Of ids, incarnations and addresses, in characters."""
-MAX_PARAMS_BYTES = 16 * 1024
-"""Of ``kv_transfer_params``."""
 
 
 def check_params(text: str, connector: KVConnector | None) -> None:
