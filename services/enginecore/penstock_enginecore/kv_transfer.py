@@ -15,8 +15,9 @@ from penstock_common.rpc.interceptor import CallObserver
 from penstock_common.security.certificates import Certificates
 from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.outputs import EngineReady
-from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.config import EngineCoreConfig, KvTransferConfig
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.kv_cache.block_pool import BlockPool
 from penstock_enginecore.core.kv_transfer.copier import BlockCopier
 from penstock_enginecore.core.kv_transfer.counts import TransferCounts
 from penstock_enginecore.core.kv_transfer.layout import layout_of
@@ -94,12 +95,7 @@ def _begin(
     offers = Offers(settings, incarnation=ready.incarnation, block_bytes=copier.block_bytes)
     ends.callback(offers.close)
     kv_cache, wake = engine.scheduler.kv_cache, partial(_wake, engine)
-    leases = Leases(
-        kv_cache.pool.free,
-        int(settings.max_leased_fraction * kv_cache.pool.num_usable_blocks),
-        lease_seconds=settings.lease,
-        max_seconds=settings.max_lease,
-    )
+    leases = _leases(settings, kv_cache.pool)
     source = PullSource(
         leases,
         copier.read,
@@ -138,14 +134,7 @@ def _begin(
             num_slots_used=lambda: offers.num_slots_used,
         )
     )
-    identity = KvSource(
-        engine_id=ready.engine_id,
-        incarnation=ready.incarnation,
-        address=_address(config, transfer.port),
-        lease_id=b"",
-        num_tokens=0,
-        fingerprint=fingerprint,
-    )
+    identity = _identity(ready, _address(config, transfer.port), fingerprint)
     engine.leases = LeasedBlocks(leases, kv_cache, identity, block_bytes=copier.block_bytes)
     if isinstance(engine.connector, TieredConnector):
         engine.connector.take_from(peers)
@@ -168,6 +157,28 @@ def _fingerprint(engine: EngineCore, ready: EngineReady, copier: BlockCopier) ->
         numerics=copier.numerics,
     )
     return layout.fingerprint
+
+
+def _leases(settings: KvTransferConfig, pool: BlockPool) -> Leases:
+    """Of as many blocks of the pool as the settings allow."""
+    return Leases(
+        pool.free,
+        int(settings.max_leased_fraction * pool.num_usable_blocks),
+        lease_seconds=settings.lease,
+        max_seconds=settings.max_lease,
+    )
+
+
+def _identity(ready: EngineReady, address: str, fingerprint: bytes) -> KvSource:
+    """The engine as whoever keeps blocks, but for what a lease says."""
+    return KvSource(
+        engine_id=ready.engine_id,
+        incarnation=ready.incarnation,
+        address=address,
+        lease_id=b"",
+        num_tokens=0,
+        fingerprint=fingerprint,
+    )
 
 
 def _wake(engine: EngineCore) -> None:
