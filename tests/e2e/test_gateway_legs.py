@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from penstock_common.rpc.channel import make_channel
 from tests.e2e.conftest import DEMO_MODEL
+from tests.fakes.clients.llm_d import PREFILL_PARAMS
 from tests.fakes.clients.smg import MISSING, SMG, gateway, post, written
 from tests.fakes.patience import PATIENCE
 from tests.fakes.processes import KEPT, Service
@@ -25,14 +26,6 @@ NAME = "penstock-tiny"
 BLOCK = 16
 TOKENS = 24
 TEXT = "once upon a time there was a little girl who had a red ball and a big dog and went to the park. "
-LLM_D = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -190,7 +183,7 @@ def response(beginning: str) -> tuple[str, dict[str, Any]]:
 def first_of(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """llm-d's first request."""
     limits = ("max_output_tokens",) if path == "/v1/responses" else ("max_tokens", "max_completion_tokens")
-    return {**body, "stream": False, **dict.fromkeys(limits, 1), "kv_transfer_params": LLM_D}
+    return {**body, "stream": False, **dict.fromkeys(limits, 1), "kv_transfer_params": PREFILL_PARAMS}
 
 
 SEEDED = {"temperature": 1.0, "seed": 11}

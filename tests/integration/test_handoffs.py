@@ -15,6 +15,7 @@ from penstock.admin.v1 import messages_pb2 as admin_pb
 from penstock.common.v1 import kv_pb2, sampling_pb2
 from penstock_common.errors import InvalidArgument
 from penstock_frontend.config import DisaggregationConfig, RetriesConfig
+from tests.fakes.clients.llm_d import PREFILL_PARAMS
 from tests.fakes.clients.vllm_client import VllmClient
 from tests.fakes.engines.fake_engine import FakeEngine, token_at
 from tests.fakes.frontends.frontend_server import FrontendServer, collect, failure
@@ -144,14 +145,6 @@ async def test_engines_that_give_no_blocks_are_asked_for_nothing(model: Path) ->
             assert (a.handoffs, len(a.aborted)) == ([], 1)
 
 
-LLM_D: dict[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 COMPLETION: dict[str, Any] = {"model": "model", "prompt": PROMPT, "max_tokens": LENGTH, "seed": 4}
 CHAT: dict[str, Any] = {
     "model": "model",
@@ -178,7 +171,7 @@ class Servers:
         """
         limits = ("max_output_tokens",) if path == "/v1/responses" else ("max_tokens", "max_completion_tokens")
         first = {name: value for name, value in body.items() if name != "stream_options"}
-        first |= {"stream": False, **dict.fromkeys(limits, 1), "kv_transfer_params": LLM_D}
+        first |= {"stream": False, **dict.fromkeys(limits, 1), "kv_transfer_params": PREFILL_PARAMS}
         begun = await self.first.http.post(path, json=first)
         assert begun.status_code == 200, begun.text
         params = begun.json()["kv_transfer_params"]
@@ -242,7 +235,7 @@ async def test_a_stream_has_its_parameters_in_the_chunk_that_ends_it(
         async with openai_server(
             model, engines=[a.address], disaggregation=DisaggregationConfig(gateway=True)
         ) as server:
-            asked = {**body, "max_tokens": 3, "kv_transfer_params": LLM_D}
+            asked = {**body, "max_tokens": 3, "kv_transfer_params": PREFILL_PARAMS}
             whole = (await server.http.post(path, json=asked)).json()["kv_transfer_params"]
             options = {"stream": True, "stream_options": {"include_usage": True}}
             *chunks, ending, usage = events(await server.http.post(path, json={**asked, **options}))
@@ -273,7 +266,7 @@ async def test_a_first_request_of_a_gateway_has_one_sequence(
             model, engines=[a.address], disaggregation=DisaggregationConfig(gateway=True)
         ) as server:
             refused = await server.http.post(
-                "/v1/completions", json={**COMPLETION, "kv_transfer_params": LLM_D, **change}
+                "/v1/completions", json={**COMPLETION, "kv_transfer_params": PREFILL_PARAMS, **change}
             )
             assert refused.status_code == 400
             error = refused.json()["error"]
