@@ -10,7 +10,8 @@ from grafana_foundation_sdk.builders.common import StackingConfig, VizLegendOpti
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common, dashboard
 
-from charts.monitoring.panels import ROWS, Panel
+from charts.monitoring.panel import Panel
+from charts.monitoring.panels import ROWS
 
 FILE = Path(__file__).resolve().parents[1] / "penstock" / "monitoring" / "dashboard.json"
 _WIDTH = 24
