@@ -149,7 +149,7 @@ def simulate(policy: RoutingPolicy, asked: list[Turn], *, engines: int, num_bloc
     router, caches = Router(policy=policy), PrefixCaches(10_000_000)
     for key in pool:
         caches.begin(key, BLOCK_SIZE)
-        caches.settle(key, b"")
+        caches.settle(key, {})
     waits, next_report = [], 0.0
     for number, turn in enumerate(asked):
         for engine in pool.values():

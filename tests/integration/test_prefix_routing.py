@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from penstock_common.types.kv_transfer import KvMedium
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_frontend.config import ModelConfig as ServedModel
@@ -31,21 +32,22 @@ class Turn(NamedTuple):
 class Pair:
     """Two engines, by address."""
 
-    def __init__(self) -> None:
-        self.servers = dict(server_at() for _ in range(2))
+    def __init__(self, **cache: Any) -> None:
+        self.servers = dict(server_at(**cache) for _ in range(2))
 
     def cached_blocks(self, address: str) -> int:
-        return len(self.servers[address].engine.scheduler.cached_blocks(0, 1))
+        scheduler = self.servers[address].engine.scheduler
+        return len({found for medium in KvMedium for found in scheduler.cached_blocks(0, 1, medium)})
 
     def counts(self) -> dict[str, tuple[int, int]]:
         stats = {a: server.engine.scheduler.kv_cache.prefix_stats for a, server in self.servers.items()}
         return {address: (each.queries, each.hits) for address, each in stats.items()}
 
 
-def server_at() -> tuple[str, EngineServer]:
+def server_at(**cache: Any) -> tuple[str, EngineServer]:
     config = EngineCoreConfig(
         model=ModelConfig(path=str(MODEL), served_model_name="model", device="cpu"),
-        cache=CacheConfig(block_size=4, num_blocks=256, enable_kv_events=True),
+        cache=CacheConfig(**{"block_size": 4, "num_blocks": 256, "enable_kv_events": True} | cache),
         executor=ExecutorConfig(num_threads=1),
     )
     server = EngineServer(config, UniprocExecutor(config)).start().load()
@@ -102,6 +104,31 @@ async def test_every_turn_goes_to_the_engine_that_has_the_conversation(engines: 
                 talks[number] = await say(frontend, engines, talk.text)
                 assert talks[number].engine == talk.engine
                 assert talks[number].cached > talk.cached
+
+
+async def test_conversations_go_back_to_the_engine_whose_host_memory_has_them() -> None:
+    small = Pair(num_blocks=80, host_memory=64 << 20, min_load_tokens=4)
+
+    def loaded(address: str) -> int:
+        return small.servers[address].engine.connector.stats().num_loaded_blocks[KvMedium.HOST]
+
+    try:
+        async with serving(list(small.servers)) as frontend:
+            talks = [
+                await say(frontend, small, f"{name}: {4 * FIRST}") for name in ("A", "Bo", "Cla", "Dorothy", "Emilia")
+            ]
+            for number in range(6):
+                await say(frontend, small, f"{number}, on something else: {4 * FIRST}")
+        async with serving(list(small.servers)) as frontend:
+            for number, talk in enumerate(talks):
+                await until_known(frontend, small)
+                before = loaded(talk.engine)
+                again = await say(frontend, small, talk.text)
+                assert again.engine == talk.engine, f"talk {number}"
+                assert loaded(talk.engine) > before, f"talk {number}"
+    finally:
+        for server in small.servers.values():
+            server.stop()
 
 
 async def test_the_least_loaded_policy_takes_engines_in_turn(engines: Pair) -> None:

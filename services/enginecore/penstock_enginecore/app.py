@@ -171,7 +171,9 @@ def _capabilities(config: EngineCoreConfig, engine: EngineCore) -> tuple[str, ..
     more = (*(("lora",) if config.lora.enabled else ()), *(each.modality for each in engine.model.media))
     if engine.model.pooling:
         return (*engine.model.pooling.words, *more)
-    return (*GENERATES, "kv_events", *more) if config.cache.enable_kv_events else (*GENERATES, *more)
+    if not config.cache.enable_kv_events:
+        return (*GENERATES, *more)
+    return (*GENERATES, "kv_events", *(("kv_tier_events",) if engine.connector is not None else ()), *more)
 
 
 def computes_of(config: EngineCoreConfig, model: ModelInfo) -> dict[str, str]:

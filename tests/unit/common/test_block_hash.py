@@ -165,7 +165,7 @@ def test_frontends_hash_media_as_engines_do():
     request = make_request([0] * 12, mm_features=[make_feature(1, 3, 4)])
     caches = PrefixCaches(100)
     caches.begin("e", 4)
-    caches.settle("e", b"")
+    caches.settle("e", {})
     hashed = of_media(make_feature(1, 3, 4))
     caches.apply("e", [BlockStored(block_hashes=hashed, parent_hash=b"", token_ids=[0] * 12, block_size=4)])
     assert caches.cached_tokens(request) == {"e": 11}

@@ -12,6 +12,7 @@ from penstock_common.types.outputs import RequestError
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.core.extensions import extend
+from penstock_enginecore.core.kv_cache.control import CacheControl
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.lora.intake import LoraIntake
 from penstock_enginecore.core.model_info import ModelInfo
@@ -25,7 +26,6 @@ from penstock_enginecore.core.worker_stats import WorkerStats
 Mode = Literal["abort", "wait", "keep"]
 Tag = Literal["weights", "kv_cache"]
 MAX_DRAIN_TIMEOUT = 86_400.0
-MAX_CACHE_PARTS = 4096
 _TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 _TIMES = ("step_broadcast", "collectives", "waited_for_stages", "stage_idle")
 """Of workers; for metrics alone."""
@@ -103,6 +103,7 @@ class EngineControl:
         utilities = UtilityRegistry(self)
         utilities.include(engine.loras)
         utilities.include(MediaControl(engine))
+        utilities.include(CacheControl(engine))
         self.utilities = extend(utilities, "engine")
         """What frontends can call by name: the methods of this class that are marked so, and what plugins add."""
 
@@ -271,20 +272,6 @@ class EngineControl:
             self._engine.scheduler.preempt_all()
         self._engine.revoke_leases()
         return self._engine.scheduler.reset_prefix_cache()
-
-    @utility
-    def cached_blocks(self, part: int = 0, num_parts: int = 1) -> bytes:
-        """Digests of the blocks in the prefix cache, one behind the other: those of one of ``num_parts`` parts, from 0, since the
-        answer must fit into a message. Raises InvalidArgument for a part that there is not, Unimplemented where
-        cache.enable_kv_events is false.
-        """
-        if not 1 <= num_parts <= MAX_CACHE_PARTS:
-            raise InvalidArgument(
-                f"num_parts is {num_parts}; it must be from 1 to {MAX_CACHE_PARTS}", field="num_parts"
-            )
-        if not 0 <= part < num_parts:
-            raise InvalidArgument(f"part is {part}; it must be from 0 to {num_parts - 1}", field="part")
-        return b"".join(self._engine.scheduler.cached_blocks(part, num_parts))
 
     # Looking.
 

@@ -7,6 +7,7 @@ import msgspec
 
 from penstock_common.errors import RequestFailed, ResourceExhausted
 from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
+from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import (
     EngineCoreOutput,
@@ -162,8 +163,8 @@ def _event_pieces(event: KvCacheEvent, room: int) -> list[KvCacheEvent]:
         return [event]
     half = len(event.block_hashes) // 2
     if isinstance(event, BlockRemoved):
-        parts = (BlockRemoved(block_hashes=hashes) for hashes in (event.block_hashes[:half], event.block_hashes[half:]))
-        return [piece for part in parts for piece in _event_pieces(part, room)]
+        parts = (event.block_hashes[:half], event.block_hashes[half:])
+        return [p for hashes in parts for p in _event_pieces(msgspec.structs.replace(event, block_hashes=hashes), room)]
     tokens = half * event.block_size
     first = msgspec.structs.replace(
         event,
@@ -174,7 +175,7 @@ def _event_pieces(event: KvCacheEvent, room: int) -> list[KvCacheEvent]:
     second = msgspec.structs.replace(
         event,
         block_hashes=event.block_hashes[half:],
-        parent_hash=event.block_hashes[half - 1],
+        parent_hash=event.block_hashes[half - 1] if event.medium is KvMedium.DEVICE else b"",
         token_ids=event.token_ids[tokens:],
         extra_keys=event.extra_keys[half:],
     )

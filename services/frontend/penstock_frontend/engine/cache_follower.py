@@ -8,6 +8,7 @@ from penstock_common.errors import Internal, RequestFailed
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
 from penstock_common.types.kv_events import KvCacheEvent
+from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import EngineReady
 from penstock_frontend.engine.connection import EngineConnection
 from penstock_frontend.engine.prefix_caches import PrefixCaches
@@ -58,8 +59,11 @@ class CacheFollower:
     async def _ask(self, connection: EngineConnection, ready: EngineReady, session: EngineSession) -> None:
         """Learn what the engine has cached already."""
         try:
-            blocks = await _cached_blocks(session, ready.num_kv_blocks)
-            self._caches.settle(connection.address, blocks)
+            answers = {KvMedium.DEVICE: await _cached_blocks(session, ready.num_kv_blocks)}
+            if "kv_tier_events" in ready.capabilities:
+                for medium in (KvMedium.HOST, KvMedium.DISK):
+                    answers[medium] = await _kept_blocks(session, medium)
+            self._caches.settle(connection.address, answers)
         except (RequestFailed, TimeoutError) as e:
             get_logger().warning(
                 "an engine does not say which blocks it has cached; those that it caches from now on are known",
@@ -85,14 +89,28 @@ class CacheFollower:
             )
 
 
-async def _cached_blocks(session: EngineSession, num_kv_blocks: int) -> bytes:
-    """What the engine has, in as many answers as it takes. Raises RequestFailed, and TimeoutError."""
-    num_parts = -(-num_kv_blocks // _PART_BLOCKS) or 1
+async def _cached_blocks(session: EngineSession, num_blocks: int, *medium: KvMedium) -> bytes:
+    """What the engine has in its KV cache or another medium, where there may be about so many, in as many answers as it takes.
+    Raises RequestFailed, and TimeoutError.
+    """
+    num_parts = -(-num_blocks // _PART_BLOCKS) or 1
     parts: list[bytes] = []
     for part in range(num_parts):
-        async with asyncio.timeout(_ANSWER_WITHIN):
-            answer: Any = await session.call_utility("cached_blocks", [part, num_parts])
+        answer = await _ask(session, "cached_blocks", [part, num_parts, *medium])
         if not isinstance(answer, bytes):
             raise Internal(f"the engine answered cached_blocks with {type(answer).__name__}, not with bytes")
         parts.append(answer)
     return b"".join(parts)
+
+
+async def _kept_blocks(session: EngineSession, medium: KvMedium) -> bytes:
+    """The same of a medium whose size is not known."""
+    num_blocks = await _ask(session, "num_cached_blocks", [medium])
+    if not isinstance(num_blocks, int):
+        raise Internal(f"the engine answered num_cached_blocks with {type(num_blocks).__name__}, not with a number")
+    return await _cached_blocks(session, num_blocks, medium) if num_blocks else b""
+
+
+async def _ask(session: EngineSession, utility: str, arguments: list[int]) -> Any:
+    async with asyncio.timeout(_ANSWER_WITHIN):
+        return await session.call_utility(utility, arguments)

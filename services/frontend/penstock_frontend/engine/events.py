@@ -5,7 +5,7 @@ from collections.abc import Callable
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
 from penstock_common.types.data_parallel import StartWave
-from penstock_common.types.kv_events import of_device
+from penstock_common.types.kv_events import KvCacheEvent, of_device
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_frontend.engine.cache_follower import CacheFollower
 from penstock_frontend.engine.connection import EngineConnection
@@ -60,13 +60,8 @@ class EngineEvents:
             self._loads.report(connection, stats)
             if stats.wedged != was_wedged:
                 self._on_change()
-        if outputs.kv_events and (changes := of_device(outputs.kv_events)):
-            if self._caches is not None:
-                self._caches.changed(connection, changes)
-            try:
-                self._kv_events.publish(connection.address, connection.rank or 0, changes)
-            except Exception as e:  # who only looks on ends no request
-                incident(e, request="", doing=f"publishing the cache events of engine {connection.name}")
+        if outputs.kv_events:
+            self._cache_changed(connection, outputs.kv_events)
         if outputs.outputs or outputs.tokens is not None or outputs.finished_requests:
             engine_id = connection.ready.engine_id if connection.ready else ""
             self._dispatch.take(connection.address, engine_id, outputs)
@@ -95,6 +90,17 @@ class EngineEvents:
     def has_work(self, connection: EngineConnection) -> bool:
         """Whether the engine has requests of this frontend."""
         return self._dispatch.num_on(connection.address) > 0
+
+    def _cache_changed(self, connection: EngineConnection, events: list[KvCacheEvent]) -> None:
+        """Routers outside know no media but the KV cache."""
+        if self._caches is not None:
+            self._caches.changed(connection, events)
+        if not (changes := of_device(events)):
+            return
+        try:
+            self._kv_events.publish(connection.address, connection.rank or 0, changes)
+        except Exception as e:  # who only looks on ends no request
+            incident(e, request="", doing=f"publishing the cache events of engine {connection.name}")
 
     def _tell_variants(self) -> None:
         """Log which variants there are when they are others than before."""

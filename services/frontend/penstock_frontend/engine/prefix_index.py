@@ -39,6 +39,10 @@ class PrefixIndex:
         """Blocks that an engine is known to have."""
         return len(self._blocks.get(engine, ()))
 
+    def has(self, engine: str, block_hash: bytes) -> bool:
+        """Whether an engine is known to have a block."""
+        return block_hash in self._blocks.get(engine, ())
+
     def store(self, engine: str, block_hashes: Iterable[bytes], parent: bytes = b"") -> int:
         """An engine has these blocks from now on, which stand behind ``parent``; empty: at the beginning, or anywhere.
         Returns how many of them were left out.

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from penstock_common.types.kv_events import BlockMedia, BlockRemoved, BlockStored
+from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import (
     EngineCoreOutput,
@@ -136,10 +137,24 @@ def test_blocks_that_were_stored_together_are_told_in_a_chain() -> None:
     assert [keys for each in events if isinstance(each, BlockStored) for keys in each.extra_keys] == media
 
 
-def test_blocks_that_were_removed_together_are_told_in_order() -> None:
+@pytest.mark.parametrize("medium", [KvMedium.DEVICE, KvMedium.DISK])
+def test_blocks_that_were_removed_together_are_told_in_order(medium: KvMedium) -> None:
     hashes = [bytes([i % 256] * 15 + [i // 256]) for i in range(5000)]
-    made = frames(EngineCoreOutputs(kv_events=[BlockRemoved(block_hashes=hashes)]))
-    assert [h for f in made for e in f.kv_events if isinstance(e, BlockRemoved) for h in e.block_hashes] == hashes
+    made = frames(EngineCoreOutputs(kv_events=[BlockRemoved(block_hashes=hashes, medium=medium)]))
+    events = [e for f in made for e in f.kv_events if isinstance(e, BlockRemoved)]
+    assert [h for e in events for h in e.block_hashes] == hashes
+    assert {e.medium for e in events} == {medium}
+
+
+def test_blocks_outside_the_device_have_no_parent_in_any_frame() -> None:
+    hashes = [bytes([i % 256] * 15 + [i // 256]) for i in range(5000)]
+    event = BlockStored(block_hashes=hashes, parent_hash=b"", token_ids=[], block_size=16, medium=KvMedium.HOST)
+    events = [e for f in frames(EngineCoreOutputs(kv_events=[event])) for e in f.kv_events]
+    assert len(events) > 1
+    assert [h for e in events if isinstance(e, BlockStored) for h in e.block_hashes] == hashes
+    assert {(e.parent_hash, e.medium, len(e.token_ids)) for e in events if isinstance(e, BlockStored)} == {
+        (b"", KvMedium.HOST, 0)
+    }
 
 
 @pytest.mark.parametrize("count", [0, 3])

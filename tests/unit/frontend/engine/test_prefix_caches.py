@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from penstock_common.errors import Internal
 from penstock_common.lora.registration import LoraAdapter
 from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
+from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
@@ -84,7 +85,7 @@ def following(*engines: str, block_size: int = SIZE) -> PrefixCaches:
     caches = PrefixCaches(10_000)
     for engine in engines:
         caches.begin(engine, block_size)
-        caches.settle(engine, b"")
+        caches.settle(engine, {})
     return caches
 
 
@@ -119,7 +120,7 @@ def test_what_one_adapter_has_cached_is_nothing_to_another_or_to_the_model() -> 
     ours, renamed, other = (LoraAdapter(*said) for said in (("a", "/a", b"1"), ("b", "/b", b"1"), ("a", "/a", b"2")))
     engine, caches = Engine(), PrefixCaches(100)
     caches.begin("e", SIZE)
-    caches.settle("e", b"")
+    caches.settle("e", {})
     caches.apply("e", engine.compute(asked(PROMPT, lora=ours)))
     assert (
         caches.cached_tokens(asked(PROMPT, lora=ours)) == caches.cached_tokens(asked(PROMPT, lora=renamed)) == {"e": 16}
@@ -176,7 +177,7 @@ def test_what_an_engine_had_before_the_session_is_learned_from_its_answer() -> N
     engine, caches = Engine(), PrefixCaches(10_000)
     engine.compute(asked(PROMPT))
     caches.begin("e", SIZE)
-    caches.settle("e", engine.state())
+    caches.settle("e", {KvMedium.DEVICE: engine.state()})
     assert caches.cached_tokens(asked(PROMPT)) == {"e": 16}
 
 
@@ -192,7 +193,7 @@ def test_an_answer_that_has_no_whole_digests_is_refused() -> None:
     caches = PrefixCaches(10_000)
     caches.begin("e", SIZE)
     with pytest.raises(Internal, match="17 bytes; a digest has 16"):
-        caches.settle("e", bytes(17))
+        caches.settle("e", {KvMedium.HOST: bytes(17)})
 
 
 @settings(max_examples=150, deadline=None)
@@ -217,7 +218,7 @@ def test_the_answer_may_be_of_any_moment_and_its_parts_of_different_ones(
             if when == moment:
                 answers.append(b"".join(engine.manager.cached_blocks(part, len(moments))))
         if moment == settled:
-            caches.settle("e", b"".join(answers))
+            caches.settle("e", {KvMedium.DEVICE: b"".join(answers)})
         if moment == len(prompts):
             break
         if moment in clears:
@@ -226,6 +227,38 @@ def test_the_answer_may_be_of_any_moment_and_its_parts_of_different_ones(
     assert caches.num_on("e") == len(engine.state()) // 16
     for prompt in prompts:
         assert caches.cached_tokens(asked(prompt)).get("e", 0) == engine.cached(asked(prompt))
+
+
+def kept(medium: KvMedium, block_hashes: list[bytes]) -> BlockStored:
+    return BlockStored(block_hashes=block_hashes, parent_hash=b"", token_ids=[], block_size=SIZE, medium=medium)
+
+
+def test_what_an_engine_has_outside_its_kv_cache_counts_until_it_is_nowhere() -> None:
+    engine, caches = Engine(), following("e")
+    (stored,) = engine.compute(asked(PROMPT))
+    hashes = stored.block_hashes
+    caches.apply("e", [stored, kept(KvMedium.HOST, hashes[::-1]), BlockRemoved(block_hashes=hashes)])
+    assert caches.cached_tokens(asked(PROMPT)) == {"e": 16}
+    caches.apply("e", [kept(KvMedium.DISK, hashes[:2]), BlockRemoved(block_hashes=hashes, medium=KvMedium.HOST)])
+    assert caches.cached_tokens(asked(PROMPT)) == {"e": 8}
+    caches.apply("e", [stored, BlockRemoved(block_hashes=hashes[:2], medium=KvMedium.DISK)])
+    assert caches.cached_tokens(asked(PROMPT)) == {"e": 16}
+    caches.apply("e", [BlockRemoved(block_hashes=hashes)])
+    assert caches.num_blocks == 0
+
+
+def test_an_answer_tells_of_all_media() -> None:
+    engine, caches = Engine(), PrefixCaches(10_000)
+    (stored,) = engine.compute(asked(PROMPT))
+    first, *rest = stored.block_hashes
+    caches.begin("e", SIZE)
+    caches.apply("e", [BlockRemoved(block_hashes=[rest[-1]], medium=KvMedium.DISK)])
+    caches.settle("e", {KvMedium.DEVICE: first, KvMedium.HOST: first + rest[0], KvMedium.DISK: b"".join(rest)})
+    assert caches.cached_tokens(asked(PROMPT)) == {"e": 12}
+    caches.apply("e", [BlockRemoved(block_hashes=[first])])
+    assert caches.cached_tokens(asked(PROMPT)) == {"e": 12}
+    caches.apply("e", [AllBlocksCleared(), kept(KvMedium.DISK, [first])])
+    assert caches.cached_tokens(asked(PROMPT)) == {"e": 4}
 
 
 def test_a_reset_clears_one_engine_alone() -> None:

@@ -4,13 +4,14 @@ The prefix cache follows the idea of vLLM's automatic prefix caching: a block is
 prefix it ends.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import msgspec
 
 from penstock_common.block_hash import BlockHasher
 from penstock_common.errors import Unimplemented
 from penstock_common.types.kv_events import KvCacheEvent
+from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool, KVCacheBlock
 from penstock_enginecore.core.kv_cache.events import KvEventLog
 from penstock_enginecore.core.kv_cache.prefix import ComputedBlocks, find_computed_blocks
@@ -237,13 +238,26 @@ class KVCacheManager:
         """Changes of the prefix cache since the last call, in order; none unless events are enabled."""
         return [] if self._events is None else self._events.take()
 
-    def cached_blocks(self, part: int, num_parts: int) -> list[bytes]:
-        """Hashes of the blocks that can be found now, as events tell of them: those of one part of ``num_parts`` about equally
-        large ones, from 0. A block is in the same part whenever it is asked for. Raises Unimplemented unless events are enabled.
+    def findable(self, medium: KvMedium, name: BlockName, is_there: bool) -> None:
+        """A block can be found outside the pool from now on, or no more."""
+        if self._events is not None and name.group == self._events.group:
+            (self._events.kept if is_there else self._events.lost)(medium, name.hash)
+
+    def cached_blocks(self, part: int, num_parts: int, medium: KvMedium = KvMedium.DEVICE) -> list[bytes]:
+        """Hashes of the blocks that can be found in a medium now, as events tell of them: those of one part of ``num_parts``
+        about equally large ones, from 0. A block is in the same part whenever it is asked for. Raises Unimplemented unless events
+        are enabled.
         """
-        if self._events is None:
-            raise Unimplemented("the engine's cache.enable_kv_events is false: it does not tell what it has cached")
-        hashes = self.pool.hashes(self._events.group)
+        hashes = self._findable_in(medium)
         if num_parts == 1:
             return list(hashes)
         return [block_hash for block_hash in hashes if int.from_bytes(block_hash[:4], "big") % num_parts == part]
+
+    def num_cached_blocks(self, medium: KvMedium) -> int:
+        """How many they are, in all parts."""
+        return len(self._findable_in(medium))
+
+    def _findable_in(self, medium: KvMedium) -> Collection[bytes]:
+        if self._events is None:
+            raise Unimplemented("the engine's cache.enable_kv_events is false: it does not tell what it has cached")
+        return self.pool.hashes(self._events.group) if medium is KvMedium.DEVICE else self._events.kept_in(medium)

@@ -40,6 +40,11 @@ class BlockHolder(Protocol):
     def release(self, place: Place) -> None:
         """Give it back."""
 
+    def findable(self, medium: KvMedium, name: BlockName, is_there: bool) -> None:
+        """A block that the connector keeps by itself can be found from now on, or no more: routers are told, who send prompts to
+        where they need not be computed.
+        """
+
 
 class KVConnector(Protocol):
     """Brings what is not in the pool. Nothing waits in it, and it raises nothing: what it cannot bring is computed.

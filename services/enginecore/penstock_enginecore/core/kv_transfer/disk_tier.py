@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Protocol
 
-from penstock_common.types.kv_transfer import BlockName
-from penstock_enginecore.core.kv_transfer.base import Place
+from penstock_common.types.kv_transfer import BlockName, KvMedium
+from penstock_enginecore.core.kv_transfer.base import BlockHolder, Place
 from penstock_enginecore.core.kv_transfer.copier import BlockCopier, Follow, batch_of
 from penstock_enginecore.core.kv_transfer.slot_index import SlotIndex
 
@@ -49,7 +49,12 @@ class DiskTier:
     """All methods belong to the busy loop's thread. A disk that fails is used no more; the log says so once."""
 
     def __init__(
-        self, store: BlockStore, copier: BlockCopier, follow: Follow, clock: Callable[[], float] = time.monotonic
+        self,
+        store: BlockStore,
+        copier: BlockCopier,
+        blocks: BlockHolder,
+        follow: Follow,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._last_read = 0.0  # belongs to the store's thread
@@ -58,7 +63,7 @@ class DiskTier:
         self._follow = follow
         self._block_bytes = copier.block_bytes
         self._batch = batch_of(copier.block_bytes)
-        self.index = SlotIndex(store.num_slots, store.entries)
+        self.index = SlotIndex(store.num_slots, partial(blocks.findable, KvMedium.DISK), store.entries)
         self._writing: set[BlockName] = set()
         self._generation = 0
         self._off = False

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from penstock_common.types.kv_transfer import BlockName
+from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_enginecore.core.kv_transfer.base import BlockHolder, Place
 from penstock_enginecore.core.kv_transfer.copier import BlockCopier, Copy, Follow, batch_of
 from penstock_enginecore.core.kv_transfer.slot_index import SlotIndex
@@ -36,7 +36,7 @@ class HostTier:
         self._blocks = blocks
         self._follow = follow
         self._evicted = evicted
-        self.index = SlotIndex(num_slots)
+        self.index = SlotIndex(num_slots, partial(blocks.findable, KvMedium.HOST))
         self._batch = batch_of(copier.block_bytes)
         self._queue: dict[BlockName, Place] = {}
         self._saving: dict[BlockName, Place] = {}

@@ -1,20 +1,26 @@
 """Which blocks are in slots of a fixed number, those used least recently first."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from penstock_common.types.kv_transfer import BlockName
+
+Told = Callable[[BlockName, bool], None]
+"""Called with a block that can be found from now on (True), or no more."""
 
 
 class SlotIndex:
     """A slot is free, holds a block that can be found, or was taken by somebody who fills it. ``entries``: what is there from
-    before.
+    before. ``told``: see ``Told``; of the entries as well.
     """
 
-    def __init__(self, num_slots: int, entries: Iterable[tuple[int, BlockName]] = ()) -> None:
+    def __init__(self, num_slots: int, told: Told, entries: Iterable[tuple[int, BlockName]] = ()) -> None:
         self.num_slots = num_slots
+        self._told = told
         self._slots: dict[BlockName, int] = {name: slot for slot, name in entries}
         taken = set(self._slots.values())
         self._free = [slot for slot in range(num_slots - 1, -1, -1) if slot not in taken]
+        for name in self._slots:
+            told(name, True)
 
     def __len__(self) -> int:
         """Blocks that can be found."""
@@ -42,7 +48,11 @@ class SlotIndex:
         if self._free:
             return self._free.pop(), None
         name = next(iter(self._slots), None)
-        return None if name is None else (self._slots.pop(name), name)
+        if name is None:
+            return None
+        slot = self._slots.pop(name)
+        self._told(name, False)
+        return slot, name
 
     def put(self, name: BlockName, slot: int) -> None:
         """A slot that was taken holds this block now. Of two with the same the first stays."""
@@ -50,6 +60,7 @@ class SlotIndex:
             self._free.append(slot)
         else:
             self._slots[name] = slot
+            self._told(name, True)
 
     def give_back(self, slot: int) -> None:
         """A slot that was taken holds nothing."""
@@ -59,8 +70,11 @@ class SlotIndex:
         """What is in the slot of a block is of no use. One that is not there is passed over."""
         if (slot := self._slots.pop(name, None)) is not None:
             self._free.append(slot)
+            self._told(name, False)
 
     def clear(self) -> None:
         """No block can be found any more."""
-        self._free += self._slots.values()
-        self._slots.clear()
+        slots, self._slots = self._slots, {}
+        self._free += slots.values()
+        for name in slots:
+            self._told(name, False)

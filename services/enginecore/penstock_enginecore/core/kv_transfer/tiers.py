@@ -93,7 +93,7 @@ class TieredConnector:
         if num_host_slots:
             keep = None
             if store is not None:
-                self._disk = DiskTier(store, copier, self._follow, self._clock)
+                self._disk = DiskTier(store, copier, self._blocks, self._follow, self._clock)
                 keep = self._disk.keep
             self._host = HostTier(copier, num_host_slots, self._blocks, self._follow, keep)
 

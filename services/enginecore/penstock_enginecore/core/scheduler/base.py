@@ -7,6 +7,7 @@ import msgspec
 
 from penstock_common.config.targets import load_target
 from penstock_common.types.kv_events import KvCacheEvent
+from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import EngineCoreOutputs, LoraStats, RequestError, SchedulerStats
 from penstock_enginecore.config import SchedulerConfig, SpeculativeConfig
 from penstock_enginecore.core.hold import Hold
@@ -175,10 +176,13 @@ class Scheduler(Protocol):
     def take_kv_events(self) -> list[KvCacheEvent]:
         """Changes of the prefix cache since the last call."""
 
-    def cached_blocks(self, part: int, num_parts: int) -> list[bytes]:
-        """Hashes of the blocks in the prefix cache, of whose changes events tell: those of one of ``num_parts`` parts, from 0.
-        Raises Unimplemented where there are no events.
+    def cached_blocks(self, part: int, num_parts: int, medium: KvMedium = KvMedium.DEVICE) -> list[bytes]:
+        """Hashes of the blocks that can be found in a medium, of whose changes events tell: those of one of ``num_parts`` parts,
+        from 0. Raises Unimplemented where there are no events.
         """
+
+    def num_cached_blocks(self, medium: KvMedium) -> int:
+        """How many they are, in all parts. Raises Unimplemented."""
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a living request, in seconds since the epoch."""

@@ -228,6 +228,10 @@ class KvLoads:
         if self._log.freed and self._log.freed[-1] is block:
             self._log.freed.pop()
 
+    def findable(self, medium: KvMedium, name: BlockName, is_there: bool) -> None:
+        """See ``BlockHolder``."""
+        self._kv_cache.findable(medium, name, is_there)
+
     # Steps.
 
     def begin_step(self) -> None:

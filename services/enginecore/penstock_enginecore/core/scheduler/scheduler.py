@@ -12,6 +12,7 @@ the worker, which runs steps in order, has the token by then.
 from collections.abc import Iterable
 
 from penstock_common.types.kv_events import KvCacheEvent
+from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
@@ -255,9 +256,13 @@ class DefaultScheduler(Scheduler):
         """Changes of the prefix cache since the last call."""
         return self.kv_cache.take_events()
 
-    def cached_blocks(self, part: int, num_parts: int) -> list[bytes]:
-        """Hashes of the blocks in the prefix cache, those of one of so many parts."""
-        return self.kv_cache.cached_blocks(part, num_parts)
+    def cached_blocks(self, part: int, num_parts: int, medium: KvMedium = KvMedium.DEVICE) -> list[bytes]:
+        """Hashes of the blocks that can be found, those of one of so many parts."""
+        return self.kv_cache.cached_blocks(part, num_parts, medium)
+
+    def num_cached_blocks(self, medium: KvMedium) -> int:
+        """How many can be found in a medium."""
+        return self.kv_cache.num_cached_blocks(medium)
 
     # What others may ask.
 

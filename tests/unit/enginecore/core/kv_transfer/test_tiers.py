@@ -1,12 +1,13 @@
 """Engines with host memory and a disk over an executor whose blocks hold their content: wrong content fails a step."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from penstock_common.errors import ConfigError
-from penstock_common.types.kv_events import BlockStored
-from penstock_common.types.kv_transfer import KvMedium
+from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
@@ -245,33 +246,48 @@ def test_what_comes_from_host_and_disk_is_told_of_once_each_with_whom_it_is_for(
     assert blocks == {medium: engine.connector.stats().num_loaded_blocks[medium] for medium in blocks}
 
 
-def test_events_follow_what_is_in_the_pool_also_where_the_host_has_more():
-    """Blocks that only the host has are found by a load, and are told of when they are in the pool again."""
-    engine = engine_of(enable_kv_events=True)
-    known: set[bytes] = set()
+def test_events_follow_what_can_be_found_in_the_pool_on_the_host_and_on_the_disk():
+    disk = FakeDisk(40)
+    engine = engine_of(host_blocks=24, disk=disk, enable_kv_events=True)
+    known: dict[KvMedium, set[bytes]] = {medium: set() for medium in KvMedium}
+    told = Counter()
 
-    def follow() -> tuple[set[bytes], set[bytes]]:
-        came, went = set(), set()
+    def follow() -> None:
         for event in engine.take_kv_events():
-            assert event.medium is KvMedium.DEVICE
-            hashes = set(event.block_hashes)
-            if isinstance(event, BlockStored):
-                came |= hashes
-                known.update(hashes)
-            else:
-                went |= hashes
-                known.difference_update(hashes)
-        assert known == set(engine.scheduler.cached_blocks(0, 1))
-        return came, went
+            told[type(event), event.medium] += 1
+            for block_hash in event.block_hashes:
+                (known[event.medium].add if isinstance(event, BlockStored) else known[event.medium].remove)(block_hash)
+            assert event.medium is KvMedium.DEVICE or not getattr(event, "token_ids", None)
+        for medium, hashes in known.items():
+            assert hashes == set(engine.scheduler.cached_blocks(0, 1, medium))
+            assert len(hashes) == engine.scheduler.num_cached_blocks(medium)
 
-    turn(engine, 0)
-    first, _ = follow()
-    for number in (1, 2, 3):
-        turn(engine, number)
-    assert first & follow()[1], "others took their places"
-    _, num_host, _ = turn(engine, 0)
+    num_host = num_disk = 0
+    for number in (0, 1, 2, 3, 1, 4, 5, 6, 4, 3, 2, 7, 8, 6, 5, 0):
+        _, of_host, of_disk = turn(engine, number)
+        num_host, num_disk = num_host + of_host, num_disk + of_disk
+        follow()
     assert num_host
-    assert first & follow()[0], "they are back"
+    assert num_disk
+    own = (KvMedium.DEVICE, KvMedium.HOST, KvMedium.DISK)
+    assert set(told) == {(kind, medium) for kind in (BlockStored, BlockRemoved) for medium in own}
+    assert known[KvMedium.HOST] == {name.hash for name in engine.connector._host.index.names}
+    assert known[KvMedium.DISK] == {name.hash for name in engine.connector._disk.index.names}
+    disk.spoiled = {name for name, _ in disk.slots.values()}
+    for number in (1, 4, 3):
+        turn(engine, number)
+        follow()
+    assert EngineControl(engine).reset_prefix_cache()
+    assert engine.take_kv_events() == [AllBlocksCleared()]
+    assert not any(engine.scheduler.num_cached_blocks(medium) for medium in own)
+
+
+def test_what_a_disk_has_from_before_is_told_of():
+    slots = {0: (BlockName(0, b"a" * 16), b""), 2: (BlockName(0, b"b" * 16), b"")}
+    engine = engine_of(host_blocks=6, disk=FakeDisk(4, slots), enable_kv_events=True)
+    (event,) = engine.take_kv_events()
+    assert (event.medium, event.block_hashes) == (KvMedium.DISK, [b"a" * 16, b"b" * 16])
+    assert EngineControl(engine).utilities.invoke("num_cached_blocks", [KvMedium.DISK.value]) == 2
 
 
 def test_damage_on_the_disk_is_told_of():
