@@ -9,6 +9,7 @@ import pytest
 
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
+from penstock_enginecore.core.kv_transfer.tiers import TieredConnector
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_frontend.config import ModelConfig as ServedModel
 from penstock_frontend.config import RoutingConfig
@@ -110,7 +111,9 @@ async def test_conversations_go_back_to_the_engine_whose_host_memory_has_them() 
     small = Pair(num_blocks=80, host_memory=64 << 20, min_load_tokens=4)
 
     def loaded(address: str) -> int:
-        return small.servers[address].engine.connector.stats().num_loaded_blocks[KvMedium.HOST]
+        connector = small.servers[address].engine.connector
+        assert isinstance(connector, TieredConnector)
+        return connector.stats().num_loaded_blocks[KvMedium.HOST]
 
     try:
         async with serving(list(small.servers)) as frontend:
