@@ -291,6 +291,35 @@ async def test_a_request_that_engines_die_of_is_quarantined_and_its_neighbours_f
         assert all(await asyncio.gather(*neighbours))
 
 
+@pytest.mark.parametrize("dies", [False, True])
+async def test_whose_engines_lost_their_connections_is_what_they_died_of_only_if_they_did(
+    engines: tuple[FakeEngine, FakeEngine], frontend: FrontendServer, dies: bool
+) -> None:
+    """A request is alone on an engine, then on the other one, and both connections break; the engines live, or are other ones."""
+    request = asyncio.create_task(collect(frontend.generate(max_tokens=1)))
+    for number in range(2):
+        while not (having := [engine for engine in engines if engine.running]):
+            assert not request.done()
+            await asyncio.sleep(0.001)
+        if dies:
+            having[0].ready.incarnation = f"another {number}"
+        having[0].break_streams()
+        await having[0].until(lambda engine: not engine.running)
+    if dies:
+        await eventually(request.done)
+        error = request.exception()
+        assert isinstance(error, Internal)
+        assert error.reason == "QUARANTINED"
+        assert "the stream broke" in error.message
+        return
+    while not request.done():
+        for engine in engines:
+            if engine.running:
+                engine.step()
+        await asyncio.sleep(0.001)
+    assert request.result()
+
+
 async def test_an_engine_that_is_stopped_is_found_out_and_its_requests_go_on(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

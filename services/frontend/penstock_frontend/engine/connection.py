@@ -10,13 +10,14 @@ from penstock_common.errors import Unavailable
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.reconnect import Reconnector
+from penstock_common.rpc.refused import refuses
 from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_common.types.data_parallel import StartWave, rank_name
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, SchedulerStats
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.journal_entry import EngineFaultError
 from penstock_frontend.engine.watchdog import Watchdog, wedged
-from penstock_frontend.rpc.engine_session import EngineSession
+from penstock_frontend.rpc.engine_session import EngineSession, SessionEnd
 from penstock_frontend.rpc.media_transport import MediaTransport
 
 _CHECKS_PER_SILENCE = 4
@@ -35,8 +36,11 @@ class ConnectionListener(Protocol):
     def on_draining(self, connection: "EngineConnection", time_left: float | None) -> None:
         """The engine takes no more requests, and ends what it has in ``time_left`` seconds; None: it does not say when."""
 
-    def on_down(self, connection: "EngineConnection", reason: str) -> None:
+    def on_down(self, connection: "EngineConnection", end: SessionEnd) -> None:
         """The session is over, and the engine has none of its requests any more."""
+
+    def on_fate(self, connection: "EngineConnection", *, lives: bool) -> None:
+        """Of an engine whose session ended, and not by it, is known now whether it lives: the network was at fault then."""
 
     def on_start_wave(self, message: StartWave) -> None:
         """The engine, a rank of a data-parallel group, waits for the others."""
@@ -77,6 +81,8 @@ class EngineConnection:
         self._detection = config.detection
         self._lease_lost = False
         self._wedged = False
+        self._in_doubt = False
+        """Whether the last session ended, and not by the engine, of which nothing has been heard since."""
         self._watchdog = Watchdog(config.detection, _now())
         self._incarnation = incarnation
         self._listener = listener
@@ -124,6 +130,15 @@ class EngineConnection:
         """The engine has not been silent until now."""
         self._watchdog.heard(_now())
 
+    def presume_dead(self) -> None:
+        """Nobody will hear of the engine any more."""
+        self._settle(lives=False)
+
+    def _settle(self, *, lives: bool) -> None:
+        if self._in_doubt:
+            self._in_doubt = False
+            self._listener.on_fate(self, lives=lives)
+
     async def close(self) -> None:
         """End the session for good."""
         await self._reconnector.close()
@@ -131,6 +146,8 @@ class EngineConnection:
 
     async def _serve(self) -> None:
         """One session, from greeting to end."""
+        if self._in_doubt and await refuses(self.address, within=self._detection.probe_timeout):
+            self._settle(lives=False)
         session = EngineSession(
             self.address,
             frontend_id=self._config.name,
@@ -142,21 +159,21 @@ class EngineConnection:
             media=self._media,
             max_message_bytes=self._config.server.max_message_bytes,
         )
-        reason = "the session was closed"
+        end = SessionEnd("the session was closed", by_engine=False)
         try:
             ready = await session.open()
             if self._wedged and (load := await session.load(self._detection.probe_timeout)) and load.wedged:
                 raise Unavailable(f"engine {self.name}: {wedged(load)}")
             self._up(session, ready)
-            reason = await self._run(session)
+            end = await self._run(session)
         except EngineFaultError as e:
-            reason = str(e)
+            end = SessionEnd(str(e), by_engine=True)
         except Exception as e:
-            reason = f"{type(e).__name__}: {e}"
+            end = SessionEnd(f"{type(e).__name__}: {e}", by_engine=True)
             raise
         finally:
-            self._down(reason)  # first of all: no request may be sent on it any more
-            await session.close(reason)
+            self._down(end)  # first of all: no request may be sent on it any more
+            await session.close(end.why)
 
     def _up(self, session: EngineSession, ready: EngineReady) -> None:
         if ready.model != self._config.model.name:
@@ -164,6 +181,7 @@ class EngineConnection:
                 f"engine {ready.engine_id} at {self.address} serves model {ready.model!r}; "
                 f"this frontend serves {self._config.model.name!r}"
             )
+        lives = self.ready is not None and self.ready.incarnation == ready.incarnation
         self.ready, self.session, self.draining = ready, session, False
         self._wedged = False
         self.heard()
@@ -173,17 +191,19 @@ class EngineConnection:
             "engine ready", engine=self.name, max_model_len=ready.max_model_len, num_kv_blocks=ready.num_kv_blocks
         )
         self._listener.on_up(self)
+        self._settle(lives=lives)
 
-    def _down(self, reason: str) -> None:
+    def _down(self, end: SessionEnd) -> None:
         if self.session is None:
             return  # it never was up
         self.session = None
+        self._in_doubt = not end.by_engine
         if not self._reconnector.closing:
-            get_logger().warning("engine gone", engine=self.name, reason=reason)
-        self._listener.on_down(self, reason)
+            get_logger().warning("engine gone", engine=self.name, reason=end.why)
+        self._listener.on_down(self, end)
         self._on_lost(self)
 
-    async def _run(self, session: EngineSession) -> str:
+    async def _run(self, session: EngineSession) -> SessionEnd:
         """Hand on what the engine says, and watch it. Returns why the session is over."""
         running = asyncio.create_task(session.run())
         watching = asyncio.create_task(self._watch(session))
@@ -195,7 +215,7 @@ class EngineConnection:
             watching.cancel()
             await asyncio.gather(running, watching, return_exceptions=True)
 
-    async def _watch(self, session: EngineSession) -> str:
+    async def _watch(self, session: EngineSession) -> SessionEnd:
         """Ask the engine how it is whenever there is reason to. Returns why it is lost."""
         while True:
             await asyncio.sleep(self._detection.silence / _CHECKS_PER_SILENCE)
@@ -206,7 +226,7 @@ class EngineConnection:
             answer = await session.load(self._detection.probe_timeout)
             if problem := watchdog.verdict(doubt, answer):
                 self._wedged = answer is not None
-                return problem
+                return SessionEnd(problem, by_engine=self._wedged)
             self.heard()
 
     def _on_outputs(self, outputs: EngineCoreOutputs) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
 from penstock_common.observability.incidents import STEP_FAILED, incident
@@ -11,15 +11,16 @@ from penstock_common.observability.logging import get_logger
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import DisaggregationConfig, RetriesConfig
+from penstock_frontend.engine.choice import Choice
 from penstock_frontend.engine.drains import Drains
 from penstock_frontend.engine.engines import Engines
-from penstock_frontend.engine.held import HeldRequests
 from penstock_frontend.engine.journal import LORA_UNAVAILABLE, Handoff, Journal, Refusal
-from penstock_frontend.engine.journal_entry import JournalEntry
+from penstock_frontend.engine.journal_entry import Call, JournalEntry
 from penstock_frontend.engine.legs import Legs
-from penstock_frontend.engine.prefix_caches import PrefixCaches, with_media
+from penstock_frontend.engine.prefix_caches import PrefixCaches
 from penstock_frontend.engine.retries import Blame, Retries
-from penstock_frontend.engine.router import Candidate, Router, takers
+from penstock_frontend.engine.router import Candidate, Router
+from penstock_frontend.engine.waiting import Waiting
 from penstock_frontend.ports import OutputHandler
 
 _SHORTEST_EXCLUSION = 0.1
@@ -52,28 +53,28 @@ class Dispatch:
         self._engines = engines
         self._outputs = outputs
         self._router = router
-        self._caches = caches
         self._hold_timeout = hold_timeout
         self._on_held = on_held
         self._on_moved = on_moved
         self._journal = Journal(_now, on_left=router.left, on_gap=on_gap)
         self._retries = Retries(retries)
-        self._held = HeldRequests(hold_timeout, self._give_up)
-        self._suspects = HeldRequests(hold_timeout, self._give_up)
-        self._readmission: asyncio.TimerHandle | None = None
-        self._legs = legs or Legs(DisaggregationConfig(), router)
+        self._waiting = Waiting(
+            hold_timeout, give_up=self._give_up, presume=self._presume, on_readmitted=self.engines_changed
+        )
+        legs = legs or Legs(DisaggregationConfig(), router)
+        self._choice = Choice(engines, router, caches=caches, legs=legs, clock=_now)
         self._drains = Drains(
             engines,
             self._journal,
-            others=self._others,
+            others=self._choice.others,
             may_leave=self._retries.may_leave,
             move=self._leave_draining,
         )
 
     @property
     def num_held(self) -> int:
-        """Sequences that wait for an engine, or for their turn as suspects."""
-        return len(self._held) + len(self._suspects)
+        """Sequences that wait for an engine, for their turn as suspects, or for a verdict."""
+        return len(self._waiting)
 
     def num_on(self, engine: str) -> int:
         """Sequences that an engine has."""
@@ -83,7 +84,7 @@ class Dispatch:
         """Start the sequences of a call on one engine. Raises InvalidArgument for a rank that no engine has."""
         entries = self._journal.begin(requests)
         try:
-            picked = self._pick(entries, requests[0].context.data_parallel_rank)
+            picked = self._choice.pick(entries, requests[0].context.data_parallel_rank)
         except InvalidArgument:
             self._journal.end([request.request_id for request in requests])
             raise
@@ -95,7 +96,7 @@ class Dispatch:
         for entry in self._journal.end(request_ids):
             if entry.engine:
                 by_engine.setdefault(entry.engine, []).append(entry.request_id)
-            elif self._held.discard(entry) or self._suspects.discard(entry):
+            elif self._waiting.discard(entry):
                 self._on_held()
         for engine, ids in by_engine.items():
             self._engines.abort_on(engine, ids, reason)
@@ -128,8 +129,8 @@ class Dispatch:
         silent = [request_id for request_id in frame.finished_requests if request_id not in told]
         return [Refusal(entry, error, admitted=True) for entry in self._journal.lose(engine, silent)]
 
-    def lose(self, engine: str, why: str) -> None:
-        """An engine is gone."""
+    def lose(self, engine: str, why: str, *, in_doubt: bool = False) -> None:
+        """An engine is gone. ``in_doubt``: it may live, and ``acquit`` or ``accuse`` comes when that is known."""
         self._drains.forget(engine)
         self._journal.readmit(engine)
         load = self._router.load(engine)
@@ -141,7 +142,38 @@ class Dispatch:
             entry.admitted = True  # it may have been: what was is never refused again
         is_one_call = len({entry.call for entry in entries}) == 1
         alone = is_one_call and num_there <= len(entries)
-        self._move([(entry, why, Blame.ALONE if alone else Blame.SHARED) for entry in entries])
+        blame = Blame.ALONE if alone else Blame.SHARED
+        self._move([(entry, why, blame) for entry in entries], in_doubt=in_doubt)
+
+    def acquit(self, engine: str) -> None:
+        """An engine that was lost lives: the network was at fault, and no request."""
+        for entry in self._journal.doubting(engine):
+            self._retries.acquit(entry, engine)
+        waiting = self._waiting
+        going = waiting.take(lambda entry: not self._retries.is_in_doubt(entry), waiting.for_verdict)
+        going += waiting.take(lambda entry: not self._retries.is_suspect(entry), waiting.for_trial)
+        if going:
+            self._place(going)
+            self._on_held()
+        self._try_next()
+
+    def accuse(self, engine: str) -> None:
+        """An engine that was lost has died."""
+        for entry in self._journal.doubting(engine):
+            self._quarantine(entry, self._retries.accuse(entry, engine))
+        self._try_next()
+
+    def _presume(self, entry: JournalEntry) -> None:
+        self._quarantine(entry, self._retries.presume(entry))
+        self._on_held()
+        self._try_next()
+
+    def _quarantine(self, entry: JournalEntry, error: RequestFailed | None) -> None:
+        """End an entry that waits for a verdict; None: it goes on to wait."""
+        if error is not None:
+            if self._waiting.discard(entry):
+                self._on_held()
+            self._end_moving(entry, error)
 
     def drain(self, engine: str, time_left: float) -> None:
         """An engine ends in so many seconds what it still has. What it will not be done with goes elsewhere, if that can be."""
@@ -166,8 +198,9 @@ class Dispatch:
 
     def engines_changed(self) -> None:
         """Engines have come or may take requests again."""
-        if len(self._held):
-            self._place(self._held.take_all())
+        held = self._waiting.for_engine
+        if len(held):
+            self._place(held.take_all())
             self._on_held()
 
     def _refused(self, refusals: Iterable[Refusal]) -> None:
@@ -184,7 +217,7 @@ class Dispatch:
                 self._router.loras.lacks(entry.engine, entry.lora_digest)
                 self._exclude(entry, math.inf)
                 blame = Blame.NONE
-            if entry.engine in entry.excluded and not any(c.accepting for c in self._others(entry)):
+            if entry.engine in entry.excluded and not any(c.accepting for c in self._choice.others(entry)):
                 self._end(entry, error)
                 continue
             moves.append((entry, error.message, blame))
@@ -199,17 +232,14 @@ class Dispatch:
         asked = _USUAL_EXCLUSION if error.retry_after is None else error.retry_after
         return min(max(asked, _SHORTEST_EXCLUSION), self._hold_timeout)
 
-    def _move(self, entries: Iterable[tuple[JournalEntry, str, Blame]]) -> None:
+    def _move(self, entries: Iterable[tuple[JournalEntry, str, Blame]], *, in_doubt: bool = False) -> None:
         """Send these elsewhere, as far as they may go on; each with why, and what its engine says of it."""
         moving = []
         for entry, why, blame in entries:
             if entry.ended:
                 continue
-            if (error := self._retries.verdict(entry, why, blame)) is not None:
-                get_logger().error(
-                    "request given up", request=entry.request.context.external_request_id, reason=error.reason, why=why
-                )
-                self._end(entry, error)
+            if (error := self._retries.verdict(entry, why, blame, in_doubt=in_doubt)) is not None:
+                self._end_moving(entry, error)
                 continue
             self._journal.leave(entry)
             moving.append(entry)
@@ -221,21 +251,24 @@ class Dispatch:
 
     def _place(self, entries: Iterable[JournalEntry]) -> None:
         """Send entries to engines, those of one call to the same; hold those that no engine takes."""
-        calls: dict[str, list[JournalEntry]] = {}
+        calls: dict[Call, list[JournalEntry]] = {}
         for entry in entries:
             if entry.ended:
                 continue
-            if self._retries.may_go(entry):
+            if self._retries.is_in_doubt(entry):
+                self._waiting.for_verdict.add(entry)
+                self._on_held()
+            elif self._retries.may_go(entry):
                 calls.setdefault(entry.call, []).append(entry)
             else:
-                self._suspects.add(entry)
+                self._waiting.for_trial.add(entry)
                 self._on_held()
         changed: Counter[tuple[str, str]] = Counter()
         for call in calls.values():
             # Only a call that has left no engine yet waits for the one that its client named.
             rank = None if call[0].has_left else call[0].request.context.data_parallel_rank
             try:
-                picked = self._pick(call, rank)
+                picked = self._choice.pick(call, rank)
             except InvalidArgument as e:  # there is no engine of that rank any more
                 for entry in call:
                     self._end(entry, e)
@@ -251,47 +284,11 @@ class Dispatch:
                 now=now,
             )
 
-    def _pick(self, entries: Sequence[JournalEntry], rank: int | None) -> Candidate | None:
-        """The engine for entries that go together, None when none takes them now: one of the variant that they began on, if any.
-
-        Raises InvalidArgument for an unknown rank.
-        """
-        candidates = self._others(entries[0])
-        began_on = next((entry.variant for entry in entries if entry.variant is not None), None)
-        try:
-            cached, after = self._cached_tokens(entries[0]) if rank is None else {}, 0
-            lora = entries[0].lora_digest
-            if rank is None:
-                candidates, after = self._legs.plan(entries[0], candidates, cached)
-            for entry in entries:
-                entry.handoff_after_tokens = after
-            key = self._router.pick(candidates, rank=rank, variant=began_on, cached=cached, lora=lora)
-        except Unavailable:
-            return None
-        return next(c for c in candidates if c.key == key)
-
-    def _cached_tokens(self, entry: JournalEntry) -> Mapping[str, int]:
-        """By engine, the tokens that it need not compute for an entry."""
-        features = entry.request.mm_features
-        try:
-            cached = self._caches.cached_tokens(entry.request, entry.token_ids)
-            return with_media(cached, self._engines.holding(features)) if features else cached
-        except Exception as e:  # it goes to the least loaded engine then
-            incident(e, request=entry.request.context.external_request_id, doing="looking for its prefix")
-            return {}
-
-    def _others(self, entry: JournalEntry) -> Sequence[Candidate]:
-        """The engines that it may be sent to."""
-        candidates = takers(self._engines.candidates(), entry.request)
-        if not entry.excluded:
-            return candidates
-        now = _now()
-        return [c for c in candidates if entry.excluded.get(c.key, now) <= now]
-
     def _send(self, entries: Sequence[JournalEntry], picked: Candidate | None) -> None:
         """Send entries that go together to an engine, or hold them where there is none."""
         if picked is None:
-            self._hold(entries)
+            self._waiting.hold(entries)
+            self._on_held()
             return
         engine = picked.key
         for entry in entries:
@@ -306,31 +303,11 @@ class Dispatch:
                 )
                 self._end(entry, failed)
 
-    def _hold(self, entries: Sequence[JournalEntry]) -> None:
-        for entry in entries:
-            self._held.add(entry)
-        ends = [end for entry in entries for end in entry.excluded.values() if end < math.inf]
-        if ends:
-            self._readmit_at(min(ends))
-        self._on_held()
-
-    def _readmit_at(self, when: float) -> None:
-        """Try held requests again at this time of the loop: an engine that they were kept from may have room then."""
-        pending = self._readmission
-        if pending is not None and not pending.cancelled():
-            if pending.when() <= when:
-                return
-            pending.cancel()
-        self._readmission = asyncio.get_running_loop().call_at(when, self._readmit)
-
-    def _readmit(self) -> None:
-        self._readmission = None
-        self.engines_changed()
-
     def _try_next(self) -> None:
         """Whether it is the next suspect's turn."""
-        while len(self._suspects) and self._retries.trial_over():
-            self._place([self._suspects.take_first()])
+        suspects = self._waiting.for_trial
+        while len(suspects) and self._retries.trial_over():
+            self._place([suspects.take_first()])
             self._on_held()
 
     def _give_up(self, entry: JournalEntry) -> None:
@@ -338,6 +315,11 @@ class Dispatch:
         self._end(entry, error)
         self._on_held()
         self._try_next()
+
+    def _end_moving(self, entry: JournalEntry, error: RequestFailed) -> None:
+        request = entry.request.context.external_request_id
+        get_logger().error("request given up", request=request, reason=error.reason, why=entry.last_loss)
+        self._end(entry, error)
 
     def _end(self, entry: JournalEntry, error: RequestFailed) -> None:
         self._journal.end([entry.request_id])

@@ -14,6 +14,7 @@ from penstock_frontend.engine.kv_events import KvEventListener
 from penstock_frontend.engine.loads import EngineLoads
 from penstock_frontend.engine.router import Router
 from penstock_frontend.engine.variants import describe
+from penstock_frontend.rpc.engine_session import SessionEnd
 
 
 class EngineEvents:
@@ -72,7 +73,7 @@ class EngineEvents:
         if time_left is not None:
             self._dispatch.drain(connection.address, time_left)
 
-    def on_down(self, connection: EngineConnection, reason: str) -> None:
+    def on_down(self, connection: EngineConnection, end: SessionEnd) -> None:
         """The session is over: the engine's requests go elsewhere. Only then its counts are forgotten, which tell what else it
         had to do.
         """
@@ -80,9 +81,17 @@ class EngineEvents:
             self._caches.down(connection)
         self._tell_variants()
         self._on_change()
-        self._dispatch.lose(connection.address, f"engine {connection.name} is gone: {reason}")
+        why = f"engine {connection.name} is gone: {end.why}"
+        self._dispatch.lose(connection.address, why, in_doubt=not end.by_engine)
         self._router.forget(connection.address)
         self._kv_events.gone(connection.address)
+
+    def on_fate(self, connection: EngineConnection, *, lives: bool) -> None:
+        """Whether requests can have been what an engine died of is known."""
+        if lives:
+            self._dispatch.acquit(connection.address)
+        else:
+            self._dispatch.accuse(connection.address)
 
     def on_start_wave(self, message: StartWave) -> None:
         """Nobody's concern but the pool's, which has told the other ranks."""

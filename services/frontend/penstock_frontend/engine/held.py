@@ -1,7 +1,7 @@
 """Requests that wait outside of any engine."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from penstock_frontend.engine.journal_entry import JournalEntry
 
@@ -20,6 +20,9 @@ class HeldRequests:
 
     def __len__(self) -> int:
         return len(self._timers)
+
+    def __iter__(self) -> Iterator[JournalEntry]:
+        return iter(list(self._timers))
 
     def add(self, entry: JournalEntry) -> None:
         """Hold an entry that is not held."""

@@ -14,7 +14,7 @@ from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.outputs import Drafts, EngineCoreOutput, FinishReason, RequestError
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.token_columns import NewTokens, TokenColumns
-from penstock_frontend.engine.journal_entry import EngineFaultError, JournalEntry
+from penstock_frontend.engine.journal_entry import Call, EngineFaultError, JournalEntry
 
 LORA_UNAVAILABLE = "LORA_UNAVAILABLE"
 """The reason for which an engine refuses a request whose adapter it cannot read: another one may."""
@@ -81,7 +81,8 @@ class Journal:
 
     def begin(self, requests: Sequence[EngineCoreRequest]) -> list[JournalEntry]:
         """Write down the sequences of a call. They have no engine yet."""
-        entries = [JournalEntry(request, requests[0].request_id) for request in requests]
+        call = Call()
+        entries = [JournalEntry(request, call) for request in requests]
         self._entries.update((entry.request_id, entry) for entry in entries)
         return entries
 
@@ -211,6 +212,10 @@ class Journal:
         for entry in entries:
             self._unassign(entry)
         return entries
+
+    def doubting(self, engine: str) -> list[JournalEntry]:
+        """The sequences that have lost an engine of which nobody knows yet whether it died."""
+        return [entry for entry in self._entries.values() if engine in entry.doubts]
 
     def readmit(self, engine: str) -> None:
         """No sequence is kept from an engine any more: it is another one now."""

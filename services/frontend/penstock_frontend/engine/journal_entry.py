@@ -13,6 +13,10 @@ class EngineFaultError(Exception):
     """An engine broke the contract of its outputs. What it says can no longer be trusted."""
 
 
+class Call:
+    """What the sequences of one call have in common."""
+
+
 class JournalEntry:
     """One sequence from its first engine to its end."""
 
@@ -22,6 +26,7 @@ class JournalEntry:
         "attempt",
         "began_at",
         "call",
+        "doubts",
         "ended",
         "engine",
         "engine_variant",
@@ -31,6 +36,7 @@ class JournalEntry:
         "handoff_after_tokens",
         "held_for",
         "kv_source",
+        "last_loss",
         "losses",
         "losses_alone",
         "num_handoffs",
@@ -48,10 +54,10 @@ class JournalEntry:
         "variant",
     )
 
-    def __init__(self, request: EngineCoreRequest, call: str) -> None:
+    def __init__(self, request: EngineCoreRequest, call: Call) -> None:
         self.request = request
         self.call = call
-        """What the sequences of one call have in common."""
+        """The call that it is a sequence of."""
         self.engine = ""
         """Key of the engine it runs on; empty while it has none."""
         self.number = 0
@@ -94,6 +100,10 @@ class JournalEntry:
         """Engines in a row that were lost before they brought anything for it."""
         self.losses_alone = 0
         """Those of them that had nothing else to do."""
+        self.doubts: dict[str, bool] = {}
+        """Those of ``losses`` of which nobody knows yet whether the engine died, and whether it had nothing else to do."""
+        self.last_loss = ""
+        """Why it left its last engine."""
         self.failed_steps = 0
         """Engines that found its steps to fail."""
         self.held_for = 0.0

@@ -17,6 +17,7 @@ from penstock_frontend.engine.connection import ConnectionListener, EngineConnec
 from penstock_frontend.engine.groups import EngineGroups
 from penstock_frontend.engine.router import Candidate
 from penstock_frontend.engine.subset import Subset
+from penstock_frontend.rpc.engine_session import SessionEnd
 from penstock_frontend.rpc.media_transport import MediaCounts, MediaTransport
 
 LORA = "lora"
@@ -225,10 +226,14 @@ class EnginePool:
         self._candidates = None
         self._told.on_draining(connection, time_left)
 
-    def on_down(self, connection: EngineConnection, reason: str) -> None:
+    def on_down(self, connection: EngineConnection, end: SessionEnd) -> None:
         """The session is over."""
         self._candidates = None
-        self._told.on_down(connection, reason)
+        self._told.on_down(connection, end)
+
+    def on_fate(self, connection: EngineConnection, *, lives: bool) -> None:
+        """It is known whether an engine lives whose session ended, and not by it."""
+        self._told.on_fate(connection, lives=lives)
 
     def on_start_wave(self, message: StartWave) -> None:
         """A rank waits for the others of its group."""
@@ -258,6 +263,7 @@ class EnginePool:
             return
         self._connections.pop(connection.address, None)
         self._candidates = None
+        connection.presume_dead()
         task = asyncio.create_task(connection.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

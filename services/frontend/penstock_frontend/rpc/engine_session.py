@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import msgspec
@@ -34,6 +34,16 @@ from penstock_frontend.rpc.media_transport import MediaTransport
 from penstock_frontend.rpc.outgoing_requests import OutgoingRequests
 
 _HANDSHAKE_TIMEOUT = 10.0
+
+_OF_THE_NETWORK = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+"""How a stream ends whose connection breaks, whichever end or part of the network broke it."""
+
+
+class SessionEnd(NamedTuple):
+    """Why a session is over. ``by_engine``: the engine failed or ended it; else the network may have, and the engine live."""
+
+    why: str
+    by_engine: bool
 
 
 class EngineSession:
@@ -121,7 +131,7 @@ class EngineSession:
         self._withdraw_probe()
         return ready
 
-    async def run(self) -> str:
+    async def run(self) -> SessionEnd:
         """Hand on what the engine says until it says no more. Returns why the stream ended."""
         take = taker(self._incoming)
         try:
@@ -142,10 +152,11 @@ class EngineSession:
                 elif kind == "start_wave":
                     self._on_start_wave(start_wave_from_proto(response.start_wave, ""))
                 elif kind == "engine_dead":
-                    return f"the engine failed: {response.engine_dead.reason}"
+                    return SessionEnd(f"the engine failed: {response.engine_dead.reason}", by_engine=True)
         except grpc.aio.AioRpcError as e:
-            return f"the connection broke: {e.details() or e.code().name}"
-        return "the engine closed the session"
+            why = f"the connection broke: {e.details() or e.code().name}"
+            return SessionEnd(why, by_engine=e.code() not in _OF_THE_NETWORK)
+        return SessionEnd("the engine closed the session", by_engine=True)
 
     def start_dp_wave(self, message: StartDpWave) -> None:
         """Have the engine, a rank of a data-parallel group, be in a wave."""

@@ -71,6 +71,7 @@ class Simulated:
         self.unsendable: set[str] = set()
         self.aborts: list[tuple[str, str]] = []
         self.closed: set[str] = set()  # engines that are there and take nothing
+        self.fates: dict[str, bool] = {}  # engines that were lost in doubt, and whether they live
         self.variants: dict[str, str] = {}  # of the engines that are not of variant ""
         self.num_held_changes = 0
         self.num_moved = 0
@@ -294,21 +295,42 @@ class Simulated:
         self.closed.add(engine)
         self.dispatch.drain(engine, time_left)
 
-    def kill(self, engine: str, *ended_there: str) -> None:
-        """``ended_there``: requests whose last output was made, and has not come."""
+    def kill(self, engine: str, *ended_there: str, in_doubt: bool = False) -> None:
+        """``ended_there``: requests whose last output was made, and has not come. ``in_doubt``: it is known only when it starts
+        again.
+        """
         on_engine = list(dict.fromkeys([*self.running[engine], *ended_there]))
         one_call = len({request_id.split("-")[0] for request_id in on_engine}) == 1
         for request_id in on_engine:
             self.alone[request_id] = 0 if request_id in self.brought else self.alone[request_id] + one_call
-        self.up[engine] = False
         self.closed.discard(engine)
+        if in_doubt:
+            self.fates[engine] = False
+        self._lose(engine, "killed")
+
+    def cut(self, engine: str) -> None:
+        """Its session is gone, and it lives, which is known when it is there again."""
+        self.alone.update(
+            {request_id: -self.alone[request_id] for request_id in self.brought & set(self.running[engine])}
+        )
+        self.fates[engine] = True
+        self._lose(engine, "cut off")
+
+    def _lose(self, engine: str, why: str) -> None:
+        self.up[engine] = False
         self.running[engine].clear()
-        self.dispatch.lose(engine, "killed")
+        self.dispatch.lose(engine, why, in_doubt=engine in self.fates)
         self.router.forget(engine)
 
     def start(self, engine: str) -> None:
+        """It is there, again or still."""
         self.up[engine] = True
         self.dispatch.engines_changed()
+        match self.fates.pop(engine, None):
+            case True:
+                self.dispatch.acquit(engine)
+            case False:
+                self.dispatch.accuse(engine)
 
     def finish(self) -> None:
         """Everything up, and as many steps as it takes."""
@@ -322,7 +344,7 @@ class Simulated:
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["add", "add n", "step", "step 2", "lose output", "duplicate", "keep for later", "late", "kill",
+        st.sampled_from(["add", "add n", "step", "step 2", "lose output", "duplicate", "keep for later", "late", "kill", "vanish",
                          "start", "drain", "gentle drain", "hand over", "unasked", "put off", "full", "time", "abort", "cut"]),
         st.integers(0, 2),
         st.integers(0, 5),
@@ -385,6 +407,8 @@ def test_whatever_engines_do_every_request_ends_with_every_token_once(
                         world.deliver(where, output)
                 case "kill" if world.up[engine]:
                     world.kill(engine)
+                case "vanish" if world.up[engine]:
+                    world.kill(engine, in_doubt=True)
                 case "start":
                     world.start(engine)
                 case "drain" if world.up[engine]:
@@ -407,9 +431,10 @@ def test_whatever_engines_do_every_request_ends_with_every_token_once(
                 case "abort" if target:
                     aborted.add(target)
                     world.dispatch.abort([target], "the client is gone")
-                case "cut" if world.up[engine]:  # the session is gone, the engine is there again at once
-                    world.kill(engine)
-                    world.start(engine)
+                case "cut" if world.up[engine] and engine not in world.closed:
+                    world.cut(engine)
+                    if pick % 2:  # it is there again at once
+                        world.start(engine)
         for engine in list(world.closed):  # no drain is ever taken back
             world.kill(engine)
         world.finish()
@@ -885,6 +910,114 @@ async def test_a_request_that_was_not_alone_when_its_engines_died_goes_on(others
         world.kill(where)
     world.finish()
     assert world.ended["r0"] is FinishReason.LENGTH
+
+
+async def test_a_request_whose_engines_were_cut_off_waits_until_they_are_back_and_goes_on() -> None:
+    world = Simulated("a", "b", "c")
+    world.add("r0-0", "r0-1")
+    cut = []
+    while engine := world.where("r0-0"):
+        cut.append(engine)
+        world.cut(engine)
+    assert (len(cut), world.dispatch.num_held) == (2, 2)  # it has been alone on both, and is kept from the third
+    world.start(cut[1])
+    assert world.where("r0-0") == world.where("r0-1") != ""
+    assert world.dispatch.num_held == 0
+    world.finish()
+    assert world.ended == {"r0-0": FinishReason.LENGTH, "r0-1": FinishReason.LENGTH}
+
+
+async def test_when_all_engines_were_cut_off_all_go_on_at_once() -> None:
+    world = Simulated("a", "b", "c", retries=RetriesConfig(max_strikes=3))
+    names = [f"r{number}" for number in range(6)]
+    for name in names:
+        world.add(name)
+    for engine in "abc":
+        world.cut(engine)
+    assert world.dispatch.num_held == len(names)
+    for engine in "abc":
+        world.start(engine)
+    assert all(world.where(name) for name in names)
+    world.finish()
+    assert world.ended == dict.fromkeys(names, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_request_that_the_only_engines_die_of_is_found_when_they_start_again(at_once: bool) -> None:
+    world = Simulated("a", "b")
+    world.add("r0")
+    first = world.where("r0")
+    world.kill(first, in_doubt=True)
+    if not at_once:
+        world.start(first)
+    second = world.where("r0")
+    world.kill(second, in_doubt=True)
+    assert (world.where("r0"), world.dispatch.num_held) == ("", 1)
+    for engine in "ab":
+        world.start(engine)
+        assert world.where("r0") == ""
+    error = world.ended["r0"]
+    assert isinstance(error, Internal)
+    assert error.reason == "QUARANTINED"
+    assert error.message.endswith("The last: killed")
+    assert world.dispatch.num_held == 0
+
+
+async def test_one_engine_that_lives_does_not_acquit_of_two_that_have_died() -> None:
+    world = Simulated("a", "b", "c", "d")
+    world.add("r0")
+    dead = [world.where("r0")]
+    world.kill(dead[0], in_doubt=True)
+    cut = world.where("r0")
+    world.cut(cut)
+    world.start(cut)
+    dead.append(world.where("r0"))
+    world.kill(dead[1], in_doubt=True)
+    assert "r0" not in world.ended
+    for engine in dead:
+        world.start(engine)
+    assert isinstance(world.ended["r0"], Internal)
+
+
+def test_a_request_is_taken_for_what_engines_died_of_that_stay_away() -> None:
+    async def run() -> None:
+        world = Simulated("a", "b", "c", hold_timeout=3.0)
+        world.add("r0")
+        for _ in range(2):
+            world.kill(world.where("r0"), in_doubt=True)
+        await asyncio.sleep(2.75)
+        assert "r0" not in world.ended
+        await asyncio.sleep(0.5)
+        assert isinstance(world.ended["r0"], Internal)
+        assert world.dispatch.num_held == 0
+
+    virtual_time.run(run())
+
+
+async def test_a_request_that_waits_for_a_verdict_can_be_cancelled() -> None:
+    world = Simulated("a", "b")
+    world.add("r0")
+    for engine in "ab":
+        world.cut(engine)
+    world.dispatch.abort(["r0"], "the client is gone")
+    assert world.dispatch.num_held == 0
+    world.finish()
+    assert world.ended == {}
+
+
+async def test_a_suspect_that_waits_for_a_verdict_keeps_no_other_from_its_turn() -> None:
+    world = Simulated("a", retries=RetriesConfig(max_strikes=2))
+    for name in ("r0", "r1"):
+        world.add(name)
+    world.kill("a")
+    world.start("a")
+    assert world.where("r0") == "a"  # and r1 waits for its turn
+    world.up["b"], world.running["b"] = True, {}
+    world.kill("a", in_doubt=True)
+    assert (world.where("r0"), world.where("r1")) == ("", "b")
+    world.finish()
+    assert isinstance(world.ended["r0"], Internal)
+    assert world.ended["r1"] is FinishReason.LENGTH
 
 
 async def test_a_request_that_cannot_be_sent_ends_alone() -> None:

@@ -10,7 +10,7 @@ from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.config import DisaggregationConfig
-from penstock_frontend.engine.journal_entry import JournalEntry
+from penstock_frontend.engine.journal_entry import Call, JournalEntry
 from penstock_frontend.engine.legs import Legs
 from penstock_frontend.engine.router import Candidate, Router
 
@@ -29,7 +29,7 @@ def entry_of(num_tokens: int = LONG, *, prior: int = 0, **fields: Any) -> Journa
         prior_output_token_ids=[2] * prior,
         **{"sampling_params": SamplingParams(max_tokens=50)} | fields,
     )
-    return JournalEntry(request, "r")
+    return JournalEntry(request, Call())
 
 
 class Rig:
