@@ -14,7 +14,8 @@ from penstock_frontend.engine.router import Candidate, Router, takers
 class Choice:
     """Asks, in this order, who takes such requests, whether they go in two legs, and the router.
 
-    ``clock``: the one of ``JournalEntry.excluded``.
+    What is handed over goes where the sequence of its call went that was handed over before, if that engine takes requests: it
+    has the prompt, or is about to. ``clock``: the one of ``JournalEntry.excluded``.
     """
 
     def __init__(
@@ -48,10 +49,15 @@ class Choice:
                 candidates, after = self._legs.plan(first, candidates, cached)
             for entry in entries:
                 entry.handoff_after_tokens = after
-            key = self._router.pick(candidates, rank=rank, variant=began_on, cached=cached, lora=first.lora_digest)
-            return next(c for c in candidates if c.key == key)
+            picked = _of_its_call(first, candidates, began_on)
+            if picked is None:
+                key = self._router.pick(candidates, rank=rank, variant=began_on, cached=cached, lora=first.lora_digest)
+                picked = next(c for c in candidates if c.key == key)
         except Unavailable:
             return None
+        if first.num_handoffs:
+            first.call.taker = picked.key
+        return picked
 
     def _cached_tokens(self, entry: JournalEntry) -> Mapping[str, int]:
         """By engine, the tokens that it need not compute for an entry."""
@@ -62,3 +68,12 @@ class Choice:
         except Exception as e:  # it goes to the least loaded engine then
             incident(e, request=entry.request.context.external_request_id, doing="looking for its prefix")
             return {}
+
+
+def _of_its_call(entry: JournalEntry, candidates: Sequence[Candidate], variant: str | None) -> Candidate | None:
+    """The engine that the sequence of its call went to that was handed over before, where that takes what was handed over."""
+    if not entry.num_handoffs or not entry.call.taker:
+        return None
+    return next(
+        (c for c in candidates if c.key == entry.call.taker and c.accepting and variant in (None, c.variant)), None
+    )

@@ -14,7 +14,12 @@ class EngineFaultError(Exception):
 
 
 class Call:
-    """What the sequences of one call have in common."""
+    """What the sequences of one call have in common: ``taker``, the engine that the last one handed over was given to."""
+
+    __slots__ = ("taker",)
+
+    def __init__(self) -> None:
+        self.taker = ""
 
 
 class JournalEntry:

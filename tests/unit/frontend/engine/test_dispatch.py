@@ -1496,6 +1496,48 @@ async def test_the_sequences_of_a_call_go_on_together() -> None:
     assert set(world.ended.values()) == {FinishReason.LENGTH}
 
 
+def hand_over_one_by_one(world: Simulated, *names: str) -> list[str]:
+    """Each in a frame of its own, with a token. Returns where they went."""
+    for name in names:
+        world.deliver("a", world.advance("a", name))
+    return [world.where(name) for name in names]
+
+
+async def test_the_sequences_of_a_call_go_on_together_also_when_they_come_one_by_one() -> None:
+    world = two_kinds("a", "b", "c", "d")
+    names, other = [f"r0-{i}" for i in range(3)], [f"r1-{i}" for i in range(2)]
+    world.add(*names)
+    [where] = set(hand_over_one_by_one(world, *names))
+    world.add(*other)
+    [elsewhere] = set(hand_over_one_by_one(world, *other))
+    assert len({"a", where, elsewhere}) == 3  # another call goes where there is least to do
+    world.finish()
+    assert set(world.ended.values()) == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("how", ["lost", "draining", "full", "other blocks"])
+async def test_where_the_engine_of_its_call_takes_no_more_a_sequence_goes_elsewhere_and_the_next_follow(
+    how: str,
+) -> None:
+    world = two_kinds("a", "b", "c", "d")
+    names = [f"r0-{i}" for i in range(4)]
+    world.add(*names)
+    [first] = hand_over_one_by_one(world, names[0])
+    match how:
+        case "lost":
+            world.kill(first)
+        case "draining":
+            world.closed.add(first)
+        case "full":
+            assert hand_over_one_by_one(world, names[1]) == [first]
+            world.refuse(first, names[1], FULL)
+        case _:
+            world.variants["a"], world.variants[first] = "", "another"
+    begun = names[2 if how == "full" else 1 :]
+    [then] = set(hand_over_one_by_one(world, *begun))
+    assert then not in ("a", first)
+
+
 async def test_a_request_that_is_given_away_unasked_has_moved() -> None:
     world = Simulated("a", "b", retries=RetriesConfig(max_moves=1, max_strikes=100))
     world.add("r0")
