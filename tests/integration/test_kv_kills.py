@@ -32,11 +32,8 @@ def cells() -> list[Cell]:
             for kind, n in VARIANTS
         ]
     variants = itertools.cycle(VARIANTS)
-    some = [
-        ("nobody", "left alone", "grant"),
-        *((*row, point) for row in ROWS if row in SOME for point in POINTS[3::3]),
-    ]
-    return [Cell(*each, *next(variants)) for each in some]
+    some = [(*row, point) for row in ROWS if row in SOME for point in POINTS[3::3]]
+    return [Cell("nobody", "left alone", "grant", "delta", 3), *(Cell(*each, *next(variants)) for each in some)]
 
 
 @pytest.fixture(scope="module")
