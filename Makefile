@@ -206,11 +206,15 @@ image-test: setup ## What is in the images of the test cluster, and that they ru
 	@$(PYTEST) tests/images -q -rs
 
 .PHONY: soak
-soak: setup ## Random requests, cancels and kills for 20 minutes
-	@$(BIN)/python -m tests.soak --minutes 20
+soak: setup ## Random requests, cancels and kills for 20 minutes, with keys and values that move between engines, memory and disks
+	@$(BIN)/python -m tests.soak --kv --minutes 20
+
+.PHONY: soak-kv
+soak-kv: setup ## The same for ten minutes
+	@$(BIN)/python -m tests.soak --kv --minutes 10 --out build/soak-kv
 
 .PHONY: soak-media
-soak-media: setup ## The same for ten minutes with images and video, small caches, and media workers that are killed
+soak-media: setup ## The same for ten minutes without, with images and video, small caches, and media workers that are killed
 	@$(BIN)/python -m tests.soak --towers qwen2_vl --minutes 10 --out build/soak-media
 
 .PHONY: soak-short

@@ -124,7 +124,9 @@ def _content(item: Media) -> dict[str, Any]:
 
 
 def salted(request: Request, salt: str) -> Request:
-    """The same with a salt of its own: nobody has had its media, and the answer is the same."""
+    """The same with a salt of its own, unless that is empty: nobody has had its prefix or media, and the answer is the same."""
+    if not salt:
+        return request
     if isinstance(request.message, dict):
         return Request(request.kind, request.way, request.message | {"cache_salt": salt})
     if "cache_salt" not in request.message.DESCRIPTOR.fields_by_name:

@@ -3,6 +3,11 @@
 Every completed answer is compared with what its request gave undisturbed. At the end, when nothing is asked any more, every KV
 block must be free and no request left, and each process that lived throughout must hold what it held after the warm-up.
 
+``--kv``: with keys and values that move: engines for prompts, for outputs and for both, host memory and disks that turn over,
+long prompts that begin alike, second turns, prompts as vectors; engines are restarted in turn, a second frontend is ended, and
+caches are emptied, too. Right is what one engine answers that moves nothing, and no lease, no stream of blocks and no shared
+memory may be left at the end.
+
 ``--towers FAMILY``: with images, sound or video of a tiny model in half of the requests; media workers are killed and caches
 emptied, too, and of media nothing may be left at the end.
 """
@@ -15,7 +20,8 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +31,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.chaos.client import Client
-from tests.chaos.flow import catalogue
 from tests.chaos.killing import address
-from tests.chaos.media import media_ones
 from tests.chaos.outages import Known
-from tests.chaos.requests import short_ones
 from tests.fakes.multimodal_models import FAMILIES
-from tests.fakes.systems.cluster import Cluster
+from tests.soak.cluster import SoakCluster
 from tests.soak.havoc import Havoc
+from tests.soak.kv import ROLES, KvCluster
 from tests.soak.media import MediaCluster
 from tests.soak.plot import plot
 from tests.soak.traffic import Traffic, known_kinds
@@ -49,31 +53,30 @@ console = Console()
 class Soak:
     """One run. ``problems``: everything that is wrong, in words; ``growth``: start and end of what processes hold."""
 
-    def __init__(self, cluster: Cluster, args: argparse.Namespace) -> None:
+    def __init__(self, cluster: SoakCluster, args: argparse.Namespace) -> None:
         self._cluster = cluster
-        self._media = cluster if isinstance(cluster, MediaCluster) else None
         self._args = args
         self._rng = random.Random(args.seed)
-        names = ["coordinator", *(f"engine-{n}" for n in range(args.engines)), "frontend"]
+        engines, frontends = (range(len(each)) for each in (cluster.engines, cluster.frontends))
+        names = ["coordinator", *(f"engine-{n}" for n in engines), *(f"frontend-{n}" for n in frontends)]
         self.watch = Watch(dict(zip(names, cluster.services, strict=True)))
         self.problems: list[str] = []
         self.growth: list[Growth] = []
         self.counts: dict[str, dict[str, int]] = {}
+        self.done: Mapping[str, float] = {}
 
     async def run(self) -> None:
         """Warm up, look, go on for the rest of the time, look again."""
         seconds = self._args.minutes * 60
-        async with Client(*map(address, self._cluster.frontends)) as client:
-            requests = short_ones(120, self._args.tokens)
-            if self._media:
-                requests += media_ones(self._args.towers, 120, self._args.tokens)
-            known = await catalogue(client, requests, streams=16)
+        known = await self._cluster.known(self._args.tokens)
         console.log(f"{len(known)} requests of {known_kinds(known)} shapes; seed {self._args.seed}")
         async with _cancelled_at_end(self.watch.run(SAMPLE_EVERY)):
             await self._phase("warm-up", known, seconds * WARM_UP)
             await self._idle()
             await self._phase("soak", known, seconds * (1 - WARM_UP), self._args.accidents)
             await self._idle()
+        self.done = await self._cluster.done()
+        self.problems += [f"not once: {what}" for what, count in self.done.items() if not count]
         self.growth = self.watch.growth(busy="soak")
         self.problems += [
             f"{g.service}: {g.what} grew from {g.start:g} to {g.end:g}" for g in self.growth if not g.allowed
@@ -82,14 +85,17 @@ class Soak:
     async def _phase(self, name: str, known: Known, seconds: float, accidents: int = 0) -> None:
         """So many seconds, and until so many accidents have happened: how long one takes depends on the machine."""
         log = console.log if self._args.verbose else lambda line: None
-        more = self._media.accidents(self._rng) if self._media else {}
-        havoc = Havoc(self._cluster, self._rng, pause=self._args.pause, log=log, more=more)
-        async with (
-            Client(*map(address, self._cluster.frontends)) as client,
-            Traffic(
-                client, known, streams=self._args.streams, rng=self._rng, with_media=self._media is not None
-            ) as traffic,
-        ):
+        havoc = Havoc(
+            self._cluster,
+            self._rng,
+            pause=self._args.pause,
+            log=log,
+            more=self._cluster.accidents(self._rng),
+            lasting=self._cluster.lasting,
+            before=self._cluster.look,
+        )
+        async with contextlib.AsyncExitStack() as stack:
+            traffics = [await stack.enter_async_context(traffic) for traffic in await self._traffics(known, stack)]
             self.watch.phase = name
             raging = asyncio.create_task(havoc.run())
             began = said = time.monotonic()
@@ -100,19 +106,37 @@ class Soak:
                 await asyncio.sleep(min(1.0, left) if left > 0 else 1.0)
                 if now - said >= SAY_EVERY:
                     said = now
-                    console.log(self._line(name, now - began, seconds, traffic, havoc))
+                    console.log(self._line(name, now - began, seconds, counts_of(traffics), havoc))
             havoc.end()
             await raging
             self.watch.phase = ""
-        console.log(self._line(name, seconds, seconds, traffic, havoc))
-        self.counts[name] = {**traffic.counts, **havoc.counts}
-        self.problems += traffic.examples
-        if traffic.counts["harmed"]:
-            self.problems.append(f"{name}: {traffic.counts['harmed']} of {traffic.counts['completed']} requests harmed")
+        counts = counts_of(traffics)
+        console.log(self._line(name, seconds, seconds, counts, havoc))
+        self.counts[name] = {**counts, **havoc.counts}
+        self.problems += [example for traffic in traffics for example in traffic.examples]
+        if counts["harmed"]:
+            self.problems.append(f"{name}: {counts['harmed']} of {counts['completed']} requests harmed")
 
-    def _line(self, name: str, at: float, of: float, traffic: Traffic, havoc: Havoc) -> str:
-        counts = traffic.counts
-        parts = ", ".join(f"{counts[key]} {key}" for key in ("completed", "cancelled", "expired", "harmed"))
+    async def _traffics(self, known: Known, stack: contextlib.AsyncExitStack) -> list[Traffic]:
+        """Streams of each frontend, which have not begun. Only the first one's are never excused."""
+        made, frontends = [], self._cluster.frontends
+        for number, frontend in enumerate(frontends):
+            client = await stack.enter_async_context(Client(address(frontend)))
+            made.append(
+                Traffic(
+                    client,
+                    known,
+                    streams=self._args.streams // len(frontends),
+                    rng=self._rng,
+                    fresh=self._cluster.fresh,
+                    next_turn=self._cluster.next_turn,
+                    excuses=self._cluster.excuses if number else lambda outcome: False,
+                )
+            )
+        return made
+
+    def _line(self, name: str, at: float, of: float, counts: Counter[str], havoc: Havoc) -> str:
+        parts = ", ".join(f"{counts[key]} {key}" for key in ("completed", "cancelled", "expired", "broken", "harmed"))
         accidents = ", ".join(f"{count} x {what}" for what, count in havoc.counts.items())
         return f"{name} {at / 60:.1f} of {of / 60:.1f} min: {parts}; {accidents or 'no accident yet'}"
 
@@ -137,7 +161,12 @@ class Soak:
             for frontend in self._cluster.frontends:
                 if live := gauge(await metrics(http, frontend), "penstock:requests_in_flight"):
                     return f"frontend: {live:.0f} requests in flight"
-        return await self._media.left() if self._media else ""
+        return await self._cluster.left()
+
+
+def counts_of(traffics: Sequence[Traffic]) -> Counter[str]:
+    """Of all of them together."""
+    return sum((traffic.counts for traffic in traffics), Counter())
 
 
 @contextlib.asynccontextmanager
@@ -167,13 +196,7 @@ async def soak(args: argparse.Namespace) -> Soak:
     """Run it, whole. SIGTERM ends it like Ctrl-C, services first."""
     if (task := asyncio.current_task()) is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    flags: dict[str, Any] = {
-        "engines": args.engines,
-        "lease_seconds": 3,
-        "kv_cache_memory": "128MiB",
-        "drain_timeout": 2.0,
-    }
-    async with MediaCluster(args.towers, **flags) if args.towers else Cluster(args.model, **flags) as cluster:
+    async with cluster_of(args) as cluster:
         made = Soak(cluster, args)
         try:
             await made.run()
@@ -181,9 +204,21 @@ async def soak(args: argparse.Namespace) -> Soak:
             args.out.mkdir(parents=True, exist_ok=True)
             for name, service in made.watch.services.items():
                 (args.out / f"{name}.log").write_text(service.log())
-    if isinstance(cluster, MediaCluster):
-        made.problems += [f"when all had ended: {left}" for left in cluster.left_behind]
+    made.problems += cluster.wrong
     return made
+
+
+def cluster_of(args: argparse.Namespace) -> SoakCluster:
+    """What is to be watched, not started."""
+    flags: dict[str, Any] = {"lease_seconds": 3, "kv_cache_memory": "128MiB", "drain_timeout": 2.0}
+    if args.kv:
+        return KvCluster(args.model, engines=args.engines or len(ROLES), **flags)
+    engines = args.engines or 3
+    return (
+        MediaCluster(args.towers, engines=engines, **flags)
+        if args.towers
+        else SoakCluster(args.model, engines=engines, **flags)
+    )
 
 
 def main() -> int:
@@ -191,10 +226,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0, help="how long requests are sent")
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="checkpoint to serve")
-    parser.add_argument("--towers", choices=FAMILIES, help="serve a tiny model of this family instead, with media")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--kv", action="store_true", help="with keys and values that move, and are kept beside the KV cache"
+    )
+    kind.add_argument("--towers", choices=FAMILIES, help="serve a tiny model of this family instead, with media")
     parser.add_argument("--streams", type=int, default=24, help="requests at once")
     parser.add_argument("--tokens", type=int, default=80, help="output length, give or take")
-    parser.add_argument("--engines", type=int, default=3, help="engines; the first is never ended")
+    parser.add_argument(
+        "--engines", type=int, help="three, or five with --kv; the first, or the first two, are never ended"
+    )
     parser.add_argument("--pause", type=float, default=4.0, help="mean seconds between two accidents")
     parser.add_argument("--accidents", type=int, default=0, help="go on until so many have happened after the warm-up")
     parser.add_argument("--seed", type=int, default=None, help="of everything random; a new one by default")
@@ -204,11 +245,19 @@ def main() -> int:
     args.seed = random.randrange(2**32) if args.seed is None else args.seed
     done = asyncio.run(soak(args))
     plot(args.out / "soak.png", done.watch.samples)
-    results = {"seed": args.seed, "counts": done.counts, "growth": done.growth, "problems": done.problems}
+    results = {
+        "seed": args.seed,
+        "counts": done.counts,
+        "done": done.done,
+        "growth": done.growth,
+        "problems": done.problems,
+    }
     (args.out / "soak.json").write_text(
         json.dumps(msgspec.to_builtins(results | {"samples": done.watch.samples}), indent=1)
     )
     console.print(table(done.growth))
+    if done.done:
+        console.print(", ".join(f"{count:.0f} {what}" for what, count in done.done.items()))
     console.print(f"plot, samples and logs are in {args.out}")
     for problem in done.problems:
         console.print(problem, style="red", markup=False)

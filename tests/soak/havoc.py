@@ -15,8 +15,8 @@ Accidents = Mapping[str, tuple[int, Callable[[], Awaitable[None]]]]
 class Havoc:
     """Accidents for as long as ``run`` runs; ``mended`` waits until the one under way is over. ``counts``: by their names.
 
-    The first engine and all frontends are never ended, only frozen: what they hold is watched from beginning to end. While the
-    first engine is frozen, the others run.
+    The first engines and the first frontend are never ended, only frozen: what they hold is watched from beginning to end. While
+    one of them is frozen, the others run.
     """
 
     def __init__(
@@ -27,13 +27,19 @@ class Havoc:
         pause: float,
         log: Callable[[str], object],
         more: Accidents | None = None,
+        lasting: int = 1,
+        before: Callable[[], object] = lambda: None,
     ) -> None:
-        """``pause``: mean seconds between two accidents. ``more`` of them, by their names, with their weights."""
+        """``pause``: mean seconds between two accidents. ``more`` of them, by their names, with their weights. ``lasting``: how
+        many engines are never ended. ``before``: called before each accident, when all processes run.
+        """
         self._cluster = cluster
         self._rng = rng
         self._pause = pause
         self._log = log
         self._more = more or {}
+        self._mortal = cluster.engines[lasting:]
+        self._before = before
         self._over = asyncio.Event()
         self.counts: Counter[str] = Counter()
 
@@ -52,6 +58,7 @@ class Havoc:
         while not await self._ended_within(self._rng.uniform(0.5, 1.5) * self._pause):
             name = self._rng.choices(list(accidents), weights)[0]
             self._log(name)
+            self._before()
             await accidents[name][1]()
             self.counts[name] += 1
             await self._cluster.until_engines_are_seen(len(self._cluster.engines))
@@ -69,17 +76,13 @@ class Havoc:
         return True
 
     async def _kill_engine(self) -> None:
-        await self._killed(self._rng.choice(self._cluster.engines[1:]))
+        await self._killed(self._rng.choice(self._mortal))
 
     async def _kill_two(self) -> None:
-        await asyncio.gather(*(self._killed(engine) for engine in self._cluster.engines[1:3]))
+        await asyncio.gather(*(self._killed(engine) for engine in self._mortal[:2]))
 
     async def _stop_engine(self) -> None:
-        engine = self._rng.choice(self._cluster.engines[1:])
-        if (code := await engine.stop()) != 0:
-            raise RuntimeError(f"an engine that was told to stop ended with {code}:\n{engine.log()}")
-        await engine.start()
-        await engine.serving()
+        await stopped_and_started(self._rng.choice(self._mortal))
 
     async def _freeze_engine(self) -> None:
         await self._frozen(self._rng.choice(self._cluster.engines))
@@ -103,3 +106,10 @@ class Havoc:
         finally:
             service.send_signal(signal.SIGCONT)
         await service.serving()
+
+
+async def stopped_and_started(service: Service) -> None:
+    """SIGTERM, and a new process when it has ended. RuntimeError, with its log, where it did not end well."""
+    if (code := await service.stop()) != 0:
+        raise RuntimeError(f"{service.module} was told to stop and ended with {code}:\n{service.log()}")
+    await service.restart()

@@ -13,14 +13,14 @@ from typing import Any
 
 import httpx
 
-from penstock_common.tensors.shared_memory import ROOT
-from tests.chaos.media import forget
+from tests.chaos.media import forget, media_ones
+from tests.chaos.requests import Request
 from tests.fakes.multimodal_models import save_multimodal_model
 from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
-from tests.fakes.processes import Service
-from tests.fakes.systems.cluster import Cluster
+from tests.soak.cluster import COUNT, SoakCluster
 from tests.soak.havoc import Accidents
+from tests.soak.memory import LOCK, files_of, owners_of
 from tests.soak.watch import children_of, gauge, metrics
 
 WORKERS = 2
@@ -31,21 +31,23 @@ ENCODER_ROWS = 128
 IN_FLIGHT_BYTES = 32 * 1024 * 1024
 """Of media of all requests: twice what the streams can have. What is not given back is refused soon."""
 _WORKER = re.compile(r"media[.-]worker")
-_LOCK = re.compile(r"penstock-([0-9a-f]{32})\.lock")
 
 
-class MediaCluster(Cluster):
+class MediaCluster(SoakCluster):
     """A cluster of a tiny model with towers, small caches, and a folder of its own for temporary files."""
+
+    fresh = 0.25
 
     def __init__(self, family: str, **flags: Any) -> None:
         self._models = tempfile.TemporaryDirectory()
+        self._family = family
         model = Path(self._models.name) / family
         save_multimodal_model(family, model)
         self.admin_port = free_port()
         self._temporary = tempfile.TemporaryDirectory()
         self.temporary = Path(self._temporary.name)
         self._owners: set[str] = set()
-        self.left_behind: list[str] = []
+        self._left_behind: list[str] = []
         """What is there when all services have ended, in words."""
         frontend: dict[str, Any] = {
             "admin__port": self.admin_port,
@@ -68,12 +70,21 @@ class MediaCluster(Cluster):
         workers = self.workers()
         await super().__aexit__(kind, error, trace)
         if there := [pid for pid in workers if _WORKER.search(name_of(pid))]:
-            self.left_behind.append(f"{len(there)} media workers")
+            self._left_behind.append(f"{len(there)} media workers")
         for what, found in (("temporary files", self.temporary_files()), ("files in shared memory", self.segments())):
             if found:
-                self.left_behind.append(f"{what}: {', '.join(found)}")
+                self._left_behind.append(f"{what}: {', '.join(found)}")
         self._models.cleanup()
         self._temporary.cleanup()
+
+    @property
+    def wrong(self) -> list[str]:
+        """See ``SoakCluster``."""
+        return [f"when all had ended: {left}" for left in self._left_behind]
+
+    def requests(self, tokens: int) -> list[Request]:
+        """Half of them with media."""
+        return super().requests(tokens) + media_ones(self._family, COUNT, tokens)
 
     def workers(self) -> list[int]:
         """Process ids of the frontend's media workers."""
@@ -83,8 +94,8 @@ class MediaCluster(Cluster):
         """What the frontend has in shared memory; while it runs, beside the lock."""
         if self.frontend.alive:
             self._owners |= owners_of(self.frontend)
-        names = [path.name for path in ROOT.iterdir() if any(owner in path.name for owner in self._owners)]
-        return [name for name in names if not (self.frontend.alive and _LOCK.fullmatch(name))]
+        names = [path.name for path in files_of(self._owners)]
+        return [name for name in names if not (self.frontend.alive and LOCK.fullmatch(name))]
 
     async def reset(self) -> None:
         """Have all engines forget media and their embeddings."""
@@ -134,13 +145,3 @@ def name_of(pid: int) -> str:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return ""
-
-
-def owners_of(service: Service) -> set[str]:
-    """What names of shared memory say of a process: by the locks that it has open."""
-    found = set()
-    for file in Path(f"/proc/{service.pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            if match := _LOCK.fullmatch(file.readlink().name):
-                found.add(match[1])
-    return found

@@ -10,15 +10,24 @@ from matplotlib.figure import Figure
 from tests.soak.watch import IDLE, Held
 
 PANELS = {"rss_mib": "resident set (MiB)", "fds": "open files", "threads": "threads", "tasks": "asyncio tasks"}
+KV_PANELS = {
+    "leased_blocks": "blocks kept for other engines",
+    "arena_blocks": "blocks in shared memory",
+    "host_usage": "host memory for blocks, used (0 to 1)",
+    "disk_usage": "disk for blocks, used (0 to 1)",
+}
+"""Where anything of it has been."""
 
 
 def plot(path: Path, samples: Sequence[Held]) -> None:
     """One line per service, broken where its process was replaced; circles where nothing was asked of it."""
-    figure = Figure(figsize=(11, 8), dpi=110, layout="constrained")
+    panels = PANELS | (KV_PANELS if any(getattr(held, what) for held in samples for what in KV_PANELS) else {})
+    rows = len(panels) // 2
+    figure = Figure(figsize=(11, 4 * rows), dpi=110, layout="constrained")
     by_service: dict[str, dict[int, list[Held]]] = defaultdict(lambda: defaultdict(list))
     for held in samples:
         by_service[held.service][held.pid].append(held)
-    for axes, (what, label) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
+    for axes, (what, label) in zip(figure.subplots(rows, 2).flat, panels.items(), strict=True):
         for number, (service, processes) in enumerate(sorted(by_service.items())):
             for lives, held_by_one in enumerate(processes.values()):
                 minutes = [held.at / 60 for held in held_by_one]

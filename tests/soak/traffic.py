@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from tests.chaos.client import Client
@@ -14,8 +14,10 @@ from tests.chaos.requests import Request
 
 CANCELLED, DEADLINE = 0.15, 0.1
 """Shares of the requests."""
-FRESH = 0.25
-"""Share of the requests whose media nobody has had, where there are any."""
+NEXT_TURN = 0.5
+"""Share of the answers behind which the client goes on, where there is something to go on with."""
+REFUSED = 0.5
+"""Seconds that a stream waits when its frontend is away."""
 PATIENCE = 1.5
 """Seconds after which clients give up, at most."""
 MAX_EXAMPLES = 20
@@ -26,17 +28,30 @@ class Traffic:
     lasts, and finish those that they are at.
 
     Most run to their end, the others are cancelled or have a deadline that may pass. ``counts``: completed, cancelled, expired,
-    harmed. ``examples``: of harmed ones, in words. ``with_media``: some requests get a salt of their own.
+    broken, harmed. ``examples``: of harmed ones, in words.
     """
 
     def __init__(
-        self, client: Client, known: Known, *, streams: int, rng: random.Random, with_media: bool = False
+        self,
+        client: Client,
+        known: Known,
+        *,
+        streams: int,
+        rng: random.Random,
+        fresh: float = 0.0,
+        next_turn: Callable[[Request], tuple[Request, Outcome] | None] = lambda request: None,
+        excuses: Callable[[Outcome], bool] = lambda outcome: False,
     ) -> None:
+        """``fresh``: share of the requests that get a salt of their own. ``next_turn``: what may be sent behind one of ``known``,
+        with what comes of it. ``excuses``: whether a request may have failed as it did.
+        """
         self._client = client
         self._known = known
         self._streams = streams
         self._rng = rng
-        self._with_media = with_media
+        self._fresh = fresh
+        self._next_turn = next_turn
+        self._excuses = excuses
         self._over = False
         self.counts: Counter[str] = Counter()
         self.examples: list[str] = []
@@ -54,40 +69,52 @@ class Traffic:
     async def _stream(self) -> None:
         while not self._over:
             request, expected = self._rng.choice(self._known)
-            if self._with_media and self._rng.random() < FRESH:
-                request = salted(request, f"{self._rng.getrandbits(64):x}")
-            share = self._rng.random()
-            if share < CANCELLED:
-                await self._cancelled(request, expected)
-            elif share < CANCELLED + DEADLINE:
-                await self._with_deadline(request, expected)
-            else:
-                self._judge(request, expected, await self._client.send(request))
+            salt = f"{self._rng.getrandbits(64):x}" if self._rng.random() < self._fresh else ""
+            following = self._next_turn(request)
+            went_well = await self._send(salted(request, salt), expected)
+            if following is not None and went_well and self._rng.random() < NEXT_TURN:
+                await self._send(salted(following[0], salt), following[1])
 
-    async def _cancelled(self, request: Request, expected: Outcome) -> None:
+    async def _send(self, request: Request, expected: Outcome) -> bool:
+        """Returns whether it was answered as it should."""
+        share = self._rng.random()
+        if share < CANCELLED:
+            return await self._cancelled(request, expected)
+        if share < CANCELLED + DEADLINE:
+            return await self._with_deadline(request, expected)
+        return await self._judge(request, expected, await self._client.send(request))
+
+    async def _cancelled(self, request: Request, expected: Outcome) -> bool:
         outcome = Outcome()
         task = asyncio.create_task(self._client.send(request, into=outcome))
         await asyncio.wait([task], timeout=self._rng.uniform(0, PATIENCE))
         if task.done():
-            self._judge(request, expected, task.result())
-            return
+            return await self._judge(request, expected, task.result())
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         self.counts["cancelled"] += 1
         self._judge_part(request, expected, outcome)
+        return False
 
-    async def _with_deadline(self, request: Request, expected: Outcome) -> None:
+    async def _with_deadline(self, request: Request, expected: Outcome) -> bool:
         got = await self._client.send(request, seconds=self._rng.uniform(0.01, PATIENCE))
         if got.error != "DEADLINE_EXCEEDED":
-            self._judge(request, expected, got)
-            return
+            return await self._judge(request, expected, got)
         self.counts["expired"] += 1
         self._judge_part(request, expected, got)
+        return False
 
-    def _judge(self, request: Request, expected: Outcome, got: Outcome) -> None:
+    async def _judge(self, request: Request, expected: Outcome, got: Outcome) -> bool:
+        if got.error and got.error != expected.error and self._excuses(got):
+            self.counts["broken"] += 1
+            self._judge_part(request, expected, got)
+            await asyncio.sleep(REFUSED)
+            return False
         self.counts["completed"] += 1
-        if wrong := difference(expected, got):
+        wrong = difference(expected, got)
+        if wrong:
             self._harmed(f"{request.kind}: {wrong} {got.message:.120}")
+        return not wrong
 
     def _judge_part(self, request: Request, expected: Outcome, got: Outcome) -> None:
         """What came before the client gave up must be the beginning of what would have come."""

@@ -7,10 +7,12 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import httpx
 import msgspec
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fakes.processes import Service
@@ -21,7 +23,8 @@ IDLE = "idle"
 class Held(msgspec.Struct, frozen=True):
     """By one process, ``at`` seconds of the run. ``tasks``: of asyncio, as its metrics say. ``phase``: what the run was doing.
     ``children``: processes that it has started. ``media_mib``: processed media that it keeps, ``encoder_usage``: of its encoder
-    cache, 0 to 1.
+    cache, 0 to 1. ``leased_blocks``: that it keeps for other engines, ``arena_blocks``: on their way to them; ``host_usage``,
+    ``disk_usage``: of what it has for blocks beside the KV cache, 0 to 1.
     """
 
     at: float
@@ -35,6 +38,10 @@ class Held(msgspec.Struct, frozen=True):
     children: int = 0
     media_mib: float = 0.0
     encoder_usage: float = 0.0
+    leased_blocks: float = 0.0
+    arena_blocks: float = 0.0
+    host_usage: float = 0.0
+    disk_usage: float = 0.0
 
 
 class Tolerance(msgspec.Struct, frozen=True):
@@ -111,6 +118,10 @@ class Watch:
             children=len(children_of(service.pid)),
             media_mib=_media_bytes(text) / 2**20,
             encoder_usage=gauge(text, "penstock:encoder_cache_usage", 0.0),
+            leased_blocks=gauge(text, "penstock:kv_leased_blocks", 0.0),
+            arena_blocks=gauge(text, "penstock:kv_arena_blocks", 0.0),
+            host_usage=total(text, "penstock:kv_tier_usage_perc", medium="host"),
+            disk_usage=total(text, "penstock:kv_tier_usage_perc", medium="disk"),
         )
 
     def growth(self, busy: str) -> list[Growth]:
@@ -165,12 +176,26 @@ async def metrics(http: httpx.AsyncClient, service: Service) -> str:
 
 def gauge(text: str, name: str, default: float | None = None) -> float:
     """Sum over the labels. ``default``, or KeyError where that is None, when there is no such metric."""
-    for family in text_string_to_metric_families(text):
-        if family.name == name:
-            return sum(sample.value for sample in family.samples)
+    if (family := _families(text).get(name)) is not None:
+        return sum(sample.value for sample in family.samples)
     if default is None:
         raise KeyError(name)
     return default
+
+
+def total(text: str, name: str, **labels: str) -> float:
+    """Sum of all samples of that name which have these labels; 0 where there is none."""
+    return sum(
+        sample.value
+        for family in _families(text).values()
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+@lru_cache(8)
+def _families(text: str) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(text)}
 
 
 def _media_bytes(text: str) -> float:

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import msgspec
@@ -100,7 +100,7 @@ class Cluster:
         """All of them."""
         return [self.coordinator, *self.engines, *self.frontends]
 
-    async def __aenter__(self) -> "Cluster":
+    async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             for service in self.services:
                 await stack.enter_async_context(service)

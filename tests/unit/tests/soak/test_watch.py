@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.soak.plot import plot
-from tests.soak.watch import IDLE, Held, Watch, gauge, per_minute
+from tests.soak.watch import IDLE, Held, Watch, gauge, per_minute, total
 
 
 def watch_of(*fds: int, pid: int = 7) -> Watch:
@@ -44,10 +45,20 @@ def test_gauges_are_summed_over_their_labels_and_unknown_ones_are_an_error() -> 
         gauge(text, "b")
 
 
+def test_samples_are_added_up_that_have_the_labels() -> None:
+    text = '# TYPE a_total counter\na_total{x="1",y="1"} 2.0\na_total{x="1",y="2"} 3.5\na_total{x="2",y="1"} 7.0\n'
+    assert total(text, "a_total", x="1") == 5.5
+    assert total(text, "a_total", x="3") == total(text, "a") == 0.0
+
+
 def test_a_slope_needs_two_points() -> None:
     assert per_minute([(1.0, 3.0)]) == 0.0
 
 
-def test_the_plot_is_written(tmp_path: Path) -> None:
-    plot(tmp_path / "soak.png", watch_of(1, 2, 3, 4, 5).samples)
-    assert (tmp_path / "soak.png").read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize("leased", [0.0, 3.0])
+def test_the_plot_is_written(leased: float, tmp_path: Path) -> None:
+    samples = [msgspec.structs.replace(held, leased_blocks=leased) for held in watch_of(1, 2, 3, 4, 5).samples]
+    plot(tmp_path / "soak.png", samples)
+    picture = (tmp_path / "soak.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert int.from_bytes(picture[20:24], "big") == (880 if not leased else 1760), "as high as it has rows"
