@@ -22,6 +22,7 @@ from penstock_enginecore.executor.disk_file import FILE_NAME
 from penstock_enginecore.rpc.kv import transports
 from penstock_enginecore.rpc.kv.nixl import NixlMemory
 from penstock_enginecore.rpc.kv.offers import Offers
+from tests.fakes.engines.handing_over import go_on, hand_over, tokens_of, undisturbed
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.engines.transferring_engine import TransferringEngine
 from tests.fakes.models.tiny_models import save_tiny_model
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.slow
 PROMPT = list(range(5, 5 + 50))
 BLOCKS = 13
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
+REQUEST = EngineCoreRequest(request_id="r", prompt_token_ids=PROMPT, sampling_params=PARAMS)
 PIECE = 300
 """Bytes of a chunk, where blocks go in chunks."""
 
@@ -125,24 +127,9 @@ def test_a_block_that_comes_broken_is_computed(
     transport = way(bad, monkeypatch)
     transfer = {"transport": transport, "arena": 1 << 20}
     source, target = (TransferringEngine(model, name, ends, kv_transfer=transfer) for name in "ab")
-    whole = target.run(EngineCoreRequest(request_id="w", prompt_token_ids=PROMPT, sampling_params=PARAMS))["w"]
-    target.core.scheduler.reset_prefix_cache()
-    first = source.run(
-        EngineCoreRequest(request_id="r", prompt_token_ids=PROMPT, sampling_params=PARAMS, handoff_after_tokens=3)
-    )["r"]
-    prior = [token for output in first for token in output.new_token_ids]
-    rest = target.run(
-        EngineCoreRequest(
-            request_id="r",
-            prompt_token_ids=PROMPT,
-            sampling_params=PARAMS,
-            prior_output_token_ids=prior,
-            kv_source=first[-1].kv_source,
-            attempt=1,
-        )
-    )["r"]
-    tokens = [token for output in whole for token in output.new_token_ids]
-    assert prior + [token for output in rest for token in output.new_token_ids] == tokens
+    tokens = undisturbed(target, REQUEST)
+    prior, given = hand_over(source, REQUEST)
+    assert prior + tokens_of(go_on(target, REQUEST, prior, given)) == tokens
     assert bad.num_flipped == len(numbers)
     stopped = len(numbers) == 3
     assert target.value("penstock:kv_transfer_failures_total", reason="checksum") == len(numbers) + stopped

@@ -7,11 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock_common.types.kv_transfer import KvSource
-from penstock_common.types.outputs import EngineCoreOutput, FinishReason
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
+from tests.fakes.engines.handing_over import go_on, hand_over, tokens_of, undisturbed
 from tests.fakes.engines.transferring_engine import TransferringEngine
 from tests.fakes.models.tiny_models import save_tiny_model
 from tests.fakes.patience import PATIENCE
@@ -27,25 +26,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def tokens(outputs: list[EngineCoreOutput]) -> list[int]:
-    return [token for output in outputs for token in output.new_token_ids]
-
-
 def request_of(params: SamplingParams, **more: Any) -> EngineCoreRequest:
     return EngineCoreRequest(request_id="r", prompt_token_ids=PROMPT, sampling_params=params, **more)
-
-
-def handed_over(source: TransferringEngine, params: SamplingParams, after: int = 3) -> tuple[list[int], KvSource]:
-    outputs = source.run(request_of(params, handoff_after_tokens=after))["r"]
-    assert outputs[-1].finish_reason is FinishReason.HANDOFF
-    assert outputs[-1].kv_source is not None
-    return tokens(outputs), outputs[-1].kv_source
-
-
-def gone_on(
-    target: TransferringEngine, params: SamplingParams, prior: list[int], given: KvSource
-) -> list[EngineCoreOutput]:
-    return target.run(request_of(params, prior_output_token_ids=prior, kv_source=given, attempt=1))["r"]
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
@@ -57,12 +39,11 @@ def test_tokens_are_those_of_one_engine_and_blocks_move_once(
         TransferringEngine(model, name, ends, kv_transfer={"transport": transport, "arena": 4 << 20}) for name in "ab"
     )
     params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2, **settings)
-    whole = target.run(request_of(params))["r"]
-    target.core.scheduler.reset_prefix_cache()
-    prior, given = handed_over(source, params)
+    whole = undisturbed(target, request_of(params))
+    prior, given = hand_over(source, request_of(params))
     assert given.num_tokens == (len(PROMPT) + 2) // BLOCK * BLOCK
-    rest = gone_on(target, params, prior, given)
-    assert prior + tokens(rest) == tokens(whole)
+    rest = go_on(target, request_of(params), prior, given)
+    assert prior + tokens_of(rest) == whole
     blocks = given.num_tokens // BLOCK
     assert source.value("penstock:kv_transfer_blocks_total", direction="out", transport=transport) == blocks
     assert target.value("penstock:kv_transfer_blocks_total", direction="in", transport=transport) == blocks
@@ -80,26 +61,25 @@ def test_tokens_are_those_of_one_engine_and_blocks_move_once(
 def test_a_source_that_is_gone_costs_what_is_computed(model: Path, ends: ExitStack) -> None:
     source, target = (TransferringEngine(model, name, ends) for name in "ab")
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
-    whole = target.run(request_of(params))["r"]
-    target.core.scheduler.reset_prefix_cache()
-    prior, given = handed_over(source, params)
+    whole = undisturbed(target, request_of(params))
+    prior, given = hand_over(source, request_of(params))
     source.core.revoke_leases()
-    rest = gone_on(target, params, prior, given)
-    assert prior + tokens(rest) == tokens(whole)
+    rest = go_on(target, request_of(params), prior, given)
+    assert prior + tokens_of(rest) == whole
     assert target.value("penstock:kv_transfer_failures_total", reason="lease") == 1
     nobody = msgspec.structs.replace(given, address="127.0.0.1:1")
     target.core.scheduler.reset_prefix_cache()
-    assert prior + tokens(gone_on(target, params, prior, nobody)) == tokens(whole)
+    assert prior + tokens_of(go_on(target, request_of(params), prior, nobody)) == whole
 
 
 def test_a_second_turn_moves_its_own_blocks(model: Path, ends: ExitStack) -> None:
     source, target = (TransferringEngine(model, name, ends) for name in "ab")
     params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.0)
-    prior, given = handed_over(source, params, after=3)
-    gone_on(target, SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0), prior, given)
+    prior, given = hand_over(source, request_of(params), after=3)
+    go_on(target, request_of(msgspec.structs.replace(params, max_tokens=4)), prior, given)
     first = target.value("penstock:kv_transfer_blocks_total", direction="in")
-    prior, given = handed_over(source, params, after=19)
-    gone_on(target, params, prior, given)
+    prior, given = hand_over(source, request_of(params), after=19)
+    go_on(target, request_of(params), prior, given)
     moved = target.value("penstock:kv_transfer_blocks_total", direction="in") - first
     assert moved == given.num_tokens // BLOCK - first, "blocks that were there moved again"
 
@@ -129,11 +109,10 @@ def test_families_go_on_as_they_would_have(family: str, tmp_path: Path, ends: Ex
     source, target = (TransferringEngine(tmp_path, name, ends) for name in "ab")
     for number, (name, settings) in enumerate(ASKED.items()):
         params = SamplingParams(max_tokens=14, ignore_eos=True, logprobs=1, **settings)
-        whole = target.run(request_of(params))["r"]
-        target.core.scheduler.reset_prefix_cache()
-        prior, given = handed_over(source, params, after=2 + number)
-        rest = gone_on(target, params, prior, given)
-        assert prior + tokens(rest) == tokens(whole), name
+        whole = undisturbed(target, request_of(params))
+        prior, given = hand_over(source, request_of(params), after=2 + number)
+        rest = go_on(target, request_of(params), prior, given)
+        assert prior + tokens_of(rest) == whole, name
         target.core.scheduler.reset_prefix_cache()
     assert target.value("penstock:kv_transfer_failures_total") == 0
     assert target.value("penstock:kv_transfer_blocks_total", direction="in") > 0
@@ -143,7 +122,7 @@ def test_families_go_on_as_they_would_have(family: str, tmp_path: Path, ends: Ex
 def test_salts_do_not_meet(model: Path, ends: ExitStack) -> None:
     source, target = (TransferringEngine(model, name, ends) for name in "ab")
     params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
-    prior, given = handed_over(source, params)
+    prior, given = hand_over(source, request_of(params))
     salted = request_of(
         params,
         prior_output_token_ids=prior,
@@ -152,7 +131,7 @@ def test_salts_do_not_meet(model: Path, ends: ExitStack) -> None:
         context=RequestContext(cache_salt="another tenant"),
     )
     whole = target.run(request_of(params, context=RequestContext(cache_salt="third")))["r"]
-    assert prior + tokens(target.run(salted)["r"]) == tokens(whole)
+    assert prior + tokens_of(target.run(salted)["r"]) == tokens_of(whole)
     assert target.value("penstock:kv_transfer_blocks_total", direction="in") == 0
 
 
@@ -168,7 +147,7 @@ def test_sequences_of_one_prompt_move_it_once(model: Path, ends: ExitStack) -> N
             numbered(
                 n,
                 each,
-                prior_output_token_ids=tokens(first[str(n)]),
+                prior_output_token_ids=tokens_of(first[str(n)]),
                 kv_source=first[str(n)][-1].kv_source,
                 attempt=1,
             )
@@ -176,7 +155,7 @@ def test_sequences_of_one_prompt_move_it_once(model: Path, ends: ExitStack) -> N
         )
     )
     for name, outputs in whole.items():
-        assert tokens(first[name]) + tokens(rest[name]) == tokens(outputs)
+        assert tokens_of(first[name]) + tokens_of(rest[name]) == tokens_of(outputs)
     prompt_blocks = len(PROMPT) // BLOCK
     moved = target.value("penstock:kv_transfer_blocks_total", direction="in")
     assert prompt_blocks <= moved <= prompt_blocks + 4, "the prompt once, and at most a block of each output"
@@ -205,7 +184,7 @@ def test_pools_that_are_short_preempt_what_loads_and_end_everything(model: Path,
         *(
             msgspec.structs.replace(
                 each,
-                prior_output_token_ids=tokens(first[name]),
+                prior_output_token_ids=tokens_of(first[name]),
                 kv_source=first[name][-1].kv_source,
                 attempt=1,
             )
@@ -213,7 +192,7 @@ def test_pools_that_are_short_preempt_what_loads_and_end_everything(model: Path,
         )
     )
     for name, outputs in whole.items():
-        assert tokens(first[name]) + tokens(rest[name]) == tokens(outputs)
+        assert tokens_of(first[name]) + tokens_of(rest[name]) == tokens_of(outputs)
     assert target.value("penstock:kv_transfer_blocks_total", direction="in") > 0
     assert target.num_free_blocks == 40
 
@@ -227,10 +206,10 @@ def test_leases_make_room_for_requests_that_run(model: Path, ends: ExitStack) ->
         kv_transfer={"max_leased_fraction": 1.0, "lease": 600.0},
     )
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
-    handed_over(engine, params)
+    hand_over(engine, request_of(params))
     assert engine.num_free_blocks < 18
     other = EngineCoreRequest(request_id="o", prompt_token_ids=list(range(100, 190)), sampling_params=params)
-    assert len(tokens(engine.run(other)["o"])) == 12
+    assert len(tokens_of(engine.run(other)["o"])) == 12
     assert engine.value("penstock:kv_lease_ends_total", end="revoked") == 1
 
 
@@ -240,11 +219,10 @@ def test_workers_give_and_take_their_parts(model: Path, ends: ExitStack) -> None
     source, target = (TransferringEngine(model, name, ends, **two) for name in "ab")
     alone = TransferringEngine(model, "c", ends)
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
-    whole = target.run(request_of(params))["r"]
-    target.core.scheduler.reset_prefix_cache()
-    prior, given = handed_over(source, params)
-    assert prior + tokens(gone_on(target, params, prior, given)) == tokens(whole)
+    whole = undisturbed(target, request_of(params))
+    prior, given = hand_over(source, request_of(params))
+    assert prior + tokens_of(go_on(target, request_of(params), prior, given)) == whole
     assert target.value("penstock:kv_transfer_blocks_total", direction="in") == given.num_tokens // BLOCK
-    prior, given = handed_over(source, params)
-    assert len(prior + tokens(gone_on(alone, params, prior, given))) == 12
+    prior, given = hand_over(source, request_of(params))
+    assert len(prior + tokens_of(go_on(alone, request_of(params), prior, given))) == 12
     assert alone.value("penstock:kv_transfer_failures_total", reason="layout") == 1

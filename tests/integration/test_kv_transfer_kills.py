@@ -26,6 +26,7 @@ from penstock_enginecore import kv_transfer
 from penstock_enginecore.rpc.kv import pull_client, pull_server
 from penstock_enginecore.rpc.kv.offers import Offers
 from penstock_enginecore.rpc.loop_thread import LoopThread
+from tests.fakes.engines.handing_over import go_on, hand_over, tokens_of, undisturbed
 from tests.fakes.engines.transferring_engine import TransferringEngine
 from tests.fakes.models.tiny_models import save_tiny_model
 from tests.fakes.network.tcp_proxy import TcpProxy
@@ -35,6 +36,7 @@ from tests.fakes.patience import PATIENCE
 pytestmark = pytest.mark.slow
 PROMPT = list(range(5, 5 + 50))
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
+REQUEST = EngineCoreRequest(request_id="r", prompt_token_ids=PROMPT, sampling_params=PARAMS)
 BLOCKS = 13
 
 
@@ -53,11 +55,7 @@ def source(path: Path, transport: str, to: Connection) -> None:
         engine = TransferringEngine(path, "a", ends, kv_transfer=transfer)
         to.send(None)
         while to.recv() == "hand over":
-            request = EngineCoreRequest(
-                request_id="r", prompt_token_ids=PROMPT, sampling_params=PARAMS, handoff_after_tokens=3
-            )
-            outputs = engine.run(request)["r"]
-            to.send(([token for output in outputs for token in output.new_token_ids], outputs[-1].kv_source))
+            to.send(hand_over(engine, REQUEST))
         give_up = time.monotonic() + PATIENCE
         while engine.core.has_leases and time.monotonic() < give_up:
             engine.core.expire_leases()
@@ -141,24 +139,14 @@ def test_the_tokens_are_the_same(
         model, "b", ends, kv_transfer={"transport": transport, "arena": 1 << 20, "silence": 0.3}
     )
     ends.callback(origin.process.kill)
-    whole = target.run(EngineCoreRequest(request_id="w", prompt_token_ids=PROMPT, sampling_params=PARAMS))["w"]
-    target.core.scheduler.reset_prefix_cache()
+    tokens = undisturbed(target, REQUEST)
     prior, given = origin.hand_over()
     at(point, origin.strike, monkeypatch)
     if point == "grant":
         origin.strike()
-    request = EngineCoreRequest(
-        request_id="r",
-        prompt_token_ids=PROMPT,
-        sampling_params=PARAMS,
-        prior_output_token_ids=prior,
-        kv_source=given,
-        attempt=1,
-    )
-    rest = target.run(request)["r"]
+    rest = go_on(target, REQUEST, prior, given)
     assert origin.struck
-    tokens = [token for output in whole for token in output.new_token_ids]
-    assert prior + [token for output in rest for token in output.new_token_ids] == tokens
+    assert prior + tokens_of(rest) == tokens
     assert target.num_free_blocks == 199
     come = target.value("penstock:kv_transfer_blocks_total", direction="in")
     assert come >= {"grant": 0, "open": 0, "block 1": 1, "block 7": 7}.get(point, BLOCKS)
@@ -182,30 +170,15 @@ def test_a_network_that_fails_over_nixl_costs_what_is_computed(
     with ExitStack() as engines:
         transfer = {"transport": "nixl", "arena": 1 << 20, "silence": 0.3, "lease": 1.0}
         source, target = (TransferringEngine(model, name, engines, kv_transfer=transfer) for name in "ab")
-        whole = target.run(EngineCoreRequest(request_id="w", prompt_token_ids=PROMPT, sampling_params=PARAMS))["w"]
-        target.core.scheduler.reset_prefix_cache()
-        first = source.run(
-            EngineCoreRequest(request_id="r", prompt_token_ids=PROMPT, sampling_params=PARAMS, handoff_after_tokens=3)
-        )["r"]
-        given = first[-1].kv_source
-        assert given is not None
+        tokens = undisturbed(target, REQUEST)
+        prior, given = hand_over(source, REQUEST)
         thread.start()
         ends.callback(thread.stop)
         cable = TcpProxy(int(given.address.rpartition(":")[2]))
         thread.run(cable.start())
         at(point, lambda: thread.run(run(getattr(cable, how))), monkeypatch)
-        prior = [token for output in first for token in output.new_token_ids]
-        request = EngineCoreRequest(
-            request_id="r",
-            prompt_token_ids=PROMPT,
-            sampling_params=PARAMS,
-            prior_output_token_ids=prior,
-            kv_source=msgspec.structs.replace(given, address=f"127.0.0.1:{cable.port}"),
-            attempt=1,
-        )
-        rest = target.run(request)["r"]
-        tokens = [token for output in whole for token in output.new_token_ids]
-        assert prior + [token for output in rest for token in output.new_token_ids] == tokens
+        through = msgspec.structs.replace(given, address=f"127.0.0.1:{cable.port}")
+        assert prior + tokens_of(go_on(target, REQUEST, prior, through)) == tokens
         come = target.value("penstock:kv_transfer_blocks_total", direction="in", transport="nixl")
         assert come >= (0 if point == "open" else int(point.removeprefix("block ")))
         thread.run(run(cable.plug_in))

@@ -10,11 +10,12 @@ import msgspec
 import pytest
 import torch
 
-from penstock_common.types.outputs import EngineCoreOutput, FinishReason
+from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
+from tests.fakes.engines.handing_over import go_on, hand_over, tokens_of
 from tests.fakes.engines.in_process import answer, build_engine
 from tests.fakes.engines.transferring_engine import TransferringEngine
 from tests.fakes.models.tiny_models import save_tiny_model
@@ -57,10 +58,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def tokens(outputs: list[EngineCoreOutput]) -> list[int]:
-    return [token for output in outputs for token in output.new_token_ids]
-
-
 def encoded(core: EngineCore) -> int:
     media = core.scheduler.stats().media
     return 0 if media is None else media.encoded_embeds
@@ -75,13 +72,9 @@ def handed_over(
     source: TransferringEngine, target: TransferringEngine, request: EngineCoreRequest
 ) -> tuple[list[int], list[EngineCoreOutput]]:
     """The tokens of both engines together, and the outputs of the second."""
-    first = source.run(msgspec.structs.replace(request, handoff_after_tokens=AFTER))[request.request_id]
-    assert first[-1].finish_reason is FinishReason.HANDOFF
-    prior, given = tokens(first), first[-1].kv_source
-    assert given is not None
-    again = msgspec.structs.replace(request, prior_output_token_ids=prior, kv_source=given, attempt=1)
-    rest = target.run(again)[request.request_id]
-    return prior + tokens(rest), rest
+    prior, given = hand_over(source, request, AFTER)
+    rest = go_on(target, request, prior, given)
+    return prior + tokens_of(rest), rest
 
 
 def moved(engine: TransferringEngine, direction: str) -> float:
@@ -118,17 +111,17 @@ def test_media_go_on_without_being_encoded_again(case: Case, ends: ExitStack, tr
 def test_another_image_at_the_same_place_takes_no_blocks_of_it(case: Case, ends: ExitStack) -> None:
     source, target = (TransferringEngine(case.path, name, ends) for name in "ab")
     request = case.request("last")
-    first = source.run(msgspec.structs.replace(request, handoff_after_tokens=AFTER))["last"]
+    _, given = hand_over(source, request, AFTER)
     [feature] = request.mm_features
     inverted = {
         name: msgspec.structs.replace(tensor, data=bytes(tensor.data)[::-1]) if tensor.dtype == "uint8" else tensor
         for name, tensor in feature.data.items()
     }
     other = msgspec.structs.replace(feature, identifier="0" * 64, data=inverted)
-    again = msgspec.structs.replace(request, mm_features=[other], kv_source=first[-1].kv_source, attempt=1)
+    again = msgspec.structs.replace(request, mm_features=[other], kv_source=given, attempt=1)
     found = target.run(again)["last"]
     alone = source.run(msgspec.structs.replace(request, mm_features=[other]))["last"]
-    assert tokens(found) == tokens(alone)
+    assert tokens_of(found) == tokens_of(alone)
     if case.family != "gemma3":  # whose source has let go of the windows before the image
         assert moved(target, "in") == feature.offset // BLOCK
     assert encoded(target.core) == feature.num_embeds
@@ -204,7 +197,7 @@ def prompt_of_vectors(*, mixed: bool) -> EngineCoreRequest:
 def test_prompts_of_vectors_go_on_with_their_blocks(llama: Path, ends: ExitStack, mixed: bool) -> None:
     source, target = (TransferringEngine(llama, name, ends) for name in "ab")
     request = prompt_of_vectors(mixed=mixed)
-    whole = tokens(source.run(request)["r"])
+    whole = tokens_of(source.run(request)["r"])
     source.core.scheduler.reset_prefix_cache()
     together, rest = handed_over(source, target, request)
     assert together == whole

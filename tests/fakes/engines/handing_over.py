@@ -1,0 +1,38 @@
+"""A request that one engine hands over and another one goes on with, as a frontend would have it."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock_common.types.kv_transfer import KvSource
+from penstock_common.types.outputs import EngineCoreOutput, FinishReason
+from penstock_common.types.request import EngineCoreRequest
+from tests.fakes.engines.transferring_engine import TransferringEngine
+
+
+def tokens_of(outputs: Sequence[EngineCoreOutput]) -> list[int]:
+    """All new tokens of a request's outputs."""
+    return [token for output in outputs for token in output.new_token_ids]
+
+
+def undisturbed(engine: TransferringEngine, request: EngineCoreRequest) -> list[int]:
+    """The tokens of a request that nothing happens to. The engine has forgotten its blocks then."""
+    found = tokens_of(engine.run(request)[request.request_id])
+    engine.core.scheduler.reset_prefix_cache()
+    return found
+
+
+def hand_over(source: TransferringEngine, request: EngineCoreRequest, after: int = 3) -> tuple[list[int], KvSource]:
+    """Begin a request, and have it handed over behind so many tokens. Returns these, and where its blocks are."""
+    outputs = source.run(msgspec.structs.replace(request, handoff_after_tokens=after))[request.request_id]
+    assert outputs[-1].finish_reason is FinishReason.HANDOFF
+    assert outputs[-1].kv_source is not None
+    return tokens_of(outputs), outputs[-1].kv_source
+
+
+def go_on(
+    target: TransferringEngine, request: EngineCoreRequest, prior: list[int], given: KvSource
+) -> list[EngineCoreOutput]:
+    """The outputs behind the tokens ``prior``, with blocks of ``given``."""
+    again = msgspec.structs.replace(request, prior_output_token_ids=prior, kv_source=given, attempt=1)
+    return target.run(again)[request.request_id]
