@@ -123,29 +123,42 @@ def engine(arguments: argparse.Namespace, **options: Any) -> Iterator[Bench]:
         bench.engine.shutdown()
 
 
+def load(bench: Bench, number: int) -> dict[str, float]:
+    """Seconds to the first token of a prompt that is computed, then makes room for three others and comes again, and of the same
+    one in the KV cache. ``bench`` holds two prompts.
+    """
+    found = {"computed": bench.first_token(bench.prompt(number))}
+    bench.settle()
+    for other in range(3):
+        bench.first_token(bench.prompt(1000 + 10 * number + other))
+        bench.settle()
+    before = sum(bench.media.values())
+    found["loaded"] = bench.first_token(bench.prompt(number))
+    assert sum(bench.media.values()) - before >= bench.tokens // BLOCK - 1, bench.media
+    return {**found, "cached": bench.first_token(bench.prompt(number))}
+
+
+@contextmanager
+def loading(arguments: argparse.Namespace, name: str, directory: str) -> Iterator[Bench]:
+    """An engine whose KV cache holds two prompts, with host memory, or as good as the disk alone."""
+    host = GIB if name == "host" else 8 << 20
+    disk = directory if name == "disk" else ""
+    with engine(arguments, num_blocks=2 * (arguments.tokens // BLOCK + 2), host=host, disk=disk) as bench:
+        bench.first_token(bench.prompt(999))
+        yield bench
+
+
 def loads(arguments: argparse.Namespace) -> dict[str, Any]:
     """Each prompt is computed, makes room for others, and comes again."""
-    per_prompt = arguments.tokens // BLOCK + 2
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as directory:
-        for name, host, disk in (("host", GIB, ""), ("disk", 0, directory)):
-            with engine(arguments, num_blocks=2 * per_prompt, host=host or 8 << 20, disk=disk) as bench:
-                bench.first_token(bench.prompt(999))
-                seconds: dict[str, list[float]] = {"computed": [], name: [], "cached": []}
-                for number in range(arguments.rounds):
-                    seconds["computed"].append(bench.first_token(bench.prompt(number)))
-                    bench.settle()
-                    for other in range(3):
-                        bench.first_token(bench.prompt(1000 + 10 * number + other))
-                        bench.settle()
-                    before = sum(bench.media.values())
-                    seconds[name].append(bench.first_token(bench.prompt(number)))
-                    assert sum(bench.media.values()) - before >= arguments.tokens // BLOCK - 1, bench.media
-                    seconds["cached"].append(bench.first_token(bench.prompt(number)))
-                medians = {key: statistics.median(values) for key, values in seconds.items()}
-                medians["load"] = medians[name] - medians["cached"]
+        for name in ("host", "disk"):
+            with loading(arguments, name, directory) as bench:
+                rounds = [load(bench, number) for number in range(arguments.rounds)]
+                medians = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+                medians["load"] = medians["loaded"] - medians["cached"]
                 medians["of_computing"] = medians["load"] / medians["computed"]
-                medians["whole_of_computing"] = medians[name] / medians["computed"]
+                medians["whole_of_computing"] = medians["loaded"] / medians["computed"]
                 found[name] = {"media": bench.media, **{key: round(value, 5) for key, value in medians.items()}}
     return found
 

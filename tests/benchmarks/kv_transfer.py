@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -53,51 +53,69 @@ def source(args: argparse.Namespace, transport: str, to: Connection) -> None:
             to.send(([token for output in outputs for token in output.new_token_ids], outputs[-1].kv_source))
 
 
-def measure(args: argparse.Namespace, transport: str) -> tuple[list[float], list[float], list[float], float]:
-    """Seconds to compute, to load, and with all of it in the cache, one of each per run, and bytes of a prompt's blocks."""
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=source, args=(args, transport, theirs), daemon=True)
-    process.start()
-    computed, loaded, cached = [], [], []
-    with ExitStack() as ends:
-        engine = TransferringEngine(args.model, "target", ends, **sections(args, transport))
-        ours.recv()
-        params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0)
-        for run in range(args.runs + 1):
-            ours.send(run)
-            prior, given = ours.recv()
-            request = EngineCoreRequest(
-                request_id=f"c{run}", prompt_token_ids=prompt(args, run), sampling_params=params
-            )
-            began = time.monotonic()
-            whole = engine.run(request)[request.request_id]
-            computed.append(engine.first_output - began)
-            engine.core.scheduler.reset_prefix_cache()
-            request = EngineCoreRequest(
-                request_id=f"l{run}",
-                prompt_token_ids=prompt(args, run),
-                sampling_params=params,
-                prior_output_token_ids=prior,
-                kv_source=given,
-                attempt=1,
-            )
-            began = time.monotonic()
-            rest = engine.run(request)[request.request_id]
-            loaded.append(engine.first_output - began)
-            again = msgspec.structs.replace(request, request_id=f"a{run}", kv_source=None)
-            began = time.monotonic()
-            engine.run(again)
-            cached.append(engine.first_output - began)
-            engine.core.scheduler.reset_prefix_cache()
-            tokens = [token for output in whole for token in output.new_token_ids]
-            assert tokens == prior + [token for output in rest for token in output.new_token_ids]
-        ours.send(None)
-        process.join()
-        moved = engine.value("penstock:kv_transfer_bytes_total", direction="in") / (args.runs + 1)
+class Times(NamedTuple):
+    """Seconds to the first token of a prompt that is computed, of one whose blocks are loaded, and of one in the KV cache."""
+
+    computed: float
+    loaded: float
+    cached: float
+
+
+class Pair:
+    """An engine in this process that pulls from one in another. Both end with ``ends``."""
+
+    def __init__(self, args: argparse.Namespace, transport: str, ends: ExitStack) -> None:
+        self._args = args
+        context = get_context("spawn")
+        self._source, theirs = context.Pipe()
+        process = context.Process(target=source, args=(args, transport, theirs), daemon=True)
+        process.start()
+        ends.callback(process.join)
+        ends.callback(self._source.send, None)
+        self._engine = TransferringEngine(args.model, "target", ends, **sections(args, transport))
+        self._source.recv()
+        self._runs = 0
+
+    def run(self) -> Times:
+        """One prompt, another one each time. AssertionError where a transfer failed, or tokens are others."""
+        engine, run, params = self._engine, self._runs, SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0)
+        self._source.send(run)
+        prior, given = self._source.recv()
+        plain = EngineCoreRequest(
+            request_id=f"c{run}", prompt_token_ids=prompt(self._args, run), sampling_params=params
+        )
+        computed, whole = self._first(plain)
+        engine.core.scheduler.reset_prefix_cache()
+        request = msgspec.structs.replace(
+            plain, request_id=f"l{run}", prior_output_token_ids=prior, kv_source=given, attempt=1
+        )
+        loaded, rest = self._first(request)
+        cached, _ = self._first(msgspec.structs.replace(request, request_id=f"a{run}", kv_source=None))
+        engine.core.scheduler.reset_prefix_cache()
+        assert whole == prior + rest
         failed = engine.value("penstock:kv_transfer_failures_total")
         assert not failed, f"{failed} failures"
-    return computed[1:], loaded[1:], cached[1:], moved
+        self._runs += 1
+        return Times(computed, loaded, cached)
+
+    def _first(self, request: EngineCoreRequest) -> tuple[float, list[int]]:
+        """Seconds to the first token, and all of them."""
+        began = time.monotonic()
+        outputs = self._engine.run(request)[request.request_id]
+        return self._engine.first_output - began, [token for each in outputs for token in each.new_token_ids]
+
+    @property
+    def moved(self) -> float:
+        """Bytes that a prompt's blocks took."""
+        return self._engine.value("penstock:kv_transfer_bytes_total", direction="in") / self._runs
+
+
+def measure(args: argparse.Namespace, transport: str) -> tuple[list[Times], float]:
+    """One of each run after a first that warms up, and bytes of a prompt's blocks."""
+    with ExitStack() as ends:
+        pair = Pair(args, transport, ends)
+        times = [pair.run() for _ in range(args.runs + 1)]
+        return times[1:], pair.moved
 
 
 def main() -> None:
@@ -110,7 +128,8 @@ def main() -> None:
     parser.add_argument("--transports", nargs="+", default=["grpc", "shared_memory"])
     args = parser.parse_args()
     for transport in args.transports:
-        computed, loaded, cached, moved = measure(args, transport)
+        times, moved = measure(args, transport)
+        computed, loaded, cached = ([getattr(each, name) for each in times] for name in Times._fields)
         whole, step = statistics.median(computed), statistics.median(cached)
         load = statistics.median(loaded)
         print(

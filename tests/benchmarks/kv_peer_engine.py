@@ -1,0 +1,50 @@
+"""An engine of vLLM in a process of its own, told what to do over pipes: ``kv_peer`` starts it with vLLM's interpreter.
+
+``python kv_peer_engine.py OPTIONS``: OPTIONS are arguments of vLLM's ``LLM``, as JSON. It says ``{}`` when it is ready and answers
+each line of its input by one of its output; vLLM's log goes to its standard error. Lines are ``{"prompt": token ids, "tokens": how
+many to generate}`` or ``{"reset": true}``, which empties the prefix cache.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import IO, Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is in this process, as ours is in its own
+
+
+def generate(engine: Any, number: int, prompt: list[int], tokens: int) -> dict[str, Any]:
+    """Seconds from the arrival of a request to its first token, all tokens, and how many of the prompt's were not computed."""
+    from vllm import SamplingParams, TokensPrompt  # type: ignore[import-not-found]
+
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0, detokenize=False)
+    began, first, found, cached = time.monotonic(), 0.0, [], 0
+    engine.add_request(str(number), TokensPrompt(prompt_token_ids=prompt), params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            first = first or time.monotonic()
+            found, cached = list(output.outputs[0].token_ids), output.num_cached_tokens
+    return {"seconds": first - began, "tokens": found, "cached": cached}
+
+
+def main(answers: IO[str]) -> None:
+    """Until the input ends."""
+    from vllm import LLM
+
+    engine = LLM(**json.loads(sys.argv[1])).llm_engine
+    print("{}", file=answers, flush=True)
+    for number, line in enumerate(sys.stdin):
+        asked = json.loads(line)
+        if "reset" in asked:
+            found: dict[str, Any] = {"reset": engine.reset_prefix_cache()}
+        else:
+            found = generate(engine, number, asked["prompt"], asked["tokens"])
+        print(json.dumps(found), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    ours = os.dup(1)
+    os.dup2(2, 1)  # what vLLM prints is no answer
+    with os.fdopen(ours, "w") as output:
+        main(output)
