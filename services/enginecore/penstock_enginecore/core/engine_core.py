@@ -18,7 +18,7 @@ from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.iteration_log import IterationLog
 from penstock_enginecore.core.kv_transfer.lease_seam import KVLeases, seconds_to_expiry
 from penstock_enginecore.core.kv_transfer.opening import OpenStore, begin_connector, make_connector
-from penstock_enginecore.core.kv_transfer.validation import check_params
+from penstock_enginecore.core.kv_transfer.validation import read_params
 from penstock_enginecore.core.lora.intake import LoraIntake
 from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.multimodal.sizing import encoder_cache_size
@@ -171,9 +171,12 @@ class EngineCore:
             self._grammars.check(constraint)
         if request.lora is not None:
             self.loras.check(request.lora)
-        if request.kv_transfer_params:
-            check_params(request.kv_transfer_params, self.connector)
-        prepared = Request(request, client_id=client_id, max_model_len=self.max_model_len)
+        prepared = Request(
+            request,
+            client_id=client_id,
+            max_model_len=self.max_model_len,
+            kv_transfer_params=read_params(request.kv_transfer_params, self.connector),
+        )
         if prepared.lora is None or prepared.lora.digest:  # else it is hashed once somebody has read the adapter
             self.scheduler.hash_prompt(prepared)
         return prepared

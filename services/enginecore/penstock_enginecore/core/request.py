@@ -4,8 +4,6 @@ import enum
 import itertools
 from typing import Any
 
-import msgspec
-
 from penstock_common.types.outputs import EngineCoreEvent, EventType, FinishReason, SpecDecodingStats
 from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.request import EngineCoreRequest
@@ -145,7 +143,14 @@ class Request:
         "whole_spans",
     )
 
-    def __init__(self, request: EngineCoreRequest, *, client_id: str, max_model_len: int) -> None:
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        *,
+        client_id: str,
+        max_model_len: int,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> None:
         self.key = f"{request.request_id}#{next(_serial)}"
         self.request_id = request.request_id
         self.context = request.context
@@ -171,8 +176,7 @@ class Request:
             self.max_tokens = first_leg
         self.lease_kv = request.lease_kv
         self.kv_source = request.kv_source
-        said = request.kv_transfer_params
-        self.kv_transfer_params: dict[str, Any] = msgspec.json.decode(said) if said else {}
+        self.kv_transfer_params = kv_transfer_params or {}
         self.stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
         self.skip_reading_prefix_cache = request.skips_prefix_cache
         self.attempt = request.attempt

@@ -1,5 +1,7 @@
 """What a request may say of its keys and values elsewhere. Pure checks, safe on any thread."""
 
+from typing import Any
+
 import msgspec
 
 from penstock_common.addresses import split
@@ -14,10 +16,12 @@ MAX_NAME_LENGTH = 256
 """Of ids, incarnations and addresses, in characters."""
 
 
-def check_params(text: str, connector: KVConnector | None) -> None:
-    """Raise Unimplemented for ``kv_transfer_params`` that nobody takes, InvalidArgument for what is no JSON object, is too long,
-    or is not what the connector takes.
+def read_params(text: str, connector: KVConnector | None) -> dict[str, Any]:
+    """The ``kv_transfer_params`` of a request. Raises Unimplemented where nobody takes any, InvalidArgument for what is no JSON
+    object, is too long, or is not what the connector takes.
     """
+    if not text:
+        return {}
     field = "kv_transfer_params"
     if connector is None:
         raise Unimplemented(f"{field} is set; kv_transfer.connector names no connector that takes it", field=field)
@@ -30,6 +34,7 @@ def check_params(text: str, connector: KVConnector | None) -> None:
     if not isinstance(params, dict):
         raise InvalidArgument(f"{field} is no object", field=field)
     connector.check(params)
+    return params
 
 
 def check_kv_transfer(request: EngineCoreRequest) -> None:
