@@ -119,7 +119,7 @@ async def test_what_is_on_host_or_disk_changes_nothing_of_what_is_told(
     assert (first.sequence_number, second.sequence_number) == (FIRST_SEQUENCE + 1, FIRST_SEQUENCE + 2)
     told = [block.block_hash for batch in (first, second) for event in batch.events for block in event.stored.blocks]
     assert told == [1, 3]
-    caches = watched.frontend._engines._dispatch._caches
+    caches = watched.frontend._engines._dispatch._choice._caches
     assert caches.num_on(telling.address) == 2, "the block on the host is none that requests find at once"
 
 

@@ -79,7 +79,7 @@ async def serving(addresses: list[str], **options: Any) -> AsyncIterator[Fronten
 
 
 def caches_of(frontend: FrontendServer) -> PrefixCaches:
-    return frontend.frontend._engines._dispatch._caches
+    return frontend.frontend._engines._dispatch._choice._caches
 
 
 async def until_known(frontend: FrontendServer, engines: Pair) -> None:
