@@ -108,7 +108,7 @@ async def test_changes_come_as_they_happen_under_consecutive_numbers(
     assert first.timestamp > 0
 
 
-async def test_what_is_on_host_or_disk_changes_nothing_of_what_is_told(
+async def test_what_is_on_host_or_disk_is_known_to_the_router_and_not_told_outside(
     watched: FrontendServer, telling: FakeEngine
 ) -> None:
     call = await subscribe(watched)
@@ -120,7 +120,7 @@ async def test_what_is_on_host_or_disk_changes_nothing_of_what_is_told(
     told = [block.block_hash for batch in (first, second) for event in batch.events for block in event.stored.blocks]
     assert told == [1, 3]
     caches = watched.frontend._engines._dispatch._choice._caches
-    assert caches.num_on(telling.address) == 2, "the block on the host is none that requests find at once"
+    assert caches.num_on(telling.address) == 3, "the block on the host counts"
 
 
 async def test_a_late_subscriber_begins_with_what_is_cached_now(watched: FrontendServer, telling: FakeEngine) -> None:
