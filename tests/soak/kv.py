@@ -41,6 +41,8 @@ HOST_BYTES, DISK_BYTES, ARENA_BYTES = 8 * 2**20, 24 * 2**20, 2 * 2**20
 MIN_PREFILL_TOKENS = 256
 ENDS_WITHIN = 10.0
 """Seconds that an engine has for what it hands over."""
+FRONTEND_ENDS_WITHIN = 4.0
+"""Seconds that a frontend has, whose clients keep their connections and go on to ask."""
 GONE = ("UNAVAILABLE", "CANCELLED")
 """How requests fail whose frontend is ended."""
 RECONNECTED = 3.0
@@ -78,7 +80,10 @@ class KvCluster(SoakCluster):
             model,
             engines=engines,
             frontends=2,
-            frontend_flags={"disaggregation__min_prefill_tokens": MIN_PREFILL_TOKENS},
+            frontend_flags={
+                "disaggregation__min_prefill_tokens": MIN_PREFILL_TOKENS,
+                "drain_timeout": FRONTEND_ENDS_WITHIN,
+            },
             cache__host_memory=HOST_BYTES,
             cache__disk_size=DISK_BYTES,
             kv_transfer__port=0,
