@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,13 @@ class Soak:
         seconds = self._args.minutes * 60
         known = await self._cluster.known(self._args.tokens)
         console.log(f"{len(known)} requests of {known_kinds(known)} shapes; seed {self._args.seed}")
-        async with _cancelled_at_end(self.watch.run(SAMPLE_EVERY)):
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(self.watch.run(SAMPLE_EVERY))
             await self._phase("warm-up", known, seconds * WARM_UP)
             await self._idle()
             await self._phase("soak", known, seconds * (1 - WARM_UP), self._args.accidents)
             await self._idle()
+            watching.cancel()
         self.done = await self._cluster.done()
         self.problems += [f"not once: {what}" for what, count in self.done.items() if not count]
         self.growth = self.watch.growth(busy="soak")
@@ -167,16 +169,6 @@ class Soak:
 def counts_of(traffics: Sequence[Traffic]) -> Counter[str]:
     """Of all of them together."""
     return sum((traffic.counts for traffic in traffics), Counter())
-
-
-@contextlib.asynccontextmanager
-async def _cancelled_at_end(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def table(growth: list[Growth]) -> Table:

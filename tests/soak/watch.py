@@ -91,7 +91,7 @@ class Watch:
             await asyncio.sleep(interval)
 
     async def sample(self) -> None:
-        """One of each that runs. A service that does not answer, because it is frozen or on its way up, is passed over."""
+        """One of each that runs. A service that is frozen, on its way up, or has just ended is passed over."""
         async with httpx.AsyncClient(timeout=1, verify=False, trust_env=False) as http:
             found = await asyncio.gather(*(self._sample(http, name) for name in self.services))
         self.samples += [held for held in found if held is not None]
@@ -102,7 +102,9 @@ class Watch:
             text = await metrics(http, service)
             tasks = gauge(text, "penstock:asyncio_tasks")
             status, fds = process(service.pid)
-        except (httpx.HTTPError, FileNotFoundError):
+        except (httpx.HTTPError, OSError):
+            return None
+        if "VmRSS:" not in status:  # it has ended, and nobody has asked how
             return None
         rss, threads = (int(re.findall(rf"^{key}:\s+(\d+)", status, re.MULTILINE)[0]) for key in ("VmRSS", "Threads"))
         at = time.monotonic() - self._began

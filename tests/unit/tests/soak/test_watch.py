@@ -1,10 +1,17 @@
 """Whether what a process holds has grown."""
 
+import asyncio
+import os
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 
+from tests.soak import watch as watch_module
 from tests.soak.plot import plot
 from tests.soak.watch import IDLE, Held, Watch, gauge, per_minute, total
 
@@ -62,3 +69,16 @@ def test_the_plot_is_written(leased: float, tmp_path: Path) -> None:
     picture = (tmp_path / "soak.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert int.from_bytes(picture[20:24], "big") == (880 if not leased else 1760), "as high as it has rows"
+
+
+def test_a_process_that_has_ended_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def text(*_: Any) -> str:
+        return "# TYPE penstock:asyncio_tasks gauge\npenstock:asyncio_tasks 3.0\n"
+
+    monkeypatch.setattr(watch_module, "metrics", text)
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        service: Any = SimpleNamespace(pid=child.pid)
+        watch = Watch({"gone": service, "here": cast(Any, SimpleNamespace(pid=os.getpid()))})
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+        asyncio.run(watch.sample())
+    assert [held.service for held in watch.samples] == ["here"]
