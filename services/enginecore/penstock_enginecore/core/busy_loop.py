@@ -79,6 +79,8 @@ class BusyLoop:
         self._utilities = UtilityAnswers(control.utilities, self._queues, self._send_answer)
         self._shutdown = ShutdownState(engine.config.drain_timeout)
         self._idle = True
+        self._leases_ended = False
+        """Since frontends were told of the load."""
         self.last_step_time = clock()
         engine.wake = partial(self._queues.put, Wakeup())
         engine.executor.watch(lambda error: self._queues.put(ExecutorFailed(error)))
@@ -178,6 +180,9 @@ class BusyLoop:
         idle = not self._may_step
         block = idle and (self._engine.has_requests or self._engine.has_leases or not self._shutdown.leaves)
         self._idle = block
+        if block and self._leases_ended:  # no step tells of it
+            self._leases_ended = False
+            self._sink.broadcast(EngineCoreOutputs(scheduler_stats=self.stats(), timestamp=self._clock()))
         message = self._queues.get(block=block, timeout=self._time_to_next_event())
         if block:
             self.last_step_time = self._clock()
@@ -233,7 +238,7 @@ class BusyLoop:
                 pass
 
     def _advance_shutdown(self) -> None:
-        self._engine.expire_leases()
+        self._leases_ended |= self._engine.expire_leases()
         engine, now = self._engine, self._clock()
         for effect in self._shutdown.advance(now, has_requests=engine.has_requests, has_leases=engine.has_leases):
             logger.info("shutdown: %s", effect.value)

@@ -228,10 +228,13 @@ class EngineCore:
         """Whether blocks are kept for others."""
         return self.leases is not None and len(self.leases) > 0
 
-    def expire_leases(self) -> None:
-        """End the leases whose time is over."""
-        if self.leases is not None and seconds_to_expiry(self.leases, self._monotonic_clock) <= 0:
-            self.leases.expire(self._monotonic_clock())
+    def expire_leases(self) -> bool:
+        """End the leases whose time is over. Returns whether any is gone."""
+        if self.leases is None or seconds_to_expiry(self.leases, self._monotonic_clock) > 0:
+            return False
+        before = len(self.leases)
+        self.leases.expire(self._monotonic_clock())
+        return len(self.leases) < before
 
     def revoke_leases(self) -> None:
         """End all leases."""

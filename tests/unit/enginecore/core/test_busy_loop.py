@@ -40,6 +40,7 @@ class RecordingSink:
         self.utility_outputs = {}
         self.draining_timeout = None
         self.dead = None
+        self.told = []
 
     def of(self, client_id=CLIENT):
         return self.transcripts.setdefault(client_id, Transcript())
@@ -49,6 +50,11 @@ class RecordingSink:
             self.of(client_id).add(outputs)
             if outputs.utility_output is not None:
                 self.utility_outputs[outputs.utility_output.call_id] = outputs.utility_output
+            self.changed.notify_all()
+
+    def broadcast(self, outputs):
+        with self.changed:
+            self.told.append(outputs)
             self.changed.notify_all()
 
     def draining(self, timeout):
@@ -491,6 +497,21 @@ def test_requests_are_handed_over_and_an_engine_that_leaves_stays_for_their_bloc
         rig.join()
     assert rig.error is None
     assert_nothing_left(rig.engine)
+
+
+def test_all_frontends_hear_that_an_idle_engine_keeps_nothing_any_more():
+    with running() as rig:
+        clock = rig.engine._monotonic_clock = FakeClock()
+        leases = FakeLeases(rig.engine, clock)
+        request = msgspec.structs.replace(make_request(14), handoff_after_tokens=2)
+        rig.loop.add(CLIENT, request)
+        rig.sink.wait_for_ends(request)
+        assert len(leases) == 1
+        clock.now += 5.0
+        rig.engine.wake()
+        rig.sink.wait(lambda: rig.sink.told)
+    [told] = rig.sink.told
+    assert told.scheduler_stats.kv_cache_usage == 0
 
 
 def test_leases_end_with_the_drains_deadline():
