@@ -1,1 +1,1 @@
-"""Leases and pulls between two engines: every order of what may happen, up to bounds."""
+"""Leases, pulls and loads of two engines: every order of what may happen, up to bounds."""

@@ -1,4 +1,4 @@
-"""``python -m tests.modelcheck.kv [STATES]``: explore leases and pulls, and find what is broken on purpose."""
+"""``python -m tests.modelcheck.kv [STATES]``: explore leases, pulls and loads, and find what is broken on purpose."""
 
 import sys
 import time
@@ -10,15 +10,16 @@ from tests.modelcheck.kv.world import Bounds
 
 CONFIGURATIONS = (
     Bounds(prompts=("ab", "ac")),
-    Bounds(prompts=("ab",), breaks=1, silences=1, ticks=2, deaths=1, aborts=1, abandons=1),
+    Bounds(prompts=("ab",), breaks=1, silences=1, ticks=2, deaths=1, aborts=1, give_ups=1),
     Bounds(prompts=("ab",), pressure=5, pressures=2, sleeps=1, ticks=2, breaks=1, aborts=1),
     Bounds(prompts=("a", "a"), pressure=4, pressures=1, sleeps=1, ticks=1, breaks=1),
     Bounds(prompts=("ab", "ac"), ticks=1, breaks=1),
     Bounds(prompts=("ab", "ac"), pressure=5, pressures=1, aborts=1),
     Bounds(prompts=("ab", "ac"), deaths=1, sleeps=1),
+    Bounds(prompts=("ab", "ac"), give_ups=1, room=4),
     Bounds(prompts=("a", "ab", "cd"), num_blocks=8, max_leased=4, pressure=6, pressures=1),
 )
-"""What is complete within minutes, and a last one of three requests and eight blocks."""
+"""What is explored up to the limit, and a last one of three requests and eight blocks."""
 
 
 def main(limit: int) -> int:

@@ -1,10 +1,12 @@
-"""Leases and pulls with one transition broken each. Exploring them must find it."""
+"""Leases, pulls and loads with one transition broken each. Exploring them must find it."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from penstock_enginecore.core.kv_transfer.leases import Leases, LeaseState
+from penstock_enginecore.core.kv_transfer.loads import Loads
 from penstock_enginecore.core.kv_transfer.pull import Ended, Pull, PullState
+from penstock_enginecore.core.scheduler.kv_loads import KvLoads
 from tests.modelcheck.kv.world import Bounds, Machines
 
 
@@ -132,10 +134,61 @@ class ReleasesNothing(Pull):
         return [Ended(fetch_id) for fetch_id in self._fetches]
 
 
+class BringsTwice(Loads):
+    def bringing(self, names: Any) -> None:
+        """Nothing is ever on its way."""
+
+    def begin(self, number: int, places: Any, owner: str) -> None:
+        self._bringing.clear()
+        super().begin(number, places, owner)
+
+
+class ForgetsWhoWaits(Loads):
+    def end(self, number: int) -> Any:
+        load = super().end(number)
+        load.waiting.clear()
+        return load
+
+
+class KeepsItsOwner(Loads):
+    """A request that has left has its blocks given to it when the load ends."""
+
+    def leave(self, key: str) -> int | None:
+        if (number := self._of_owner.pop(key, None)) is not None:
+            return number
+        return super().leave(key)
+
+    def end(self, number: int) -> Any:
+        self._of_owner.setdefault(self._loads[number].owner or "", number)
+        return super().end(number)
+
+
+class NeverArrives(Loads):
+    """Blocks stay on their way when their load has ended."""
+
+    def end(self, number: int) -> Any:
+        bringing = self._bringing.copy()
+        load = super().end(number)
+        self._bringing = bringing
+        return load
+
+
+class FreesUnderALoad(KvLoads):
+    """Who is preempted gives the blocks back that are still being written to."""
+
+    def give_up(self, request: Any) -> None:
+        places = [place for load in self._loads._loads.values() if load.owner == request.key for place in load.places]
+        super().give_up(request)
+        self._pool.free([self._pool.blocks[place.block_id] for place in places])
+
+
 PLAIN = Bounds(prompts=("ab",))
 SHARED = Bounds(prompts=("ab", "ac"))
 SLEEPS = Bounds(prompts=("ab",), sleeps=1, pressure=5, pressures=1)
 BREAKS = Bounds(prompts=("ab",), breaks=1, ticks=1)
+EQUAL = Bounds(prompts=("a", "a"))
+GIVES_UP = Bounds(prompts=("a",), give_ups=1)
+ABORTS = Bounds(prompts=("a",), aborts=1)
 
 MUTATIONS = (
     Mutation("gives blocks back under a copy", Machines(leases=FreesUnderACopy), SLEEPS, ("2", "3")),
@@ -161,11 +214,16 @@ MUTATIONS = (
     Mutation(
         "takes what was abandoned",
         Machines(pull=TakesBlocksNobodyWants),
-        Bounds(prompts=("ab",), abandons=1),
+        Bounds(prompts=("ab",), give_ups=1),
         ("4",),
     ),
     Mutation("a source that is gone ends no fetch", Machines(pull=LeavesFetchesOpen), BREAKS, ("4",)),
     Mutation("fetches end twice", Machines(pull=EndsFetchesTwice), BREAKS, ("4",)),
     Mutation("asks twice", Machines(pull=AsksTwice), PLAIN, ("6",)),
     Mutation("loses what was asked for early", Machines(pull=LosesWhatWasAskedEarly), PLAIN, ("4",)),
+    Mutation("brings what is on its way", Machines(loads=BringsTwice), EQUAL, ("5",)),
+    Mutation("forgets who waits for a load of another", Machines(loads=ForgetsWhoWaits), EQUAL, ("4",)),
+    Mutation("a load that has ended still brings", Machines(loads=NeverArrives), GIVES_UP, ("4",)),
+    Mutation("a load keeps an owner that has left", Machines(loads=KeepsItsOwner), ABORTS, ("4",)),
+    Mutation("gives blocks back that are written to", Machines(kv_loads=FreesUnderALoad), GIVES_UP, ("3", "4")),
 )

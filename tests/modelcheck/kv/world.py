@@ -1,18 +1,24 @@
 """An engine that has blocks, one that pulls them, and what is under way between them.
 
-The machines are the real ones (``BlockPool``, ``Leases``, ``Pull``); what stands around them here is as little as servers and
-clients do: take a message, begin a copy, end it, send what it found. A copy reads when it ends, which is the worst that may be.
-Requests of the source begin with their blocks computed. A state is a ``World``; ``events`` says what may happen in it.
+The machines are the real ones (``BlockPool``, ``Leases``, ``Pull``, and those of ``Destination``); what stands around them here
+is as little as servers and clients do: take a message, begin a copy, end it, send what it found. A copy reads when it ends, which
+is the worst that may be. Requests of the source begin with their blocks computed. A state is a ``World``; ``events`` says what
+may happen in it.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from penstock_common.types.kv_transfer import BlockName
-from penstock_enginecore.core.kv_cache.block_pool import BlockPool, FreeBlockQueue, KVCacheBlock
+from penstock_enginecore.core.hold import Hold
+from penstock_enginecore.core.kv_cache.block_pool import BlockPool, KVCacheBlock
 from penstock_enginecore.core.kv_transfer.leases import Lease, Leases
+from penstock_enginecore.core.kv_transfer.loads import Loads
 from penstock_enginecore.core.kv_transfer.pull import Acknowledge, Arrived, Ask, Broken, Effect, Ended, GiveUp, Pull
+from penstock_enginecore.core.scheduler.kv_loads import KvLoads
+from tests.modelcheck.kv.destination import Destination, destination_of, pool_of
+from tests.modelcheck.kv.destination import same as _same
 from tests.modelcheck.violation import Violation
 
 Event = tuple[Any, ...]
@@ -36,8 +42,11 @@ class Bounds:
     breaks: int = 0
     silences: int = 0
     aborts: int = 0
-    abandons: int = 0
+    give_ups: int = 0
+    """Requests that load give up their blocks, and wait for their turn again."""
     deaths: int = 0
+    room: int = 8
+    """Blocks of the engine that pulls; a request takes one more than its prompt has letters."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,8 @@ class Machines:
 
     leases: type[Leases] = Leases
     pull: type[Pull] = Pull
+    loads: type[Loads] = Loads
+    kv_loads: type[KvLoads] = KvLoads
 
 
 class NoLock:
@@ -84,16 +95,11 @@ class Stream:
 
 @dataclass
 class Taker:
-    """A request at the engine that pulls."""
+    """The pull of a request at the engine that loads."""
 
     pull: Pull
     stream: Stream
     incarnation: int
-    asked: bool = False
-    ended: int = 0
-    abandoned: bool = False
-    got: list[bytes] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)
 
 
 class World:
@@ -104,6 +110,8 @@ class World:
         self.left = {name: getattr(bounds, name) for name in _BUDGETS}
         self.now = 0.0
         self.incarnation = 0
+        self.engine = Destination(bounds.room, machines.kv_loads, machines.loads)
+        self._connect()
         self.takers: dict[int, Taker | None] = {}
         self.orphans: list[tuple[bytes, int, BlockName, int]] = []
         """Copies whose stream is over: lease, incarnation, content, block."""
@@ -126,6 +134,9 @@ class World:
                 blocks.append(by_name[letter])
             self.running[request] = blocks
         self.pressed: list[KVCacheBlock] = []
+
+    def _connect(self) -> None:
+        self.engine.fetch, self.engine.abandon_fetch = self._fetch, self._abandon
 
     def _start(self) -> None:
         self.pool = BlockPool(self.bounds.num_blocks + 1)
@@ -158,10 +169,11 @@ class World:
                 yield "break", request
             if left["silences"] and not taker.pull.state.ended:
                 yield "silent", request
-            if left["aborts"]:
+        if left["aborts"]:
+            for request in self.engine.requests:
                 yield "abort", request
-            if left["abandons"] and taker.asked and not taker.ended:
-                yield "abandon", request
+        if left["give_ups"] and len(self.engine.kv_loads):
+            yield ("give up",)
 
     def calm_events(self) -> Iterator[Event]:
         """What happens without a fault."""
@@ -181,6 +193,23 @@ class World:
         for request, taker in self.takers.items():
             if taker is not None:
                 yield from self._of_taker(request, taker)
+        yield from self._of_engine()
+
+    def _of_engine(self) -> Iterator[Event]:
+        engine = self.engine
+        for number, load in engine.bringing.items():
+            if load.writing:
+                yield "write", number
+        if engine.has_news:
+            yield ("step",)
+        ready = engine.kv_loads._ready
+        for number, request in engine.requests.items():
+            if request in engine.running:
+                yield "finish", number
+            elif request.key in ready:
+                yield "start loaded", number
+            elif request.hold is Hold.NONE:
+                yield "turn", number
 
     def _of_taker(self, request: int, taker: Taker) -> Iterator[Event]:
         stream = taker.stream
@@ -195,11 +224,7 @@ class World:
                 yield "read", request
             if server.reading is not None:
                 yield "copied", request
-        if taker.waiting:
-            yield "take", request
-        if not taker.asked:
-            yield "fetch", request
-        elif taker.ended and not taker.waiting:
+        if request not in self.engine.requests:
             yield "close", request
 
     def apply(self, event: Event) -> "World":
@@ -212,6 +237,8 @@ class World:
             getattr(after, "_" + name.replace(" ", "_"))(*arguments)
         except Broken as e:
             raise Violation("6 one end breaks the protocol", str(e)) from e
+        except (KeyError, RuntimeError, ValueError) as e:
+            raise Violation("4 a machine is told what cannot be", f"{type(e).__name__}: {e}") from e
         after.check()
         return after
 
@@ -367,12 +394,15 @@ class World:
         pull = self.machines.pull(self.now, silence=SILENCE, window=WINDOW)
         stream = Stream(up=[("open", self.sources[request])])
         self.takers[request] = Taker(pull, stream, self.sources[request])
+        self.engine.arrive(request, self.bounds.prompts[request])
 
-    def _fetch(self, request: int) -> None:
+    def _fetch(self, request: int, number: int, names: list[BlockName]) -> None:
         taker = self._taker(request)
-        taker.asked = True
-        names = [BlockName(0, letter.encode() * 16) for letter in self.bounds.prompts[request]]
-        self._carry_out(taker, taker.pull.fetch(1, names, self.now))
+        self._carry_out(taker, taker.pull.fetch(number, names, self.now))
+
+    def _abandon(self, request: int, number: int) -> None:
+        if (taker := self.takers[request]) is not None:
+            self._carry_out(taker, taker.pull.abandon(number))
 
     def _down(self, request: int) -> None:
         taker = self._taker(request)
@@ -385,25 +415,19 @@ class World:
             case "done":
                 self._carry_out(taker, taker.pull.done(message[1], self.now))
             case "block":
-                effects = taker.pull.block(message[1], message[2], 1, self.now, good=True)
-                self._carry_out(taker, effects, message[2].hash)
+                self._carry_out(taker, taker.pull.block(message[1], message[2], 1, self.now, good=True))
 
-    def _carry_out(self, taker: Taker, effects: list[Effect], content: bytes = b"") -> None:
+    def _carry_out(self, taker: Taker, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
                 case Ask(number, _, hashes):
                     taker.stream.up.append(("fetch", number, hashes))
                 case Acknowledge():
                     pass
-                case Arrived(_, _, sequence):
-                    if taker.ended:
-                        raise Violation("4 a block arrived behind the end of its fetch")
-                    if content in taker.got:
-                        raise Violation("5 a block came twice")
-                    taker.got.append(content)
-                    taker.waiting.append(sequence)
-                case Ended():
-                    taker.ended += 1
+                case Arrived(number, index, sequence):
+                    self.engine.arrived(number, index, sequence)
+                case Ended(number):
+                    self.engine.ended(number)
                 case GiveUp(released):
                     stream = taker.stream
                     if not stream.broken and released:
@@ -418,9 +442,26 @@ class World:
             self.servers.append(stream.server)
             stream.server = None
 
-    def _take(self, request: int) -> None:
-        taker = self._taker(request)
-        self._carry_out(taker, taker.pull.taken(taker.waiting.pop(0), self.now))
+    def _write(self, number: int) -> None:
+        request = self.engine.bringing[number].request
+        sequence = self.engine.written(number)
+        if (taker := self.takers[request]) is not None:
+            self._carry_out(taker, taker.pull.taken(sequence, self.now))
+
+    def _step(self) -> None:
+        self.engine.kv_loads.begin_step()
+
+    def _turn(self, request: int) -> None:
+        self.engine.turn(request)
+
+    def _start_loaded(self, request: int) -> None:
+        self.engine.start_loaded(request)
+
+    def _finish(self, request: int) -> None:
+        self.engine.finish(request)
+
+    def _give_up(self) -> None:
+        self.engine.kv_loads.give_up_one()
 
     def _close(self, request: int) -> None:
         taker = self._taker(request)
@@ -431,30 +472,30 @@ class World:
 
     def _end_taker(self, request: int) -> None:
         taker = self._taker(request)
-        if taker.asked and taker.ended != 1:
-            raise Violation("4 a fetch did not end once", str(taker.ended))
+        if any(load.request == request and not load.ended for load in self.engine.bringing.values()):
+            raise Violation("4 a fetch does not end")
         if not taker.stream.broken:
             self._drop(taker.stream)
         self.takers[request] = None
 
     def _abort(self, request: int) -> None:
-        self._close(request)
-
-    def _abandon(self, request: int) -> None:
-        taker = self._taker(request)
-        taker.abandoned = True
-        self._carry_out(taker, taker.pull.abandon(1))
+        self.engine.end(request)
 
     def _break(self, request: int) -> None:
         self._drop(self._stream(request))
 
     def _notice(self, request: int) -> None:
         taker = self._taker(request)
-        self._carry_out(taker, taker.pull.fail("gone"))
+        self._fail(taker, request, "gone")
 
     def _silent(self, request: int) -> None:
         taker = self._taker(request)
-        self._carry_out(taker, taker.pull.fail("silent"))
+        self._fail(taker, request, "silent")
+
+    def _fail(self, taker: Taker, request: int, reason: str) -> None:
+        if request in self.engine.requests:
+            self.engine.requests[request].has_source = False
+        self._carry_out(taker, taker.pull.fail(reason))
 
     def _taker(self, request: int) -> Taker:
         taker = self.takers[request]
@@ -482,14 +523,13 @@ class World:
         for block in self.pool.blocks[1:]:
             if block.ref_count != held.get(block.block_id, 0):
                 raise Violation("4 references leak, or are given back twice", repr(block))
-        for taker in self.takers.values():
-            if taker is not None and taker.ended > 1:
-                raise Violation("4 a fetch ended twice")
+        self.engine.check()
 
     def check_rest(self) -> None:
         """When nothing happens any more. Raises Violation."""
         if any(taker is not None for taker in self.takers.values()):
             raise Violation("4 a request never goes on")
+        self.engine.check_rest()
         if len(self.leases) or self.pool.num_free_blocks != self.pool.num_usable_blocks:
             raise Violation("4 blocks are never given back")
 
@@ -513,47 +553,20 @@ class World:
             len(self.pressed),
             tuple(sorted(self.sources.items())),
             takers,
+            self.engine.key(),
             tuple(self.orphans),
             tuple(_server_key(server) for server in self.servers),
         )
-
-
-T = TypeVar("T")
-
-
-def _same(value: T) -> T:
-    """A copy that shares what the value has."""
-    kind = type(value)
-    other = kind.__new__(kind)
-    if hasattr(value, "__dict__"):
-        other.__dict__.update(value.__dict__)
-    for name in getattr(kind, "__slots__", ()):
-        setattr(other, name, getattr(value, name))
-    return other
-
-
-def _block_of(block: KVCacheBlock) -> KVCacheBlock:
-    other = KVCacheBlock(block.block_id)
-    other.ref_count, other.block_hash, other.group = block.ref_count, block.block_hash, block.group
-    return other
 
 
 def copied(world: World) -> World:
     """Another state that is the same."""
     after = _same(world)
     after.left = world.left.copy()
-    blocks = [_block_of(block) for block in world.pool.blocks]
-    after.pool = pool = _same(world.pool)
-    pool.blocks, pool.null_block = blocks, blocks[0]
-    free, end = [], world.pool._free._tail
-    block_or_end = world.pool._free._head.next
-    while block_or_end is not None and block_or_end is not end:
-        free.append(blocks[block_or_end.block_id])
-        block_or_end = block_or_end.next
-    pool._free = FreeBlockQueue(free)
-    pool._by_hash = [
-        {name: blocks[block.block_id] for name, block in by_hash.items()} for by_hash in world.pool._by_hash
-    ]
+    after.pool = pool = pool_of(world.pool)
+    blocks = pool.blocks
+    after.engine = destination_of(world.engine)
+    after._connect()
     after.memory = world.memory.copy()
     after.running = {request: [blocks[block.block_id] for block in held] for request, held in world.running.items()}
     after.pressed = [blocks[block.block_id] for block in world.pressed]
@@ -588,7 +601,6 @@ def _taker_of(taker: Taker) -> Taker:
     stream.up, stream.down = stream.up.copy(), stream.down.copy()
     if stream.server is not None:
         stream.server = _server_of(stream.server)
-    other.got, other.waiting = taker.got.copy(), taker.waiting.copy()
     other.pull = pull = _same(taker.pull)
     pull._of, pull._sizes, pull._taken = pull._of.copy(), pull._sizes.copy(), pull._taken.copy()
     pull._fetches = {}
@@ -598,7 +610,7 @@ def _taker_of(taker: Taker) -> Taker:
     return other
 
 
-_BUDGETS = ("pressures", "sleeps", "ticks", "breaks", "silences", "aborts", "abandons", "deaths")
+_BUDGETS = ("pressures", "sleeps", "ticks", "breaks", "silences", "aborts", "give_ups", "deaths")
 _COSTS = {
     "press": "pressures",
     "sleep": "sleeps",
@@ -606,7 +618,7 @@ _COSTS = {
     "break": "breaks",
     "silent": "silences",
     "abort": "aborts",
-    "abandon": "abandons",
+    "give up": "give_ups",
     "die": "deaths",
 }
 
@@ -630,8 +642,4 @@ def _taker_key(taker: Taker | None) -> Any:
         tuple(stream.down),
         _server_key(stream.server),
         stream.broken,
-        taker.asked,
-        taker.ended,
-        tuple(taker.got),
-        tuple(taker.waiting),
     )

@@ -1,4 +1,4 @@
-"""Leases and pulls keep to their rules in every order of events, and what is broken on purpose is found."""
+"""Leases, pulls and loads keep to their rules in every order of events, and what is broken on purpose is found."""
 
 import pytest
 
@@ -13,6 +13,11 @@ from tests.modelcheck.kv.world import Bounds
         Bounds(prompts=("ab",), breaks=1, ticks=1),
         Bounds(prompts=("ab",), pressure=5, pressures=1, sleeps=1),
         Bounds(prompts=("a",), deaths=1, silences=1, aborts=1, ticks=1),
+        Bounds(prompts=("ab",), give_ups=1),
+        pytest.param(Bounds(prompts=("a", "a")), marks=pytest.mark.slow),
+        pytest.param(Bounds(prompts=("a", "a"), room=2), marks=pytest.mark.slow),
+        pytest.param(Bounds(prompts=("a", "a"), give_ups=1), marks=pytest.mark.slow),
+        pytest.param(Bounds(prompts=("a", "a"), aborts=1, room=3), marks=pytest.mark.slow),
         pytest.param(Bounds(prompts=("a", "a"), pressure=4, pressures=1), marks=pytest.mark.slow),
     ],
     ids=lambda bounds: " ".join(
