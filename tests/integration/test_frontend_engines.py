@@ -29,6 +29,7 @@ from tests.fakes.frontends.frontend_server import (
     until_states,
 )
 from tests.fakes.models.small_tokenizers import byte_level
+from tests.fakes.network.tcp_proxy import TcpProxy
 
 VOCAB = byte_level().get_vocab_size()
 
@@ -318,6 +319,34 @@ async def test_whose_engines_lost_their_connections_is_what_they_died_of_only_if
                 engine.step()
         await asyncio.sleep(0.001)
     assert request.result()
+
+
+async def test_engines_that_are_listed_no_more_count_as_dead(
+    engines: tuple[FakeEngine, FakeEngine], model: Path
+) -> None:
+    """A request has been alone on both, and nothing passes to either: until then it waits, and is on no engine."""
+    async with contextlib.AsyncExitStack() as stack:
+        cables = [TcpProxy(engine.port) for engine in engines]
+        for cable in cables:
+            await cable.start()
+            stack.push_async_callback(cable.close)
+        addresses = [f"127.0.0.1:{cable.port}" for cable in cables]
+        frontend = await stack.enter_async_context(FrontendServer(model, engines=addresses))
+        await frontend.until_engines(2)
+        request = asyncio.create_task(collect(frontend.generate(max_tokens=1)))
+        for _ in cables:
+            await eventually(lambda: sum(bool(engine.running) for engine in engines) == 1)
+            [number] = [number for number, engine in enumerate(engines) if engine.running]
+            cables[number].unplug()
+            cables[number].cut()
+            await engines[number].until(lambda engine: not engine.running)
+        await eventually(lambda: frontend.frontend._engines.num_held == 1)
+        assert not request.done()
+        frontend.frontend._engines.follow([])
+        await eventually(request.done)
+        error = request.exception()
+        assert isinstance(error, Internal)
+        assert error.reason == "QUARANTINED"
 
 
 async def test_an_engine_that_is_stopped_is_found_out_and_its_requests_go_on(
