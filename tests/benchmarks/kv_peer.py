@@ -10,8 +10,8 @@ each with a prompt of its own:
 - ``kv_transfer`` and ``kv_tiers`` do the same with Penstock: from another engine (``grpc``, ``shared_memory``), and after three
   other prompts (``host``, ``disk``).
 
-vLLM's prompts are longer by two tokens: its connector loads whole blocks of 32 of all tokens but one. ``--connectors`` starts vLLM
-with each of its connectors and prints what it says; ``--damage`` loads what was damaged or lost.
+vLLM's prompts are longer by two tokens: its connector loads whole blocks of 32 of all tokens but one. ``--connectors`` starts
+vLLM with each of its connectors and prints what it says; ``--damage`` loads what was damaged or lost.
 """
 
 import argparse
@@ -23,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
@@ -198,20 +200,40 @@ class Peers:
         assert plain["tokens"] == other["tokens"], (plain, other)
 
 
+def engine_of(args: argparse.Namespace, name: str, folder: str, to: Connection) -> None:
+    """One of Penstock's ways, in a process of its own: seconds by what was timed, for each number that comes."""
+    with ExitStack() as ends:
+        if name in ("host", "disk"):
+            bench = ends.enter_context(kv_tiers.loading(args, name, folder))
+            run: Callable[[int], dict[str, float]] = lambda number: kv_tiers.load(bench, number)  # noqa: E731
+        else:
+            pair = kv_transfer.Pair(args, name, ends)
+            run = lambda _: pair.run()._asdict()  # noqa: E731
+        to.send(None)
+        while (number := to.recv()) is not None:
+            to.send(run(number))
+
+
 class Ours:
     """Penstock's engines: two pairs, and two with tiers."""
 
     def __init__(self, args: argparse.Namespace, folder: str, ends: ExitStack) -> None:
-        self._pairs = {name: kv_transfer.Pair(args, name, ends) for name in ("grpc", "shared_memory")}
-        self._tiers = {name: ends.enter_context(kv_tiers.loading(args, name, folder)) for name in ("host", "disk")}
+        context = get_context("spawn")
+        self._engines: dict[str, Connection] = {}
+        for name in ("grpc", "shared_memory", "host", "disk"):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=engine_of, args=(args, name, folder, theirs))
+            process.start()
+            ends.callback(process.join)
+            ends.callback(ours.send, None)
+            ours.recv()
+            self._engines[name] = ours
 
     def run(self, number: int) -> Iterator[tuple[str, str, float]]:
         """As of ``Peers``."""
-        for name, pair in self._pairs.items():
-            for timed, seconds in pair.run()._asdict().items():
-                yield name, timed, seconds
-        for name, bench in self._tiers.items():
-            for timed, seconds in kv_tiers.load(bench, number).items():
+        for name, engine in self._engines.items():
+            engine.send(number)
+            for timed, seconds in engine.recv().items():
                 yield name, timed, seconds
 
 

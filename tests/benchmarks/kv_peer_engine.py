@@ -1,8 +1,8 @@
 """An engine of vLLM in a process of its own, told what to do over pipes: ``kv_peer`` starts it with vLLM's interpreter.
 
-``python kv_peer_engine.py OPTIONS``: OPTIONS are arguments of vLLM's ``LLM``, as JSON. It says ``{}`` when it is ready and answers
-each line of its input by one of its output; vLLM's log goes to its standard error. Lines are ``{"prompt": token ids, "tokens": how
-many to generate}`` or ``{"reset": true}``, which empties the prefix cache.
+``python kv_peer_engine.py OPTIONS``: OPTIONS are arguments of vLLM's ``LLM``, as JSON. It says ``{}`` when it is ready and
+answers each line of its input by one of its output; vLLM's log goes to its standard error. Lines are ``{"prompt": token ids,
+"tokens": how many to generate}`` or ``{"reset": true}``, which empties the prefix cache.
 """
 
 import json
