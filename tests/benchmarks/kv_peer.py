@@ -23,10 +23,8 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
@@ -200,40 +198,20 @@ class Peers:
         assert plain["tokens"] == other["tokens"], (plain, other)
 
 
-def engine_of(args: argparse.Namespace, name: str, folder: str, to: Connection) -> None:
-    """One of Penstock's ways, in a process of its own: seconds by what was timed, for each number that comes."""
-    with ExitStack() as ends:
-        if name in ("host", "disk"):
-            bench = ends.enter_context(kv_tiers.loading(args, name, folder))
-            run: Callable[[int], dict[str, float]] = lambda number: kv_tiers.load(bench, number)  # noqa: E731
-        else:
-            pair = kv_transfer.Pair(args, name, ends)
-            run = lambda _: pair.run()._asdict()  # noqa: E731
-        to.send(None)
-        while (number := to.recv()) is not None:
-            to.send(run(number))
-
-
 class Ours:
     """Penstock's engines: two pairs, and two with tiers."""
 
     def __init__(self, args: argparse.Namespace, folder: str, ends: ExitStack) -> None:
-        context = get_context("spawn")
-        self._engines: dict[str, Connection] = {}
-        for name in ("grpc", "shared_memory", "host", "disk"):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=engine_of, args=(args, name, folder, theirs))
-            process.start()
-            ends.callback(process.join)
-            ends.callback(ours.send, None)
-            ours.recv()
-            self._engines[name] = ours
+        self._pairs = {name: kv_transfer.Pair(args, name, ends) for name in ("grpc", "shared_memory")}
+        self._tiers = {name: ends.enter_context(kv_tiers.loading(args, name, folder)) for name in ("host", "disk")}
 
     def run(self, number: int) -> Iterator[tuple[str, str, float]]:
         """As of ``Peers``."""
-        for name, engine in self._engines.items():
-            engine.send(number)
-            for timed, seconds in engine.recv().items():
+        for name, pair in self._pairs.items():
+            for timed, seconds in pair.run()._asdict().items():
+                yield name, timed, seconds
+        for name, bench in self._tiers.items():
+            for timed, seconds in kv_tiers.load(bench, number).items():
                 yield name, timed, seconds
 
 
