@@ -4,6 +4,8 @@ Every value set under ``ci/`` and ``profiles/`` goes through ``helm lint --stric
 Kubernetes, and the manifests are validated against that version's schemas.
 """
 
+import functools
+import os
 import re
 import shutil
 import subprocess
@@ -26,6 +28,9 @@ _NEEDS = re.compile(r"# Needs Kubernetes (1\.\d+)")
 
 FOREIGN = ("gateway.networking.k8s.io", "inference.networking.k8s.io", "cert-manager.io", "monitoring.coreos.com")
 """API groups that other projects define: no version of Kubernetes has schemas of theirs."""
+
+# It reads megabytes of schemas anew for each manifest.
+kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
 
 
 class ChartError(Exception):
@@ -68,7 +73,8 @@ def helm(*arguments: str) -> str:
     program = beside_python or shutil.which("helm")
     if program is None:
         raise ChartError("helm is not installed; the Python distribution helm-binary has it")
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)  # noqa: S603 - our own words
+    env = {"GOGC": "off", **os.environ}  # it ends before it has garbage worth a collection
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False, env=env)  # noqa: S603 - our own words
     if done.returncode != 0:
         raise ChartError((done.stdout + done.stderr).strip())
     return done.stdout
