@@ -11,6 +11,8 @@ PIP := $(BIN)/pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Programs that start many times are compiled once, also where images of Python have this set.
+unexport PYTHONDONTWRITEBYTECODE
 # What gRPC's C core has to say of connections that tests break on purpose.
 export GRPC_VERBOSITY ?= ERROR
 PYTEST := $(BIN)/python -m pytest
