@@ -1,6 +1,7 @@
 """The import rules of the architecture, read from the syntax trees of every module."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ def modules(package: str) -> Iterator[Path]:
     yield from files
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Every module name that the file imports, wherever in the file."""
     names: set[str] = set()

@@ -4,6 +4,7 @@
 """
 
 import ast
+import functools
 import json
 import re
 import sys
@@ -18,6 +19,7 @@ NAMES_OF_REASONS = {"reason", "default_reason"}
 """Keywords, parameters and variables that a reason is given by."""
 
 
+@functools.cache
 def current(root: Path = ROOT) -> dict[str, list[str]]:
     """The words of the services under ``root``, sorted."""
     trees = [ast.parse(path.read_text()) for path in sorted((root / "services").rglob("*.py"))]
