@@ -178,7 +178,10 @@ async def _frontend(sites: Sites) -> AsyncIterator[tuple[FrontendServer, Alive]]
                 while not reading.done():  # text of half a character is not sent
                     engine.step()
                     await asyncio.sleep(0.002)
-            assert reading.result().token_ids
+            found = reading.result()
+            assert found.token_ids or found.text, (
+                found
+            )  # text comes alone where its token has the begin of the next character
 
         yield frontend, alive
 
