@@ -53,6 +53,7 @@ class Patterns:
         try:
             found = self._compile(key, pattern, whole).fullmatch(name, timeout=max(self._left, 1e-6))
         except TimeoutError:
+            self._left = 0.0  # for whatever comes next, too
             raise self._slow(key, pattern) from None
         self._left -= time.thread_time() - started
         if self._left < 0:
