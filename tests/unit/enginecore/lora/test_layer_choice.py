@@ -143,6 +143,16 @@ def test_time_is_shared_by_all_matches_of_an_adapter() -> None:
         patterns.full("exclude_modules", slow, NAMES[0])
 
 
+def test_nothing_is_matched_any_more_once_the_time_is_over() -> None:
+    patterns = Patterns("file")
+    assert patterns.full("exclude_modules", "[a]", "a")
+    patterns._left = 0.01
+    with pytest.raises(LoraError, match="takes too long"):
+        patterns.full("target_modules", r"(\w|\.|\w\.)*(\w|\.|\w\w)*(\w|\.|\w\w)*\d", 3 * NAMES[0])
+    with pytest.raises(LoraError, match="takes too long"):
+        patterns.full("exclude_modules", "[a]", "a")
+
+
 @pytest.mark.parametrize(
     "pattern",
     [
