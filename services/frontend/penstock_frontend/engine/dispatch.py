@@ -150,8 +150,8 @@ class Dispatch:
         for entry in self._journal.doubting(engine):
             self._retries.acquit(entry, engine)
         waiting = self._waiting
-        going = waiting.take(lambda entry: not self._retries.is_in_doubt(entry), waiting.for_verdict)
-        going += waiting.take(lambda entry: not self._retries.is_suspect(entry), waiting.for_trial)
+        going = waiting.for_verdict.take(lambda entry: not self._retries.is_in_doubt(entry))
+        going += waiting.for_trial.take(lambda entry: not self._retries.is_suspect(entry))
         if going:
             self._place(going)
             self._on_held()

@@ -1,7 +1,7 @@
 """Requests that wait outside of any engine."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from penstock_frontend.engine.journal_entry import JournalEntry
 
@@ -20,9 +20,6 @@ class HeldRequests:
 
     def __len__(self) -> int:
         return len(self._timers)
-
-    def __iter__(self) -> Iterator[JournalEntry]:
-        return iter(list(self._timers))
 
     def add(self, entry: JournalEntry) -> None:
         """Hold an entry that is not held."""
@@ -46,7 +43,11 @@ class HeldRequests:
 
     def take_all(self) -> list[JournalEntry]:
         """Let go of all."""
-        entries = list(self._timers)
+        return self.take(lambda _: True)
+
+    def take(self, which: Callable[[JournalEntry], bool]) -> list[JournalEntry]:
+        """Let go of those."""
+        entries = [entry for entry in self._timers if which(entry)]
         for entry in entries:
             self.discard(entry)
         return entries

@@ -37,13 +37,6 @@ class Waiting:
         """Let go of an entry. Returns whether it waited."""
         return any(held.discard(entry) for held in (self.for_engine, self.for_trial, self.for_verdict))
 
-    def take(self, which: Callable[[JournalEntry], bool], held: HeldRequests) -> list[JournalEntry]:
-        """Let go of those."""
-        taken = [entry for entry in held if which(entry)]
-        for entry in taken:
-            held.discard(entry)
-        return taken
-
     def hold(self, entries: Iterable[JournalEntry]) -> None:
         """No engine takes these. Where some are kept from an engine for a time, that is tried again then."""
         ends = []
