@@ -53,9 +53,11 @@ class FakeLeases:
     def next_expiry(self) -> float | None:
         return min(self._ends.values(), default=None)
 
-    def expire(self, now: float) -> None:
-        for lease_id in [lease_id for lease_id, end in self._ends.items() if end <= now]:
+    def expire(self, now: float) -> int:
+        over = [lease_id for lease_id, end in self._ends.items() if end <= now]
+        for lease_id in over:
             self.end(lease_id)
+        return len(over)
 
     def revoke_all(self) -> None:
         for lease_id in list(self._ends):

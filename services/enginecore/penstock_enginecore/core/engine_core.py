@@ -229,12 +229,10 @@ class EngineCore:
         return self.leases is not None and len(self.leases) > 0
 
     def expire_leases(self) -> bool:
-        """End the leases whose time is over. Returns whether any is gone."""
+        """End the leases whose time is over. Returns whether any gave its blocks back."""
         if self.leases is None or seconds_to_expiry(self.leases, self._monotonic_clock) > 0:
             return False
-        before = len(self.leases)
-        self.leases.expire(self._monotonic_clock())
-        return len(self.leases) < before
+        return self.leases.expire(self._monotonic_clock()) > 0
 
     def revoke_leases(self) -> None:
         """End all leases."""

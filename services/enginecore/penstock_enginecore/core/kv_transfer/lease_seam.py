@@ -34,8 +34,8 @@ class KVLeases(Protocol):
     def next_expiry(self) -> float | None:
         """When the next one ends by itself, in monotonic seconds; None: none will."""
 
-    def expire(self, now: float) -> None:
-        """End those whose time is over."""
+    def expire(self, now: float) -> int:
+        """End those whose time is over. Returns how many gave their blocks back."""
 
     def revoke_one(self) -> bool:
         """To make room: end the oldest that nothing is read from. False where there is none."""

@@ -84,9 +84,9 @@ class LeasedBlocks:
         """When ``expire`` has something to do, in the clock's seconds; 0 for at once, None without leases."""
         return self.leases.next_expiry()
 
-    def expire(self, now: float) -> None:
-        """End leases whose clock has run out, and give back what pulls have given up."""
-        self.leases.expire(now)
+    def expire(self, now: float) -> int:
+        """End leases whose clock has run out, and give back what pulls have given up. Returns how many gave back."""
+        return self.leases.expire(now)
 
     def revoke_one(self) -> bool:
         """To make room: end the oldest lease that nothing is read from. False where there is none."""
