@@ -60,6 +60,15 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = 256 * 1024 * 1024
     max_body_values: Annotated[int, Meta(ge=1, description="JSON values of one body.")] = 1024 * 1024
     max_body_objects: Annotated[int, Meta(ge=1, description="JSON objects of one body.")] = 64 * 1024
+    max_header_bytes: Annotated[
+        ByteSize,
+        Meta(
+            ge=1024,
+            description="Bytes of the headers of a request. The lines around the chunks of its body and its trailers may have as "
+            "many, and as many as the body has itself.",
+        ),
+    ] = 64 * 1024
+    max_headers: Annotated[int, Meta(ge=8, description="Headers and trailers of a request.")] = 128
     header_timeout: Annotated[
         float,
         Meta(ge=0.05, le=3600, description="Seconds that the headers of a request may take from their first byte."),

@@ -1,104 +1,239 @@
-"""A connection of the HTTP listener, which does not wait for ever for what its client has begun to send, and does not last for
-ever.
-"""
+"""A connection of the HTTP listener: what a client may send, how long it may take, and when the connection ends."""
 
 import asyncio
 import math
 import random
 from typing import Any
 
-import h11
-from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.flow_control import CLOSE_HEADER
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+import httptools
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from penstock_frontend.api.http.pieces import PIECES, Pieces
-from penstock_frontend.api.openai.errors import HttpError, answer
+from penstock_frontend.api.http.answer import Answer
+from penstock_frontend.api.http.refusals import malformed, refusal
+from penstock_frontend.api.http.request_parsing import RequestParsing
+from penstock_frontend.api.http.request_size import RequestLimits
+from penstock_frontend.api.http.turns import SLICE, DiscardingTurns, ParsingTurns
+from penstock_frontend.api.openai.errors import HttpError
+from penstock_frontend.config import HttpConfig
 
 _JITTER = 0.1
 """Part of ``max_age`` by which connections live longer or shorter, so that not all clients come back at once."""
+_WORTH_READING = 64 * 1024
+"""Bytes of a body which are read after the answer, so that the connection can be used again."""
+_LINGER = 2.0
+"""Seconds in which a client whose body is not read to its end can read the answer."""
 
 
-class HttpConnection(H11Protocol):
-    """uvicorn's, with deadlines for what no handler of a request waits for.
+class HttpConnection(RequestParsing):
+    """uvicorn's connection, with limits for what it does without a handler.
 
-    Headers must be complete within ``header_timeout`` seconds from their first byte, and what is left of a body whose request
-    has been answered within as many from the answer. Otherwise, and while no request is on its way, the connection is idle:
-    uvicorn closes it after ``timeout_keep_alive``, also a new one. Bodies that are read have a deadline where they are read.
-
-    It ends by ``Connection: close`` in an answer, the first after ``max_age`` seconds (infinite: never), or after
-    ``end_with_next_answer``: closed while it is idle, it would fail the request that its client is just sending.
+    - Bytes are parsed in slices, and ``turns`` shares the event loop's time between connections. While bytes wait, while a
+      handler has enough of its body, and while a pipelined request waits, nothing more is read.
+    - A request's head has limits, and so has all that is around its body (``RequestSize``).
+    - A head must be complete within ``header_timeout`` seconds from its first byte, and a rest of a body whose request has been
+      answered within as many from the answer. Otherwise, and while no request is on its way, the connection is idle: uvicorn
+      closes it after ``timeout_keep_alive``, also a new one. Bodies that are read have a deadline where they are read.
+    - It ends by ``Connection: close`` in an answer, the first after ``max_age`` seconds (infinite: never), or after
+      ``end_with_next_answer``: closed while it is idle, it would fail the request that its client is just sending.
+    - Where a request is answered before its body has come, the rest is not parsed: it is discarded for a short while, so that
+      the client reads the answer, and the connection is closed.
     """
 
     header_timeout = 10.0
     max_age = math.inf
-    _deadline: asyncio.TimerHandle | None = None
-    _ends_at = math.inf
+    turns: ParsingTurns
+    discards: DiscardingTurns
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        served = self.app
+        self._unparsed = memoryview(b"")
+        self._waits_for_turn = False
+        self._reads = True
+        self._num_unanswered = 0
+        self._discards = False
+        self._refusal: HttpError | None = None
+        """Why nothing more is parsed. The client is told when the answers under way are complete."""
+        self._deadline: asyncio.TimerHandle | None = None
+        self._ends_at = math.inf
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            if self.loop.time() >= self._ends_at:
-                self._end_with_this_answer()
-            if scope["http_version"] == "1.1":  # clients of 1.0 know no pieces
-                scope.setdefault("extensions", {})[PIECES] = Pieces(self.cycle)
-            await served(scope, receive, send)
+    # Transport events
 
-        self.app = app
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own type
         """A client has connected."""
         super().connection_made(transport)
+        self.flow = _Flow(transport, self)
         self._ends_at = self.loop.time() + self.max_age * random.uniform(1.0 - _JITTER, 1.0 + _JITTER)
         self._watch()
 
-    @property
-    def busy(self) -> bool:
-        """Whether a request is being answered, or on its way."""
-        cycle: RequestResponseCycle | None = self.cycle
-        return bool((cycle is not None and not cycle.response_complete) or self.conn.trailing_data[0])
-
-    def end_with_next_answer(self) -> None:
-        """Let the connection end with the answer that has not begun yet, or with the next one."""
-        self._ends_at = 0.0
-        cycle: RequestResponseCycle | None = self.cycle
-        if cycle is not None and not cycle.response_started:
-            self._end_with_this_answer()
-
-    def _end_with_this_answer(self) -> None:
-        if CLOSE_HEADER not in self.cycle.default_headers:
-            self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
-
     def data_received(self, data: bytes) -> None:
         """The client has sent something."""
-        super().data_received(data)
-        self._watch()
-
-    def on_response_complete(self) -> None:
-        """A request was answered; the next one may have come already."""
-        super().on_response_complete()
-        self._watch()
+        if self._discards:
+            self._rest_until_next_discard()
+            return
+        self._unparsed = memoryview(bytes(self._unparsed) + data if self._unparsed else data)
+        while self._can_parse and self.turns.has_room:
+            self._parse()
+        self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
         self._disarm()
         self._unset_keepalive_if_required()
+        self._unparsed = memoryview(b"")
         super().connection_lost(exc)
+
+    # Parsing
+
+    def parse_slice(self) -> bool:
+        """Parse some of what has come. Returns whether there is more to parse."""
+        self._waits_for_turn = False
+        if self._can_parse:
+            self._parse()
+        if self._can_parse:
+            self._waits_for_turn = True
+            return True
+        self._go_on()
+        return False
+
+    def reading_changed(self) -> None:
+        """A handler wants more of its body, or has enough of it."""
+        self._go_on()
+
+    @property
+    def _can_parse(self) -> bool:
+        return bool(self._unparsed) and not (
+            self._refusal is not None
+            or self._discards
+            or self.pipeline
+            or self.flow.read_paused
+            or self.transport.is_closing()
+        )
+
+    def _parse(self) -> None:
+        """Give the parser one slice."""
+        self._unset_keepalive_if_required()
+        piece, self._unparsed = self._unparsed[:SLICE], self._unparsed[SLICE:]
+        try:
+            self.feed(piece)
+        except HttpError as e:
+            self._refuse(e)
+        except httptools.HttpParserError as e:
+            cause = e.__context__ if isinstance(e, httptools.HttpParserCallbackError) else None
+            self._refuse(cause if isinstance(cause, HttpError) else malformed(e, cause))
+        self.turns.spend(len(piece), self.num_events)
+
+    def _go_on(self) -> None:
+        """Read, or wait for a turn, as the connection's state wants it."""
+        if self._can_parse and not self._waits_for_turn:
+            self._waits_for_turn = True
+            self.turns.wait(self)
+        self._read(wanted=not (self._unparsed or self.pipeline or self.flow.read_paused or self._refusal))
+        self._watch()
+
+    def _read(self, *, wanted: bool) -> None:
+        if wanted != self._reads and not self.transport.is_closing():
+            self._reads = wanted
+            (self.transport.resume_reading if wanted else self.transport.pause_reading)()
+
+    # Answers
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being answered, or on its way."""
+        return bool(self._num_unanswered or self.in_head or self._unparsed)
+
+    @property
+    def is_old(self) -> bool:
+        """Whether the connection ends with its next answer."""
+        return self.loop.time() >= self._ends_at
+
+    def end_with_next_answer(self) -> None:
+        """Let the connection end with the answer that has not begun yet, or with the next one."""
+        self._ends_at = 0.0
+
+    def leaves_rest(self, cycle: RequestResponseCycle) -> bool:
+        """Whether more of the request's body is to come than is worth reading after its answer."""
+        if cycle is not self.cycle or not self.in_body:
+            return False
+        if cycle.waiting_for_100_continue or self.length is None:  # it may never come, or never end
+            return True
+        return self.length - self.size.body > _WORTH_READING
+
+    def discard_rest(self) -> None:
+        """End the output, discard the input for a while, and close: with bytes that nobody has read the system would tell the
+        client that the connection broke, and its answer might be lost.
+        """
+        if self.transport.is_closing() or self._discards:
+            return
+        self._discards = True
+        self._disarm()
+        self._unset_keepalive_if_required()
+        self._unparsed = memoryview(b"")
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._deadline = self.loop.call_later(_LINGER, self.transport.close)
+        self._rest_until_next_discard()
+
+    def discard_more(self) -> None:
+        """Read and discard once more."""
+        self._read(wanted=True)
+
+    def _rest_until_next_discard(self) -> None:
+        self._read(wanted=False)
+        self.discards.wait(self)
+
+    def on_response_complete(self) -> None:
+        """A request was answered; the next one may have come already."""
+        self._num_unanswered -= 1
+        super().on_response_complete()
+        if self._refusal is not None and not self._num_unanswered and not self.transport.is_closing():
+            self._tell_refusal(self._refusal)
+        else:
+            self._go_on()
+
+    def on_headers_complete(self) -> None:
+        """A request is served from now on, or waits for the one before it."""
+        before = self.cycle
+        super().on_headers_complete()
+        self._num_unanswered += self.cycle is not before
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        super()._start_asgi_task(cycle, Answer(cycle, self).of(app))  # type: ignore[arg-type]
+
+    def _refuse(self, error: HttpError) -> None:
+        """Parse nothing more, and have the client told why, unless the answer to the request at fault has begun."""
+        cycle: RequestResponseCycle | None = self.cycle
+        self._refusal = error
+        if cycle is not None and not self.in_head and self._num_unanswered == 1:
+            if cycle.response_started:
+                self.transport.abort()
+                return
+            cycle.disconnected = True  # for the handler its client has gone; the client gets this error in its place
+            cycle.message_event.set()
+            self._num_unanswered = 0
+        if not self._num_unanswered:
+            self._tell_refusal(error)
+
+    def _tell_refusal(self, error: HttpError) -> None:
+        self.transport.write(refusal(error))
+        self.discard_rest()
+
+    # Timeouts
 
     def _watch(self) -> None:
         """Start or stop the clock, as the connection's state wants it."""
-        cycle: RequestResponseCycle | None = self.cycle  # none before the first request
-        state, answered = self.conn.their_state, cycle is None or cycle.response_complete
-        if self.transport.is_closing():
+        if self._discards:
+            return
+        if self.transport.is_closing() or self._num_unanswered or self._unparsed:
             self._disarm()
-        elif answered and (state is h11.SEND_BODY or (state is h11.IDLE and self.conn.trailing_data[0])):
+        elif self.in_head or self.in_body:
             if self._deadline is None:
                 self._deadline = self.loop.call_later(self.header_timeout, self._too_slow)
         else:
             self._disarm()
-            if answered and state is h11.IDLE and self.timeout_keep_alive_task is None:
+            if self.timeout_keep_alive_task is None:
                 self.timeout_keep_alive_task = self.loop.call_later(
                     self.timeout_keep_alive, self.timeout_keep_alive_handler
                 )
@@ -110,24 +245,40 @@ class HttpConnection(H11Protocol):
 
     def _too_slow(self) -> None:
         self._deadline = None
-        if self.transport.is_closing():
-            return
-        if self.conn.their_state is h11.IDLE:
+        self._unset_keepalive_if_required()
+        if self.in_head:
             seconds = f"{self.header_timeout:g}"
             message = f"the headers were not complete after {seconds} s; http.header_timeout is {seconds}"
-            body = answer(HttpError(408, message, "header_timeout")).body
-            headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-            events = (
-                h11.Response(status_code=408, headers=list(headers.items()), reason=b"Request Timeout"),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            )
-            for event in events:
-                self.transport.write(self.conn.send(event))
-        self._unset_keepalive_if_required()
-        self.transport.close()
+            self._refuse(HttpError(408, message, "header_timeout"))
+        else:
+            self.transport.close()
 
 
-def connections(header_timeout: float, max_age: float) -> type[HttpConnection]:
-    """The class of connections with that deadline and age, in seconds: what uvicorn makes one of for every client."""
-    return type("HttpConnection", (HttpConnection,), {"header_timeout": header_timeout, "max_age": max_age})
+class _Flow(FlowControl):
+    """uvicorn's flow control, where the connection decides whether it reads: bytes may wait to be parsed as well."""
+
+    def __init__(self, transport: asyncio.Transport, connection: HttpConnection) -> None:
+        super().__init__(transport)
+        self._connection = connection
+
+    def pause_reading(self) -> None:
+        """The handler has enough of its body, or a pipelined request waits."""
+        self.read_paused = True
+
+    def resume_reading(self) -> None:
+        """The handler wants more."""
+        if self.read_paused:
+            self.read_paused = False
+            self._connection.reading_changed()
+
+
+def connection_class(config: HttpConfig) -> type[HttpConnection]:
+    """The class of a listener's connections: uvicorn makes one instance for every client."""
+    settings = {
+        "limits": RequestLimits(config.max_header_bytes, config.max_headers),
+        "header_timeout": config.header_timeout,
+        "max_age": config.max_connection_age or math.inf,
+        "turns": ParsingTurns(),
+        "discards": DiscardingTurns(),
+    }
+    return type("HttpConnection", (HttpConnection,), settings)

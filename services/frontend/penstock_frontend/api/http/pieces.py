@@ -1,16 +1,16 @@
 """Pieces of a streamed answer on their way to the client's connection."""
 
-from uvicorn.protocols.http.h11_impl import RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 PIECES = "penstock.pieces"
 """The ASGI extension under which a request's scope has its ``Pieces``, where it has them."""
 
 
 class Pieces:
-    """Writes pieces of a streamed body straight to the connection: on its way through the application, and through h11, a piece
-    of a few bytes takes longer than everything else that is done for it.
+    """Writes pieces of a streamed body straight to the connection: on its way through the application, and through uvicorn, a
+    piece of a few bytes takes longer than everything else that is done for it.
 
-    The answer's head must be sent, without a length, and its end is sent as always: between them h11 has nothing to know.
+    The answer's head must be sent, without a length, and its end is sent as always: between them uvicorn has nothing to know.
     """
 
     __slots__ = ("_cycle",)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import math
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from penstock_common.listening import resolve, take_both_families, warn_of_plain
 from penstock_common.observability.logging import get_logger
 from penstock_common.security.certificates import Certificates
 from penstock_common.security.tls import server_context
-from penstock_frontend.api.http.connection import HttpConnection, connections
+from penstock_frontend.api.http.connection import HttpConnection, connection_class
 from penstock_frontend.api.openai import document
 from penstock_frontend.config import HttpConfig
 
@@ -73,7 +72,7 @@ class HttpServer:
         """``certificates``: told when those of this listener end."""
         self._config = config
         self._certificates = certificates
-        self._connection = connections(config.header_timeout, config.max_connection_age or math.inf)
+        self._connection = connection_class(config)
         self._server = _Server(
             uvicorn.Config(
                 app,

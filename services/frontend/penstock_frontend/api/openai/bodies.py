@@ -14,9 +14,6 @@ from penstock_frontend.api.openai.errors import HttpError
 from penstock_frontend.api.openai.json_size import check_json_size
 from penstock_frontend.config import HttpConfig
 
-_DISCARDED = 4
-"""A body that is too large is read on, up to so many times the limit, so that its client reads why it was refused."""
-
 _LARGE = 1024 * 1024
 """Bytes of a body from which on it takes a thread's time to make something of it."""
 
@@ -98,16 +95,18 @@ class Body:
         self._parts.clear()
         self._bodies.in_flight.leave(self.size, served=self._read)
 
-    async def read(self, receive: Receive) -> None:
-        """Read the whole body.
+    async def read(self, receive: Receive, announced: int | None = None) -> None:
+        """Read the whole body. ``announced``: its bytes, as its client says.
 
         Raises HttpError 408 for one that is too slow and 413 for one that is too large, ResourceExhausted for one that had
         to give way, ClientGone.
         """
         seconds = self._bodies.config.body_timeout
+        if announced is not None:
+            self._check_size(f"{announced}", announced)
         try:
             async with asyncio.timeout(seconds) as self._wait:
-                size = await self._take(receive)
+                await self._take(receive)
         except TimeoutError:
             if self._refusal is not None:
                 raise self._refusal from None
@@ -120,12 +119,6 @@ class Body:
         finally:
             self._wait = None
             self._bodies.end(self)
-        limit = self._bodies.config.max_body_bytes
-        if size > limit:
-            more = "" if size <= _DISCARDED * limit else "more than "
-            raise HttpError(
-                413, f"the body has {more}{size} bytes; http.max_body_bytes is {limit}", "request_too_large"
-            )
         self._read = True
 
     async def decode(self, kind: type[T]) -> T:
@@ -148,10 +141,9 @@ class Body:
         if self._wait is not None:
             self._wait.reschedule(0)
 
-    async def _take(self, receive: Receive) -> int:
-        """Take all parts. Returns how many bytes there were; those of a body that is too large are not kept."""
-        limit, size, more = self._bodies.config.max_body_bytes, 0, True
-        while more and size <= _DISCARDED * limit:
+    async def _take(self, receive: Receive) -> None:
+        limit, more = self._bodies.config.max_body_bytes, True
+        while more:
             if self._refusal is not None:
                 raise self._refusal
             message = await receive()
@@ -159,14 +151,15 @@ class Body:
                 raise ClientGone
             part = message.get("body", b"")
             more = message.get("more_body", False)
-            size += len(part)
-            if size > limit:
-                self._forget()
-            else:
-                self._keep(part)
+            self._check_size(f"more than {limit}", self.size + len(part))
+            self._keep(part)
         if self._refusal is not None:
             raise self._refusal
-        return size
+
+    def _check_size(self, told: str, size: int) -> None:
+        limit = self._bodies.config.max_body_bytes
+        if size > limit:
+            raise HttpError(413, f"the body has {told} bytes; http.max_body_bytes is {limit}", "request_too_large")
 
     def _keep(self, part: bytes) -> None:
         self._parts.append(part)

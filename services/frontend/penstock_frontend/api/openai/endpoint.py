@@ -101,7 +101,7 @@ class Endpoint:
         echo = {REQUEST_ID: request_id, _SHORT_REQUEST_ID: request_id}
         try:
             with self._bodies.open() as body:
-                await body.read(receive)
+                await body.read(receive, _announced(headers))
                 with self._gate:
                     await _unless_gone(self._answer(headers, scope, request_id, body, send, echo), receive)
         except ClientGone:
@@ -161,6 +161,12 @@ def _call(headers: Headers, request_id: str, scope: Scope) -> Call:
         path=scope.get("path_params", {}),
         query=QueryParams(scope.get("query_string", b"")),
     )
+
+
+def _announced(headers: Headers) -> int | None:
+    """Bytes of the body, where the client says how many; the listener has checked that it is a number."""
+    length = headers.get("content-length")
+    return None if length is None else int(length)
 
 
 def _deadline(text: str | None) -> float | None:
