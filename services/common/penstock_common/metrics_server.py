@@ -1,9 +1,13 @@
 """``/metrics`` of a service without an HTTP server of its own."""
 
 import contextlib
+import errno
+import socket
 import socketserver
 import ssl
+import sys
 import threading
+import time
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -19,6 +23,11 @@ from penstock_common.security.tls import server_context
 
 _READ_TIMEOUT = 10.0
 """Seconds that a client may be silent, in its TLS handshake too."""
+MAX_CONNECTIONS = 32
+"""Connections at once, each with a thread. A scrape takes milliseconds; where there are more, the oldest is closed."""
+_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_PAUSE = 0.1
+"""Seconds before the next try to accept a connection where the system has no room for one."""
 
 
 class MetricsServer:
@@ -72,6 +81,8 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     tls: ssl.SSLContext | None = None
 
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
+        self._open: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
         self.address_family, resolved = resolve(*address)
         super().__init__(resolved, handler)
 
@@ -80,12 +91,50 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         take_both_families(self.socket)
         super().server_bind()
 
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection. Raises OSError."""
+        try:
+            return super().get_request()
+        except OSError as e:
+            if e.errno in _NO_ROOM:  # it is asked again at once, since the connection still waits
+                time.sleep(_PAUSE)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve one connection on a thread of its own."""
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS:
+                oldest = next(iter(self._open))
+                with contextlib.suppress(OSError):  # its client may have gone
+                    oldest.shutdown(socket.SHUT_RDWR)
+                del self._open[oldest]
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection that was served."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone, or was closed to make room, is nothing to report."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Serve one connection."""
         if self.tls is None:
             super().finish_request(request, client_address)
             return
         request.settimeout(_READ_TIMEOUT)
+        connection = self.tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+        with self._lock:  # the connection has taken the request's descriptor over
+            self._open.pop(request, None)
+            self._open[connection] = None
         # What may fail: a client that speaks no TLS, or shows no certificate.
-        with contextlib.suppress(OSError), self.tls.wrap_socket(request, server_side=True) as connection:
+        with contextlib.suppress(OSError), connection:
+            connection.do_handshake()
             super().finish_request(connection, client_address)
+        with self._lock:
+            self._open.pop(connection, None)

@@ -1,0 +1,80 @@
+"""`/metrics` of a service without HTTP of its own, beside clients that misbehave."""
+
+import errno
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from wsgiref.simple_server import WSGIServer
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from penstock_common import metrics_server
+from penstock_common.config.sections import MetricsConfig, TlsConfig
+from penstock_common.metrics_server import MAX_CONNECTIONS, MetricsServer
+from tests.fakes.network.certificates import Authority
+from tests.fakes.network.ports import free_port
+from tests.fakes.patience import PATIENCE
+
+
+@contextmanager
+def serving(tls: TlsConfig | None = None) -> Iterator[int]:
+    registry = CollectorRegistry()
+    Counter("answered", "Answered questions", registry=registry)
+    config = MetricsConfig(host="127.0.0.1", port=(port := free_port()), tls=tls or TlsConfig())
+    server = MetricsServer(config, registry)
+    yield port
+    server.stop()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with serving() as port:
+        yield port
+
+
+def scrape(port: int) -> bytes:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as answer:
+        body: bytes = answer.read()
+    return body
+
+
+def test_silent_connections_are_limited_and_the_oldest_gives_way(port: int) -> None:
+    with ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE)) for _ in range(MAX_CONNECTIONS)
+        ]
+        assert b"answered_total" in scrape(port)
+        assert silent[0].recv(1) == b"", "the oldest was closed"
+        threads = [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
+        assert len(threads) <= MAX_CONNECTIONS + 1  # one may be ending
+
+
+def test_connections_that_shake_no_hands_are_limited_as_well(tmp_path: Path) -> None:
+    files = Authority().issue("server").write(tmp_path / "server")
+    with serving(files.server()) as port, ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE))
+            for _ in range(MAX_CONNECTIONS + 1)
+        ]
+        assert silent[0].recv(1) == b"", "the oldest was closed"
+
+
+def test_the_listener_pauses_where_the_system_has_no_room(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [errno.EMFILE, errno.ENFILE]
+    pauses: list[float] = []
+    accept = WSGIServer.get_request
+
+    def without_room(server: WSGIServer) -> object:
+        if failures:
+            raise OSError(failures.pop(), "no room")
+        return accept(server)
+
+    monkeypatch.setattr(WSGIServer, "get_request", without_room)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    assert b"answered_total" in scrape(port)
+    assert pauses == [metrics_server._PAUSE] * 2
