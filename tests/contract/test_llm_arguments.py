@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from penstock_local.inprocess import vllm_names
 from penstock_local.inprocess.llm import LLM
 from penstock_local.inprocess.options import OPTIONS
 from tests.peers.arguments import section
@@ -33,6 +34,12 @@ def test_other_names_are_there() -> None:
         led = LED.match(ours)
         assert led is not None, theirs
         assert set(NAMES.findall(led[1])) - HAS == set(), theirs
+
+
+def test_errors_name_the_replacement_of_every_other_name() -> None:
+    theirs = {name for names, _ in rows("| there | here |") for name in NAMES.findall(names)}
+    assert theirs - vllm_names.OPTIONS.keys() - HAS == set()
+    assert vllm_names.OPTIONS.keys() & HAS == set()
 
 
 def test_what_is_not_here_is_not_here() -> None:

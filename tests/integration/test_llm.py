@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ import pytest_asyncio
 import tokenizers
 import torch
 
+import penstock_local
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import ConfigError, Internal, InvalidArgument, Unavailable, Unimplemented
+from penstock_common.types.outputs import FinishReason as EngineFinishReason
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_local import LLM, FinishReason, Interrupted, SamplingParams, StructuredOutput
@@ -63,7 +66,7 @@ async def test_greedy_texts_and_tokens_equal_those_of_a_server(llm: LLM, server:
         assert output.prompt == prompt
         assert output.text == "".join(message.text for message in messages)
         assert output.outputs[0].token_ids == [i for message in messages for i in message.token_ids]
-        assert output.outputs[0].finish_reason == messages[-1].finish_reason
+        assert output.outputs[0].finish_reason is FinishReason.of(EngineFinishReason(messages[-1].finish_reason))
         assert len(output.prompt_token_ids) == messages[-1].usage.prompt_tokens
 
 
@@ -118,6 +121,64 @@ def test_several_outputs_and_their_log_probabilities(llm: LLM) -> None:
         assert len(each.logprobs) == len(each.token_ids)
         chosen = [each.logprobs.token_ids[start] for start in each.logprobs.offsets[:-1]]
         assert chosen == each.token_ids
+        of_chosen = [each.logprobs.logprobs[start] for start in each.logprobs.offsets[:-1]]
+        assert each.cumulative_logprob == pytest.approx(sum(of_chosen))
+
+
+def test_outputs_have_the_words_numbers_and_times_that_vllm_has(llm: LLM) -> None:
+    began = time.time()
+    outputs = llm.generate([[5], [6]], {"temperature": 0, "max_tokens": 3, "ignore_eos": True})
+    assert [output.outputs[0].finish_reason == "length" for output in outputs] == [True, True]
+    assert f"{outputs[0].outputs[0].finish_reason}" == "length"
+    assert len({output.request_id for output in outputs} - {""}) == 2
+    assert outputs[0].outputs[0].cumulative_logprob is None
+    metrics = outputs[0].metrics
+    assert metrics is not None
+    assert metrics.first_token_latency is not None
+    assert 0 < metrics.first_token_latency <= metrics.latency
+    assert began <= metrics.arrival_time <= time.time()
+    assert metrics.num_generation_tokens == 3
+    assert outputs[0].to_dict()["outputs"][0]["finish_reason"] == "length"
+
+
+def test_a_schema_may_be_given_as_a_dict(llm: LLM) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer"}},
+        "required": ["age"],
+        "additionalProperties": False,
+    }
+    texts = [
+        llm.generate("x", {"temperature": 0, "max_tokens": 40, "structured_output": constraint})[0].text
+        for constraint in (
+            {"json_schema": schema},
+            StructuredOutput(json_schema=json.dumps(schema)),
+            StructuredOutput(json_schema=schema),  # type: ignore[arg-type]  # as people write it
+        )
+    ]
+    assert len(set(texts)) == 1
+    assert set(json.loads(texts[0])) == {"age"}
+
+
+def test_arguments_of_vllm_are_refused_with_what_to_use(llm: LLM) -> None:
+    with pytest.raises(
+        TypeError, match=r"generate\(\) has no argument 'lora_request'; vLLM's lora_request is here lora, the name"
+    ):
+        llm.generate("x", lora_request=None)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"embed\(\) has no argument 'prompts'; vLLM's prompts is here texts"):
+        llm.embed(prompts=["x"])  # type: ignore[call-arg]
+    with pytest.raises(
+        ConfigError, match="LLM has no option 'enforce_eager'; vLLM's enforce_eager is here nothing: no model"
+    ):
+        LLM(str(DEMO), enforce_eager=True)
+
+
+def test_the_package_lists_its_public_names_alone() -> None:
+    assert dir(penstock_local) == sorted(penstock_local.__all__)
+    for name in dir(penstock_local):
+        assert getattr(penstock_local, name).__doc__
+    for field in SamplingParams.__struct_fields__:
+        assert f"\n        {field}: " in (SamplingParams.__doc__ or ""), field
 
 
 def test_a_seed_gives_the_same_text_alone_and_in_a_crowd(llm: LLM) -> None:

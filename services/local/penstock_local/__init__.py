@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock_common.types.outputs import FinishReason, RequestError
+    from penstock_common.types.outputs import RequestError
     from penstock_common.types.sampling import JsonWhitespace, OutputKind, SamplingParams, StructuredOutput
     from penstock_local.inprocess.async_engine import AsyncLLMEngine
     from penstock_local.inprocess.batch import Interrupted
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
         ClassificationOutput,
         CompletionOutput,
         EmbeddingOutput,
+        FinishReason,
         PoolingOutput,
+        RequestMetrics,
         RequestOutput,
         ScoringOutput,
     )
@@ -42,6 +44,7 @@ __all__ = [
     "OutputKind",
     "PoolingOutput",
     "RequestError",
+    "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "ScoringOutput",
@@ -49,7 +52,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "penstock_common.types.outputs": ("FinishReason", "RequestError"),
+    "penstock_common.types.outputs": ("RequestError",),
     "penstock_common.types.sampling": ("JsonWhitespace", "OutputKind", "SamplingParams", "StructuredOutput"),
     "penstock_local.inprocess.async_engine": ("AsyncLLMEngine",),
     "penstock_local.inprocess.batch": ("Interrupted",),
@@ -62,7 +65,9 @@ _HOMES = {
         "ClassificationOutput",
         "CompletionOutput",
         "EmbeddingOutput",
+        "FinishReason",
         "PoolingOutput",
+        "RequestMetrics",
         "RequestOutput",
         "ScoringOutput",
     ),
@@ -75,3 +80,8 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, for Tab completion."""
+    return sorted(__all__)

@@ -75,12 +75,42 @@ _UNSET: tuple[Any, ...] = (None, False, ())
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose the next token. Field for field ``penstock.common.v1.SamplingParams``.
+    """How to choose the next token, and when to end. Field for field ``penstock.common.v1.SamplingParams``.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 switch the filters off. ``seed`` is concrete by the time
-    a request reaches an engine: the draw for output index i is a function of (seed, i) alone. See ``MIN_SEED`` and ``MAX_SEED``.
-    ``num_speculative_tokens``: of an engine that speculates, drafts in a step at most; 0 is none, None leaves it to the engine.
-    ``max_tokens`` None means: up to ``max_model_len``. ``bad_words`` are the client's; engines ban ``bad_word_token_ids``.
+    Args:
+        n: Outputs per prompt.
+        temperature: 0 is greedy; higher values draw less likely tokens more often.
+        top_p: Draw among the likeliest tokens whose probabilities sum up to this; 1 switches the filter off.
+        top_k: Draw among this many likeliest tokens; 0 switches the filter off.
+        min_p: Drop tokens less likely than this share of the likeliest token's probability.
+        presence_penalty: Subtracted from the logits of tokens that the output has.
+        frequency_penalty: Subtracted from the logits of tokens once per occurrence in the output.
+        repetition_penalty: Divides the logits of tokens that prompt or output have; above 1 discourages them.
+        seed: Of the draws, from ``MIN_SEED`` to ``MAX_SEED``; None draws a random one. The draw for output token i depends on
+            the seed and i alone.
+        max_tokens: Longest output in tokens; None is up to the model's longest sequence.
+        min_tokens: No end of sequence and no stop before so many output tokens.
+        stop: Texts that end the output.
+        stop_token_ids: Tokens that end the output.
+        ignore_eos: Go on behind the model's end of sequence.
+        include_stop_str_in_output: Keep the stop text at the end of the output.
+        logprobs: Log-probabilities of so many likeliest tokens per output token, beside the chosen one; None for none.
+        prompt_logprobs: The same for the tokens of the prompt.
+        logit_bias: Added to the logits of tokens, by token id.
+        allowed_token_ids: If not empty, no other token is chosen.
+        bad_words: Texts that are not generated.
+        detokenize: Whether outputs have text.
+        skip_special_tokens: Leave special tokens out of the text.
+        spaces_between_special_tokens: Put spaces between special tokens in the text.
+        output_kind: What each message of a stream carries. ``LLM`` ignores it.
+        stream_interval: Output tokens per message of a stream, at least.
+        structured_output: A constraint on the output's text.
+        repetition_detection: End an output that repeats itself.
+        truncate_prompt_tokens: Keep only the last so many tokens of the prompt; None refuses a prompt that is too long.
+        skip_reading_prefix_cache: Compute the whole prompt.
+        bad_word_token_ids: ``bad_words`` as engines get them; set by the frontend.
+        num_speculative_tokens: Drafted tokens per step at most, on engines that speculate; 0 is none, None leaves it to the
+            engine.
     """
 
     n: int = 1

@@ -31,6 +31,8 @@ def batch(options: BatchOptions) -> int:
             if num_before:
                 say(f"{num_before} of {source.total} lines are done already")
             num_failed += _run(options, source, done, num_before, output, errors)
+        else:
+            say("nothing was left to do: an earlier run has done every line; --overwrite does them again")
         output.finish()
         if num_failed:
             errors.finish()
@@ -58,10 +60,11 @@ def _run(
                 if isinstance(record, RequestFailed):
                     raise record
                 (output if record.ok else errors).add(records.encoded(record))
-                progress.add(ok=record.ok)
+                progress.add(ok=record.ok, tokens=records.tokens_of(record))
         except (KeyboardInterrupt, RequestFailed):
             progress.stop(f"{progress.done} of {source.total} lines are done; the same command goes on from there")
             raise
+        progress.stop(progress.summary())
         return progress.num_failed
 
 

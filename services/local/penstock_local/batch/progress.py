@@ -18,6 +18,7 @@ class BatchProgress:
 
     def __init__(self, total: int, done: int) -> None:
         self.num_failed = 0
+        self.prompt_tokens = self.output_tokens = 0
         self._total = total
         self._before = self.done = done
         self._began = self._told = time.monotonic()
@@ -44,11 +45,22 @@ class BatchProgress:
             self._bar.stop()
         say(why)
 
-    def add(self, *, ok: bool) -> None:
-        """One more line is done."""
+    def add(self, *, ok: bool, tokens: tuple[int, int] = (0, 0)) -> None:
+        """One more line is done. ``tokens``: of its prompt and of its output."""
         self.done += 1
         self.num_failed += not ok
+        self.prompt_tokens += tokens[0]
+        self.output_tokens += tokens[1]
         self.tick()
+
+    def summary(self) -> str:
+        """Tokens, seconds and tokens per second of the lines that were done in this run."""
+        seconds = time.monotonic() - self._began
+        rate = self.output_tokens / max(seconds, 1e-9)
+        return (
+            f"{self.done - self._before} lines in {seconds:.1f} s: {self.prompt_tokens} prompt tokens, "
+            f"{self.output_tokens} output tokens, {rate:.1f} output tokens/s"
+        )
 
     def tick(self) -> None:
         """Show it anew, if that is due."""

@@ -36,12 +36,22 @@ class BatchRecord(msgspec.Struct, frozen=True):
         return self.response is not None and self.response.status_code == 200
 
 
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Used(msgspec.Struct, frozen=True):
+    usage: _Usage | None = None
+
+
 class _Done(msgspec.Struct, frozen=True):
     id: str
     custom_id: str
 
 
 _DONE = msgspec.json.Decoder(_Done)
+_USED = msgspec.json.Decoder(_Used)
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -53,6 +63,17 @@ def answered(number: int, custom_id: str, response: BatchResponse) -> BatchRecor
 def failed(number: int, custom_id: str, error: RequestFailed) -> BatchRecord:
     """The record of a line without one."""
     return BatchRecord(f"{_PREFIX}{number}", custom_id, error=BatchError(error.reason.lower(), error.message))
+
+
+def tokens_of(record: BatchRecord) -> tuple[int, int]:
+    """Prompt and output tokens that the answer says it has; 0 where it says nothing."""
+    if record.response is None:
+        return 0, 0
+    try:
+        usage = _USED.decode(record.response.body).usage
+    except msgspec.ValidationError:  # an answer of another form
+        usage = None
+    return (usage.prompt_tokens, usage.completion_tokens) if usage is not None else (0, 0)
 
 
 def encoded(record: BatchRecord) -> bytes:

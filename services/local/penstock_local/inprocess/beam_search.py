@@ -13,11 +13,10 @@ import msgspec
 from msgspec import Meta
 
 from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import OutputKind
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt
 from penstock_local.inprocess.calls import Calls, Prepared
-from penstock_local.inprocess.outputs import Beam, BeamSearchOutput
+from penstock_local.inprocess.outputs import Beam, BeamSearchOutput, FinishReason
 from penstock_local.inprocess.runtime import Runtime
 
 

@@ -1,5 +1,7 @@
 """One input of an ``LLM``'s call: how it is checked and computed. Runs on the event loop's thread."""
 
+import itertools
+import time
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -11,13 +13,16 @@ from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.pooling import Vectors
 from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingPrompt, PoolingRequest, ScoreRequest
 from penstock_frontend.call_types import RequestOutput as Finished
+from penstock_frontend.live_request import LiveRequest
 from penstock_frontend.python_media.prompts import UnplacedPrompt, placed
 from penstock_frontend.scoring_calls import ScoringCalls
 from penstock_local.inprocess.outputs import (
     ClassificationOutput,
     CompletionOutput,
     EmbeddingOutput,
+    FinishReason,
     PoolingOutput,
+    RequestMetrics,
     RequestOutput,
     ScoringOutput,
 )
@@ -27,12 +32,15 @@ R = TypeVar("R", PoolingRequest, ScoreRequest)
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """A request ready to run. ``token_ids`` are its prompt, ``text`` what they were made of; ``num_sequences``: its n."""
+    """A request ready to run. ``token_ids`` are its prompt, ``text`` what they were made of; ``num_sequences``: its n;
+    ``number``: of the request among all that were prepared.
+    """
 
     request: GenerateRequest
     text: str | None
     token_ids: Sequence[int]
     num_sequences: int = 1
+    number: int = 0
 
 
 class Calls:
@@ -41,10 +49,11 @@ class Calls:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._scoring = ScoringCalls(runtime.llm)
+        self._numbers = itertools.count()
 
     async def prepare(self, request: GenerateRequest) -> Prepared:
         """A request with its prompt as token ids, checked as far as it can be without computing."""
-        llm = self._runtime.llm
+        llm, number = self._runtime.llm, next(self._numbers)
         request = msgspec.structs.replace(request, prompt=self._placed(request.prompt))
         text = request.prompt if isinstance(request.prompt, str) else None
         if text:  # an empty one is refused below, as a text
@@ -58,7 +67,7 @@ class Calls:
                 "sampling_params.structured_output is set; it is not served with a tokenizer that is not the model's",
                 field="sampling_params.structured_output",
             )
-        return Prepared(request, text, checked.prompt_token_ids, checked.sampling_params.n)
+        return Prepared(request, text, checked.prompt_token_ids, checked.sampling_params.n, number)
 
     async def prepare_chat(self, request: ChatRequest) -> Prepared:
         """The same of a conversation."""
@@ -66,13 +75,15 @@ class Calls:
 
     async def generate(self, prepared: Prepared) -> RequestOutput:
         """Continue a prompt."""
-        llm = self._runtime.llm
+        llm, arrival = self._runtime.llm, time.time()
         live = llm.accept("")
         try:
             finished = [output async for output in llm.generate(prepared.request, live)]
+            metrics = metrics_of(live, arrival)
         finally:
             llm.release(live)
-        return request_output(prepared, finished)
+        output = request_output(prepared, finished, request_id=str(prepared.number))
+        return msgspec.structs.replace(output, metrics=metrics)
 
     async def as_it_is(self, request: R) -> R:
         """Requests for vectors and scores are checked when they run."""
@@ -137,9 +148,10 @@ def request_output(prepared: Prepared, pieces: Sequence[Finished], *, request_id
                 index=each.index,
                 text=each.text,
                 token_ids=list(each.token_ids),
-                finish_reason=each.finish.reason if each.finish is not None else None,
+                finish_reason=FinishReason.of(each.finish.reason) if each.finish is not None else None,
                 stop_reason=each.finish.stop_reason if each.finish is not None else None,
                 logprobs=each.logprobs,
+                cumulative_logprob=_cumulative(each.logprobs),
             )
         )
     return RequestOutput(
@@ -153,3 +165,19 @@ def request_output(prepared: Prepared, pieces: Sequence[Finished], *, request_id
         num_rejected_draft_tokens=rejected,
         finished=all(each.finish is not None for each in pieces),
     )
+
+
+def metrics_of(live: LiveRequest, arrival: float) -> RequestMetrics:
+    """How long a request took that ends now. ``arrival``: seconds since the Unix epoch."""
+    first = [state.first_token_after for state in live.states if state.first_token_after is not None]
+    return RequestMetrics(
+        arrival_time=arrival,
+        first_token_latency=min(first, default=None),
+        latency=time.time() - arrival,
+        num_generation_tokens=sum(state.text.num_tokens for state in live.states),
+    )
+
+
+def _cumulative(logprobs: Logprobs | None) -> float | None:
+    """The sum over positions, the first of whose entries is the chosen token."""
+    return None if logprobs is None else sum(logprobs.logprobs[first] for first in logprobs.offsets[:-1])

@@ -1,6 +1,7 @@
 """What callers of an ``LLM`` give: one thing or several, in several forms."""
 
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -240,11 +241,22 @@ def _fields(sampling: object, name: str) -> dict[str, Any]:
     given = _given(sampling, name)
     if isinstance(given.get("stop"), str):
         given["stop"] = (given["stop"],)
+    plain = msgspec.to_builtins(given)
+    if isinstance(plain.get("structured_output"), dict):
+        plain["structured_output"] = _with_json_as_text(plain["structured_output"])
     try:
-        checked = msgspec.convert(msgspec.to_builtins(given), SamplingParams)
+        checked = msgspec.convert(plain, SamplingParams)
     except msgspec.ValidationError as e:
         raise InvalidArgument(f"{name}: {e}", field=name) from None
     return {**{field: getattr(checked, field) for field in given}, "output_kind": OutputKind.FINAL}
+
+
+def _with_json_as_text(constraint: dict[str, Any]) -> dict[str, Any]:
+    """A constraint whose JSON may be given as the mapping that it is."""
+    return {
+        name: json.dumps(value) if name in ("json_schema", "structural_tag") and isinstance(value, dict) else value
+        for name, value in constraint.items()
+    }
 
 
 def _given(sampling: object, name: str) -> dict[str, Any]:

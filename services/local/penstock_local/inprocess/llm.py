@@ -25,6 +25,7 @@ from penstock_local.inprocess.outputs import (
 from penstock_local.inprocess.progress import Shown
 from penstock_local.inprocess.requests import Requests, context_of
 from penstock_local.inprocess.runtime import Runtime
+from penstock_local.inprocess.vllm_names import names_replacements
 
 
 class LLM:
@@ -100,6 +101,7 @@ class LLM:
         """What holds where nothing is said: the model's own (generation_config.json), and ours."""
         return SamplingParams(**self._runtime.llm.inputs.defaults)
 
+    @names_replacements
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -115,6 +117,7 @@ class LLM:
         requests = self._requests.generate(prompts, sampling_params, priority=priority, lora=lora)
         return self._batch(self._generation(), errors, progress, use_tqdm).all(requests)
 
+    @names_replacements
     def generate_iter(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -130,6 +133,7 @@ class LLM:
         requests = self._requests.generate(prompts, sampling_params, priority=priority, lora=lora)
         return self._batch(self._generation(), errors, progress).each(requests, in_order=in_order)
 
+    @names_replacements
     def chat(
         self,
         messages: Iterable[Message] | Iterable[Iterable[Message]],
@@ -155,6 +159,7 @@ class LLM:
         requests = self._requests.chat(messages, sampling_params, like)
         return self._batch(self._answering(), errors, progress, use_tqdm).all(requests)
 
+    @names_replacements
     def chat_iter(
         self,
         messages: Iterable[Iterable[Message]],
@@ -175,6 +180,7 @@ class LLM:
         requests = self._requests.chat(messages, sampling_params, like)
         return self._batch(self._answering(), errors, progress).each(requests, in_order=in_order)
 
+    @names_replacements
     def embed(
         self,
         texts: Prompt | Iterable[Prompt],
@@ -198,6 +204,7 @@ class LLM:
         requests = self._requests.pool(texts, params, truncate_prompt_tokens=truncate_prompt_tokens, lora=lora)
         return self._batch(job, errors, progress, use_tqdm).all(requests)
 
+    @names_replacements
     def classify(
         self,
         texts: Prompt | Iterable[Prompt],
@@ -217,6 +224,7 @@ class LLM:
         requests = self._requests.pool(texts, params, truncate_prompt_tokens=truncate_prompt_tokens, lora=lora)
         return self._batch(job, errors, progress, use_tqdm).all(requests)
 
+    @names_replacements
     def score(
         self,
         queries: Prompt | Iterable[Prompt],
@@ -242,6 +250,7 @@ class LLM:
         )
         return self._batch(job, errors, progress, use_tqdm).all(requests)
 
+    @names_replacements
     def encode(
         self,
         texts: Prompt | Iterable[Prompt],
@@ -267,6 +276,7 @@ class LLM:
         requests = self._requests.pool(texts, params, truncate_prompt_tokens=truncate_prompt_tokens, lora=lora)
         return self._batch(job, errors, progress, use_tqdm).all(requests)
 
+    @names_replacements
     def beam_search(
         self,
         prompts: Prompt | Iterable[Prompt],

@@ -19,6 +19,7 @@ from penstock_enginecore.config import (
 from penstock_frontend.config import LimitsConfig, MediaConfig
 from penstock_frontend.config.lora import name_refusal
 from penstock_local import speculation
+from penstock_local.inprocess import vllm_names
 from penstock_local.lora import adapter_folder
 
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
@@ -58,7 +59,8 @@ def engine_config(model: str, options: Mapping[str, Any], *, num_adapters: int =
     sections["model"]["path"] = model
     for name, value in options.items():
         if name not in OPTIONS:
-            raise ConfigError(f"LLM has no option {name!r}{nearest(name, OPTIONS)}")
+            hint = vllm_names.replacement(name, vllm_names.OPTIONS) or nearest(name, OPTIONS)
+            raise ConfigError(f"LLM has no option {name!r}{hint}")
         if name == _SPECULATION:
             sections["speculative"] = _speculation(value)
             continue

@@ -1,12 +1,47 @@
 """What an ``LLM`` returns."""
 
+import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
+from penstock_common.types import outputs
 from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.outputs import FinishReason, RequestError
+from penstock_common.types.outputs import RequestError
+
+
+class FinishReason(enum.StrEnum):
+    """Why an output ended: each is equal to the word that vLLM and OpenAI's API have for it."""
+
+    STOP = "stop"
+    """The model's end of sequence, a stop string or a stop token."""
+    LENGTH = "length"
+    """``max_tokens``, or the model's longest sequence."""
+    ABORT = "abort"
+    """The caller ended the request."""
+    ERROR = "error"
+    """The engine failed."""
+    REPETITION = "repetition"
+    """``repetition_detection`` found that the output repeats itself."""
+
+    @classmethod
+    def of(cls, reason: outputs.FinishReason) -> Self:
+        """The word for an engine's reason."""
+        return cls[reason.name]
+
+
+class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of a request that has ended, in seconds.
+
+    ``arrival_time``: since the Unix epoch. ``first_token_latency``: from arrival to the first token of any output, None
+    without a token. ``latency``: from arrival to the end. ``num_generation_tokens``: of all outputs.
+    """
+
+    arrival_time: float
+    first_token_latency: float | None
+    latency: float
+    num_generation_tokens: int
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +67,8 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One of the n outputs of a prompt. ``stop_reason``: the stop string or stop token id that ended it, None for other ends.
 
     ``finish_reason``: None only where a step-wise engine tells of an output that goes on. ``logprobs``: of ``token_ids``,
-    position by position; None unless they were asked for.
+    position by position; None unless they were asked for. ``cumulative_logprob``: the sum of the log-probabilities of
+    ``token_ids``; None unless ``logprobs`` were asked for.
     """
 
     index: int
@@ -41,13 +77,15 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None
     logprobs: Logprobs | None = None
+    cumulative_logprob: float | None = None
 
 
 class RequestOutput(Record, frozen=True, kw_only=True):
     """A prompt and all its outputs. ``prompt`` is the text (of a conversation: what the chat template wrote), None where
     token ids were given. ``num_cached_tokens``: of the prompt, those that were not computed again. ``num_accepted_draft_tokens``:
-    of all outputs, those that had been guessed ahead; ``num_rejected_draft_tokens``: wrong guesses. ``request_id`` and
-    ``finished`` tell a step-wise engine's requests and their ends.
+    of all outputs, those that had been guessed ahead; ``num_rejected_draft_tokens``: wrong guesses. ``request_id``: a number
+    of its own in an ``LLM``, the caller's choice in a step-wise engine; ``finished``: whether a step-wise request has ended.
+    ``metrics``: how long the request took, None until it has ended.
     """
 
     request_id: str = ""
@@ -59,6 +97,7 @@ class RequestOutput(Record, frozen=True, kw_only=True):
     num_accepted_draft_tokens: int = 0
     num_rejected_draft_tokens: int = 0
     finished: bool = True
+    metrics: RequestMetrics | None = None
 
     @property
     def text(self) -> str:
@@ -119,8 +158,6 @@ class BeamSearchOutput(Record, frozen=True, kw_only=True):
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, FinishReason):
-        return value.name.lower()
     if isinstance(value, msgspec.Struct):
         return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, list | tuple) and any(isinstance(each, msgspec.Struct) for each in value[:1]):

@@ -1,5 +1,6 @@
 """The outputs of one request while they grow."""
 
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import msgspec
 
 from penstock_common.types.sampling import OutputKind
 from penstock_frontend.call_types import RequestOutput as Piece
-from penstock_local.inprocess.calls import Prepared, request_output
+from penstock_local.inprocess.calls import Prepared, metrics_of, request_output
 from penstock_local.inprocess.outputs import RequestOutput
 from penstock_local.inprocess.runtime import Runtime
 
@@ -22,7 +23,7 @@ async def pieces(
     or all of them once at the end. The last is ``finished``. Raises RequestFailed. However it ends, the engine goes on with
     nothing of it. ``accepted`` gets what can be aborted.
     """
-    llm, kind = runtime.llm, prepared.request.sampling["output_kind"]
+    llm, kind, arrival = runtime.llm, prepared.request.sampling["output_kind"], time.time()
     live = llm.accept("")
     accepted(live)
     latest: dict[int, Piece] = {}
@@ -36,6 +37,7 @@ async def pieces(
             if kind is OutputKind.FINAL and unfinished:
                 continue
             output = request_output(prepared, list(latest.values()), request_id=request_id)
-            yield msgspec.structs.replace(output, finished=not unfinished)
+            metrics = None if unfinished else metrics_of(live, arrival)
+            yield msgspec.structs.replace(output, finished=not unfinished, metrics=metrics)
     finally:
         llm.release(live)

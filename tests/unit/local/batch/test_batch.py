@@ -127,6 +127,19 @@ def test_a_batch_that_is_done_asks_for_nothing(batch: Batch) -> None:
     assert sorted(anew.asked) == [0, 1]
 
 
+def test_a_batch_ends_with_its_tokens_and_says_when_nothing_was_left(
+    batch: Batch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch.write(*(line(number, usage={"prompt_tokens": 3, "completion_tokens": number}) for number in range(5)))
+    assert batch.run(Echo()) == 0
+    said = capsys.readouterr().err
+    assert "5 lines in " in said
+    assert " s: 15 prompt tokens, 10 output tokens, " in said
+    assert " output tokens/s\n" in said
+    assert batch.run(Echo()) == 0
+    assert "nothing was left to do" in capsys.readouterr().err
+
+
 def test_lines_that_are_wrong_are_in_the_error_file_with_what_is_wrong(batch: Batch) -> None:
     batch.write(
         line(0),
