@@ -30,6 +30,11 @@ def test_images_are_named_by_version_device_and_registry():
     assert release(AUTOSCALED).pod_spec("coordinator")["imagePullSecrets"] == [{"name": "registry-key"}]
 
 
+def test_image_pull_secrets_are_given_as_names_or_as_pods_have_them():
+    rendered = release(HUB, "image.pullSecrets[0].name=registry-key", "image.pullSecrets[1]=other")
+    assert rendered.pod_spec("coordinator")["imagePullSecrets"] == [{"name": "registry-key"}, {"name": "other"}]
+
+
 def test_a_given_tag_or_digest_wins():
     assert release(BARE).container("enginecore")["image"] == "penstock/enginecore:1.2"
     assert release(BARE).container("frontend")["image"] == f"mirror/penstock-frontend@sha256:{'0' * 63}1"

@@ -12,6 +12,7 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.common.v1 import finish_pb2
 from penstock.common.v1 import structured_output_pb2 as pb
 from tests.fakes.engines.fake_engine import FakeEngine, logprob_of
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
@@ -308,6 +309,21 @@ async def test_a_wrong_field_is_named(shared: OpenAIServer, body: dict[str, Any]
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
     assert "sampling_params" not in error["message"]
+
+
+async def test_an_engine_s_refusal_names_the_field_that_the_client_has_set(
+    api: OpenAIServer, engine: FakeEngine
+) -> None:
+    engine.refusal = finish_pb2.RequestError(
+        code="INVALID_ARGUMENT",
+        message="sampling_params.logprobs is 21; it must be from 0 to 20",
+        field="sampling_params.logprobs",
+    )
+    body = {"messages": [HI], "logprobs": True, "top_logprobs": 21}
+    response = await api.http.post("/v1/chat/completions", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "top_logprobs")
+    assert error["message"] == "top_logprobs is 21; it must be from 0 to 20"
 
 
 async def test_a_model_without_a_template_says_so(model: Path, engine: FakeEngine) -> None:

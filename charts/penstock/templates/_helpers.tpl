@@ -10,6 +10,11 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The name of a Secret, given by itself or as pods have it: {name: NAME}. */}}
+{{- define "penstock.secretName" -}}
+{{- if kindIs "map" . }}{{ .name }}{{ else }}{{ . }}{{ end }}
+{{- end -}}
+
 {{/* The templates below that take $self serve one of the components: (dict "root" $ "component" NAME "values" VALUES), where VALUES are
      .Values.frontend or .Values.coordinator, or those of a pool of engines, which also has its "pool" there (enginecore/_pools.tpl). Pods of an engine that are none
      themselves have the "role" worker (enginecore/_groups.tpl). */}}
@@ -126,7 +131,7 @@ serviceAccountName: {{ . }}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ include "penstock.secretName" . }}
   {{- end }}
 {{- end }}
 {{- with .root.Values.podSecurityContext }}

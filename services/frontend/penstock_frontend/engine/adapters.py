@@ -2,7 +2,7 @@
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
@@ -105,7 +105,7 @@ class Adapters:
         if (named := self.get(name)) is None:
             names = self.names
             raise NotFound(
-                f"{field} is {name!r}, which is no LoRA adapter; {_there_are(len(names))}{nearest(name, names)}",
+                f"{field} is {name!r}, which is no LoRA adapter; {_some_of(name, names)}",
                 field=field,
                 reason="LORA_NOT_FOUND",
             )
@@ -121,9 +121,10 @@ class Adapters:
             raise Unimplemented("lora is not served: this frontend has no LoRA adapters (lora.enabled)", field="lora")
         if model and self.get(model) is None:
             names = self.names
-            adapters = f" and {len(names)} LoRA adapter{'s' * (len(names) > 1)}" if names else ""
             hint = nearest(model, [self._model, *names])
-            raise NotFound(f"{field} is {model!r}; known: {self._model}{adapters}{hint}", field=field)
+            adapters = f" and {len(names)} LoRA adapter{'s' * (len(names) > 1)}" if names else ""
+            known = f"known: {self._model}{adapters}{hint}" if hint else _listed([self._model, *names])
+            raise NotFound(f"{field} is {model!r}; {known}", field=field)
         if lora:
             self.named(lora, field="lora")
         if model and lora and model != lora:
@@ -220,5 +221,16 @@ class Adapters:
 _WORDS = {LoraSource.CONFIG: "configuration", LoraSource.DIRECTORY: "watched directory"}
 
 
-def _there_are(count: int) -> str:
-    return "there is 1" if count == 1 else f"there are {count}"
+_LISTED = 5
+"""Names that an error lists."""
+
+
+def _some_of(name: str, names: Collection[str]) -> str:
+    """How many names there are and the one that may be meant; the first of them where none is alike."""
+    hint = nearest(name, names)
+    return f"there {'is 1' if len(names) == 1 else f'are {len(names)}'}{hint}" if hint else _listed(names)
+
+
+def _listed(names: Collection[str]) -> str:
+    first, more = list(names)[:_LISTED], len(names) - _LISTED
+    return f"known: {', '.join(first) or 'none'}{f' and {more} more' if more > 0 else ''}"

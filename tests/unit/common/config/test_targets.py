@@ -1,5 +1,7 @@
 """Classes that settings name."""
 
+import importlib
+
 import pytest
 
 from penstock_common.config.targets import load_target
@@ -30,3 +32,20 @@ def test_what_cannot_be_had_is_named(name: str, known: dict[str, str], says: str
 def test_where_nothing_is_known_it_says_so() -> None:
     with pytest.raises(ConfigError, match="a.b is 'x'; known: none"):
         load_target("a.b", "x", {})
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("libbig.so: failed to map segment from shared object"),
+        MemoryError(),
+        ImportError("Cannot allocate memory"),
+    ],
+)
+def test_where_memory_is_missing_it_says_so(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(_: str) -> None:
+        raise error
+
+    monkeypatch.setattr(importlib, "import_module", load)
+    with pytest.raises(ConfigError, match=r"^not enough memory to load a\.b 'counter': .*container's memory limit"):
+        load_target("a.b", "counter", KNOWN)

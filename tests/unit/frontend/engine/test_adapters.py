@@ -58,12 +58,19 @@ def test_where_none_are_served_lora_is_refused_and_other_models_are_unknown():
     assert adapters.asked_for("base", "base") == adapters.asked_for("", "") == ""
 
 
-def test_one_adapter_is_counted_as_one() -> None:
+def test_names_are_listed_where_none_is_alike() -> None:
     adapters = Adapters(LoraConfig(adapters={"pirate": "/a"}), model="base", frontend_id="f")
-    with pytest.raises(NotFound, match=r"^name is 'x', which is no LoRA adapter; there is 1$"):
+    with pytest.raises(NotFound, match=r"^name is 'x', which is no LoRA adapter; known: pirate$"):
         adapters.named("x")
-    with pytest.raises(NotFound, match=r"^model is 'x'; known: base and 1 LoRA adapter$"):
+    with pytest.raises(NotFound, match=r"^model is 'x'; known: base, pirate$"):
         adapters.asked_for("x", "")
+    with pytest.raises(
+        NotFound, match=r"^name is 'pirat', which is no LoRA adapter; there is 1; did you mean 'pirate'\?$"
+    ):
+        adapters.named("pirat")
+    many = Adapters(LoraConfig(adapters={f"a{i}": "/a" for i in range(9)}), model="base", frontend_id="f")
+    with pytest.raises(NotFound, match=r"; known: a0, a1, a2, a3, a4 and 4 more$"):
+        many.named("zzz")
 
 
 @given(

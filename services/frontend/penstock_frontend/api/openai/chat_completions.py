@@ -279,4 +279,6 @@ def _names(body: ChatCompletionRequest) -> Mapping[str, str]:
     names = {"text": "messages", "prompt": "messages", **sampling_fields.names(body)}
     if body.max_completion_tokens is not None:
         names["sampling_params.max_tokens"] = "max_completion_tokens"
+    if body.top_logprobs is not None:
+        names["sampling_params.logprobs"] = "top_logprobs"
     return names
