@@ -1,7 +1,7 @@
 """What ``penstock serve`` runs: from its options to the processes and their configuration, without starting anything."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from penstock_local.devices import assign
 from penstock_local.hub import check_hub
 from penstock_local.ports import LOOPBACK, check_free
 from penstock_local.process import ProcessSpec
+from penstock_local.rpc.connect import API_KEY, PUBLIC
 from penstock_local.serve_options import ServeOptions
 from penstock_local.settings import apply_settings
 
@@ -33,8 +34,18 @@ def with_settings(options: ServeOptions, service: str, config: dict[str, Any]) -
     return apply_settings(config, options.settings.get(service, {}))
 
 
-def check(options: ServeOptions, *, gpus: Sequence[str] = (), memory: Memory | None = None) -> None:
-    """Raise ConfigError for what would fail after the start. ``gpus`` and ``memory``: those of this machine."""
+def check(
+    options: ServeOptions,
+    *,
+    gpus: Sequence[str] = (),
+    memory: Memory | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> None:
+    """Raise ConfigError for what would fail after the start. ``gpus`` and ``memory``: those of this machine; ``environ``: what
+    the command, which sees its own frontend come up, has to show to it (not checked where it is None).
+    """
+    if environ is not None:
+        _check_own_client(with_settings(options, "frontend", {}), environ)
     settings = with_settings(options, "engine", {"speculative": options.speculation()})
     speculation.check_section(settings["speculative"])
     speculation.check_drafting_model(settings["speculative"])
@@ -63,6 +74,22 @@ def check(options: ServeOptions, *, gpus: Sequence[str] = (), memory: Memory | N
     public = (options.grpc_port, options.http_port)
     for flag, port in options.all_ports:
         check_free(options.host if port in public else LOOPBACK, port, flag=flag)
+
+
+def _check_own_client(frontend: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    auth, tls = frontend.get("auth", {}), frontend.get("server", {}).get("tls", {})
+    asks = next((key for key in ("api_keys", "jwt") if auth.get(key)), None)
+    if asks and not environ.get(API_KEY):
+        raise ConfigError(
+            f"frontend.auth.{asks} is set, and {API_KEY} is not: the command asks its own frontend whether it is up; put an API "
+            f"key or a token of yours into {API_KEY}"
+        )
+    if tls.get("certificate") and not (environ.get(f"{PUBLIC}_CA") or environ.get(f"{PUBLIC}_SERVER_NAME")):
+        raise ConfigError(
+            f"frontend.server.tls.certificate is set, and {PUBLIC}_CA is not: the command asks its own frontend whether it is up; "
+            f"put the certificate of its authority into {PUBLIC}_CA, and its name into {PUBLIC}_SERVER_NAME where that is "
+            "not localhost"
+        )
 
 
 def _check_tiers(options: ServeOptions) -> None:

@@ -44,7 +44,7 @@ async def serve(options: ServeOptions) -> int:
 async def serve_while(options: ServeOptions, work: Work) -> int:
     """Start the services, run ``work`` against them, stop them. Returns and raises what ``supervisor.run`` does."""
     gpus = visible_gpus(os.environ)
-    check(options, gpus=gpus, memory=host_memory())
+    check(options, gpus=gpus, memory=host_memory(), environ=os.environ)
     request = StopRequest()
     given = {port for _, port in options.all_ports}
     internal_ports = free_ports(num_internal_ports(options), but=given)

@@ -297,3 +297,12 @@ def test_engines_of_one_kind_give_no_keys_and_values_unless_asked(
 def test_a_dense_model_is_served_by_engines_of_their_own() -> None:
     with pytest.raises(ConfigError, match=r"has no experts: .* use --engines 2"):
         check(ServeOptions(model=str(DEMO_MODEL), data_parallel_size=2, grpc_port=1, http_port=2, admin_port=3))
+
+
+def test_what_the_command_must_show_to_its_own_frontend_is_asked_for_before_anything_is_loaded() -> None:
+    keys = {"settings": {"frontend": {"auth.api_keys": "keys"}}}
+    tls = {"settings": {"frontend": {"server.tls.certificate": "edge.crt", "server.tls.key": "edge.key"}}}
+    for options, variable in ((keys, "PENSTOCK_API_KEY"), (tls, "PENSTOCK_TLS_CA")):
+        with pytest.raises(ConfigError, match=rf"is set, and {variable} is not: .* into {variable}"):
+            check(ServeOptions(model=str(DEMO_MODEL), **options), environ={})
+        check(ServeOptions(model=str(DEMO_MODEL), **options), environ={variable: "x"})
