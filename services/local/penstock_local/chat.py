@@ -14,7 +14,7 @@ from penstock_common.types.outputs import FinishReason
 from penstock_local.answer_writer import AnswerWriter
 from penstock_local.console import dim, fail
 from penstock_local.conversation import Conversation, SaveError
-from penstock_local.failures import describe_failure
+from penstock_local.failures import describe_failure, unreachable
 from penstock_local.generate import describe_end
 from penstock_local.line_reader import LineReader
 from penstock_local.media_files import Modality, read_media
@@ -115,7 +115,7 @@ class Chat:
             while self._turn():
                 pass
         except ServerUnreachableError as e:
-            fail(f"{e}\nIs a server running? Start one with: penstock serve MODEL")
+            fail(unreachable(e))
             return EXIT_FAILED
         except RequestFailed as e:
             fail(_explain(e))

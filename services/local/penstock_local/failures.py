@@ -1,6 +1,7 @@
 """How the commands say what a server has failed with."""
 
 from penstock_common.errors import PenstockError, RequestFailed
+from penstock_common.rpc.credentials import is_of_tls
 from penstock_local.rpc.client import ServerUnreachableError
 
 
@@ -9,6 +10,12 @@ def describe_failure(error: RequestFailed) -> str:
     field = f" ({error.field})" if error.field and error.field not in error.message else ""
     retry = f"; try again in {error.retry_after:g} s" if error.retry_after is not None else ""
     return f"{error.code}: {error.message}{field}{retry}"
+
+
+def unreachable(error: ServerUnreachableError) -> str:
+    """Why no server answers, and how to start one, unless one has answered and it is TLS that fails."""
+    told = str(error)
+    return told if is_of_tls(told) else f"{told}\nIs a server running? Start one with: penstock serve MODEL"
 
 
 def one_line(error: PenstockError) -> str:

@@ -13,7 +13,7 @@ from penstock_common.errors import RequestFailed
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import FinishReason
 from penstock_local.console import dim, fail
-from penstock_local.failures import describe_failure
+from penstock_local.failures import describe_failure, unreachable
 from penstock_local.logprobs_table import logprobs_table
 from penstock_local.media_files import MediaFile
 from penstock_local.rpc.client import InferenceClient, Piece, ServerUnreachableError
@@ -86,7 +86,7 @@ async def generate(options: GenerateOptions) -> int:
                     num_written += _write_ended(sequences, num_written)
     except ServerUnreachableError as e:
         begun = _end_line(sequences)
-        fail(str(e) if begun else f"{e}\nIs a server running? Start one with: penstock serve MODEL")
+        fail(str(e) if begun else unreachable(e))
         return EXIT_FAILED
     except RequestFailed as e:
         _end_line(sequences)

@@ -86,9 +86,9 @@ def _check_own_client(frontend: Mapping[str, Any], environ: Mapping[str, str]) -
         )
     if tls.get("certificate") and not (environ.get(f"{PUBLIC}_CA") or environ.get(f"{PUBLIC}_SERVER_NAME")):
         raise ConfigError(
-            f"frontend.server.tls.certificate is set, and {PUBLIC}_CA is not: the command asks its own frontend whether it is up; "
-            f"put the certificate of its authority into {PUBLIC}_CA, and its name into {PUBLIC}_SERVER_NAME where that is "
-            "not localhost"
+            f"frontend.server.tls.certificate is set, and {PUBLIC}_CA is not: the command asks its own frontend whether it is "
+            f"up; put the certificate of its authority into {PUBLIC}_CA, and its name into {PUBLIC}_SERVER_NAME where that "
+            "is not localhost"
         )
 
 

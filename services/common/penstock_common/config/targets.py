@@ -26,7 +26,7 @@ def load_target(field: str, name: str, known: Mapping[str, str], *, others: Sequ
     except (ImportError, AttributeError, ValueError, MemoryError) as e:
         if isinstance(e, MemoryError) or any(words in str(e) for words in _NO_MEMORY):
             raise ConfigError(
-                f"not enough memory to load {field} {name!r}: {e or 'MemoryError'}; give the process more than its limit "
+                f"not enough memory to load {field} {name!r}: {e!r}; give the process more than its limit "
                 "now allows (the container's memory limit, or ulimit -v)"
             ) from e
         raise ConfigError(f"{field} is {name!r}, which cannot be loaded: {e}") from e

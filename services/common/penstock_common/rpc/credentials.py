@@ -30,6 +30,8 @@ def server_credentials(
         """What gRPC is to use from now on, None for what it has; it asks before each handshake, on a thread of its own."""
         nonlocal used
         material = watched.current()
+        if certificates is not None:
+            certificates.handshake(field, material.ends)
         if material is used:
             return None
         used = material
@@ -67,6 +69,11 @@ class ClientCredentials:
 
 
 NO_TLS = ClientCredentials(ClientTlsConfig(), field="tls")
+
+
+def is_of_tls(details: str) -> bool:
+    """Whether the details of a failed call say that TLS is the cause: something listens there."""
+    return any(sign in details for sign in _ADVICE)
 
 
 def advised(details: str) -> str:

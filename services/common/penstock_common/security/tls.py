@@ -81,7 +81,10 @@ def server_context(config: TlsConfig, *, field: str, certificates: Certificates 
     def renew(connection: ssl.SSLObject, server_name: str | None, context: ssl.SSLContext) -> None:
         # Called at every ClientHello, whether or not it names a server.
         del server_name, context
-        connection.context = watched.current().context
+        current = watched.current()
+        if certificates is not None:
+            certificates.handshake(field, current.material.ends)
+        connection.context = current.context
 
     outer.sni_callback = renew
     return outer

@@ -23,7 +23,7 @@ from penstock_local.bench.options import BenchOptions
 from penstock_local.bench.record import Record
 from penstock_local.bench.report import Report, as_json, latency_table, make_report, summary_table
 from penstock_local.console import fail, say
-from penstock_local.failures import describe_failure
+from penstock_local.failures import describe_failure, unreachable
 from penstock_local.rpc.client import InferenceClient, ModelInfo, ServerUnreachableError
 from penstock_local.rpc.load_client import LoadClient
 
@@ -51,7 +51,7 @@ async def bench(options: BenchOptions) -> int:
             await load.warm_up()
             interrupted = await _run(load, options)
     except ServerUnreachableError as e:
-        fail(f"{e}\nIs a server running? Start one with: penstock serve MODEL")
+        fail(unreachable(e))
         return EXIT_FAILED
     except RequestFailed as e:
         fail(f"{describe_failure(e)}\nNothing was measured.")
