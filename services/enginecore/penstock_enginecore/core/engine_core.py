@@ -249,6 +249,7 @@ class EngineCore:
         ``stalled`` says whether there was nothing to do: another step is of use only once something has changed.
         Raises EngineDeadError.
         """
+        self._log.begin(self.scheduler.stats)
         steps = self._steps
         steps.take_drafts(wait=not steps)
         self._grammars.take()
@@ -266,6 +267,7 @@ class EngineCore:
         """One forward pass, also where there is nothing to compute: all ranks of the group are in it. ``begin``: whether waiting
         requests may begin in it. Raises EngineDeadError, and CollectiveBroken where other ranks are lost or this one failed them.
         """
+        self._log.begin(self.scheduler.stats)
         self._steps.take_drafts(wait=True)
         self._grammars.take()
         self.loras.take()
