@@ -636,8 +636,8 @@ async def test_an_idle_engine_whose_lease_expired_and_that_does_not_answer_is_lo
         frontend.frontend._engines.follow_view(view(b))
         await until_states(frontend, {"b": control_pb2.ENGINE_STATE_SERVING})
     said = capsys.readouterr().out
-    assert "the engine's lease has expired; its connection holds" in said
-    assert "its lease with the coordinator has expired, and it does not answer within 1 s" in said
+    assert "the coordinator does not list the engine; its connection holds" in said
+    assert "the coordinator does not list it, and it does not answer within 1 s" in said
 
 
 async def test_counts_of_a_view_steer_requests_away_from_a_loaded_engine(

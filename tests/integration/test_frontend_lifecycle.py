@@ -14,6 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from structlog.testing import capture_logs
 
 from penstock.inference.v1 import service_pb2_grpc
 from penstock_common.config.sections import ServerConfig
@@ -174,7 +175,9 @@ async def test_a_taken_http_port_is_a_config_error(model: Path) -> None:
         server = FrontendServer(model, engines=["127.0.0.1:1"], http=HttpConfig(host="127.0.0.1", port=port))
         with pytest.raises(ConfigError, match=f"http.port {port}"):
             await server.__aenter__()
-        await server.frontend.shutdown()
+        with capture_logs() as logs:
+            await server.frontend.shutdown()
+        assert "draining" not in [log["event"] for log in logs]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

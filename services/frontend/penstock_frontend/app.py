@@ -208,6 +208,8 @@ class Frontend:
 
     async def _drain(self) -> str:
         """Serve on until nothing can come any more. Returns what ended that before; empty: nothing did."""
+        if self._living is None:  # it did not start: nobody has been served
+            return ""
         timeout, clock = self._config.drain_timeout, asyncio.get_running_loop().time
         get_logger().info("draining", timeout=timeout)
         draining = Draining(clock(), timeout=timeout, max_age=self._config.server.max_connection_age)

@@ -121,9 +121,11 @@ class EngineConnection:
         return EngineState.SERVING
 
     def in_view(self, named: bool) -> None:
-        """Whether the coordinator's view names the engine: one that it names no more has lost its lease."""
+        """Whether the coordinator's view names the engine: one that it names no more has lost its lease, or the coordinator has
+        started anew and has not heard of the engine yet.
+        """
         if not named and not self._lease_lost and self.session is not None:
-            get_logger().warning("the engine's lease has expired; its connection holds", engine=self.name)
+            get_logger().warning("the coordinator does not list the engine; its connection holds", engine=self.name)
         self._lease_lost = not named
 
     def heard(self) -> None:

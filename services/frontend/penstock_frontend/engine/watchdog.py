@@ -8,7 +8,7 @@ class Watchdog:
     """Watches one session. Times are seconds of one monotonic clock that the caller passes in.
 
     An engine with work of this frontend says something at least once per step. When it has been silent for longer than steps
-    usually take, or its lease with the coordinator has expired, it is asked how it is: no answer means that the process or the
+    usually take, or the coordinator does not list it, it is asked how it is: no answer means that the process or the
     way to it is stopped. Whether a step is just long or it is wedged it says itself.
     """
 
@@ -27,7 +27,7 @@ class Watchdog:
             return ""
         if has_work:
             return f"it has work and has said nothing for {silent:.1f} s"
-        return "its lease with the coordinator has expired" if lease_lost else ""
+        return "the coordinator does not list it" if lease_lost else ""
 
     def verdict(self, doubt: str, answer: SchedulerStats | None) -> str:
         """Why the engine is lost; ``""``: it is well. ``answer``: what it says of its load, None when it did not answer."""

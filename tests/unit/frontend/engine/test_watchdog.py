@@ -20,7 +20,7 @@ def test_an_engine_is_asked_only_when_it_has_work_and_is_silent_for_longer_than_
 
 def test_an_idle_engine_whose_lease_has_expired_is_asked() -> None:
     watchdog = Watchdog(CONFIG, now=100.0)
-    assert watchdog.doubt(102.0, has_work=False, lease_lost=True) == "its lease with the coordinator has expired"
+    assert watchdog.doubt(102.0, has_work=False, lease_lost=True) == "the coordinator does not list it"
 
 
 @pytest.mark.parametrize(
