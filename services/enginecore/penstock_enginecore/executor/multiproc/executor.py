@@ -41,7 +41,6 @@ from penstock_enginecore.executor.multiproc.messages import (
     decode_answer,
     encode,
     execute,
-    mask_of,
 )
 from penstock_enginecore.executor.multiproc.messages import (
     Progress as ProgressLine,
@@ -151,7 +150,7 @@ class MultiprocExecutor:
         number, answers = self._calls.begin(timed=True)
         step: Future[ModelRunnerOutput] = Future()
         answers.add_done_callback(lambda done: self._finish(step, done))
-        self._send(Sample(number, mask_of(grammar)))
+        self._send(Sample(number, grammar))
         return step
 
     def take_draft_token_ids(self) -> "Future[DraftTokenIds]":

@@ -5,7 +5,8 @@ from typing import Literal
 
 import msgspec
 
-from penstock_common.errors import ConfigError, PenstockError, RequestFailed, request_failed
+from penstock_common.errors import ConfigError, PenstockError, RequestFailed
+from penstock_common.types.outputs import RequestError
 from penstock_enginecore.models.errors import ModelLoadError
 
 
@@ -18,22 +19,22 @@ class WorkersGone(PenstockError):  # noqa: N818 - it says what happened
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """An error of class ``name``. ``code``, ``field``, ``reason``: those of a RequestFailed. ``trace``: where it was raised."""
+    """An error that a worker raised. ``name`` is its class, ``trace`` the place that raised it. ``request`` is set if the error is
+    a RequestFailed.
+    """
 
     kind: Literal["config", "load", "request", "other"]
     name: str
     message: str
-    code: str = ""
-    field: str = ""
-    reason: str = ""
+    request: RequestError | None = None
     trace: str = ""
 
     @staticmethod
     def of(error: BaseException) -> "Failure":
-        """What can be told of an error."""
+        """Describe an error."""
         name, message, trace = type(error).__name__, str(error), "".join(traceback.format_exception(error))
         if isinstance(error, RequestFailed):
-            return Failure("request", name, message, error.code, error.field, error.reason, trace)
+            return Failure("request", name, message, RequestError.from_exception(error), trace)
         kinds: list[tuple[type[BaseException], Literal["config", "load"]]] = [
             (ConfigError, "config"),
             (ModelLoadError, "load"),
@@ -42,11 +43,11 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
         return Failure(kind or "other", name, message, trace=trace)
 
     def error(self, worker: str) -> PenstockError:
-        """The error, to be raised in the engine. ``worker``: which one raised it; empty: there is no other."""
+        """Return the error, to be raised in the engine. ``worker`` names the worker that raised it; empty if there is only one."""
         text = f"{worker}: {self.message}" if worker else self.message
         error: PenstockError
-        if self.kind == "request":
-            error = request_failed(self.code, text, field=self.field, reason=self.reason)
+        if self.request is not None:
+            error = msgspec.structs.replace(self.request, message=text).to_exception()
         elif self.kind == "config":
             error = ConfigError(text)
         elif self.kind == "load":

@@ -2,11 +2,14 @@
 
 All workers get the same calls in the same order, and answer each one that has a number, in that order. A step is two messages:
 ``Execute``, which is answered with ``Sample``, and ``Sample``.
+
+Messages hold the structs that the engine and its workers use. No struct is copied field by field into a message, because such a
+copy loses the fields that are added to the struct later.
 """
 
 import hashlib
 import time
-from typing import Literal
+from typing import Any, Literal, get_origin
 
 import msgspec
 import numpy as np
@@ -45,14 +48,6 @@ class Start(msgspec.Struct, frozen=True):
     stacks: int
 
 
-class Mask(msgspec.Struct, frozen=True, array_like=True):
-    """A GrammarBitmask: ``words`` int32 a row."""
-
-    request_ids: list[str]
-    words: int
-    rows: bytes
-
-
 class Execute(msgspec.Struct, frozen=True, tag="execute"):
     """The forward pass of a step. ``sent``: monotonic seconds, by the clock that processes of one machine share."""
 
@@ -64,7 +59,7 @@ class Sample(msgspec.Struct, frozen=True, tag="sample"):
     """The tokens of the step before it."""
 
     number: int
-    grammar: Mask | None = None
+    grammar: GrammarBitmask | None = None
 
 
 class Invoke(msgspec.Struct, frozen=True, tag="invoke"):
@@ -151,9 +146,25 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
 Call = Execute | Sample | Invoke | LoadLora | UnloadLora | CopyBlocks
 Answer = Progress | Returned | Sampled | Raised | Loaded | Copied | Stats
 
-encode = msgspec.msgpack.Encoder().encode
-decode_call = msgspec.msgpack.Decoder(Call).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+def _to_builtins(value: Any) -> Any:
+    """Encode a numpy array as its dtype, its shape and its bytes, which are written from its own memory."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+    raise TypeError(f"a message between engine and worker cannot hold a {type(value).__name__}")
+
+
+def _from_builtins(kind: Any, value: Any) -> Any:
+    """Decode a numpy array, which may be written to."""
+    if get_origin(kind) is np.ndarray:
+        dtype, shape, data = value
+        return np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+    raise TypeError(f"a message between engine and worker cannot hold a {kind}")
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_to_builtins).encode
+decode_call = msgspec.msgpack.Decoder(Call, dec_hook=_from_builtins).decode
+decode_answer = msgspec.msgpack.Decoder(Answer, dec_hook=_from_builtins).decode
 
 
 def execute(step: SchedulerOutput) -> Execute:
@@ -169,22 +180,6 @@ def execute(step: SchedulerOutput) -> Execute:
             ],
         )
     return Execute(step, time.monotonic())
-
-
-def mask_of(grammar: GrammarBitmask | None) -> Mask | None:
-    """The message's form of a bitmask."""
-    if grammar is None:
-        return None
-    rows = np.ascontiguousarray(grammar.bitmask)
-    return Mask(grammar.request_ids, rows.shape[1], rows.tobytes())
-
-
-def bitmask_of(mask: Mask | None) -> GrammarBitmask | None:
-    """The bitmask that ``mask_of`` was given."""
-    if mask is None:
-        return None
-    rows = np.frombuffer(bytearray(mask.rows), dtype=np.int32).reshape(len(mask.request_ids), mask.words)
-    return GrammarBitmask(mask.request_ids, rows)
 
 
 def digest_of(output: ModelRunnerOutput) -> bytes:

@@ -17,7 +17,7 @@ from penstock_common.process import name_process
 from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.kv_transfer.copier import BlockFacts
-from penstock_enginecore.core.scheduler.output import DraftTokenIds, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, SchedulerOutput
 from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.executor.completion import Late
 from penstock_enginecore.executor.lora_store import MakeReader, peft_reader
@@ -30,7 +30,6 @@ from penstock_enginecore.executor.multiproc.messages import (
     Execute,
     Invoke,
     LoadLora,
-    Mask,
     Progress,
     Raised,
     Returned,
@@ -38,7 +37,6 @@ from penstock_enginecore.executor.multiproc.messages import (
     Sampled,
     Stats,
     UnloadLora,
-    bitmask_of,
     decode_call,
     digest_of,
     encode,
@@ -141,11 +139,11 @@ class WorkerLoop:
         except Exception as e:
             self._error = self._error or e
 
-    def _sampled(self, number: int, grammar: Mask | None) -> Answer:
+    def _sampled(self, number: int, grammar: GrammarBitmask | None) -> Answer:
         error, self._error = self._error, _FAILED_BEFORE
         if error is None:
             try:
-                sampled = self._made().runner.sample(bitmask_of(grammar))
+                sampled = self._made().runner.sample(grammar)
                 output = sampled.wait() if isinstance(sampled, Late) else sampled
             except Exception as e:
                 error = e
@@ -172,7 +170,7 @@ class WorkerLoop:
             "shutdown": lambda _: self._shutdown(),
         }
         try:
-            return Returned(call.number, encode(methods[call.method](call.argument)))
+            return Returned(call.number, msgspec.msgpack.encode(methods[call.method](call.argument)))
         except Exception as e:
             return Raised(call.number, Failure.of(e))
 
