@@ -134,4 +134,5 @@ def of_session(error: RequestError) -> PenstockError:
         field=error.field,
         reason=error.reason,
         retry_after=error.retry_after if error.HasField("retry_after") else None,
+        quota_subject=error.quota_subject,
     )

@@ -1,4 +1,4 @@
-"""Parts of requests and outputs to messages and back: log-probabilities, vectors, prompts as vectors, cache events."""
+"""Parts of requests and outputs to messages and back: errors, log-probabilities, vectors, prompts as vectors, cache events."""
 
 import sys
 from array import array
@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from penstock.common.v1 import events_pb2, logprobs_pb2, pooling_pb2, tensor_pb2
+from penstock.common.v1 import events_pb2, finish_pb2, logprobs_pb2, pooling_pb2, tensor_pb2
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.rpc.kv_transfer import medium_from_proto, medium_to_proto
 from penstock_common.tensors.incoming import IncomingTensors
@@ -16,10 +16,28 @@ from penstock_common.tensors.shared_memory import SegmentRef
 from penstock_common.tensors.sizes import Buffer
 from penstock_common.types.kv_events import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
 from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.outputs import RequestError
 from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 from penstock_common.types.prompt_embeds import ELEMENT_BYTES, EmbedsDtype, PromptEmbeds
 
 _FLOAT32_BYTES = 4
+
+
+def error_to_proto(error: RequestError) -> finish_pb2.RequestError:
+    """Return the message of an error of one request or call."""
+    return finish_pb2.RequestError(**msgspec.structs.asdict(error))
+
+
+def error_from_proto(message: finish_pb2.RequestError) -> RequestError:
+    """Return the error of one request or call."""
+    return RequestError(
+        code=message.code,
+        message=message.message,
+        field=message.field,
+        reason=message.reason,
+        retry_after=message.retry_after if message.HasField("retry_after") else None,
+        quota_subject=message.quota_subject,
+    )
 
 
 def logprobs_to_proto(logprobs: Logprobs) -> logprobs_pb2.Logprobs:

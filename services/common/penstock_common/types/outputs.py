@@ -49,7 +49,7 @@ class RequestError(msgspec.Struct, frozen=True, kw_only=True):
     """Why the engine ended a request without a normal end (FinishReason.ERROR, or ABORT when its time was up).
 
     ``code`` is a gRPC status code name, ``field`` the request field at fault when there is one, ``reason`` a stable
-    UPPER_SNAKE_CASE word, ``retry_after`` seconds after which a retry may succeed.
+    UPPER_SNAKE_CASE word, ``retry_after`` seconds after which a retry may succeed, ``quota_subject`` whose quota is used up.
     """
 
     code: str
@@ -57,6 +57,7 @@ class RequestError(msgspec.Struct, frozen=True, kw_only=True):
     field: str = ""
     reason: str = ""
     retry_after: float | None = None
+    quota_subject: str = ""
 
     @classmethod
     def from_exception(cls, error: RequestFailed) -> "RequestError":
@@ -67,12 +68,13 @@ class RequestError(msgspec.Struct, frozen=True, kw_only=True):
             field=error.field,
             reason=error.reason,
             retry_after=error.retry_after,
+            quota_subject=error.quota_subject,
         )
 
     def to_exception(self) -> RequestFailed:
         """The failure as an exception; an unknown code becomes Internal."""
         failed = request_failed(self.code, self.message, field=self.field, reason=self.reason)
-        failed.retry_after = self.retry_after
+        failed.retry_after, failed.quota_subject = self.retry_after, self.quota_subject
         return failed
 
 

@@ -22,7 +22,6 @@ from penstock_common.types.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineReady,
-    RequestError,
     UtilityOutput,
 )
 from penstock_common.types.prompt_embeds import PromptEmbeds
@@ -144,7 +143,7 @@ def output_to_proto(output: EngineCoreOutput) -> pb.EngineCoreOutput:
         elif output.stop_reason is not None:
             message.stop_reason.text = output.stop_reason
         if output.error is not None:
-            message.error.CopyFrom(error_to_proto(output.error))
+            message.error.CopyFrom(parts.error_to_proto(output.error))
     for event in output.events:
         message.events.add(type=events_pb2.EngineCoreEventType.ValueType(event.type), timestamp=event.timestamp)
     if output.prefill_stats is not None:
@@ -157,17 +156,10 @@ def output_to_proto(output: EngineCoreOutput) -> pb.EngineCoreOutput:
     return message
 
 
-def error_to_proto(error: RequestError) -> finish_pb2.RequestError:
-    """The error of one request or call."""
-    return finish_pb2.RequestError(
-        code=error.code, message=error.message, field=error.field, reason=error.reason, retry_after=error.retry_after
-    )
-
-
 def utility_to_proto(output: UtilityOutput) -> pb.UtilityOutput:
     """The answer to a utility call."""
     if output.error is not None:
-        return pb.UtilityOutput(call_id=output.call_id, error=error_to_proto(output.error))
+        return pb.UtilityOutput(call_id=output.call_id, error=parts.error_to_proto(output.error))
     return pb.UtilityOutput(call_id=output.call_id, result=output.result)
 
 

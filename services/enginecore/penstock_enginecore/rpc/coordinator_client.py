@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 import grpc
+import msgspec
 
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
@@ -18,7 +19,6 @@ from penstock_common.rpc import sampling
 from penstock_common.rpc import stats as stats_codec
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
-from penstock_common.rpc.kv_transfer import role_to_proto
 from penstock_common.rpc.reconnect import Reconnector, wait_at_most
 from penstock_common.types.cluster import DrainCommand, EngineRegistration
 from penstock_common.types.data_parallel import StartDpWave, rank_name
@@ -123,24 +123,9 @@ class CoordinatorClient:
     async def _register(self, call: Session) -> pb.Registered:
         registration = self._registration()
         self._rank = rank_name(registration.engine_id, registration.incarnation)
-        group = registration.group
-        await call.write(
-            pb.EngineReport(
-                register=pb.Register(
-                    engine_id=registration.engine_id,
-                    incarnation=registration.incarnation,
-                    address=registration.address,
-                    model=registration.model,
-                    draining=registration.draining or self._drained_at is not None,
-                    pool=registration.pool,
-                    max_num_seqs=registration.max_num_seqs,
-                    group=None if group is None else group_messages.registration_to_proto(group),
-                    role=role_to_proto(registration.role),
-                    kv_address=registration.kv_address,
-                    kv_fingerprint=registration.kv_fingerprint,
-                )
-            )
-        )
+        if self._drained_at is not None:
+            registration = msgspec.structs.replace(registration, draining=True)
+        await call.write(pb.EngineReport(register=group_messages.register_to_proto(registration)))
         first = await call.read()
         if not isinstance(first, pb.EngineCommand) or first.WhichOneof("message") != "registered":
             raise Internal("the coordinator did not answer register with registered")

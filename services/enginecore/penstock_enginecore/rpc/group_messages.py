@@ -1,7 +1,9 @@
-"""What a rank and its coordinator tell each other, as messages."""
+"""What an engine and its coordinator tell each other, as messages; most of it is about the group of a rank."""
 
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock_common.rpc import data_parallel
+from penstock_common.rpc.kv_transfer import role_to_proto
+from penstock_common.types.cluster import EngineRegistration
 from penstock_common.types.data_parallel import (
     GroupRegistration,
     PeerLost,
@@ -28,6 +30,23 @@ def report_to_proto(message: ToCoordinator) -> pb.EngineReport:
             return pb.EngineReport(prepare_failed=pb.PrepareFailed(epoch=message.epoch))
         case _:
             return pb.EngineReport(rank_report=data_parallel.report_to_proto(message))
+
+
+def register_to_proto(engine: EngineRegistration) -> pb.Register:
+    """Return the message with which an engine introduces itself."""
+    return pb.Register(
+        engine_id=engine.engine_id,
+        incarnation=engine.incarnation,
+        address=engine.address,
+        model=engine.model,
+        draining=engine.draining,
+        pool=engine.pool,
+        max_num_seqs=engine.max_num_seqs,
+        group=None if engine.group is None else registration_to_proto(engine.group),
+        role=role_to_proto(engine.role),
+        kv_address=engine.kv_address,
+        kv_fingerprint=engine.kv_fingerprint,
+    )
 
 
 def registration_to_proto(group: GroupRegistration) -> pb.GroupRegistration:

@@ -8,20 +8,43 @@ import msgspec
 
 from penstock_enginecore.config import EngineCoreConfig
 
-_SECTIONS = ("model", "cache", "scheduler", "executor", "kernels", "lora", "plugins")
-_OWN = ("index", "leader", "port", "address", "timeout", "tls")
-"""Of ``executor.nodes``: each node's."""
+ENGINE_ONLY = frozenset(
+    (
+        "engine_id",
+        "pool",
+        "role",
+        "structured_output",
+        "data_parallel",
+        "expert_parallel",
+        "kv_transfer",
+        "coordinator",
+        "server",
+        "peers",
+        "metrics",
+        "log",
+        "tracing",
+        "profiler",
+        "error_dump",
+        "iteration_log_interval",
+        "drain_timeout",
+        "wedged_after",
+    )
+)
+"""Settings that workers do not compute by. A node may have other values of these; all other settings are compared."""
+NODE_ONLY = ("index", "leader", "port", "address", "timeout", "tls")
+"""Settings of ``executor.nodes`` that each node has its own values of."""
 _ABSENT = "nothing"
 
 
 def shared_config(config: EngineCoreConfig) -> dict[str, str]:
     """What workers compute by, as JSON by dotted key."""
     values = msgspec.to_builtins(config)
-    for name in _OWN:
+    for name in NODE_ONLY:
         del values["executor"]["nodes"][name]
     found: dict[str, str] = {}
-    for section in _SECTIONS:
-        _flatten(section, values[section], found)
+    for section in values:
+        if section not in ENGINE_ONLY:
+            _flatten(section, values[section], found)
     return found
 
 

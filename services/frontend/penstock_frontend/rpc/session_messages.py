@@ -213,7 +213,7 @@ def _output(message: pb.EngineCoreOutput, take: parts.TakeTensor | None) -> Engi
         output.finish_reason = _FINISH_REASONS.get(message.finish_reason, FinishReason.ERROR)
         output.stop_reason = _stop_reason(message.stop_reason)
         if message.HasField("error"):
-            output.error = _error(message.error)
+            output.error = parts.error_from_proto(message.error)
     if message.HasField("kv_source"):
         output.kv_source = source_from_proto(message.kv_source)
     if message.kv_transfer_params:
@@ -230,17 +230,7 @@ def _stop_reason(message: finish_pb2.StopReason) -> int | str | None:
     return message.text if which == "text" else None
 
 
-def _error(message: finish_pb2.RequestError) -> RequestError:
-    return RequestError(
-        code=message.code,
-        message=message.message,
-        field=message.field,
-        reason=message.reason,
-        retry_after=message.retry_after if message.HasField("retry_after") else None,
-    )
-
-
 def _utility_output(message: pb.UtilityOutput) -> UtilityOutput:
     if message.WhichOneof("outcome") == "error":
-        return UtilityOutput(call_id=message.call_id, error=_error(message.error))
+        return UtilityOutput(call_id=message.call_id, error=parts.error_from_proto(message.error))
     return UtilityOutput(call_id=message.call_id, result=message.result)

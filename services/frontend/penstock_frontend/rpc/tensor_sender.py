@@ -184,19 +184,10 @@ class TensorSender:
         return places
 
     def _add(self, message: pb.MultiModalFeature, sent: Sent, places: Mapping[int, Place]) -> None:
-        feature = sent.feature
-        message.modality = feature.modality
-        message.identifier = feature.identifier
-        message.offset, message.length = feature.offset, feature.length
-        for run in feature.embed_runs:
-            message.embed_runs.add(start=run.start, count=run.count)
-        message.keep = sent.keep
-        if not sent.with_data:
-            return
-        for name, tensor in feature.data.items():
-            place = places.get(id(tensor.data))
-            message.data[name].CopyFrom(tensor_to_proto(tensor, place))
-            self._count(len(tensor.data), place)
+        fill_feature(message, sent, places)
+        if sent.with_data:
+            for tensor in sent.feature.data.values():
+                self._count(len(tensor.data), places.get(id(tensor.data)))
 
     def _count(self, num_bytes: int, place: Place | None) -> None:
         transport: Transport = "inline"
@@ -262,6 +253,20 @@ class TensorSender:
         """The session is over."""
         if self._segments is not None:
             self._segments.close()
+
+
+def fill_feature(message: pb.MultiModalFeature, sent: Sent, places: Mapping[int, Place]) -> None:
+    """Write an item of media into its message. ``places``: where tensors are that do not go inline, by identity."""
+    feature = sent.feature
+    message.modality = feature.modality
+    message.identifier = feature.identifier
+    message.offset, message.length = feature.offset, feature.length
+    for run in feature.embed_runs:
+        message.embed_runs.add(start=run.start, count=run.count)
+    message.keep = sent.keep
+    if sent.with_data:
+        for name, tensor in feature.data.items():
+            message.data[name].CopyFrom(tensor_to_proto(tensor, places.get(id(tensor.data))))
 
 
 def _identifiers(request: EngineCoreRequest) -> list[str]:

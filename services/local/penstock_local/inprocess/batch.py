@@ -4,7 +4,9 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Generic, Literal, TypeVar
 
-from penstock_common.errors import InvalidArgument, RequestFailed, request_failed
+import msgspec
+
+from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_common.types.outputs import RequestError
 from penstock_local.inprocess.inputs import Inputs
 from penstock_local.inprocess.outputs import Record
@@ -70,9 +72,8 @@ class Job(Generic[T, P, R]):
             name = f"{self._name}[{index}]"
             if e.message.startswith(name):
                 raise
-            failed = request_failed(e.code, f"{name}: {e.message}", field=e.field, reason=e.reason)
-            failed.retry_after = e.retry_after
-            raise failed from e
+            named = msgspec.structs.replace(RequestError.from_exception(e), message=f"{name}: {e.message}")
+            raise named.to_exception() from e
 
 
 class Batch(Generic[T, P, R]):

@@ -19,8 +19,8 @@ class WorkersGone(PenstockError):  # noqa: N818 - it says what happened
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """An error that a worker raised. ``name`` is its class, ``trace`` the place that raised it. ``request`` is set if the error is
-    a RequestFailed.
+    """An error that a worker raised. ``name`` is its class, ``trace`` the place that raised it. ``request`` is set if the error
+    is a RequestFailed.
     """
 
     kind: Literal["config", "load", "request", "other"]
@@ -43,7 +43,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
         return Failure(kind or "other", name, message, trace=trace)
 
     def error(self, worker: str) -> PenstockError:
-        """Return the error, to be raised in the engine. ``worker`` names the worker that raised it; empty if there is only one."""
+        """Return the error, to be raised in the engine. ``worker`` names the worker that raised it; empty: the only one."""
         text = f"{worker}: {self.message}" if worker else self.message
         error: PenstockError
         if self.request is not None:

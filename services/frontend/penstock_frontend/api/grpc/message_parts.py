@@ -1,8 +1,8 @@
-"""Parts of messages: predictions of requests; log-probabilities, ends, counts and errors of answers."""
+"""Parts of messages: predictions of requests; log-probabilities, ends and counts of answers."""
 
 from penstock.common.v1 import finish_pb2, logprobs_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2 as pb
-from penstock_common.errors import InvalidArgument, RequestFailed
+from penstock_common.errors import InvalidArgument
 from penstock_common.rpc.outputs import logprobs_to_proto
 from penstock_common.types.logprobs import Logprobs
 from penstock_frontend.call_types import Finish, Prediction, Usage
@@ -46,11 +46,3 @@ def prediction_of(message: pb.GenerateRequest | pb.ChatRequest) -> Prediction | 
             return message.prediction.token_ids.ids
         case _:
             raise InvalidArgument("prediction is not set: give text or token_ids", field="prediction")
-
-
-def request_error(error: RequestFailed) -> finish_pb2.RequestError:
-    """The message for an error of one request among many."""
-    message = finish_pb2.RequestError(code=error.code, message=error.message, field=error.field, reason=error.reason)
-    if error.retry_after is not None:
-        message.retry_after = error.retry_after
-    return message

@@ -10,8 +10,10 @@ from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted
 from penstock_common.observability.incidents import incident
 from penstock_common.rpc.interceptor import check_response_size
+from penstock_common.rpc.outputs import error_to_proto
+from penstock_common.types.outputs import RequestError
 from penstock_frontend.admission import InFlight, demand_of
-from penstock_frontend.api.grpc import generate_messages, message_parts
+from penstock_frontend.api.grpc import generate_messages
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import GenerateRequest
 from penstock_frontend.config import LimitsConfig
@@ -168,7 +170,7 @@ class GenerateSession:
             await self._fail(live.request_id, incident(e, request=live.request_id, doing="serving the request"))
 
     async def _fail(self, request_id: str, error: RequestFailed) -> None:
-        failed = pb.SessionError(request_id=request_id, error=message_parts.request_error(error))
+        failed = pb.SessionError(request_id=request_id, error=error_to_proto(RequestError.from_exception(error)))
         await self._out.put(pb.GenerateSessionResponse(error=failed))
 
     def _end(self, live: LiveRequest) -> None:

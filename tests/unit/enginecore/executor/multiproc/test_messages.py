@@ -32,13 +32,11 @@ from penstock_enginecore.executor.multiproc.messages import (
     Sample,
     Sampled,
     Start,
-    bitmask_of,
     decode_answer,
     decode_call,
     digest_of,
     encode,
     execute,
-    mask_of,
 )
 from penstock_enginecore.executor.worker_config import WorkerConfig
 from penstock_enginecore.models.errors import ModelLoadError
@@ -124,17 +122,25 @@ def test_media_arrive_with_their_requests_and_all_of_their_data_once(kind: type)
     assert arrived.step == step
 
 
-def test_a_bitmask_arrives_and_may_be_written_to() -> None:
-    grammar = GrammarBitmask(["a", "b"], np.array([[1, -1, 2**31 - 1], [-(2**31), 0, 5]], dtype=np.int32))
-    sample = decode_call(encode(Sample(3, mask_of(grammar))))
+@pytest.mark.parametrize(
+    "rows", [np.array([[1, -1, 2**31 - 1], [-(2**31), 0, 5]]), np.empty((0, 3)), np.ones((4, 2)).T]
+)
+def test_a_bitmask_arrives_and_may_be_written_to(rows: Any) -> None:
+    grammar = GrammarBitmask(["a"] * len(rows), rows.astype(np.int32), list(range(len(rows))))
+    sample = decode_call(encode(Sample(3, grammar)))
     assert isinstance(sample, Sample)
-    arrived = bitmask_of(sample.grammar)
+    arrived = sample.grammar
     assert arrived is not None
-    assert arrived.request_ids == ["a", "b"]
+    assert (arrived.request_ids, arrived.offsets) == (grammar.request_ids, grammar.offsets)
     np.testing.assert_array_equal(arrived.bitmask, grammar.bitmask)
     assert arrived.bitmask.dtype == np.int32
-    arrived.bitmask[0] = 0
-    assert bitmask_of(mask_of(None)) is None
+    arrived.bitmask[:1] = 7
+    assert not np.any(grammar.bitmask == 7)
+
+
+def test_a_message_that_holds_something_else_is_refused() -> None:
+    with pytest.raises(TypeError, match="cannot hold an? object"):
+        encode(Sample(3, object()))  # type: ignore[arg-type]
 
 
 def test_results_arrive_as_they_were() -> None:
