@@ -72,6 +72,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "the device."
         ),
     ] = "auto"
+    unused_weights: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Beginnings of the names of tensors in the checkpoint that the model does not need. A checkpoint with "
+            "other tensors that the model does not use is refused."
+        ),
+    ] = ()
     trust_remote_code: Annotated[bool, Meta(description="Run Python code that comes with the checkpoint.")] = False
     max_logprobs: Annotated[
         int,

@@ -35,6 +35,7 @@ from penstock_enginecore.models.query_scale import install_query_scales
 from penstock_enginecore.models.rope import freeze_rotary, longest_sequence
 from penstock_enginecore.models.share import MakeShare, Share, load_share
 from penstock_enginecore.models.support import check_positions, check_supported, quantization_of
+from penstock_enginecore.models.weight_check import check_weights
 
 _PROGRESS_INTERVAL = 1.0
 """Seconds between two progress lines."""
@@ -189,13 +190,15 @@ def load_weights(
     device: torch.device,
     progress: Callable[[str], None],
     auto_class: Any = AutoModelForCausalLM,
-    unused: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
     keep: Keeps = keep_none,
     share: Share | None = None,
+    *,
+    pools: bool = False,
 ) -> PreTrainedModel:
     """The model with its weights, as transformers' ``auto_class`` makes it, on ``device``: those of its files, quantized ones on
-    the host, or random ones. ``unused``: prefixes of weights that may be missing. ``keep``: whether linear layers keep weights
-    that are quantized so. ``share``: what to read of the files. Raises ModelLoadError.
+    the host, or random ones. ``optional``: prefixes of weights that may be missing. ``keep``: whether linear layers keep weights
+    that are quantized so. ``share``: what to read of the files. ``pools``: see ``check_weights``. Raises ModelLoadError.
     """
     if config.load_format == "dummy" and share is not None:
         raise ModelLoadError(
@@ -205,7 +208,7 @@ def load_weights(
         progress("the weights are random: model.load_format is 'dummy'")
         return _random_weights(config, dtypes, device, auto_class)
     with weights_progress(progress, weights_size(config.path)):
-        return _read_weights(config, dtypes, device, auto_class, unused, keep, share)
+        return _read_weights(config, dtypes, device, auto_class, optional, keep, share, pools=pools)
 
 
 def _random_weights(config: ModelConfig, dtypes: Dtypes, device: torch.device, auto_class: Any) -> PreTrainedModel:
@@ -228,9 +231,11 @@ def _read_weights(
     dtypes: Dtypes,
     device: torch.device,
     auto_class: Any,
-    unused: tuple[str, ...],
+    optional: tuple[str, ...],
     keep: Keeps,
     share: Share | None,
+    *,
+    pools: bool,
 ) -> PreTrainedModel:
     """Those of the checkpoint's files."""
     try:
@@ -239,14 +244,7 @@ def _read_weights(
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as e:
         raise ModelLoadError(f"model.path {config.path!r}: the weights cannot be read: {first_line(e)}") from e
     module, info = loaded
-    for problem in ("missing_keys", "mismatched_keys"):
-        keys = [key for key in sorted(map(str, info[problem])) if not key.startswith(unused)]
-        if keys:
-            what, example = problem.removesuffix("_keys"), keys[0]
-            raise ModelLoadError(
-                f"model.path {config.path!r}: {len(keys)} weights are {what}, {example} among them; "
-                "the files do not belong to this configuration"
-            )
+    check_weights(info, module, config, optional=optional, pools=pools)
     if dtypes.widens:
         narrow(module)
     if share is not None:

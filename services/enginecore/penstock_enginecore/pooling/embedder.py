@@ -110,9 +110,9 @@ def load_pooling_model(
     progress(f"loading {model_class.__name__} from {config.path} as {dtypes.name}")
     attention_hook.register()
     # Embedding takes hidden states: what BERT's pooler makes of them is not used.
-    unused = ("pooler.",) if task == "embed" else ()
+    optional = ("pooler.",) if task == "embed" else ()
     first = device if split is None else torch.device("cpu")
-    loaded: Any = loader.load_weights(config, dtypes, first, progress, auto_class, unused)
+    loaded: Any = loader.load_weights(config, dtypes, first, progress, auto_class, optional, pools=True)
     if split is not None:
         split(loaded if task == "embed" else loaded.base_model)
     place(loaded, config.path, device)

@@ -133,4 +133,5 @@ def _without_towers(model_class: type[PreTrainedModel], text_name: str) -> dict[
             if name != text_name:
                 delattr(self.model, name)
 
-    return {"__init__": init, "_keys_to_ignore_on_load_unexpected": {rf"^model\.(?!{text_name}\.)[^.]+\."}}
+    unused = {*(model_class._keys_to_ignore_on_load_unexpected or ()), rf"^model\.(?!{text_name}\.)[^.]+\."}
+    return {"__init__": init, "_keys_to_ignore_on_load_unexpected": unused}

@@ -18,8 +18,9 @@ from penstock_enginecore.models.quantization.weights import DenseWeights, dense_
 
 logger = logging.getLogger(__name__)
 
-_OF_ACTIVATIONS = (".input_scale", ".act_scale", ".activation_scale")
-"""Suffixes of scales that activations were to be divided by: compressed-tensors' and vLLM's, AutoFP8's, transformers'."""
+_OF_ACTIVATIONS = (".input_scale", ".act_scale", ".activation_scale", ".output_scale", ".q_scale", ".prob_scale")
+"""Suffixes of scales that activations were to be divided by: compressed-tensors' and vLLM's, AutoFP8's, transformers'; and those
+of what attention reads and puts out."""
 
 
 @dataclass(frozen=True, slots=True)
