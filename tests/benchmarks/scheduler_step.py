@@ -98,9 +98,9 @@ class NullExecutor:
         future.set_result(DraftTokenIds())
         return future
 
-    def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
+    def step_seconds(self, num_tokens: int, passes: int) -> float:
         """No time."""
-        return dict.fromkeys(num_tokens, 0.0)
+        return 0.0
 
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
         """See ``Executor``; there are no workers."""

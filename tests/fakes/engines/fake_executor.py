@@ -419,8 +419,8 @@ class FakeExecutor:
             drafts.draft_token_ids.append(self._drafter(state.seed, index, count)[:count])
         return drafts
 
-    def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
-        return dict.fromkeys(num_tokens, 0.01)
+    def step_seconds(self, num_tokens: int, passes: int) -> float:
+        return 0.01
 
     def recover(self) -> None:
         self.work()

@@ -1,8 +1,12 @@
-"""Names of processes."""
+"""Names of processes, and what they have computed."""
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+from penstock_common.process import cpu_seconds
 
 CODE = "from penstock_common.process import name_process; name_process('enginecore', 'engine-7'); input()"
 
@@ -15,3 +19,13 @@ def test_a_process_shows_what_it_is() -> None:
             pass
         assert shown.read_bytes().rstrip(b"\0") == b"penstock-enginecore engine-7"
         process.stdin.close()
+
+
+def test_what_a_process_has_computed_is_that_of_its_threads_until_it_ends() -> None:
+    before = cpu_seconds(os.getpid())
+    while time.process_time() < before + 0.1:
+        sum(range(1000))
+    assert cpu_seconds(os.getpid()) > before
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+        assert cpu_seconds(process.pid) == 0

@@ -96,7 +96,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ge=1,
             le=86_400,
             description="Seconds that a step may take with multiproc; then the log says where each worker is, and the engine "
-            "ends.",
+            "ends. Likewise, but after 60 at least, while the model is loaded and no worker uses the processor.",
         ),
     ] = 300.0
 

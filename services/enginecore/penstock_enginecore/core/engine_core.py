@@ -27,6 +27,7 @@ from penstock_enginecore.core.scheduler.base import Clock, Scheduler, SchedulerC
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
 from penstock_enginecore.core.settling import check_model, max_steps_of, settled
+from penstock_enginecore.core.spec_decode.step_timing import time_steps
 from penstock_enginecore.core.startup import size_engine
 from penstock_enginecore.core.step_counts import StepCounts
 from penstock_enginecore.core.step_recovery import KeepFailedStep, StepRecovery
@@ -136,7 +137,7 @@ class EngineCore:
             supports_chunked_prefill=model.supports_chunked_prefill,
             num_stages=config.executor.pipeline_parallel_size,
             speculative=speculative,
-            step_seconds=self.executor.step_seconds(_ROWS) if speculative.enabled else {},
+            step_seconds=time_steps(self.executor.step_seconds, _ROWS, model.max_len) if speculative.enabled else {},
             lora_slots=lora_slots,
             lora_stats=lambda: self.loras.stats(),
             media=model.media,

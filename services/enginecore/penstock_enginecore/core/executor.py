@@ -61,8 +61,10 @@ class Executor(Protocol):
         no step.
         """
 
-    def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
-        """How long steps of so many tokens of one request take, of as many as half a second is enough for. Waits."""
+    def step_seconds(self, num_tokens: int, passes: int) -> float:
+        """Have every worker make ``passes`` forward passes of so many tokens of one request, and wait for them. Returns the
+        seconds of the fastest.
+        """
 
     def execute_dummy_batch(self) -> None:
         """Waits for a forward pass of a token that nobody asked for, behind the steps that were started: other ranks of a

@@ -1,6 +1,5 @@
 """What the worker knows of the runner of its model."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -87,8 +86,10 @@ class ModelRunner(Protocol):
     def draft(self) -> DraftTokenIds:
         """What was drafted behind the step that was sampled last; nothing where nothing drafts. Raises nothing."""
 
-    def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
-        """How long steps of so many tokens of one request take, of as many as are timed within half a second."""
+    def step_seconds(self, num_tokens: int, passes: int) -> float:
+        """Make ``passes`` forward passes of so many tokens of one request, and return the seconds of the fastest. It makes all of
+        them, whatever time they take: other workers wait for it in each.
+        """
 
     def to(self, device: torch.device) -> None:
         """Move the weights: away from the device while the engine sleeps, and back."""

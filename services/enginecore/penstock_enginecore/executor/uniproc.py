@@ -121,9 +121,9 @@ class UniprocExecutor:
             return DraftTokenIds()
         return self._worker.runner.draft()
 
-    def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
+    def step_seconds(self, num_tokens: int, passes: int) -> float:
         """Waits for the worker to time them."""
-        return self._thread.call(partial(self._worker.runner.step_seconds, num_tokens))
+        return self._thread.call(partial(self._worker.runner.step_seconds, num_tokens, passes))
 
     def execute_dummy_batch(self) -> None:
         """Waits for the worker to compute a token that nobody asked for."""

@@ -16,11 +16,11 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock_common.child_process import start_python
 from penstock_common.errors import Internal, Unavailable
+from penstock_common.process import cpu_seconds
 from penstock_enginecore.config import StructuredOutputConfig
 from penstock_enginecore.structured_output.constraints.source import FIELD
 from penstock_enginecore.structured_output.messages import (
@@ -37,8 +37,6 @@ from penstock_enginecore.structured_output.messages import (
 FORKING = "penstock_enginecore.structured_output.forking"
 START_TIMEOUT = 120.0
 """Seconds until a new process must be ready: it imports the library and reads the vocabulary."""
-
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Forked:
@@ -68,13 +66,7 @@ class Forked:
 
     def cpu_seconds(self) -> float:
         """What it has computed, in all its threads; 0 once it is gone."""
-        try:
-            fields = (
-                Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-            )
-        except (FileNotFoundError, ProcessLookupError):
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / _TICKS
+        return cpu_seconds(self.pid)
 
     def kill(self) -> None:
         """End it. Idempotent."""

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -30,7 +30,7 @@ from penstock_enginecore.executor.generation.scorer import score_prompts
 from penstock_enginecore.executor.generation.step_embeddings import StepEmbeddings
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, StepInputs
 from penstock_enginecore.executor.generation.step_sampling import StepSampling
-from penstock_enginecore.executor.generation.step_timing import time_steps
+from penstock_enginecore.executor.generation.step_timing import fastest_pass
 from penstock_enginecore.executor.towers import Towers
 from penstock_enginecore.experts.group_experts import GroupExperts
 from penstock_enginecore.forward.base import AdaptedForward, Choice, ForwardBatch, KeptWeights
@@ -199,12 +199,12 @@ class GenerationRunner:
         self._embeddings.profile(lambda: self._probe(probe, np.arange(num_seqs) % num_tokens))
 
     @torch.inference_mode()
-    def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
+    def step_seconds(self, num_tokens: int, passes: int) -> float:
         """Forward passes of a request's first tokens, all of whose logits are computed, on a cache of their own."""
         alone = nullcontext() if self.experts is None else self.experts.spread.alone()
         try:
             with alone:
-                return time_steps(self._forward, num_tokens, self._model.max_len)
+                return fastest_pass(self._forward, num_tokens, passes)
         finally:
             self._forward.bind(self._caches)
 

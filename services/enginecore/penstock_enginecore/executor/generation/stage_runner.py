@@ -1,7 +1,5 @@
 """Runs the steps of one stage of a pipeline."""
 
-from collections.abc import Sequence
-
 import msgspec
 import torch
 
@@ -102,9 +100,9 @@ class StageRunner:
         """Nothing drafts here."""
         return DraftTokenIds()
 
-    def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
+    def step_seconds(self, num_tokens: int, passes: int) -> float:  # noqa: ARG002 - as of all runners
         """Stages have no drafts."""
-        return dict.fromkeys(num_tokens, 0.0)
+        return 0.0
 
     def to(self, device: torch.device) -> None:
         """Moves the stage's own weights."""

@@ -9,21 +9,25 @@ from penstock_enginecore.core.scheduler.base import Clock
 
 
 class Oldest(NamedTuple):
-    """The call that workers are at. ``waited``: seconds that they have had for it. ``timed``, ``limit``: see ``Calls.begin``."""
+    """The call that workers are at. ``waited``: seconds that they have had for it. ``timed``, ``limit``, ``computes``: see
+    ``Calls.begin``.
+    """
 
     waited: float
     timed: bool
     limit: float | None
+    computes: bool = False
 
 
 class _Call:
-    def __init__(self, num_workers: int, *, timed: bool, limit: float | None) -> None:
+    def __init__(self, num_workers: int, *, timed: bool, limit: float | None, computes: bool) -> None:
         self.future: Future[list[Any]] = Future()
         self.answers: list[Any] = [None] * num_workers
         self.missing = set(range(num_workers))
         self.error: Exception | None = None
         self.timed = timed
         self.limit = limit
+        self.computes = computes
 
 
 class Calls:
@@ -40,10 +44,13 @@ class Calls:
         self._oldest_since = 0.0
         self._failed: Exception | None = None
 
-    def begin(self, *, timed: bool, limit: float | None = None) -> "tuple[int, Future[list[Any]]]":
+    def begin(
+        self, *, timed: bool, limit: float | None = None, computes: bool = False
+    ) -> "tuple[int, Future[list[Any]]]":
         """The next number, and what becomes of the call: the answers by worker, or the first error that came. Raises the error
         of ``fail``. ``timed``: a step, which ends when all have answered; what is not ends with its first error, since others
         may wait for the worker that had it. ``limit``: seconds for what is no step, None for as long as it takes.
+        ``computes``: of what may take as long as it needs, whether a worker computes all the time until it is over.
         """
         with self._lock:
             if self._failed is not None:
@@ -51,7 +58,7 @@ class Calls:
             self._last += 1
             if not self._calls:
                 self._oldest_since = self._clock()
-            call = self._calls[self._last] = _Call(self._num_workers, timed=timed, limit=limit)
+            call = self._calls[self._last] = _Call(self._num_workers, timed=timed, limit=limit, computes=computes)
             return self._last, call.future
 
     def answered(self, worker: int, number: int, answer: Any) -> None:
@@ -110,7 +117,9 @@ class Calls:
         """The oldest call that not all have answered, None when there is none."""
         with self._lock:
             call = next(iter(self._calls.values()), None)
-            return None if call is None else Oldest(self._clock() - self._oldest_since, call.timed, call.limit)
+            if call is None:
+                return None
+            return Oldest(self._clock() - self._oldest_since, call.timed, call.limit, call.computes)
 
     @property
     def parted(self) -> bool:

@@ -53,6 +53,8 @@ from penstock_enginecore.parallel.kv_groups import largest_stage
 
 logger = logging.getLogger(__name__)
 
+_WAITING: tuple[Method, ...] = ("collective_rpc", "shutdown")
+"""Methods in which all workers may wait for something else than each other."""
 _CONSEQUENCE = 0.1
 """Seconds within which the end of a worker is seen whose neighbours have had an error of it."""
 
@@ -71,6 +73,7 @@ class MultiprocExecutor:
         self._timeout = config.executor.step_timeout
         self._num_workers = num_workers = config.executor.num_workers
         self._num_of_stage = config.executor.tensor_parallel_size
+        self._one_node = config.executor.nodes.size == 1
         self._calls = Calls(num_workers)
         self._loads = LoadsAwaited(num_workers)
         self._copies = CopiesAwaited(num_workers, self._send)
@@ -170,10 +173,10 @@ class MultiprocExecutor:
         self._send(Invoke(number, "draft"))
         return drafts
 
-    def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
-        """Waits for the workers to time them: of each number the longest."""
-        timed: list[dict[int, float]] = self._invoke("step_seconds", dict[int, float], encode(list(num_tokens)))
-        return {count: max(of.get(count, 0.0) for of in timed) for count in timed[0]}
+    def step_seconds(self, num_tokens: int, passes: int) -> float:
+        """Waits for the workers to time them: those of the slowest worker."""
+        timed: list[float] = self._invoke("step_seconds", float, encode((num_tokens, passes)))
+        return max(timed)
 
     def execute_dummy_batch(self) -> None:
         """Waits for the workers to compute a token that nobody asked for."""
@@ -256,7 +259,8 @@ class MultiprocExecutor:
 
     def _invoke(self, method: Method, kind: Any, argument: bytes = b"", limit: float | None = None) -> list[Any]:
         """The results by worker, as ``kind``. ``limit``: seconds that it may take; None: as long as no worker is stopped."""
-        number, answers = self._calls.begin(timed=False, limit=limit)
+        computes = self._one_node and method not in _WAITING
+        number, answers = self._calls.begin(timed=False, limit=limit, computes=computes)
         self._workers.look_again()
         self._send(Invoke(number, method, argument))
         values = answers.result()

@@ -5,16 +5,22 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from penstock_common.process import cpu_seconds
 from penstock_enginecore.core.scheduler.base import Clock
 from penstock_enginecore.executor.multiproc.calls import Oldest
 
 _LOOK = 0.25
 """Seconds between two looks at the states of workers that may take as long as they need."""
+_IDLE_AT_LEAST = 60.0
+"""Seconds in which no worker computes, at least, before they are given up: a machine may have much else to do."""
+_COMPUTED = 0.05
+"""Seconds of processor time that show that workers compute."""
 
 
 class Overdue:
     """A step has ``timeout`` seconds, a call with a limit has that. Any other may take as long as it needs, as one that loads a
-    model; so it is looked whether one of the workers is stopped, which never ends it.
+    model; so it is looked whether one of the workers is stopped, which never ends it. Where one of them should compute all the
+    time, it is also looked whether none does: then they wait for each other.
     """
 
     def __init__(self, timeout: float, oldest: Callable[[], Oldest | None], clock: Clock = time.monotonic) -> None:
@@ -23,6 +29,7 @@ class Overdue:
         self._oldest = oldest
         self._clock = clock
         self._stopped: dict[int, float] = {}
+        self._computed = self._computed_at = 0.0
 
     def look_in(self) -> float:
         """Seconds until ``reason`` may have one, 0 or less when it has."""
@@ -41,7 +48,9 @@ class Overdue:
         if call is None:
             return None
         if limit is None:
-            return self._stopped_for_long(pids, first_rank)
+            return self._stopped_for_long(pids, first_rank) or (
+                self._idle_for_long(call, pids) if call.computes else None
+            )
         if call.waited < limit:
             return None
         if call.timed:
@@ -50,6 +59,18 @@ class Overdue:
 
     def _limit(self, call: Oldest) -> float | None:
         return self._timeout if call.timed else call.limit
+
+    def _idle_for_long(self, call: Oldest, pids: Sequence[int]) -> str | None:
+        now, computed = self._clock(), sum(map(cpu_seconds, pids))
+        if not 0 <= computed - self._computed < _COMPUTED:
+            self._computed, self._computed_at = computed, now
+        limit = max(self._timeout, _IDLE_AT_LEAST)
+        if min(now - self._computed_at, call.waited) < limit:
+            return None
+        return (
+            f"no worker has computed anything for {limit:g} s, while the model was loaded or prepared: they wait for each other, "
+            "or for files that do not come (executor.step_timeout, at least 60 s)"
+        )
 
     def _stopped_for_long(self, pids: Sequence[int], first_rank: int) -> str | None:
         now = self._clock()

@@ -164,7 +164,7 @@ class WorkerLoop:
             "recover": lambda _: self._recover(),
             "execute_dummy_batch": lambda _: self._made().runner.execute_dummy_batch(),
             "draft": lambda _: self._draft(),
-            "step_seconds": lambda argument: self._made().runner.step_seconds(msgspec.msgpack.decode(argument)),
+            "step_seconds": lambda argument: self._made().runner.step_seconds(*msgspec.msgpack.decode(argument)),
             "block_facts": self._block_facts,
             "collective_rpc": self._collective_rpc,
             "shutdown": lambda _: self._shutdown(),

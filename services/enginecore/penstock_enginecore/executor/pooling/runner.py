@@ -1,6 +1,5 @@
 """Runs the steps of a model that is pooled: hidden states of the scheduled tokens, results of the prompts that end."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -145,9 +144,9 @@ class PoolingRunner:
         """Nothing drafts here."""
         return DraftTokenIds()
 
-    def step_seconds(self, num_tokens: Sequence[int]) -> dict[int, float]:
+    def step_seconds(self, num_tokens: int, passes: int) -> float:  # noqa: ARG002 - as of all runners
         """Only steps with drafts are timed."""
-        return dict.fromkeys(num_tokens, 0.0)
+        return 0.0
 
     def to(self, device: torch.device) -> None:
         """Move the layers, and what comes behind them."""

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -95,3 +96,31 @@ def test_a_worker_that_goes_on_has_all_its_time_again(workers: Workers, process:
     assert workers.overdue.reason([process.pid]) is None
     stop(process)
     assert workers.overdue.reason([process.pid]) is None
+
+
+def test_workers_that_all_wait_while_they_should_compute_are_given_up(
+    workers: Workers, process: "subprocess.Popen[bytes]"
+) -> None:
+    limit = 60.0  # executor.step_timeout is less
+    workers.call = Oldest(0, timed=False, limit=None, computes=True)
+    assert workers.overdue.reason([process.pid]) is None
+    workers.now += limit
+    workers.call = Oldest(limit - 1, timed=False, limit=None, computes=True)
+    assert workers.overdue.reason([process.pid]) is None, "for this call they have not waited so long"
+    workers.call = Oldest(limit, timed=False, limit=None, computes=False)
+    assert workers.overdue.reason([process.pid]) is None, "they may wait for something else"
+    workers.call = Oldest(limit, timed=False, limit=None, computes=True)
+    reason = workers.overdue.reason([process.pid])
+    assert reason is not None
+    assert "no worker has computed anything for 60 s" in reason
+    assert "executor.step_timeout" in reason
+
+
+def test_workers_of_which_one_computes_are_not(workers: Workers, process: "subprocess.Popen[bytes]") -> None:
+    workers.call = Oldest(10_000, timed=False, limit=None, computes=True)
+    for _ in range(3):
+        assert workers.overdue.reason([process.pid, os.getpid()]) is None
+        computed = time.process_time()
+        while time.process_time() < computed + 0.1:
+            sum(range(1000))
+        workers.now += 1000
