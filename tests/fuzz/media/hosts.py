@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
@@ -81,6 +82,29 @@ async def _informational(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.01)
 
 
+def _repeated(first: bytes, piece: bytes) -> Callable[[asyncio.StreamWriter], Awaitable[None]]:
+    """Answer with pieces without end, as fast as they are taken: parsing them is work, and brings next to nothing."""
+
+    async def send(writer: asyncio.StreamWriter) -> None:
+        writer.write(first)
+        pieces = piece * (len(_BLOCK) // len(piece))
+        while True:
+            writer.write(pieces)
+            await writer.drain()
+
+    return send
+
+
+async def _single_bytes(writer: asyncio.StreamWriter) -> None:
+    """Send a head of one endless header, each byte in a packet of its own."""
+    writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    writer.write(b"HTTP/1.1 200 OK\r\nX-Long: ")
+    while True:
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0)
+
+
 async def _drip(writer: asyncio.StreamWriter) -> None:
     writer.write(answer(IMAGES[1])[: -len(IMAGES[1])])
     for byte in IMAGES[1]:
@@ -106,11 +130,21 @@ async def _reset(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
+_CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
 ANSWERS: Mapping[str, Answer] = {
     "endless": _endless,
     "endless-chunks": _endless_chunks,
     "endless-headers": _headers,
     "endless-informational": _informational,
+    "one-byte-chunks": _repeated(_CHUNKED, b"1\r\nx\r\n"),
+    "chunk-extensions": _repeated(_CHUNKED, b"1;name=value\r\nx\r\n"),
+    "long-extension": _repeated(_CHUNKED + b"1;", b"name=value;"),
+    "endless-trailers": _repeated(_CHUNKED + b"1\r\nx\r\n0\r\n", b"a:b\r\n"),
+    "short-headers": _repeated(b"HTTP/1.1 200 OK\r\n", b"a:b\r\n"),
+    "long-reason": _repeated(b"HTTP/1.1 200 ", b"reason "),
+    "continue-row": _repeated(b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "single-bytes": _single_bytes,
     "drip": _drip,
     "slow-head": _slow_head,
     "silence": _silence,
@@ -140,6 +174,8 @@ ANSWERS: Mapping[str, Answer] = {
     "busy": answer(b"", "503 Service Unavailable", Retry_After="99999999999999999999"),
     "nowhere": answer(b"", "302 Found"),
     "loop": answer(b"", "302 Found", Location="loop"),
+    "long-loop": answer(b"", "302 Found", Location="loop?" + "../" * 20_000),
+    "to-chunks": answer(b"", "302 Found", Location="/one-byte-chunks/1"),
 }
 """By the beginning of a path: ``/NAME`` or ``/NAME/NUMBER``."""
 

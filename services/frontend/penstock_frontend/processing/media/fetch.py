@@ -5,27 +5,24 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http import HTTPStatus
-from urllib.parse import urljoin
-
-import h11
+from typing import TypeVar
 
 from penstock_common.errors import ConfigError, ResourceExhausted
 from penstock_frontend.config.media import MediaConfig
+from penstock_frontend.pace import Pace
 from penstock_frontend.processing.media import refusals
+from penstock_frontend.processing.media.exchange import Counted, Exchange
 from penstock_frontend.processing.media.sources import Target, check_domain, is_allowed_address, read_url
+from penstock_frontend.processing.media.wire import BYTES_PER_TURN, Wire, connect
+
+T = TypeVar("T")
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 """All addresses of a host, as text. Raises OSError."""
-Counted = Callable[[int], None]
-"""Told of so many more bytes that are in memory. Raises ResourceExhausted."""
 
-_READ = 64 * 1024
-_LONGEST_HEAD = 32 * 1024
-_REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_FOR_NOW = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses after which another try may bring the file."""
 _RESOLVING_THREADS = 8
+_HANDSHAKE_THREADS = 2
+"""OpenSSL computes without Python's lock, so that the event loop goes on beside these threads."""
 
 
 class Fetcher:
@@ -40,18 +37,22 @@ class Fetcher:
         self._private = config.private_networks
         self._resolver = resolver or self._resolve
         self._threads = ThreadPoolExecutor(_RESOLVING_THREADS, thread_name_prefix="media-names")
+        self._handshakes = ThreadPoolExecutor(_HANDSHAKE_THREADS, thread_name_prefix="media-tls")
+        self._pace = Pace(BYTES_PER_TURN)
         try:
             self._tls = ssl.create_default_context(cafile=config.ca or None)
         except OSError as e:  # SSLError is one
             raise ConfigError(f"media.ca: {config.ca} has no certificates that can be read: {e}") from None
+        self._tls.options |= ssl.OP_NO_RENEGOTIATION
         self._room = asyncio.Semaphore(config.max_fetches)
         self.num_waiting = 0
         self._closed = False
 
     def close(self) -> None:
-        """Look up no more names."""
+        """Look up no more names, and begin no more TLS handshakes."""
         self._closed = True
         self._threads.shutdown(wait=False)
+        self._handshakes.shutdown(wait=False)
 
     def check(self, url: str, *, field: str) -> Target:
         """What the URL asks for. Raises PermissionDenied or InvalidArgument where it may not be fetched, before anything is."""
@@ -97,30 +98,33 @@ class Fetcher:
 
     async def _get(self, target: Target, field: str, counted: Counted) -> bytes | Target:
         """The file, or where it is instead."""
-        reader, writer = await self._connect(target, field)
+        wire = await self._connect(target, field)
         try:
-            return await _Exchange(reader, writer, field, self._config.max_bytes, counted).get(target, self.check)
-        except (OSError, h11.RemoteProtocolError) as e:
-            what = (
-                "its host breaks the protocol" if isinstance(e, h11.RemoteProtocolError) else "the connection was lost"
-            )
-            raise refusals.fetch_failed(field, what, for_now=isinstance(e, OSError)) from None
+            return await Exchange(wire, field, self._config.max_bytes, counted).get(target, self.check)
+        except OSError:
+            raise refusals.fetch_failed(field, "the connection was lost", for_now=True) from None
         finally:
-            writer.transport.abort()
+            wire.close()
 
-    async def _connect(self, target: Target, field: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        tls = self._tls if target.is_tls else None
-        name = target.host if target.is_tls else None
+    async def _connect(self, target: Target, field: str) -> Wire:
         for address in await self._addresses(target, field):
             try:
-                return await asyncio.open_connection(
-                    address, target.port, ssl=tls, server_hostname=name, limit=_READ, flags=socket.AI_NUMERICHOST
-                )
+                return await self._dial(address, target)
             except ssl.SSLCertVerificationError:
                 raise refusals.fetch_failed(field, "its host's certificate is not trusted", for_now=False) from None
             except OSError:
                 continue
         raise refusals.fetch_failed(field, "its host takes no connections", for_now=True)
+
+    async def _dial(self, address: str, target: Target) -> Wire:
+        wire = await connect(address, target.port, self._pace)
+        try:
+            if target.is_tls:
+                await wire.start_tls(self._tls, target.host, lambda step: self._run(self._handshakes, step))
+        except BaseException:
+            wire.close()
+            raise
+        return wire
 
     async def _addresses(self, target: Target, field: str) -> Sequence[str]:
         """All of the host's. Raises PermissionDenied where one of them is not public: which one it is, is not told."""
@@ -138,89 +142,10 @@ class Fetcher:
         return addresses
 
     async def _resolve(self, host: str, port: int) -> list[str]:
-        if self._closed:
-            raise refusals.shutting_down()
-        found = await asyncio.get_running_loop().run_in_executor(
-            self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        )
+        found = await self._run(self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
-
-class _Exchange:
-    """One request and its answer."""
-
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        field: str,
-        max_bytes: int,
-        counted: Counted,
-    ) -> None:
-        self._reader, self._writer = reader, writer
-        self._field = field
-        self._max_bytes = max_bytes
-        self._counted = counted
-        self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=_LONGEST_HEAD)
-
-    async def get(self, target: Target, check: Callable[..., Target]) -> bytes | Target:
-        """The file, or where it is instead, which is checked. Raises OSError, h11.RemoteProtocolError, RequestFailed."""
-        headers = [
-            ("Host", target.authority),
-            ("User-Agent", "penstock"),
-            ("Accept", "*/*"),
-            ("Accept-Encoding", "identity"),
-            ("Connection", "close"),
-        ]
-        self._send(h11.Request(method="GET", target=target.path, headers=headers))
-        self._send(h11.EndOfMessage())
-        await self._writer.drain()
-        while isinstance(event := await self._next(), h11.InformationalResponse):
-            continue
-        if not isinstance(event, h11.Response):
-            raise ConnectionResetError
-        answered = {name.decode("ascii"): value.decode("latin-1") for name, value in event.headers}
-        if event.status_code in _REDIRECTS:
-            return check(self._joined(target, answered.get("location", "")), field=self._field)
-        if event.status_code != HTTPStatus.OK:
-            why = f"its host answered with status {event.status_code}"
-            raise refusals.fetch_failed(self._field, why, for_now=event.status_code in _FOR_NOW)
-        if answered.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-            raise refusals.fetch_failed(self._field, "its host encodes the content, unasked", for_now=False)
-        return await self._body(int(answered.get("content-length", 0)))
-
-    def _send(self, event: h11.Event) -> None:
-        if data := self._http.send(event):
-            self._writer.write(data)
-
-    def _joined(self, target: Target, location: str) -> str:
-        try:
-            return urljoin(target.url, location)
-        except ValueError:
-            raise refusals.fetch_failed(self._field, "it redirects to what is no URL", for_now=False) from None
-
-    async def _body(self, announced: int) -> bytes:
-        self._check_size(announced)
-        if announced:
-            self._counted(announced)
-        pieces: list[bytes] = []
-        size = 0
-        while not isinstance(event := await self._next(), h11.EndOfMessage):
-            if not isinstance(event, h11.Data):
-                raise ConnectionResetError
-            self._check_size(size := size + len(event.data))
-            if not announced:
-                self._counted(len(event.data))
-            pieces.append(bytes(event.data))
-        if not size:
-            raise refusals.fetch_failed(self._field, "it is empty", for_now=False)
-        return b"".join(pieces)
-
-    def _check_size(self, size: int) -> None:
-        if size > self._max_bytes:
-            raise refusals.too_large(self._field, f"has {size} bytes or more", "media.max_bytes", self._max_bytes)
-
-    async def _next(self) -> object:
-        while (event := self._http.next_event()) is h11.NEED_DATA:
-            self._http.receive_data(await self._reader.read(_READ))
-        return event
+    async def _run(self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        if self._closed:
+            raise refusals.shutting_down()
+        return await asyncio.get_running_loop().run_in_executor(threads, work)

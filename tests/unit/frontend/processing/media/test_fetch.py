@@ -1,5 +1,6 @@
 import asyncio
 import ssl
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from penstock_common.errors import (
     PermissionDenied,
     RequestFailed,
     ResourceExhausted,
+    Unavailable,
 )
 from penstock_frontend.config import MediaConfig
 from penstock_frontend.processing.media.fetch import Fetcher
@@ -304,6 +306,46 @@ async def test_what_comes_is_counted_as_it_comes(server: FileServer) -> None:
     assert sum(counts["/b.png"]) == len(BODY)
 
 
+async def test_fetches_at_once_share_what_is_read_in_a_turn_of_the_loop(server: FileServer) -> None:
+    server.answers["/a.png"] = b"HTTP/1.1 200 OK\r\n\r\n" + bytes(512 * 1024)
+    each, turn, taken = fetcher(server), 0, Counter[int]()
+    is_over = False
+
+    def count_turns() -> None:
+        nonlocal turn
+        turn += 1
+        if not is_over:
+            asyncio.get_running_loop().call_soon(count_turns)
+
+    def counted(size: int) -> None:
+        taken[turn] += size
+
+    count_turns()
+    await asyncio.gather(*(each.fetch(url(server), field="url", counted=counted) for _ in range(10)))
+    is_over = True
+    assert sum(taken.values()) == 10 * 512 * 1024
+    assert max(taken.values()) <= 80 * 1024
+
+
+@pytest.mark.parametrize(
+    ("first", "piece"),
+    [
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n" * 1000),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"T: x\r\n" * 1000),
+        (b"HTTP/1.1 200 OK\r\n", b"T: x\r\n" * 1000),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
+    ],
+    ids=["one-byte chunks", "trailers", "headers", "informational"],
+)
+async def test_answers_of_next_to_nothing_are_given_up(server: FileServer, first: bytes, piece: bytes) -> None:
+    server.answers["/a.png"] = first + piece * 20
+    error = await refused(fetcher(server), url(server))
+    assert (error.reason, error.code) == ("MEDIA_FETCH_FAILED", "INVALID_ARGUMENT")
+    assert "its host sends more than" in error.message
+    while server.num_open:
+        await asyncio.sleep(0.01)
+
+
 def test_authorities_that_cannot_be_read_are_an_error_of_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "ca.crt").write_text("no certificate")
     for path in (tmp_path / "ca.crt", tmp_path / "nowhere"):
@@ -326,3 +368,32 @@ async def test_a_host_is_known_by_its_certificate_for_its_name(tmp_path: Path) -
             host = "b.other.test" if other is each else "images.test"
             error = await refused(other, url(server, host=host, scheme="https"))
             assert (error.reason, error.code) == ("MEDIA_FETCH_FAILED", "INVALID_ARGUMENT")
+
+
+async def test_a_host_that_encrypts_single_bytes_is_given_up(tmp_path: Path) -> None:
+    authority = Authority()
+    files = authority.issue("images.test").write(tmp_path)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(files.certificate, files.key)
+
+    async def single_bytes(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        for _ in range(10_000):
+            writer.write(b"x")
+
+    async with FileServer(tls) as server:
+        server.answers["/a.png"] = single_bytes
+        error = await refused(fetcher(server, ca=files.ca), url(server, scheme="https"))
+        assert (error.reason, error.code) == ("MEDIA_FETCH_FAILED", "INVALID_ARGUMENT")
+        assert "its host sends more than" in error.message
+
+
+async def test_a_fetcher_that_is_closed_begins_no_more(server: FileServer) -> None:
+    each = fetcher(server)
+    each.close()
+    with pytest.raises(Unavailable):
+        await each.fetch(url(server, scheme="https"), field="url")
+    each = Fetcher(MediaConfig(allowed_domains=("images.test",)))
+    each.close()
+    with pytest.raises(Unavailable):
+        await each.fetch("http://images.test/a.png", field="url")
