@@ -44,10 +44,13 @@ def png_bomb(width: int, height: int) -> bytes:
     return png(width, height, data)
 
 
-def png(width: int, height: int, data: bytes) -> bytes:
-    """A PNG file whose header says so many pixels, whatever its data have."""
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", head) + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
+def png(
+    width: int, height: int, data: bytes, *, depth: int = 8, colour_type: int = 2, transparent: tuple[int, ...] = ()
+) -> bytes:
+    """A PNG file whose header says so many pixels, whatever its data have. ``transparent``: the samples of that colour."""
+    head = struct.pack(">IIBBBBB", width, height, depth, colour_type, 0, 0, 0)
+    colour = _chunk(b"tRNS", struct.pack(f">{len(transparent)}H", *transparent)) if transparent else b""
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", head) + colour + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:

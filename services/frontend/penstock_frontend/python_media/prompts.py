@@ -17,6 +17,7 @@ from penstock_frontend.api.media_sources import source_of_url
 from penstock_frontend.call_types import MixedPrompt
 from penstock_frontend.media_parts import EncodedFile, Frame, Frames, MediaPart, Source
 from penstock_frontend.processing.media.families.base import Family
+from penstock_frontend.processing.media.flatten import flattened
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 _FORMS: Mapping[Modality, str] = {
@@ -148,7 +149,7 @@ def _read(path: Path, field: str) -> bytes:
 
 
 def _picture(value: object) -> bytes | None:
-    """A PNG file of an image, which loses nothing; None for what is none."""
+    """Return a PNG file of an image, or None for what is no image. Modes that PNG does not have are converted to RGB."""
     if isinstance(value, np.ndarray):
         if value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] not in (3, 4) or not value.size:
             return None
@@ -156,7 +157,7 @@ def _picture(value: object) -> bytes | None:
     if not isinstance(value, Image.Image):
         return None
     file = io.BytesIO()
-    (value if value.mode in _PNG_MODES else value.convert("RGB")).save(file, "PNG", compress_level=1)
+    (value if value.mode in _PNG_MODES else flattened(value)).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 

@@ -12,6 +12,8 @@ from PIL import Image
 from penstock_common.errors import ConfigError, InvalidArgument, RequestFailed, Unimplemented
 from penstock_frontend.call_types import MixedPrompt
 from penstock_frontend.media_parts import EncodedFile, Frames, MediaPart, Url
+from penstock_frontend.processing.media.decode import decode_image, open_image
+from penstock_frontend.processing.media.decode_limits import DecodeLimits
 from penstock_frontend.python_media.prompts import UnplacedPrompt, placed
 from penstock_local.inprocess.inputs import conversations_of, predicted_of, prompts_of
 from penstock_local.inprocess.options import media_config, media_limits
@@ -62,6 +64,14 @@ def pixels_of(data: bytes) -> Any:
         return np.asarray(image)
 
 
+def shown_of(image: Image.Image) -> list[int]:
+    """The grey of each pixel that the model sees."""
+    limits = DecodeLimits(max_pixels=10, max_frames=1, max_audio_seconds=1.0)
+    shown = np.asarray(decode_image(open_image(source_of("image", image).data, limits)))
+    assert (shown == shown[..., :1]).all()
+    return [int(grey) for grey in shown[0, :, 0]]
+
+
 @pytest.mark.parametrize("value", [PICTURE, PIXELS], ids=["PIL", "array"])
 def test_an_image_loses_nothing(value: Any) -> None:
     source = source_of("image", value)
@@ -73,6 +83,27 @@ def test_an_image_loses_nothing(value: Any) -> None:
 def test_an_image_may_have_any_mode(mode: str) -> None:
     image = Image.new(mode, (3, 2))
     assert pixels_of(source_of("image", image).data).shape[:2] == (2, 3)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "RGBa", "LA", "La", "PA", "P", "palette with alpha"])
+def test_transparent_pixels_of_an_image_are_white(mode: str) -> None:
+    image = Image.fromarray(np.array([[[9, 9, 9, 0], [9, 9, 9, 255], [0, 0, 0, 51]]], np.uint8), "RGBA")
+    if mode == "P":
+        image = Image.frombytes("P", (3, 1), b"\0\1\2")
+        image.putpalette([9, 9, 9, 9, 9, 9, 204, 204, 204])
+        image.info["transparency"] = 0
+    elif mode == "palette with alpha":
+        image = Image.frombytes("P", (3, 1), b"\0\1\2")
+        image.putpalette([9, 9, 9, 0, 9, 9, 9, 255, 0, 0, 0, 51], "RGBA")
+    else:
+        image = image.convert("LA").convert(mode) if mode == "La" else image.convert(mode)
+    assert shown_of(image) == [255, 9, 204]
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("I;16", "<u2"), ("I;16B", ">u2"), ("I;16L", "<u2"), ("I", "=i4")])
+def test_16_bits_of_grey_are_scaled(mode: str, kind: str) -> None:
+    image = Image.frombytes(mode, (3, 1), np.array([0x0700, 0x1234, 65_535], kind).tobytes())
+    assert shown_of(image) == [7, 0x12, 255]
 
 
 def test_files_and_urls_go_as_they_are(tmp_path: Path) -> None:

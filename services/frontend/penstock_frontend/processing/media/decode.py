@@ -12,6 +12,7 @@ from PIL import ImageOps
 from PIL.Image import Image
 
 from penstock_frontend.processing.media.decode_limits import DecodeLimits, TooLarge, Unreadable
+from penstock_frontend.processing.media.flatten import flattened, transparent_colour
 from penstock_frontend.processing.media.resample import resampled
 from penstock_frontend.processing.media.sniff import image_format, sound_format
 
@@ -44,9 +45,16 @@ def open_image(data: bytes, limits: DecodeLimits) -> Image:
 
 
 def decode_image(image: Image) -> Image:
-    """The first picture of an open file in RGB, turned as its EXIF data says: what ``load_image`` of transformers gives."""
+    """Return the first picture of an open file in RGB, turned as its EXIF data says, with transparent pixels on white.
+
+    Raises:
+        Unreadable: the file is broken.
+    """
     try:
-        return ImageOps.exif_transpose(image).convert("RGB")
+        if (colour := transparent_colour(image)) is not None:
+            image.info["transparency"] = colour
+        ImageOps.exif_transpose(image, in_place=True)
+        return flattened(image)
     except MemoryError:
         raise
     except Exception as e:  # decoders raise what they like

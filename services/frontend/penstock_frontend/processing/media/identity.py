@@ -13,6 +13,11 @@ _KEY_BYTES = hashlib.blake2b.MAX_KEY_SIZE
 _LENGTH_BYTES = 8
 _canonical = msgspec.json.Encoder(order="deterministic")
 
+_DECODING = b"2"
+"""Version of how files become pixels and samples. Raise it when the same file gives other ones: engines and tiers keep embeddings
+and KV blocks for longer than a frontend runs. 2: alpha is composited on white, and 16-bit grey is scaled.
+"""
+
 Arguments = bytes
 """Of a processor: a JSON object, the same for the same whatever order they came in."""
 Content = EncodedFile | Frames | Features
@@ -55,9 +60,9 @@ def _key(cache_salt: str) -> bytes:
 def _fields(content: Content) -> Iterator[bytes | bytearray]:
     """Begins with the kind, so that none can be taken for another."""
     if isinstance(content, EncodedFile):
-        yield from (b"file", content.data)
+        yield from (b"file", _DECODING, content.data)
     elif isinstance(content, Frames):
-        yield b"frames"
+        yield from (b"frames", _DECODING)
         for frame in content.frames:
             yield from (repr(float(frame.timestamp)).encode(), frame.data)
     else:

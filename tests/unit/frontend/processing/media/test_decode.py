@@ -1,4 +1,6 @@
+import zlib
 from io import BytesIO
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from penstock_frontend.processing.media.decode_limits import DecodeLimits, TooLa
 from tests.fakes.media_files import image_file, png, png_bomb, saved, sound_file
 
 LIMITS = DecodeLimits(max_pixels=10_000, max_frames=4, max_audio_seconds=2.0)
+WHITE = (255, 255, 255)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
@@ -60,6 +63,107 @@ def test_of_an_animation_the_first_picture_is_taken(kind: str) -> None:
     pixel = decode_image(open_image(data, LIMITS)).getpixel((0, 0))
     assert isinstance(pixel, tuple)
     assert pixel[0] > 200 > 50 > pixel[2]
+
+
+def decoded(data: bytes) -> list[tuple[int, ...]]:
+    image = decode_image(open_image(data, LIMITS))
+    assert image.mode == "RGB"
+    return [tuple(int(value) for value in pixel) for pixel in np.asarray(image).reshape(-1, 3)]
+
+
+RGBA = np.array([[[9, 8, 7, 0], [9, 8, 7, 255], [0, 100, 255, 51]]], np.uint8)
+ON_WHITE = [WHITE, (9, 8, 7), (204, 224, 255)]
+
+
+@pytest.mark.parametrize(("kind", "options"), [("PNG", {}), ("WEBP", {"lossless": True, "exact": True})])
+def test_alpha_is_composited_on_white(kind: str, options: dict[str, Any]) -> None:
+    assert decoded(saved(Image.fromarray(RGBA, "RGBA"), kind, **options)) == ON_WHITE
+
+
+def test_hidden_colours_change_nothing() -> None:
+    hidden = RGBA.copy()
+    hidden[0, 0, :3] = 200
+    assert decoded(saved(Image.fromarray(hidden, "RGBA"), "PNG")) == ON_WHITE
+
+
+def test_grey_with_alpha_is_composited_on_white() -> None:
+    grey = np.array([[[9, 0], [9, 255], [0, 51]]], np.uint8)
+    assert decoded(saved(Image.fromarray(grey, "LA"), "PNG")) == [WHITE, (9, 9, 9), (204, 204, 204)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "transparency", "expected"),
+    [
+        ("PNG", 1, [(0, 0, 0), WHITE, (70, 80, 90)]),
+        ("PNG", b"\xff\x33\0", [(0, 0, 0), (204, 224, 255), WHITE]),
+        ("GIF", 1, [(0, 0, 0), WHITE, (70, 80, 90)]),
+    ],
+)
+def test_palettes_with_transparency_are_composited_on_white(kind: str, transparency: Any, expected: Any) -> None:
+    image = Image.fromarray(np.array([[0, 1, 2]], np.uint8), "P")
+    image.putpalette([0, 0, 0, 0, 100, 255, 70, 80, 90])
+    assert decoded(saved(image, kind, transparency=transparency)) == expected
+
+
+@pytest.mark.parametrize(
+    ("depth", "colour_type", "row", "key", "expected"),
+    [
+        (1, 0, b"\x40", (1,), [0, 255, 0]),
+        (1, 0, b"\x40", (0,), [255, 255, 255]),
+        (2, 0, b"\x18", (0,), [255, 85, 170]),
+        (2, 0, b"\x18", (2,), [0, 85, 255]),
+        (4, 0, b"\x07\x90", (7,), [0, 255, 9 * 17]),
+        (8, 0, b"\0\x07\x09", (7,), [0, 255, 9]),
+        (8, 0, b"\0\x07\x09", (0x0107,), [0, 255, 9]),
+        (16, 0, b"\0\0\x12\x34\x12\x35", (0x1234,), [0, 255, 0x12]),
+    ],
+)
+def test_a_transparent_grey_is_white(depth: int, colour_type: int, row: bytes, key: Any, expected: Any) -> None:
+    data = png(3, 1, zlib.compress(b"\0" + row), depth=depth, colour_type=colour_type, transparent=key)
+    assert decoded(data) == [(grey,) * 3 for grey in expected]
+
+
+@pytest.mark.parametrize(("depth", "factor"), [(8, 1), (16, 0x0101)])
+def test_a_transparent_colour_is_white(depth: int, factor: int) -> None:
+    samples = np.array([1, 2, 3, 1, 2, 4, 0, 0, 0]) * factor
+    row = samples.astype(">u2" if depth == 16 else "u1").tobytes()
+    key = (1 * factor, 2 * factor, 3 * factor)
+    data = png(3, 1, zlib.compress(b"\0" + row), depth=depth, colour_type=2, transparent=key)
+    assert decoded(data) == [WHITE, (1, 2, 4), (0, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("colour_type", "samples", "expected"),
+    [
+        (0, [0, 255, 0x1234, 65_535], [(0,) * 3, (0,) * 3, (0x12,) * 3, WHITE]),
+        (2, [0x1234, 0x5678, 0x9ABC], [(0x12, 0x56, 0x9A)]),
+        (4, [0x0900, 0, 0x0900, 65_535, 0, 0x3333], [WHITE, (9,) * 3, (204,) * 3]),
+        (6, [0x0900, 0, 0, 0, 0x0900, 0x0800, 0x0700, 65_535], [WHITE, (9, 8, 7)]),
+    ],
+    ids=["grey", "RGB", "grey and alpha", "RGBA"],
+)
+def test_16_bits_are_scaled_to_8(colour_type: int, samples: list[int], expected: list[Any]) -> None:
+    data = png(
+        len(expected), 1, zlib.compress(b"\0" + np.array(samples, ">u2").tobytes()), depth=16, colour_type=colour_type
+    )
+    assert decoded(data) == expected
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+def test_transparent_pictures_are_turned(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = decode_image(open_image(saved(Image.fromarray(RGBA, "RGBA"), "PNG", exif=exif.tobytes()), LIMITS))
+    assert image.size == ((1, 3) if orientation == 6 else (3, 1))
+    found = [tuple(int(value) for value in pixel) for pixel in np.asarray(image).reshape(-1, 3)]
+    assert found == (ON_WHITE[::-1] if orientation == 3 else ON_WHITE)
+
+
+def test_of_a_transparent_animation_the_first_picture_is_taken() -> None:
+    first, second = (Image.new("RGBA", (8, 8), (9, 9, 9, alpha)) for alpha in (0, 255))
+    for kind in ("WEBP", "PNG"):
+        data = saved(first, kind, save_all=True, append_images=[second], duration=10, lossless=True)
+        assert set(decoded(data)) == {WHITE}
 
 
 def test_frames_are_decoded_one_by_one_when_they_are_asked_for() -> None:

@@ -1,0 +1,72 @@
+"""Images of any mode to RGB: transparent pixels show white, and 16-bit grey is scaled to 8 bits."""
+
+from typing import Any
+
+import numpy as np
+from PIL import Image as Pillow
+from PIL import ImageFile
+from PIL.Image import Image
+
+_TILE = 1024
+"""Pixels on each side of a tile. Tiles bound the memory beyond the image and its result to some 16 MiB."""
+_DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")
+_MAX_DEEP = 65_535
+_GREY_STEPS = {"L;2": 85, "L;4": 17}
+"""Factors by which Pillow multiplies grey samples of 2 and 4 bits."""
+
+
+def flattened(image: Image) -> Image:
+    """Return the image in RGB.
+
+    Alpha is composited on white, as by ``convert_to_rgb`` of transformers: also the alpha of palettes, and a transparent colour.
+    Modes of more than 8 bits of grey (I and I;16) count as 16 bits, of which the upper 8 are taken, as Pillow does in
+    colour images of 16 bits. F is clipped to 0 to 255, as Pillow does.
+
+    Raises:
+        ValueError: Pillow cannot convert the mode.
+    """
+    if image.mode not in _DEEP and not image.has_transparency_data:
+        return image.convert("RGB")
+    image.load()
+    result = Pillow.new("RGB", image.size, "white")
+    for top in range(0, image.height, _TILE):
+        for left in range(0, image.width, _TILE):
+            box = (left, top, min(left + _TILE, image.width), min(top + _TILE, image.height))
+            tile = _with_alpha(image.crop(box))
+            result.paste(tile, box[:2], tile)
+    return result
+
+
+def transparent_colour(image: Image) -> Any:
+    """Return the transparent colour of an undecoded PNG file as its pixels have it once they are decoded; None if it has none.
+
+    Pillow gives the samples of the file: 2 and 4 bits of grey are not scaled, and 16 bits per colour are not cut to 8.
+    Colours of 16 bits that differ in the lower 8 bits only count as the same.
+    """
+    colour = image.info.get("transparency")
+    if image.format != "PNG" or not isinstance(image, ImageFile.ImageFile) or not image.tile:
+        return colour
+    raw = image.tile[0].args
+    if image.mode == "RGB" and isinstance(colour, tuple):
+        return tuple(sample >> 8 if raw == "RGB;16B" else sample & 0xFF for sample in colour)
+    if image.mode == "L" and isinstance(colour, int):
+        step = _GREY_STEPS.get(str(raw), 1)
+        return colour % (255 // step + 1) * step
+    return colour
+
+
+def _with_alpha(tile: Image) -> Image:
+    """Return the tile in RGBA."""
+    if tile.mode in _DEEP:
+        return _deep_with_alpha(tile)
+    if tile.mode == "La":  # which Pillow converts to LA only
+        tile = tile.convert("LA")
+    return tile.convert("RGBA")
+
+
+def _deep_with_alpha(tile: Image) -> Image:
+    samples = np.asarray(tile).clip(0, _MAX_DEEP)
+    grey = Pillow.fromarray((samples >> 8).astype(np.uint8))
+    colour = tile.info.get("transparency")
+    alpha = np.full(samples.shape, 255, np.uint8) if colour is None else np.where(samples == colour, 0, 255)
+    return Pillow.merge("LA", (grey, Pillow.fromarray(alpha.astype(np.uint8)))).convert("RGBA")
