@@ -252,8 +252,10 @@ async def test_an_answer_that_is_no_file_is_told_with_its_status(server: FileSer
         b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\nab",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         b"\x00" * 100,
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\nabc",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n1\r\na\r\n0\r\n\r\n",
     ],
-    ids=range(11),
+    ids=range(13),
 )
 async def test_an_answer_that_is_wrong_is_a_failed_fetch(server: FileServer, given: bytes) -> None:
     server.answers["/a.png"] = given
