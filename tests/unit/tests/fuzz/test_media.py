@@ -5,11 +5,17 @@ from collections import Counter
 
 import pytest
 
+from penstock_common.errors import InvalidArgument, RequestFailed
+from penstock_frontend.config import MediaConfig
+from penstock_frontend.processing.media.fetch import Fetcher
+from tests.fakes.patience import PATIENCE
 from tests.fuzz.attacks import Attacks
 from tests.fuzz.blame import Blame
 from tests.fuzz.http_calls import HttpCase
 from tests.fuzz.media.attacks import Killing
 from tests.fuzz.media.hosts import ANSWERS, REDIRECTS, Hosts
+from tests.fuzz.media.items import MAX_BYTES
+from tests.fuzz.media.names import PUBLIC, PUBLIC_NETWORK
 from tests.fuzz.rpc_calls import Case
 from tests.fuzz.variants import SETS, VARIANTS, variant_of
 
@@ -116,3 +122,49 @@ async def test_a_hostile_host_answers_as_its_paths_say_and_the_private_one_tells
             await asyncio.sleep(0.01)
     assert {"endless", "drip", "silence", "loop"} <= ANSWERS.keys()
     assert any("private" in target for target in REDIRECTS)
+
+
+def fetcher_of(hosts: Hosts, seconds: float) -> Fetcher:
+    async def resolver(host: str, port: int) -> list[str]:
+        return [PUBLIC]
+
+    config = MediaConfig(
+        allowed_domains=(f"images.test:{hosts.port}",),
+        allowed_private_networks=(PUBLIC_NETWORK,),
+        max_bytes=MAX_BYTES,
+        fetch_timeout=seconds,
+    )
+    return Fetcher(config, resolver)
+
+
+async def test_fetches_from_every_hostile_host_end_with_a_clients_error() -> None:
+    async with Hosts() as hosts:
+        fetcher = fetcher_of(hosts, 1.0)
+        urls = [f"http://images.test:{hosts.port}/{path}/1" for path in ANSWERS]
+        found = await asyncio.gather(*(fetcher.fetch(url, field="url") for url in urls), return_exceptions=True)
+        while hosts.num_open:
+            await asyncio.sleep(0.01)
+    assert [each for each in found if not isinstance(each, bytes | RequestFailed)] == []
+    reasons = {each.reason for each in found if isinstance(each, RequestFailed)}
+    assert reasons <= {"MEDIA_FETCH_FAILED", "MEDIA_TOO_LARGE", "MEDIA_NOT_ALLOWED"}
+    files = {path for path, each in zip(ANSWERS, found, strict=True) if isinstance(each, bytes)}
+    assert files <= {"bomb", "latin", "page"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "one-byte-chunks",
+        "chunk-extensions",
+        "long-extension",
+        "endless-trailers",
+        "short-headers",
+        "continue-row",
+        "to-chunks",
+    ],
+)
+async def test_hosts_that_send_much_with_little_content_are_given_up_before_the_timeout(path: str) -> None:
+    async with Hosts() as hosts:
+        fetcher = fetcher_of(hosts, PATIENCE)
+        with pytest.raises(InvalidArgument, match="its host sends more than"):
+            await fetcher.fetch(f"http://images.test:{hosts.port}/{path}/1", field="url")
