@@ -703,3 +703,16 @@ async def test_a_model_that_reads_text_is_offered_no_images(browser: Browser, se
     assert await tab.value("document.querySelector('#attach').hidden") is True
     await give(tab, PASTED, ("a.png", "image/png"))
     assert await tab.value(PREVIEWS) == 0
+
+
+async def test_a_page_of_another_origin_makes_no_engine_work_and_reads_nothing(
+    browser: Browser, server: PageServer, real: Tab, engine: FakeEngine
+) -> None:
+    frontend = await real.value("location.origin")
+    foreign = await browser.open(f"{server.url.rstrip('/')}/openapi.json")  # a document that forbids no calls
+    body = json.dumps({"model": "model", "prompt": "a", "max_tokens": 1})
+    blind = f"fetch('{frontend}/v1/completions', {{method: 'POST', mode: 'no-cors', body: {body!r}}})"
+    assert await foreign.value(f"{blind}.then(answer => answer.type)") == "opaque"  # it was sent, and answered
+    assert await foreign.value(f"fetch('{frontend}/cluster').then(() => 'read', () => 'kept')") == "kept"
+    assert engine.requests == []
+    assert await real.value("fetch('/cluster').then(answer => answer.status)") == 200

@@ -18,7 +18,7 @@ def garbage(rng: Random) -> bytes:
     if how == 0:
         return rng.randbytes(rng.choice((1, 20, 500, 20_000)))
     if how == 1:
-        return b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+        return b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
     if how == 2:
         return b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(300)
     frames = b"".join(_frame(rng) for _ in range(rng.choice((1, 3, 30))))

@@ -143,6 +143,15 @@ _HEADERS: tuple[tuple[str, str], ...] = (
     ("accept", "application/xml"),
     ("expect", "100-continue"),
     ("host", "évil"),
+    ("host", "evil.example"),
+    ("host", "[::1"),
+    ("host", "localhost." + "a" * 5000),
+    ("origin", "http://evil.example"),
+    ("origin", "null"),
+    ("origin", "http://[::1" + ":" * 5000),
+    ("origin", "\xff\xfe://\x80"),
+    ("sec-fetch-site", "cross-site"),
+    ("sec-fetch-site", "\xff" * 300),
     ("traceparent", "00-zz"),
     ("cookie", "a=b; " * 500),
 )
@@ -196,7 +205,7 @@ def request(method: str, path: str, body: bytes, headers: list[tuple[str, str]])
     given = {name for name, _ in headers}
     lines = [f"{method} {path} HTTP/1.1"]
     lines += [f"{name}: {value}" for name, value in headers]
-    lines += [] if "host" in given else ["host: x"]
+    lines += [] if "host" in given else ["host: localhost"]
     lines += [] if "content-type" in given else ["content-type: application/json"]
     lines += [f"content-length: {len(body)}", "connection: close", "", ""]
     return "\r\n".join(lines).encode("latin-1", "replace") + body
@@ -280,7 +289,7 @@ def _damaged(data: bytes, rng: Random) -> bytes:
 
 def _chunked(path: str, data: bytes, rng: Random) -> bytes:
     """A body in chunks that never end, or end in the middle of one."""
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n".encode()
     chunk = f"{len(data):x}\r\n".encode() + data + b"\r\n"
     return head + rng.choice(
         (
@@ -298,7 +307,7 @@ def special_cases(rng: Random) -> list[HttpCase]:
     """What costs more, each once: too large, too many headers, slow, not HTTP."""
     big = b'{"prompt":"' + b"a" * (33 * 1024 * 1024) + b'"}'
     ids = b'{"prompt":[' + b"5," * 1_000_000 + b"5]}"
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
     return [
         HttpCase("(too large)", request("POST", "/v1/completions", big, [])),
         HttpCase("(many ids)", request("POST", "/v1/completions", ids, [])),
@@ -311,9 +320,10 @@ def special_cases(rng: Random) -> list[HttpCase]:
         HttpCase("(not http)", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(200)),
         HttpCase("(not http)", b"GET / HTTP/9.9\r\n\r\n", cancel=1.0),
         HttpCase("(not http)", b"\r\n" * 1000, cancel=1.0),
-        HttpCase("(not http)", b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n"),
+        HttpCase("(not http)", b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n"),
         HttpCase(
-            "(not http)", b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n{}"
+            "(not http)",
+            b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n{}",
         ),
         HttpCase("(not http)", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + rng.randbytes(100)),
     ]

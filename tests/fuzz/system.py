@@ -248,7 +248,7 @@ class System:
     async def metric(self, name: str) -> list[float]:
         """The values of the frontend's metric, one per set of labels."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.http_port)
-        writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         text = (await reader.read()).decode()
         writer.close()
         return [float(line.split()[-1]) for line in text.splitlines() if re.match(re.escape(name) + r"[{ ]", line)]

@@ -84,9 +84,7 @@ async def test_an_answer_that_has_begun_is_read_to_its_end(model: Path, manual: 
     async with serving(model, manual, age=3600.0) as frontend:
         reader, writer = await asyncio.open_connection("127.0.0.1", frontend.frontend.http_port)
         body = b'{"model": "model", "prompt": "hi", "max_tokens": 2, "seed": 10, "stream": true}'
-        head = (
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        )
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         writer.write(head % len(body) + body)
         await manual.until(lambda e: e.running)
         manual.step()
@@ -95,7 +93,7 @@ async def test_an_answer_that_has_begun_is_read_to_its_end(model: Path, manual: 
         await eventually(lambda: not frontend.frontend._readiness.ready)
         manual.step()
         assert b"data: [DONE]" in await reader.readuntil(b"0\r\n\r\n")
-        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"connection: close" in await reader.read()
         writer.close()
         await frontend.running

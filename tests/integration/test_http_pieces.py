@@ -25,7 +25,7 @@ async def exchange(api: OpenAIServer, *requests: str) -> tuple[bytes, asyncio.St
     """Send heads with the body behind each; returns the head of the first answer and the open connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
     for head in requests:
-        writer.write(f"{head}\r\nhost: x\r\ncontent-length: {len(BODY)}\r\n\r\n".encode() + BODY)
+        writer.write(f"{head}\r\nhost: localhost\r\ncontent-length: {len(BODY)}\r\n\r\n".encode() + BODY)
     async with asyncio.timeout(20):
         return await reader.readuntil(b"\r\n\r\n"), reader, writer
 

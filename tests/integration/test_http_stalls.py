@@ -14,7 +14,7 @@ from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
 from tests.fakes.patience import PATIENCE
 
-POST = "POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+POST = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 
 
 class Answer(NamedTuple):
@@ -143,7 +143,7 @@ async def test_headers_that_are_too_slow_end_the_connection(
         clients(api, 1) as [client],
     ):
         if served_before:
-            await client.send("GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+            await client.send("GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert (await client.answer()).status == 200
         await client.send(POST)
         answer = await client.answer()
@@ -171,7 +171,7 @@ async def test_a_body_that_nobody_waits_for_any_more_ends_the_connection(engine:
         openai_server(model, engines=[engine.address], http={"header_timeout": 0.2}) as api,
         clients(api, 1) as [client],
     ):
-        await client.send("POST /v1/nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n")
+        await client.send("POST /v1/nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n")
         assert (await client.answer()).status == 404
         await client.send("x")
         await client.closed()

@@ -104,7 +104,7 @@ async def test_http_requests_are_counted_by_route_and_not_by_what_clients_make_u
         await frontend.until_health(serving=True)
         for path in ("/health", "/made/up", "/else"):
             reader, writer = await asyncio.open_connection("127.0.0.1", frontend.frontend.http_port)
-            writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
             await reader.read()
             writer.close()
             await writer.wait_closed()

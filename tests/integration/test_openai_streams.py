@@ -138,7 +138,7 @@ async def test_a_client_that_does_not_read_holds_up_nobody(model: Path) -> None:
         engine.tokens_per_step = 50
         reader, writer = await asyncio.open_connection("127.0.0.1", api.port, limit=1024)
         body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 30_000}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         await writer.drain()
         await engine.until(lambda e: e.running)

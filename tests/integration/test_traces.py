@@ -158,7 +158,7 @@ async def test_a_collector_that_is_away_disturbs_no_request(model: Path) -> None
 
 async def get(port: int, path: str, *, headers: str = "") -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{headers}\r\n".encode())
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{headers}\r\n".encode())
     answer = await reader.read()
     writer.close()
     await writer.wait_closed()

@@ -15,6 +15,7 @@ from penstock_common.security.certificates import Certificates
 from penstock_frontend.api.anthropic import app as anthropic
 from penstock_frontend.api.authentication import OPERATORS_METHODS, HttpAuthentication, grpc_check
 from penstock_frontend.api.grpc import admin, inference
+from penstock_frontend.api.http.cross_site import caller_rules
 from penstock_frontend.api.http.page import Page
 from penstock_frontend.api.http.server import HttpServer, make_app
 from penstock_frontend.api.http.telemetry import HttpTelemetry
@@ -23,6 +24,7 @@ from penstock_frontend.api.openai import lora_adapters
 from penstock_frontend.api.openai.bodies import Bodies
 from penstock_frontend.api.openai.endpoint import Gate
 from penstock_frontend.api.vllm import engine as vllm_engine
+from penstock_frontend.api.web_callers import WebCallers
 from penstock_frontend.assembly import Assembly
 from penstock_frontend.auth.authenticator import Authenticator
 from penstock_frontend.config import FrontendConfig
@@ -193,9 +195,13 @@ def _admin_guards(config: FrontendConfig, authenticator: Authenticator | None) -
 
 
 def _http_guards(config: FrontendConfig, authenticator: Authenticator | None) -> list[Middleware]:
+    pages = Middleware(WebCallers, caller_rules(config.http))
     if authenticator is None:
-        return []
+        return [pages]
     # The page itself is the same for everybody; what it shows is at /cluster.
     closed = {"/metrics": config.auth.metrics, "/cluster": config.auth.cluster}
     open_paths = ["/health", "/ping", "/", *(path for path, asks in closed.items() if not asks)]
-    return [Middleware(HttpAuthentication, authenticator, open_paths=open_paths, operators_paths=lora_adapters.PATHS)]
+    return [
+        pages,
+        Middleware(HttpAuthentication, authenticator, open_paths=open_paths, operators_paths=lora_adapters.PATHS),
+    ]

@@ -8,6 +8,8 @@ from msgspec import Meta
 from penstock_common.config.checks import check_fields, check_range, check_reuse_port
 from penstock_common.config.sections import TlsConfig
 from penstock_common.config.sizes import ByteSize
+from penstock_frontend.config.allowed_hosts import AllowedHosts
+from penstock_frontend.config.allowed_origins import AllowedOrigins
 
 
 class ResponsesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,7 +92,20 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         int, Meta(ge=1, description="Calls that are served at once, or whose bodies are being read.")
     ] = 10_000
     allowed_origins: Annotated[
-        tuple[str, ...], Meta(description="Web pages that may call from a browser (CORS), as https://example.org or *.")
+        tuple[str, ...],
+        Meta(
+            description="Origins of web pages, browser extensions and desktop apps that may call (CORS), beside the server's "
+            "own: https://example.org, chrome-extension://* (every origin of a scheme), null, or * for any. Calls with "
+            "another Origin are refused with 403."
+        ),
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Names in the Host header under which clients may call, beside localhost, loopback addresses and "
+            "http.host: llm.example.org, *.example.org (every name below it), 10.0.0.0/8 (a network), or * for any. Other calls "
+            "but those of /health and /ping are refused with 421. Empty: any, except where http.host is a loopback address."
+        ),
     ] = ()
     engine_metrics: Annotated[
         bool,
@@ -105,4 +120,6 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         check_fields("http", self)
         check_reuse_port("http.reuse_port", self.reuse_port)
+        AllowedHosts(self.allowed_hosts)
+        AllowedOrigins(self.allowed_origins)
         check_range("http.max_body_bytes_in_flight", self.max_body_bytes_in_flight, low=self.max_body_bytes)

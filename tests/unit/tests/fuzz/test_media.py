@@ -102,7 +102,7 @@ def test_what_must_be_refused_is_not_answered() -> None:
 async def ask(hosts: Hosts, path: str, address: str = "127.77.0.1") -> bytes:
     reader, writer = await asyncio.open_connection(address, hosts.port)
     try:
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         return await reader.read(400)
     except ConnectionError:
         return b"(reset)"

@@ -25,6 +25,7 @@ from penstock_common.security.tls import server_context
 from penstock_frontend.api.http.connection import HttpConnection, connection_class
 from penstock_frontend.api.openai import document
 from penstock_frontend.config import HttpConfig
+from penstock_frontend.config.allowed_origins import AllowedOrigins
 
 _KEEP_ALIVE = 75
 """Seconds that an idle connection is kept: longer than clients and balancers keep theirs, so that they close first."""
@@ -55,7 +56,14 @@ def make_app(
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    cors = Middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    origins = AllowedOrigins(allowed_origins)
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=origins.exact,
+        allow_origin_regex=origins.pattern,
+        allow_methods=["*"],
+        allow_headers=["*"],
+    )
     looks = [Route("/health", health), Route("/ping", health, methods=["GET", "POST"]), Route("/metrics", metrics)]
     served = [*looks, *routes]
     return Starlette(

@@ -33,6 +33,8 @@ _TYPES = {
     408: "timeout_error",
     413: "invalid_request_error",
     431: "invalid_request_error",
+    415: "invalid_request_error",
+    421: "invalid_request_error",
     429: "rate_limit_error",
     499: "cancelled_error",
     503: "service_unavailable_error",

@@ -1,0 +1,74 @@
+"""The names under which clients may reach a listener, as ``http.allowed_hosts`` lists them."""
+
+import ipaddress
+import re
+from collections.abc import Sequence
+
+from penstock_common.errors import ConfigError
+
+ANY_HOST = "*"
+_LABELS = r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*"
+_NAME = re.compile(rf"(\*\.)?{_LABELS}")
+_LOOPBACK = ("localhost", "*.localhost", "127.0.0.0/8", "::1")
+"""Browsers resolve these names to the user's own machine, so no web site can have its name point there instead."""
+
+
+class AllowedHosts:
+    """Tells whether a host is one of ``entries``, of the loopback names, or ``bound``, the host that the listener binds to.
+
+    An entry is a name, ``*.NAME`` (every name below it), an IP address, a network as ``10.0.0.0/8``, or ``*`` (any host).
+    """
+
+    def __init__(self, entries: Sequence[str], *, bound: str = "") -> None:
+        """Raises ConfigError, naming ``http.allowed_hosts``, for an entry of another form."""
+        self.any = ANY_HOST in entries
+        self._names: set[str] = set()
+        self._suffixes: list[str] = []
+        self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
+        for entry in (*_LOOPBACK, *entries):
+            self._add(entry)
+        if bound:
+            self._names.add(canonical_host(bound))
+
+    def __contains__(self, host: str) -> bool:
+        """Whether ``host``, as ``canonical_host`` returns it, is allowed."""
+        if self.any or host in self._names or host.endswith(tuple(self._suffixes)):
+            return True
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return any(address in network for network in self._networks)
+
+    def _add(self, entry: str) -> None:
+        if entry == ANY_HOST:
+            return
+        try:
+            self._networks.append(ipaddress.ip_network(entry.removeprefix("[").removesuffix("]")))
+        except ValueError:
+            if _NAME.fullmatch(entry) is None or _is_numeric(entry):
+                raise ConfigError(
+                    f"http.allowed_hosts: {entry!r} must be a host in lower case without a port, *.HOST, an IP address, a "
+                    "network as 10.0.0.0/8, or *"
+                ) from None
+            if entry.startswith("*."):
+                self._suffixes.append(entry[1:])
+            else:
+                self._names.add(entry)
+
+
+def _is_numeric(entry: str) -> bool:
+    """Whether the last label is a number: such a host can only be an IPv4 address, and this one is malformed."""
+    return entry.rpartition(".")[2].isdigit()
+
+
+def canonical_host(host: str) -> str:
+    """``host`` in lower case, without brackets and without a trailing dot. IP addresses are written in their shortest form, and
+    an IPv4 address inside an IPv6 address as the IPv4 address.
+    """
+    host = host.lower().removeprefix("[").removesuffix("]").removesuffix(".")
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    return str(getattr(address, "ipv4_mapped", None) or address)
