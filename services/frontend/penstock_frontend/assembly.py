@@ -26,6 +26,7 @@ from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.observe import RequestObserver
 from penstock_frontend.pooling_calls import PoolingCalls
 from penstock_frontend.ports import EngineClient, OutputHandler
+from penstock_frontend.processing.chat.control_tokens import find_control_tokens
 from penstock_frontend.processing.chat.reasoning import reasoning_of
 from penstock_frontend.processing.chat.rendering import ChatRenderer
 from penstock_frontend.processing.chat.templates import ChatTemplates, load_chat_templates
@@ -129,7 +130,15 @@ def assemble(
         gateway=KvGateway(disaggregation, client.view),
         on_full=on_full,
     )
-    renderer = ChatRenderer(files.templates, tokenizer, settings.limits, tool_parser=model.tool_parser, family=family)
+    as_text = model.special_tokens_in_content == "text"
+    renderer = ChatRenderer(
+        files.templates,
+        tokenizer,
+        settings.limits,
+        tool_parser=model.tool_parser,
+        family=family,
+        control=find_control_tokens(tokenizer, files.templates) if as_text else None,
+    )
     return Assembly(
         tokenizer=tokenizer,
         generation_config=files.generation_config,

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import openai
 
-from penstock_frontend.config import HttpConfig
+from penstock_frontend.config import HttpConfig, ModelConfig
 from tests.fakes.frontends.frontend_server import FrontendServer
 from tests.fakes.patience import PATIENCE
 
@@ -33,9 +33,16 @@ class OpenAIServer:
 
 @asynccontextmanager
 async def openai_server(
-    model: Path, *, engines: Sequence[str], http: dict[str, Any] | None = None, wait: bool = True, **options: Any
+    model: Path | ModelConfig,
+    *,
+    engines: Sequence[str],
+    http: dict[str, Any] | None = None,
+    wait: bool = True,
+    **options: Any,
 ) -> AsyncIterator[OpenAIServer]:
-    """``http``: fields of HttpConfig; options are fields of FrontendConfig."""
+    """``model``: its directory, or its configuration; ``http``: fields of HttpConfig; options are fields of FrontendConfig."""
+    if isinstance(model, ModelConfig):
+        model, options["model"] = Path(model.path), model
     config = HttpConfig(host="127.0.0.1", port=0, **(http or {}))
     async with FrontendServer(model, engines=engines, http=config, **options) as server:
         if wait:

@@ -67,6 +67,44 @@ LLAMA = """\
 """
 """As of Llama 3: calls as bare JSON, one at a time."""
 
+GEMMA = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- set role = 'model' if message.role == 'assistant' else message.role %}
+    {{- '<start_of_turn>' + role + '\\n' + message.content | trim + '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}
+"""
+"""As of Gemma: contents are trimmed."""
+
+MISTRAL = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}{{- ' ' + message.content + eos_token }}
+    {%- else %}{{- '[INST] ' + message.content + ' [/INST]' }}
+    {%- endif %}
+{%- endfor %}
+"""
+"""As of Mistral: no role is named."""
+
+DEEPSEEK = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{{- '<\uff5cUser\uff5c>' + message.content }}
+    {%- elif message.role == 'assistant' %}
+        {%- set content = message.content %}
+        {%- if '</think>' in content %}{%- set content = content.split('</think>')[-1] %}{%- endif %}
+        {{- '<\uff5cAssistant\uff5c>' + content + eos_token }}
+    {%- else %}{{- message.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<\uff5cAssistant\uff5c><think>\\n' }}{%- endif %}
+"""
+"""As of DeepSeek R1: reasoning is cut off, and turns are begun by tokens that are not called special."""
+
+PHI = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}{{ '<|assistant|>' }}"
+"""As of Phi: tokens are put together of pieces."""
+
 
 def save_chat_model(folder: Path, template: Any = CHATML, **tokenizer_config: Any) -> Path:
     """A directory with what a frontend reads of a model that can chat."""

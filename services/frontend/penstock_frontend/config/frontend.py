@@ -8,7 +8,7 @@ environment names derive from the field names: ``limits.max_requests`` is ``--li
 
 import socket
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -35,6 +35,7 @@ from penstock_frontend.config.lora import LoraConfig
 from penstock_frontend.config.media import MediaConfig
 from penstock_frontend.config.routing import RoutingConfig
 
+SpecialTokensInContent = Literal["parse", "text"]
 Weight = Annotated[float, Meta(ge=MIN_TENANT_WEIGHT, le=MAX_TENANT_WEIGHT)]
 
 
@@ -70,6 +71,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "or one that a plugin brings; auto goes by the model's chat template.",
         ),
     ] = "auto"
+
+    special_tokens_in_content: Annotated[
+        SpecialTokensInContent,
+        Meta(
+            description="How to read the text of a special token, as <|im_end|>, in the messages and tools of a chat. parse: as "
+            "the token, so that a message can end its turn and begin another one. text: as the characters that it is made of."
+        ),
+    ] = "parse"
 
     def __post_init__(self) -> None:
         check_fields("model", self)

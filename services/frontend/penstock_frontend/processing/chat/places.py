@@ -7,12 +7,13 @@ known. To a template that reads texts, media are such marks themselves.
 
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.media import Modality
 from penstock_frontend.media_parts import MediaPart
+from penstock_frontend.processing.chat.client_texts import changed, openings
 from penstock_frontend.processing.media.families.base import Family
 
 
@@ -28,18 +29,12 @@ class Places:
         }
         tokens = sorted(self._modalities, key=len, reverse=True)
         self._placeholder = re.compile("|".join(map(re.escape, tokens)))
-        self._risky = re.compile("|".join(f"({re.escape(token[0])})(?={_rest(token)})" for token in tokens))
+        self._risky = openings(tokens)
         self._named = re.compile(f"{self._mark}:([0-9]+):{self._mark}")
 
     def guarded(self, value: Any) -> Any:
         """A template's variable, in which no text is a placeholder, nor the begin of one at its end."""
-        if isinstance(value, str):
-            return self._risky.sub(lambda match: f"{match[0]}{self._mark}", value)
-        if isinstance(value, Mapping):
-            return {self.guarded(key): self.guarded(each) for key, each in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self.guarded(each) for each in value]
-        return value
+        return changed(value, lambda text: self._risky.sub(lambda match: f"{match[0]}{self._mark}", text))
 
     def named(self, index: int) -> str:
         """What stands for the medium of that index where a template reads texts."""
@@ -82,13 +77,3 @@ class Places:
             "than one for each",
             field="messages",
         )
-
-
-def _rest(token: str) -> str:
-    """The characters of a token behind its first one, or as many of them as there are before a text's end, which a template may
-    trim.
-    """
-    rest = ""
-    for char in reversed(token[1:]):
-        rest = rf"(?:\s*\Z|{re.escape(char)}{rest})"
-    return rest

@@ -9,6 +9,7 @@ from penstock_common.errors import InvalidArgument
 from penstock_frontend.call_types import ChatRequest, GenerateRequest, MixedPrompt, Tool
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.media_parts import MediaPart
+from penstock_frontend.processing.chat.control_tokens import ControlTokens
 from penstock_frontend.processing.chat.messages import MessageReader, add_text, media_of, size_of
 from penstock_frontend.processing.chat.places import Places
 from penstock_frontend.processing.chat.templates import ChatTemplates
@@ -30,7 +31,8 @@ class ChatRenderer:
     """Conversations to prompts. Every error names the message, its field and what is wrong with it.
 
     ``tool_parser``: the one that the configuration names. Tools that the template cannot show are refused, unless it names one:
-    then messages tell the model of its tools. ``family``: None for a model that reads text alone.
+    then messages tell the model of its tools. ``family``: None for a model that reads text alone. ``control``: control tokens
+    that texts of clients must not become; None: they may.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class ChatRenderer:
         *,
         tool_parser: str = registry.AUTO,
         family: Family | None = None,
+        control: ControlTokens | None = None,
     ) -> None:
         self.templates = templates
         takes_tools = not templates.hides_tools or tool_parser not in (registry.AUTO, registry.NONE)
@@ -48,6 +51,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._limits = limits
         self._family = family
+        self._control = control
 
     async def render(self, request: ChatRequest) -> GenerateRequest:
         """The request with its conversation as a prompt. Raises InvalidArgument."""
@@ -90,6 +94,9 @@ class ChatRenderer:
             "documents": request.template_kwargs.get("documents"),
             "add_generation_prompt": request.add_generation_prompt and not request.continue_final_message,
         }
+        control_mark = ""
+        if self._control is not None:
+            variables, control_mark = self._control.guarded(variables)
         if places is not None and form.reads_parts:
             variables = places.guarded(variables)
         prompt = self.templates.render(variables, max_chars=self._limits.now.max_prompt_length)
@@ -99,7 +106,14 @@ class ChatRenderer:
             raise InvalidArgument("messages: the model's chat template makes an empty prompt of them", field="messages")
         if not prompt.isascii():
             _check_unicode(prompt)
-        return prompt if places is None else _mixed(places.split(prompt, by_name=not form.reads_parts))
+
+        def guarded(text: str) -> str:
+            return text if self._control is None else self._control.text(text, control_mark)
+
+        if places is None:
+            return guarded(prompt)
+        parts = places.split(prompt, by_name=not form.reads_parts)
+        return _mixed([guarded(part) if isinstance(part, str) else part for part in parts])
 
     def _messages(self, request: ChatRequest, reader: MessageReader) -> list[dict[str, Any]]:
         limit = self._limits.now.max_prompt_length

@@ -24,6 +24,7 @@ from penstock_common.errors import ConfigError, InvalidArgument
 from penstock_common.observability.logging import get_logger
 from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.chat.content_format import ContentFormat, content_format
+from penstock_frontend.processing.chat.looked_for import looked_for
 from penstock_frontend.processing.prompts.tokenizer import read_json, resolve
 
 TIME_LIMIT = 5.0
@@ -48,11 +49,14 @@ class ChatTemplates:
         self._broken: dict[str, str] = {}
         self._showing_tools: set[str] = set()
         self._formats: dict[str, ContentFormat] = {}
+        self.looked_for: set[str] = set()
+        """Words that a template looks for in the texts that it is given."""
         for name, source in sources.items():
             try:
                 self._templates[name] = self._environment.from_string(source)
                 tree = self._environment.parse(source)
                 self._formats[name] = content_format(tree)
+                self.looked_for |= looked_for(tree)
                 if any(each.name == _TOOLS and each.ctx == "load" for each in tree.find_all(nodes.Name)):
                     self._showing_tools.add(name)
             except TemplateError as e:

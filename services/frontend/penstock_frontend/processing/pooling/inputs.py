@@ -17,6 +17,7 @@ from penstock_frontend.call_types import MixedPrompt, PoolingRequest
 from penstock_frontend.config import LimitsConfig, ModelConfig
 from penstock_frontend.media_parts import MediaPart
 from penstock_frontend.ports import ModelLimits
+from penstock_frontend.processing.prompts.guarded_text import cut
 from penstock_frontend.processing.prompts.input import InputProcessor, check_size, check_token_ids, longest_text
 from penstock_frontend.processing.prompts.media_inputs import no_media_with
 from penstock_frontend.processing.prompts.media_text import media_tokens
@@ -169,7 +170,7 @@ def _shortened(request: PoolingRequest, longest: int) -> PoolingRequest:
     """The request with texts of so many characters at most: what is cut anyway need not be tokenized."""
     return msgspec.structs.replace(
         request,
-        inputs=[prompt[:longest] if isinstance(prompt, str) else prompt for prompt in request.inputs],
+        inputs=[cut(prompt, longest) if isinstance(prompt, str) else prompt for prompt in request.inputs],
         seconds=[second[:longest] for second in request.seconds],
     )
 

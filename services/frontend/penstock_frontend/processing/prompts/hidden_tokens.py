@@ -36,11 +36,23 @@ def hide(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> tuple[tokenize
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """A model may know added tokens, too: as keys of a vocabulary, or in a list of pieces and scores."""
+    """A model may know added tokens, too: as keys of a vocabulary, or in a list of pieces and scores. Merges that lead to
+    them are dropped: no text becomes such a token.
+    """
     vocabulary = model.get("vocab")
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
     if isinstance(vocabulary, dict):
+        if model.get("merges") and not names.keys().isdisjoint(vocabulary):
+            model["merges"] = [merge for merge in model["merges"] if names.keys().isdisjoint(_pieces(merge))]
         for token, name in names.items():
             if token in vocabulary:
                 vocabulary[name] = vocabulary.pop(token)
     elif isinstance(vocabulary, list):
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
+
+
+def _pieces(merge: str | Sequence[str]) -> tuple[str, str, str]:
+    """The two pieces of a merge, and what they become."""
+    first, second = merge.split(" ") if isinstance(merge, str) else merge
+    return first, second, first + second

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from penstock_common.types.media import EmbedRun, Modality, MultiModalFeature
 from penstock_frontend.processing.media.base import PreparedMedia
 from penstock_frontend.processing.media.item import Replacement
+from penstock_frontend.processing.prompts.guarded_text import joined
 
 
 class PlacedMedia(NamedTuple):
@@ -35,7 +36,7 @@ class MediaText(NamedTuple):
     @property
     def text(self) -> str:
         """All of it, with a stand-in for each item."""
-        return "".join(part if isinstance(part, str) else part.text for part in self.parts)
+        return joined(part if isinstance(part, str) else part.text for part in self.parts)
 
     @property
     def has_text(self) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -14,6 +14,7 @@ import tokenizers
 from penstock_common.errors import ConfigError, Unimplemented
 from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.prompts.byte_level import ByteLevelDecoder, OddTokenError, is_byte_level
+from penstock_frontend.processing.prompts.guarded_text import GuardedText
 from penstock_frontend.processing.prompts.hidden_tokens import hide
 from penstock_frontend.processing.prompts.truncation import encode_cut, encode_pair_cut
 
@@ -71,6 +72,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._reader = backend
+        self._guarded_reader = backend
         self._stand_ins: dict[str, str] = {}
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         self._long_threads = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
@@ -91,6 +93,24 @@ class Tokenizer:
         if token not in self._stand_ins:
             raise ConfigError(f"the tokenizer has no added token {token!r}, which stands for media")
         return self._stand_ins[token]
+
+    def added_tokens(self) -> list[tokenizers.AddedToken]:
+        """Tokens beside those of the model's own vocabulary, without the hidden ones."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return [token for token in added if token.content not in self._stand_ins]
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether texts are changed before tokens are looked for in them."""
+        return self._backend.normalizer is not None
+
+    def guard(self, tokens: Sequence[str]) -> Mapping[str, str]:
+        """From now on the characters of these tokens are text where a text is a GuardedText. Returns the names of the tokens in
+        ``GuardedText.named``, which no client can know. To be called once, after ``hide``, before any text comes. Raises
+        ConfigError.
+        """
+        self._guarded_reader, names = hide(self._reader, tokens)
+        return names
 
     def literal(self, text: str) -> list[int]:
         """Token ids of a text that is no client's: the model's own tokens are found in it, hidden ones, too."""
@@ -166,10 +186,12 @@ class Tokenizer:
 
         def encode() -> list[list[int]]:
             with _no_panic():
+                readings = [self._reading(text) for text in texts]
                 if add_special_tokens and longest is not None:
-                    return [encode_cut(self._reader, text, longest).ids for text in texts]
+                    return [encode_cut(reader, text, longest).ids for reader, text in readings]
                 return [
-                    self._reader.encode(text, add_special_tokens=add_special_tokens).ids[:longest] for text in texts
+                    reader.encode(text, add_special_tokens=add_special_tokens).ids[:longest]
+                    for reader, text in readings
                 ]
 
         threads = self._threads_for(sum(map(len, texts)))
@@ -207,9 +229,14 @@ class Tokenizer:
     def _threads_for(self, size: int) -> ThreadPoolExecutor:
         return self._threads if size <= _LONG_TEXT else self._long_threads
 
+    def _reading(self, text: str) -> tuple[tokenizers.Tokenizer, str]:
+        """What reads a text, and the text as that knows it."""
+        return (self._guarded_reader, text.named) if isinstance(text, GuardedText) else (self._reader, text)
+
     def _encode(self, text: str, add_special_tokens: bool, with_tokens: bool) -> Encoded:
+        reader, text = self._reading(text)
         with _no_panic():
-            ids = self._reader.encode(text, add_special_tokens=add_special_tokens).ids
+            ids = reader.encode(text, add_special_tokens=add_special_tokens).ids
         # One by one: the library's own list of them keeps the interpreter from all other threads until it is made.
         return Encoded(ids, [self._backend.id_to_token(i) or "" for i in ids] if with_tokens else ())
 

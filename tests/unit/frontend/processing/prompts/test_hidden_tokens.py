@@ -109,3 +109,24 @@ async def test_every_way_to_read_a_text_knows_it_for_text() -> None:
     assert image not in pair.ids
     assert tokenizer.decode([image or 0]) == IMAGE
     tokenizer.close()
+
+
+def test_an_unknown_characters_token_may_be_hidden() -> None:
+    copy, names = hide(small_tokenizers.byte_fallback(), ["<s>"])
+    assert copy.encode("a").ids == small_tokenizers.byte_fallback().encode("a").ids
+    backend = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["[UNK]"])
+    copy, names = hide(backend, ["[UNK]"])
+    assert copy.encode(f"a b {names['[UNK]']}").ids == [1, 0, 0]
+
+
+def test_no_merges_lead_to_a_hidden_token() -> None:
+    vocabulary = {piece: index for index, piece in enumerate(["<", "s", ">", "s>", "<s>", "<s", "ss"])}
+    merges = [("s", ">"), ("<", "s>"), ("s", "s")]
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    assert backend.encode("<s>ss").ids == [4, 6]
+    backend.add_special_tokens(["<s>"])
+    copy, names = hide(backend, ["<s>"])
+    assert copy.encode("<s>ss").ids == [0, 3, 6]
+    assert copy.encode(f"{names['<s>']}ss").ids == [4, 6]
