@@ -21,16 +21,17 @@ def choose_layers(config: PeftConfig, names: Iterable[str], linear: Iterable[str
     """Those of ``names`` that ``config`` means; "all-linear" means those of ``linear``. Raises LoraError for an expression that
     cannot be matched.
     """
-    choice = _Choice(config, frozenset(linear))
+    names = list(names)
+    choice = _Choice(config, names, frozenset(linear))
     return {name: choice.layer(name) for name in names if choice.means(name)}
 
 
 class _Choice:
-    def __init__(self, config: PeftConfig, linear: frozenset[str]) -> None:
+    def __init__(self, config: PeftConfig, names: Iterable[str], linear: frozenset[str]) -> None:
         self._config = config
         targets = config.target_modules
         self._targets = linear if isinstance(targets, str) and targets.lower() == _ALL_LINEAR else targets
-        self._patterns = Patterns(CONFIG_FILE)
+        self._patterns = Patterns(CONFIG_FILE, names)
 
     def means(self, name: str) -> bool:
         config = self._config
@@ -41,7 +42,7 @@ class _Choice:
         if config.layers is None or name in self._targets:  # a whole name counts whatever its layer
             return True
         patterns = config.layers_patterns or ("",)
-        found = (self._patterns.index("layers_pattern", pattern, name) for pattern in patterns)
+        found = (self._patterns.index("layers_pattern", pattern, name, patterns) for pattern in patterns)
         return next((index for index in found if index is not None), None) in config.layers
 
     def layer(self, name: str) -> ChosenLayer:
@@ -58,4 +59,4 @@ class _Choice:
 
     def _pattern(self, key: str, patterns: Iterable[str], name: str) -> str:
         """The first that fits, as in PEFT; '' where none does."""
-        return next((each for each in patterns if self._patterns.ends(key, each, name)), "")
+        return next((each for each in patterns if self._patterns.ends(key, each, name, patterns)), "")

@@ -1,0 +1,73 @@
+"""Matches regular expressions of an adapter's settings in a process of its own, with a limit of processor time and of memory.
+
+Expressions can be hostile: a short one can take seconds to match, or gigabytes. The engine runs this file as a program, once for
+each setting that has expressions, so that one of them can take neither the interpreter's lock nor the memory of the engine.
+
+The program imports nothing but the standard library, so that it starts in about 20 ms. It reads one job from its standard input
+and writes one reply to its standard output, both as JSON.
+"""
+
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from typing import Any
+
+_NICENESS = 10
+"""Added to the priority of the process while it matches, which leaves the processor to the engine's steps."""
+
+
+def main() -> None:
+    """Answer the job on standard input.
+
+    The job has ``expressions`` and ``names`` (lists of strings), ``seconds`` (limit of processor time) and ``bytes`` (limit of
+    memory, above that of the interpreter).
+
+    The reply is ``{"memory": true}`` if there is too little memory. Otherwise it has ``seconds``, the processor time spent, and
+    ``answers``, one for each expression. An answer is a string that says why the expression is none, or an object. Keys of the
+    object are the names that the expression matches from start to end. Values are the text of the group ``index``, or "".
+
+    If the processor time is over, SIGPROF ends the process before it replies.
+    """
+    job = json.loads(sys.stdin.buffer.read())
+    _limit(job["seconds"], job["bytes"])
+    started = time.process_time()
+    try:
+        answers = [_answer(expression, job["names"]) for expression in job["expressions"]]
+        reply = json.dumps({"answers": answers, "seconds": time.process_time() - started})
+    except MemoryError:
+        reply = json.dumps({"memory": True})
+    sys.stdout.write(reply)
+
+
+def _limit(seconds: float, num_bytes: int) -> None:
+    os.nice(_NICENESS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with open("/proc/self/statm", encoding="ascii") as statm:  # noqa: PTH123 - pathlib would take longer to import than this program
+        pages = int(statm.read().split()[0])
+    limit = pages * resource.getpagesize() + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    # Which signals are ignored and blocked is inherited. Only the default action works while an expression is matched.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _answer(expression: str, names: list[str]) -> str | dict[str, str]:
+    try:
+        compiled = re.compile(expression)
+    except (re.error, OverflowError, RecursionError, ValueError) as e:
+        return str(e) or type(e).__name__
+    found: dict[str, str] = {}
+    for name in names:
+        if match := compiled.fullmatch(name):
+            groups: dict[str, Any] = match.groupdict()
+            found[name] = groups.get("index") or ""
+    return found
+
+
+if __name__ == "__main__":
+    main()
