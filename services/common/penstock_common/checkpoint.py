@@ -1,9 +1,10 @@
 """What the files of a checkpoint show before anything is loaded. Reads headers only: no weights, no torch, no network."""
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
+from penstock_common import input_files
 from penstock_common.errors import nearest
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -78,15 +79,15 @@ def problem(path: str, *, trust_remote_code: bool = False, tokenizer: bool = Tru
 def has_experts(path: str) -> bool | None:
     """Whether the model at ``path`` chooses experts for each token; None where no config.json there tells."""
     try:
-        config = json.loads((Path(path).expanduser() / "config.json").read_bytes())
+        config = input_files.read_json(Path(path).expanduser() / "config.json")
     except (OSError, ValueError):
         return None
-    return any(isinstance(count := config.get(key), int) and count > 1 for key in _EXPERTS)
+    return isinstance(config, dict) and any(isinstance(n := config.get(key), int) and n > 1 for key in _EXPERTS)
 
 
 def _configuration(path: str, folder: Path, trust_remote_code: bool) -> str:
     file = folder / "config.json"
-    if not file.is_file():
+    if not os.path.lexists(file):
         if (folder / "adapter_config.json").is_file():
             return f"{path!r} is a LoRA adapter, not a model: it has adapter_config.json and no config.json"
         if any(folder.glob("*.gguf")):
@@ -97,7 +98,7 @@ def _configuration(path: str, folder: Path, trust_remote_code: bool) -> str:
     if _is_pointer(file):
         return _pointer(path, file)
     try:
-        config = json.loads(file.read_bytes())
+        config = input_files.read_json(file)
     except ValueError as e:
         return f"{path!r}: the configuration cannot be read: config.json: {e}"
     if not isinstance(config, dict):
@@ -143,7 +144,7 @@ def _missing_shards(folder: Path) -> list[str]:
     names: set[str] = set()
     for index in folder.glob("*.safetensors.index.json"):
         try:
-            content = json.loads(index.read_bytes())
+            content = input_files.read_json(index, input_files.MAX_INDEX_BYTES)
         except ValueError:
             continue
         weight_map = content.get("weight_map") if isinstance(content, dict) else None
@@ -153,13 +154,14 @@ def _missing_shards(folder: Path) -> list[str]:
 
 def _cut_off(file: Path) -> str:
     """Whether a safetensors file is shorter than its header says: 8 bytes of length, JSON, then the tensors."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
+    with input_files.opened_input(file) as opened:
+        size = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or length > size - 8:
             return f"has {size} bytes and no whole header"
+        opened.seek(0)
         try:
-            header = json.loads(opened.read(length))
+            _, header = input_files.read_tensor_header(opened)
             end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError):
             return "has a header that cannot be read"
@@ -177,7 +179,7 @@ def _tokenizer(path: str, folder: Path) -> str:
 
 
 def _is_pointer(file: Path) -> bool:
-    with file.open("rb") as opened:
+    with input_files.opened_input(file) as opened:
         return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 

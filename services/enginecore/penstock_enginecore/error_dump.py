@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from penstock_common.private_files import write_private
 from penstock_common.types.outputs import SchedulerStats
 from penstock_enginecore.config import ErrorDumpConfig
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
@@ -32,7 +33,7 @@ def dump_step(scheduled: SchedulerOutput, error: Exception, stats: SchedulerStat
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(dump, indent=1), encoding="utf-8")
+        write_private(path, json.dumps(dump, indent=1).encode())
     except OSError as e:  # the step's own error matters more
         logger.error("error_dump.directory: %s cannot be written: %s", path, e)
     else:

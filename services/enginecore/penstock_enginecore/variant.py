@@ -6,6 +6,7 @@ rounding of floating-point numbers. Neither are names of places: the same checkp
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import huggingface_hub.errors
 import msgspec
 
 from penstock_common.checkpoint import WEIGHT_FILES, looks_like_a_path
+from penstock_common.input_files import MAX_INDEX_BYTES, opened_input, read_input, read_json, read_tensor_header
 from penstock_common.observability.logging import get_logger
 from penstock_enginecore.config import ModelConfig
 
@@ -60,7 +62,7 @@ def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
     try:
         values["weights"] = "random" if config.load_format == "dummy" else _weights(folder)
         values |= _files(folder, config, pooling=loaded.task != "generate")
-        model = json.loads((folder / "config.json").read_bytes())
+        model = read_json(folder / "config.json")
     except (OSError, ValueError) as e:
         get_logger().warning("the checkpoint's files cannot be read again: engines with it are a variant", why=str(e))
         return values | {"weights": f"unreadable: {type(e).__name__}"}
@@ -118,7 +120,7 @@ def _weight_files(folder: Path) -> list[Path]:
     """The files that a model is loaded from: not what else lies beside them."""
     modules = sorted(folder.glob("[0-9]*_*/model.safetensors"))
     for index in sorted(folder.glob("model.safetensors.index.json")):
-        names = json.loads(index.read_bytes())["weight_map"].values()
+        names = read_json(index, MAX_INDEX_BYTES)["weight_map"].values()
         return [folder / name for name in sorted(set(names))] + modules
     for single in sorted(folder.glob("model.safetensors")):
         return [single, *modules]
@@ -127,15 +129,14 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _tensors(folder: Path, file: Path) -> Iterator[tuple[bytes, bytes]]:
     """What each tensor of a file is and a piece of it; of files without a header pieces of the whole."""
-    with file.open("rb") as opened:
+    with opened_input(file) as opened:
         if file.suffix != ".safetensors":
-            size = file.stat().st_size
+            size = os.fstat(opened.fileno()).st_size
             for place in range(_PIECES):
                 opened.seek(size * place // _PIECES)
                 yield f"{file.name} {size} {place}".encode(), opened.read(_PIECE)
             return
-        length = int.from_bytes(opened.read(8), "little")
-        header: dict[str, Any] = json.loads(opened.read(length))
+        length, header = read_tensor_header(opened)
         module = "" if file.parent == folder else f"{file.parent.name}/"
         for name, entry in header.items():
             if name == "__metadata__":
@@ -149,7 +150,7 @@ def _files(folder: Path, config: ModelConfig, *, pooling: bool) -> dict[str, str
     """Hashes of the other files that say how to compute."""
     patterns = {"code": ("*.py",) if config.trust_remote_code else (), "pooling": _POOLING_FILES if pooling else ()}
     return {
-        key: _digest(*(part for file in files for part in (file.name.encode(), file.read_bytes())))
+        key: _digest(*(part for file in files for part in (file.name.encode(), read_input(file))))
         for key, of_key in patterns.items()
         if (files := sorted(file for pattern in of_key for file in folder.glob(pattern)))
     }

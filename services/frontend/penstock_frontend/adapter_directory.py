@@ -6,18 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
+from penstock_common.input_files import check_file
 from penstock_common.observability.logging import get_logger
 from penstock_frontend.engine.adapters import Adapters
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_SHOWN = 8
+"""Names that a log line has."""
 
 Stamp: TypeAlias = "tuple[tuple[int, int, int] | None, ...]"
 """What tells whether files were replaced: inode, size and time of the last change of each; None for one that is missing."""
 
 
 class AdapterDirectory:
-    """``look`` once before requests are served, then ``run``: names come and go with the subdirectories. What cannot be looked
-    into changes nothing.
+    """Gives an adapter's name to each subdirectory. ``look`` once before requests are served, then ``run``.
+
+    If the directory cannot be read, all names stay as they are. If a subdirectory cannot be looked into, its name stays or stays
+    away, and the others are followed.
     """
 
     def __init__(self, path: str, interval: float, adapters: Adapters) -> None:
@@ -27,6 +32,7 @@ class AdapterDirectory:
         self._adapters = adapters
         self._found: Mapping[str, Stamp] = {}
         self._unreadable = False
+        self._problems: Mapping[str, str] = {}
 
     async def run(self) -> None:
         """Look again and again."""
@@ -37,15 +43,19 @@ class AdapterDirectory:
     async def look(self) -> None:
         """Follow what is there now."""
         try:
-            found = await asyncio.to_thread(adapters_in, self._path)
+            found, problems = await asyncio.to_thread(adapters_in, self._path)
         except OSError as e:
             if not self._unreadable:
                 self._warn(f"cannot be read, and the names stay as they are: {e.strerror or e}")
             self._unreadable = True
             return
         self._unreadable = False
+        found |= {name: self._found[name] for name in problems if name in self._found}
         if found != self._found:
             self._follow(found)
+        if problems != self._problems:
+            self._problems = problems
+            self._warn_of(problems)
 
     def _follow(self, found: Mapping[str, Stamp]) -> None:
         changed = {name for name, stamp in self._found.items() if found.get(name, stamp) != stamp}
@@ -56,21 +66,38 @@ class AdapterDirectory:
         )
         get_logger().info("LoRA adapters in lora.directory", come=come, gone=gone, changed=sorted(changed))
         if left_out:
-            self._warn(f"has names that are too many, or cannot be names: {', '.join(left_out[:8])}")
+            self._warn(f"has names that are too many, or cannot be names: {', '.join(left_out[:_SHOWN])}")
 
     def _at(self, name: str) -> str:
         return str(self._path / name)
+
+    def _warn_of(self, problems: Mapping[str, str]) -> None:
+        if problems:
+            shown = "; ".join(f"{name}: {problems[name]}" for name in sorted(problems)[:_SHOWN])
+            self._warn(f"has {len(problems)} subdirectories that cannot be looked into: {shown}")
 
     def _warn(self, problem: str) -> None:
         get_logger().warning(f"lora.directory {problem}", directory=str(self._path))
 
 
-def adapters_in(path: Path) -> dict[str, Stamp]:
-    """By name of the subdirectory, the adapters in ``path``; those whose names begin with a dot are none. Raises OSError."""
+def adapters_in(path: Path) -> tuple[dict[str, Stamp], dict[str, str]]:
+    """Return the adapters in ``path``, and the problems of subdirectories that cannot be looked into, both by name.
+
+    Names that begin with a dot are neither. Raises OSError if ``path`` itself cannot be read.
+    """
     with os.scandir(path) as entries:
         names = [entry.name for entry in entries if not entry.name.startswith(".")]
-    stamps = {name: (_stamp(path / name / _CONFIG), _stamp(path / name / _WEIGHTS)) for name in names}
-    return {name: stamp for name, stamp in stamps.items() if stamp[0] is not None}
+    found: dict[str, Stamp] = {}
+    problems: dict[str, str] = {}
+    for name in names:
+        try:
+            config, weights = (_stamp(path / name / file) for file in (_CONFIG, _WEIGHTS))
+        except OSError as e:
+            problems[name] = f"{e.strerror}: {e.filename}"
+        else:
+            if config is not None:
+                found[name] = config, weights
+    return found, problems
 
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:
@@ -78,4 +105,5 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
         found = file.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    check_file(found, file)
     return found.st_ino, found.st_size, found.st_mtime_ns

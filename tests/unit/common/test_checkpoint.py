@@ -1,6 +1,7 @@
 """What the files of a checkpoint show is said at once, with what to do."""
 
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock_common.checkpoint import problem
+from penstock_common.checkpoint import has_experts, problem
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/demo_model/penstock-tiny"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
@@ -117,3 +118,35 @@ def test_a_tokenizer_must_be_there_for_those_who_need_one(checkpoint: Path) -> N
     (checkpoint / "tokenizer.json").unlink()
     assert "has no tokenizer; expected tokenizer.json" in problem(str(checkpoint))
     assert problem(str(checkpoint), tokenizer=False) == ""
+
+
+@pytest.mark.parametrize("text", ["[" * (1 << 20), '{"a":' * 80 + "1" + "}" * 80])
+def test_a_configuration_without_bottom_is_named(checkpoint: Path, text: str) -> None:
+    (checkpoint / "config.json").write_text(text)
+    assert "config.json: its JSON nests deeper than 64 levels" in problem(str(checkpoint))
+    assert has_experts(str(checkpoint)) is None
+
+
+def test_a_header_without_bottom_is_named(checkpoint: Path) -> None:
+    text = b"[" * (1 << 20)
+    (checkpoint / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    assert "model.safetensors has a header that cannot be read" in problem(str(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        ("config.json", "loop"),
+        ("config.json", "pipe"),
+        ("model.safetensors", "loop"),
+        ("model.safetensors", "pipe"),
+        ("tokenizer.json", "pipe"),
+    ],
+)
+def test_what_is_no_file_is_named_and_not_waited_for(checkpoint: Path, file: str, kind: str) -> None:
+    (checkpoint / file).unlink()
+    if kind == "pipe":
+        os.mkfifo(checkpoint / file)
+    else:
+        (checkpoint / file).symlink_to(file)
+    assert f"cannot be read: {'Too many' if kind == 'loop' else 'it is no file'}" in problem(str(checkpoint))

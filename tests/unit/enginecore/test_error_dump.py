@@ -27,6 +27,7 @@ def test_a_failed_step_can_be_kept_in_a_file(tmp_path, include_tokens):
     assert dump["stats"]["num_running_reqs"] == 1
     assert dump["scheduler_output"]["new"][0]["num_prompt_tokens"] == 2
     assert ("777777" in file.read_text()) == include_tokens
+    assert file.stat().st_mode & 0o077 == 0
 
 
 def test_a_dump_that_cannot_be_written_does_not_hide_the_failure(tmp_path, caplog):

@@ -98,3 +98,48 @@ async def test_names_that_are_too_many_are_told_once(tmp_path: Path, capsys: pyt
     for _ in range(3):
         assert await rig.names() == ["a", "b"]
     assert capsys.readouterr().out.count("has names that are too many, or cannot be names: c") == 1
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("kind", ["loop", "pipe", "directory", "device"])
+async def test_one_subdirectory_that_cannot_be_looked_into_holds_up_no_other(rig: Rig, file: str, kind: str) -> None:
+    rig.save("poet")
+    rig.save("evil")
+    path = rig.path / "evil" / file
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(file if kind == "loop" else "/dev/null")
+    assert await rig.names() == ["poet"]
+    rig.save("pirate")
+    assert await rig.names() == ["pirate", "poet"]
+    shutil.rmtree(rig.path / "evil")
+    rig.save("evil")
+    assert await rig.names() == ["evil", "pirate", "poet"]
+
+
+async def test_an_adapter_whose_files_become_unreadable_keeps_its_name(rig: Rig) -> None:
+    rig.save("poet")
+    assert await rig.names() == ["poet"]
+    config = rig.path / "poet" / "adapter_config.json"
+    config.unlink()
+    config.symlink_to("adapter_config.json")
+    rig.save("pirate")
+    assert await rig.names() == ["pirate", "poet"]
+    shutil.rmtree(rig.path / "poet")
+    assert await rig.names() == ["pirate"]
+
+
+async def test_names_in_no_encoding_hold_up_no_other(rig: Rig) -> None:
+    rig.save("poet")
+    folder = rig.path / os.fsdecode(b"\xff\xfe")
+    folder.mkdir()
+    config = folder / "adapter_config.json"
+    config.symlink_to("adapter_config.json")
+    assert await rig.names() == ["poet"]
+    config.unlink()
+    config.write_text("{}")
+    assert await rig.names() == ["poet"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from penstock_common.errors import ConfigError
+from penstock_common.input_files import read_input
 from penstock_common.observability.logging import get_logger
 
 T = TypeVar("T")
@@ -69,9 +70,11 @@ class WatchedFiles(Generic[T]):
 def read_bytes(path: str, *, field: str) -> bytes:
     """What a file holds. Raises ConfigError that names the field and the path."""
     try:
-        return Path(path).read_bytes()
+        return read_input(Path(path))
     except OSError as e:
         raise ConfigError(f"{field}: {path}: {e.strerror or e}") from None
+    except ValueError as e:
+        raise ConfigError(f"{field}: {path}: {e}") from None
 
 
 def _stamp(path: str) -> _Stamp:

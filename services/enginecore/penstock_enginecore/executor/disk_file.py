@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from penstock_common.errors import ConfigError
+from penstock_common.private_files import open_private
 from penstock_common.types.kv_transfer import BlockName
 from penstock_enginecore.core.kv_transfer.disk_tier import Content
 from penstock_enginecore.executor.device_thread import DeviceThread
@@ -162,7 +163,7 @@ def _open(directory: Path, path: Path) -> int:
     """The file, locked. Raises ConfigError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_private(path)
     except OSError as e:
         raise ConfigError(f"cache.disk is {str(directory)!r}, which cannot be written: {e}") from e
     try:

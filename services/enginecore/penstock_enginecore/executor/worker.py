@@ -2,12 +2,14 @@
 
 import logging
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from penstock_common import private_files
 from penstock_common.cores import usable_cores
 from penstock_common.errors import Internal, InvalidArgument
 from penstock_enginecore.attention.kv_memory import block_memory, block_order, num_bytes
@@ -219,7 +221,12 @@ class Worker:
         path = Path(self._engine.profiler.directory) / f"trace-{os.getpid()}-{time.time_ns()}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(path))
+            # The profiler would follow a link: it writes where nobody else can, and a name is replaced whatever it is.
+            with tempfile.TemporaryDirectory(dir=path.parent) as private:
+                written = Path(private, path.name)
+                profiler.export_chrome_trace(str(written))
+                written.chmod(private_files.MODE)
+                written.replace(path)
         except OSError as e:
             raise Internal(f"profiler.directory: {path} cannot be written: {e}") from e
         return str(path)

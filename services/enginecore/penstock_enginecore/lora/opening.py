@@ -1,13 +1,13 @@
 """Opens the files of an adapter's directory, and says what is wrong where that cannot be."""
 
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from penstock_common import checkpoint
+from penstock_common.input_files import open_input
 from penstock_enginecore.lora.errors import LoraError, LoraReason
 from penstock_enginecore.lora.peft_config import CONFIG_FILE
 
@@ -47,16 +47,13 @@ class AdapterFolder:
         where it has been written to meanwhile.
         """
         try:
-            descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._descriptor)
+            descriptor = open_input(name, dir_fd=self._descriptor)
         except FileNotFoundError as e:
             raise self._missing(name) from e
         except OSError as e:
             raise LoraError(LoraReason.UNREADABLE, "it cannot be opened", name, value=_why(e)) from e
-        before = os.fstat(descriptor)
-        if not stat.S_ISREG(before.st_mode):
-            os.close(descriptor)
-            raise LoraError(LoraReason.UNREADABLE, "it is no file", name)
         with open(descriptor, "rb", buffering=0) as opened:  # noqa: PTH123 - what is open already
+            before = os.fstat(descriptor)
             try:
                 if opened.read(len(_POINTER)) == _POINTER:
                     what = "it is a Git LFS pointer, not the file itself"

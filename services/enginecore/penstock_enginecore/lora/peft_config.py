@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from penstock_common.input_files import MAX_DEPTH
+from penstock_common.nesting import nests_deeper
 from penstock_enginecore.lora.errors import LoraError, LoraReason
 
 CONFIG_FILE = "adapter_config.json"
@@ -88,6 +90,8 @@ def parse_peft_config(text: bytes, max_rank: int) -> PeftConfig:
         given = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise _garbled("it cannot be read", str(e)) from e
+    if nests_deeper(given, MAX_DEPTH):  # whatever is written into an error must not end in recursion, either
+        raise _garbled("it nests too deeply", "", f"at most {MAX_DEPTH} levels")
     if not isinstance(given, dict):
         raise _garbled("it is no JSON object", type(given).__name__)
     kind = given.get("peft_type")

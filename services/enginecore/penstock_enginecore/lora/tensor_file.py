@@ -106,12 +106,11 @@ class TensorFile:
 
     def _headers(self, text: bytes) -> dict[str, TensorHeader]:
         try:
-            found = msgspec.json.decode(text)
-            if not isinstance(found, dict):
-                raise self._garbled("its header is no JSON object")
+            # Entry by entry, so that a header of other things never becomes objects, which take many times its size.
+            found = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
             found.pop("__metadata__", None)
-            entries = {name: msgspec.convert(entry, _Entry) for name, entry in found.items()}
-        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in found.items()}
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             raise self._garbled("its header cannot be read", str(e)) from e
         return {name: self._header(name, entry) for name, entry in entries.items()}
 

@@ -156,7 +156,7 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
         raise ModelLoadError(f"model.path {problem}")
     try:
         hf_config = AutoConfig.from_pretrained(**_source(config))
-    except (OSError, ValueError, KeyError) as e:
+    except (OSError, ValueError, KeyError, RecursionError) as e:
         raise ModelLoadError(f"model.path {config.path!r}: the configuration cannot be read: {first_line(e)}") from e
     return cast("PretrainedConfig", hf_config)
 

@@ -1,11 +1,11 @@
 """How a checkpoint pools: what sentence-transformers files say, else what its architecture is for."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock_common.input_files import read_json
 from penstock_enginecore.models.errors import ModelLoadError
 
 PoolingMode = Literal["cls", "mean", "lasttoken"]
@@ -133,7 +133,7 @@ def _max_seq_length(folder: Path) -> int | None:
 
 def _read(file: Path, kind: type) -> Any:
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = read_json(file)
     except (OSError, ValueError) as e:
         raise ModelLoadError(f"{file} cannot be read: {e}") from e
     if not isinstance(data, kind):

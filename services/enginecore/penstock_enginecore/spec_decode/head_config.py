@@ -4,7 +4,6 @@ EAGLE (Li et al., 2024) guesses by the target's last hidden states, EAGLE-3 (202
 names a head's parts one way, the speculators library another.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 from transformers import AutoConfig, PretrainedConfig
 
+from penstock_common.input_files import read_json
 from penstock_enginecore.models.errors import ModelLoadError
 
 Kind = Literal["eagle", "eagle3"]
@@ -73,7 +73,7 @@ def known_name(name: str) -> str | None:
 
 def _read(directory: Path) -> Mapping[str, Any]:
     try:
-        given = json.loads((directory / "config.json").read_bytes())
+        given = read_json(directory / "config.json")
     except (OSError, ValueError) as e:
         raise ModelLoadError(f"its config.json cannot be read: {e}") from e
     if not isinstance(given, dict):

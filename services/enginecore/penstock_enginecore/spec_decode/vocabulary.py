@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from penstock_common.input_files import read_input
 from penstock_enginecore.models.errors import ModelLoadError
 
 
@@ -24,7 +25,7 @@ def check_vocabulary(model: Path, drafter: Path) -> None:
 
 
 def _texts(file: Path) -> dict[int, str]:
-    return {token_id: text for text, token_id in Tokenizer.from_file(str(file)).get_vocab().items()}
+    return {token_id: text for text, token_id in Tokenizer.from_buffer(read_input(file)).get_vocab().items()}
 
 
 def _said(text: str | None) -> str:

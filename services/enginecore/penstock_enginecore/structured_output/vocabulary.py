@@ -10,6 +10,7 @@ from huggingface_hub import hf_hub_download
 from tokenizers import Tokenizer
 
 from penstock_common.errors import Unimplemented
+from penstock_common.input_files import read_input
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.structured_output.constraints.source import FIELD
 
@@ -72,7 +73,7 @@ def _load_tokenizer(config: ModelConfig) -> Tokenizer:
 
 
 def _read(path: Path) -> Tokenizer:
-    return Tokenizer.from_buffer(path.read_bytes())
+    return Tokenizer.from_buffer(read_input(path))
 
 
 def _decoder(description: dict[str, Any]) -> Callable[[str], bytes]:

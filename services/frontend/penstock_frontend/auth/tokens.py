@@ -101,7 +101,7 @@ def _read(path: str) -> _KeySet:
     text = read_bytes(path, field=field)
     try:
         found = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise ConfigError(f"{field}: {path} is not JSON") from None
     members = found.get("keys") if isinstance(found, dict) else None
     if not isinstance(members, list) or not members:

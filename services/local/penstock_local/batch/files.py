@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from penstock_common.errors import ConfigError
+from penstock_common.private_files import open_private
 
 
 def is_url(path: str) -> bool:
@@ -46,7 +47,9 @@ class OutputFile:
         try:
             if is_url(path):
                 self.local.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.local.open("ab+")
+                self._file = os.fdopen(open_private(self.local), "ab+")
+            else:  # may be a link, as for any other program that the user runs
+                self._file = self.local.open("ab+")
         except OSError as e:
             raise ConfigError(f"{path} cannot be written: {e.strerror or e}") from None
         try:

@@ -156,3 +156,26 @@ def test_a_disk_without_room_is_named_and_left_empty(tmp_path, monkeypatch):
 def test_a_write_that_fails_says_so(disk):
     with pytest.raises(OSError, match="5 bytes"):
         disk.write(0, name(1), b"short").result(timeout=30)
+
+
+def test_a_link_in_place_of_the_file_is_not_followed(tmp_path):
+    (tmp_path / "target").write_text("of others")
+    (tmp_path / FILE_NAME).symlink_to(tmp_path / "target")
+    with pytest.raises(ConfigError, match=r"cache.disk is .* cannot be written: .*symbolic link"):
+        opened(tmp_path)
+    assert (tmp_path / "target").read_text() == "of others"
+
+
+def test_a_pipe_in_place_of_the_file_is_named(tmp_path):
+    os.mkfifo(tmp_path / FILE_NAME)
+    with pytest.raises(ConfigError, match=r"cache.disk is .* it is no file, but a pipe or a device"):
+        opened(tmp_path)
+
+
+def test_a_file_that_others_could_read_becomes_private(tmp_path):
+    filled(tmp_path, 3)
+    (tmp_path / FILE_NAME).chmod(0o666)
+    disk = opened(tmp_path)
+    disk.close()
+    assert (tmp_path / FILE_NAME).stat().st_mode & 0o777 == 0o600
+    assert list(disk.entries) == [(0, name(3))]

@@ -1,11 +1,11 @@
 """What a checkpoint's files say of its processors."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock_common.input_files import read_json
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.multimodal.pixels import Normalization
 
@@ -61,11 +61,11 @@ class ProcessorSettings:
 
 def _read(file: Path) -> Mapping[str, Any]:
     """The settings in ``file``; none if it is not there. Raises ModelLoadError."""
-    if not file.is_file():
-        return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:
+        found = read_json(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:
         raise ModelLoadError(f"{file} cannot be read: {e}") from e
     if not isinstance(found, dict):
         raise ModelLoadError(f"{file} holds no settings")

@@ -11,6 +11,7 @@ import msgspec
 import torch
 from safetensors import safe_open
 
+from penstock_common.input_files import MAX_INDEX_BYTES, read_json
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.quantization.scheme import Scheme
 
@@ -147,7 +148,10 @@ def _files(directory: Path) -> list[Path]:
     """Those of the index where there is one: other files may hold the weights once more."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        content = msgspec.json.decode(index.read_bytes(), type=_Index)
+        try:
+            content = msgspec.convert(read_json(index, MAX_INDEX_BYTES), _Index)
+        except (OSError, ValueError) as e:
+            raise ModelLoadError(f"{index} cannot be read: {e}") from e
         return sorted({directory / name for name in content.weight_map.values()})
     if (directory / "model.safetensors").is_file():
         return [directory / "model.safetensors"]

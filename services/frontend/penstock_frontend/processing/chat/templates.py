@@ -6,6 +6,7 @@ characters as they are, ``raise_exception``, ``strftime_now``, loop controls, ``
 
 import datetime as dt
 import json
+import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock_common.errors import ConfigError, InvalidArgument
+from penstock_common.input_files import read_input
 from penstock_common.observability.logging import get_logger
 from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.chat.content_format import ContentFormat, content_format
@@ -31,6 +33,8 @@ TIME_LIMIT = 5.0
 """Seconds that rendering one conversation may take."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _DEFAULT, _TOOL_USE = "default", "tool_use"
+_MAX_TEMPLATE_BYTES = 4 << 20
+"""Size limit of a template's file, in bytes. Published ones have less than 64 KiB."""
 _TOOLS = "tools"
 """The variable of a template that has the tools."""
 
@@ -59,7 +63,7 @@ class ChatTemplates:
                 self.looked_for |= looked_for(tree)
                 if any(each.name == _TOOLS and each.ctx == "load" for each in tree.find_all(nodes.Name)):
                     self._showing_tools.add(name)
-            except TemplateError as e:
+            except (TemplateError, RecursionError) as e:
                 self._broken[name] = _first_line(e)
                 get_logger().warning("chat template cannot be read", template=name, error=_first_line(e))
 
@@ -132,7 +136,7 @@ def load_chat_templates(config: ModelConfig) -> ChatTemplates:
         sources[_DEFAULT] = single
     for file in sorted(folder.glob("additional_chat_templates/*.jinja")):
         sources[file.stem] = _read(file)
-    if (file := folder / "chat_template.jinja").is_file():
+    if os.path.lexists(file := folder / "chat_template.jinja"):
         sources[_DEFAULT] = _read(file)
     special = read_json(folder / "special_tokens_map.json") | tokenizer_config
     return ChatTemplates(sources, {name: text for name in _SPECIAL_TOKENS if (text := _token_text(special.get(name)))})
@@ -159,7 +163,7 @@ def _token_text(token: Any) -> str:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_input(file, _MAX_TEMPLATE_BYTES).decode()
     except (OSError, ValueError) as e:
         raise ConfigError(f"{file} cannot be read: {e}") from None
 

@@ -1,9 +1,8 @@
 """Pooling requests on their way in: inputs and pairs to token ids, one engine request per input."""
 
 import itertools
-import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,7 +20,7 @@ from penstock_frontend.processing.prompts.guarded_text import cut
 from penstock_frontend.processing.prompts.input import InputProcessor, check_size, check_token_ids, longest_text
 from penstock_frontend.processing.prompts.media_inputs import no_media_with
 from penstock_frontend.processing.prompts.media_text import media_tokens
-from penstock_frontend.processing.prompts.tokenizer import Tokenizer, resolve
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer, read_json, resolve
 
 POOLING_WORDS = tuple(task.name.lower() for task in PoolingTask)
 """Capabilities of engines that pool."""
@@ -209,11 +208,8 @@ def served(capabilities: Sequence[str]) -> str:
 def load_labels(config: ModelConfig) -> list[str]:
     """Names of the model's classes in order, as its config.json has them; empty where it has none. Raises ConfigError."""
     file = resolve(config) / "config.json"
-    if not file.is_file():
-        return []
     try:
-        data: Any = json.loads(file.read_text(encoding="utf-8"))
-        named = {int(index): str(label) for index, label in data.get("id2label", {}).items()}
-    except (OSError, ValueError, AttributeError) as e:
+        named = {int(index): str(label) for index, label in read_json(file).get("id2label", {}).items()}
+    except (ValueError, AttributeError) as e:
         raise ConfigError(f"{file} cannot be read: {e}") from None
     return [named.get(index, "") for index in range(max(named, default=-1) + 1)]

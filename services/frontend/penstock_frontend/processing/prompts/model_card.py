@@ -1,16 +1,14 @@
 """What a model's files say of it, for clients that build prompts and read outputs themselves."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from penstock_common.errors import ConfigError
 from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.prompts.sampling_params import model_defaults
-from penstock_frontend.processing.prompts.tokenizer import resolve
+from penstock_frontend.processing.prompts.tokenizer import read_json, resolve
 
 _ADVERTISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -33,7 +31,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 def load_model_card(config: ModelConfig, generation_config: Mapping[str, Any]) -> ModelCard:
     """Read config.json, where there is one. Raises ConfigError when it cannot be read."""
     folder = resolve(config)
-    described = _read(folder / "config.json")
+    described = read_json(folder / "config.json")
     # A model of several parts describes the one that generates in a section of its own.
     text = {**described, **(described.get("text_config") or {})}
     ends = [*_ids(text.get("eos_token_id")), *_ids(generation_config.get("eos_token_id"))]
@@ -47,18 +45,6 @@ def load_model_card(config: ModelConfig, generation_config: Mapping[str, Any]) -
         bos_token_id=_first(text.get("bos_token_id")),
         sampling_defaults={name: defaults[name] for name in _ADVERTISED if name in defaults},
     )
-
-
-def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"{file} cannot be read: {e}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{file} must hold an object")
-    return data
 
 
 def _ids(value: Any) -> list[int]:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import tokenizers
 
+from penstock_common import input_files
 from penstock_common.errors import ConfigError, Unimplemented
 from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.prompts.byte_level import ByteLevelDecoder, OddTokenError, is_byte_level
@@ -293,10 +293,10 @@ def resolve(config: ModelConfig) -> Path:
 
 def _load_backend(folder: Path, path: str) -> tokenizers.Tokenizer:
     file = folder / "tokenizer.json"
-    if not file.is_file():
-        return _convert_tokenizer(folder, path)
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
+        return tokenizers.Tokenizer.from_buffer(input_files.read_input(file))
+    except FileNotFoundError:
+        return _convert_tokenizer(folder, path)
     except Exception as e:  # tokenizers raises nothing narrower
         raise ConfigError(f"model.path is {path!r}: its tokenizer.json cannot be read: {_first_line(e)}") from e
 
@@ -320,10 +320,10 @@ def _first_line(error: Exception) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file; empty when there is no file. Raises ConfigError."""
-    if not path.is_file():
-        return {}
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = input_files.read_json(path)
+    except FileNotFoundError:
+        return {}
     except (OSError, ValueError) as e:
         raise ConfigError(f"{path} cannot be read: {e}") from None
     if not isinstance(data, dict):

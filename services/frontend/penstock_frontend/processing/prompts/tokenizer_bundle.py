@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock_common.errors import NotFound
+from penstock_common.input_files import read_input
 
 _NAMES = frozenset(
     {
@@ -60,6 +61,6 @@ def _build(folder: Path) -> Bundle:
         for file in files:
             entry = zipfile.ZipInfo(file.name, _EPOCH)
             entry.compress_type = zipfile.ZIP_DEFLATED
-            archive.writestr(entry, file.read_bytes())
+            archive.writestr(entry, read_input(file))
     data = buffer.getvalue()
     return Bundle(data, hashlib.sha256(data).hexdigest())
