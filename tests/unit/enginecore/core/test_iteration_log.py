@@ -21,7 +21,10 @@ class Engine:
     def step(self, seconds: float = 1.0) -> None:
         self.log.begin(SchedulerStats)
         self.now += seconds
-        self.log.count(SchedulerOutput(num_scheduled_tokens={"r": 4}), ModelRunnerOutput(request_ids=["r"], sampled_token_ids=[[7]]))
+        self.log.count(
+            SchedulerOutput(num_scheduled_tokens={"r": 4}),
+            ModelRunnerOutput(request_ids=["r"], sampled_token_ids=[[7]]),
+        )
         self.log.tick(SchedulerStats)
 
     @property

@@ -52,6 +52,8 @@ class HttpConnection(RequestParsing):
         self._waits_for_turn = False
         self._reads = True
         self._num_unanswered = 0
+        self._answering: RequestResponseCycle | None = None
+        """The request whose handler runs; pipelined ones wait behind it."""
         self._discards = False
         self._refusal: HttpError | None = None
         """Why nothing more is parsed. The client is told when the answers under way are complete."""
@@ -78,7 +80,12 @@ class HttpConnection(RequestParsing):
         self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone."""
+        """The connection is gone. uvicorn tells the handler of the newest request, which may wait behind another one."""
+        for cycle in (self._answering, *(waiting for waiting, _ in self.pipeline)):
+            if cycle is not None:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
         self._disarm()
         self._unset_keepalive_if_required()
         self._unparsed = memoryview(b"")
@@ -200,6 +207,7 @@ class HttpConnection(RequestParsing):
         self._num_unanswered += self.cycle is not before
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        self._answering = cycle
         super()._start_asgi_task(cycle, Answer(cycle, self).of(app))  # type: ignore[arg-type]
 
     def _refuse(self, error: HttpError) -> None:

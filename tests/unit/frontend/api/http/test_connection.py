@@ -288,3 +288,23 @@ async def test_the_handler_of_a_refused_body_is_told_that_its_client_has_gone() 
     await until(lambda: told and told[-1]["type"] == "http.disconnect")
     await until(lambda: b"chunks_too_small" in transport.written)
     assert b"never" not in transport.written
+
+
+async def test_every_handler_of_a_connection_is_told_when_it_is_gone() -> None:
+    told: list[str] = []
+
+    async def app(_: Scope, receive: Receive, send: Send) -> None:
+        message = await receive()
+        while message["type"] != "http.disconnect":
+            message = await receive()
+        told.append("gone")
+        await answer(send, b"never")
+
+    connection, transport = Listener(app).connect()
+    connection.data_received(GET + GET + GET[:10])
+    await until(lambda: connection._answering)
+    await asyncio.sleep(0)
+    transport.closed = True
+    connection.connection_lost(None)
+    await until(lambda: told)
+    assert transport.written == b"", "a transport that is closed takes nothing"
