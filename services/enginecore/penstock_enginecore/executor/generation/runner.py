@@ -21,6 +21,7 @@ from penstock_enginecore.executor.completion import Arrival, BeginCopy, Late, be
 from penstock_enginecore.executor.device import prompt_batch_tokens, step_tokens
 from penstock_enginecore.executor.generation.drafting import Drafting
 from penstock_enginecore.executor.generation.encoder_rows import row_bytes
+from penstock_enginecore.executor.generation.fastest_pass import fastest_pass
 from penstock_enginecore.executor.generation.graph_capture import GraphCapture
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.executor.generation.late_output import read_late
@@ -30,7 +31,6 @@ from penstock_enginecore.executor.generation.scorer import score_prompts
 from penstock_enginecore.executor.generation.step_embeddings import StepEmbeddings
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, StepInputs
 from penstock_enginecore.executor.generation.step_sampling import StepSampling
-from penstock_enginecore.executor.generation.step_timing import fastest_pass
 from penstock_enginecore.executor.towers import Towers
 from penstock_enginecore.experts.group_experts import GroupExperts
 from penstock_enginecore.forward.base import AdaptedForward, Choice, ForwardBatch, KeptWeights

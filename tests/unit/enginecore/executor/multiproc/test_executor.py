@@ -17,6 +17,7 @@ from penstock_enginecore.config import EngineCoreConfig, ExecutorConfig, ModelCo
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, PartlyLoadedError
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
+from penstock_enginecore.executor.multiproc import overdue
 from penstock_enginecore.executor.multiproc.executor import MultiprocExecutor
 from penstock_enginecore.executor.multiproc.failures import WorkerError, WorkersGone
 from tests.fakes.engines.worker_process import MODULE, Misdeed
@@ -222,6 +223,19 @@ def test_a_step_that_takes_too_long_ends_all_and_the_log_says_where_each_worker_
     stacks = {record.args[0]: record.args[1] for record in caplog.records if "is here" in record.getMessage()}
     assert told in stacks[1]
     assert "in read" in stacks[0]  # it waits for what comes next
+
+
+@pytest.mark.parametrize("method", ["kv_cache_specs", "execute_dummy_batch"])
+def test_workers_that_wait_for_ever_before_the_first_step_end_all_and_the_log_says_where_each_is(
+    method: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with executor_of(Misdeed(rank=1, when=method, does="hang"), step_timeout=1.0) as executor:
+        executor.load_model(lambda line: None)
+        monkeypatch.setattr(overdue, "_IDLE_AT_LEAST", 1.0)  # not before: on a busy machine workers take long to start
+        with pytest.raises(WorkersGone, match="no worker has computed anything for 1 s, while the model was loaded"):
+            getattr(executor, method)()
+    stacks = {record.args[0]: record.args[1] for record in caplog.records if "is here" in record.getMessage()}
+    assert "in in_a_collective" in stacks[1]
 
 
 def test_workers_that_sample_different_tokens_end_all_in_that_step() -> None:
