@@ -10,6 +10,7 @@ from penstock_enginecore.config.lora import LoraConfig
 from penstock_enginecore.config.model import Device, Dtype, ModelConfig, Task
 from penstock_enginecore.config.multimodal import MultimodalConfig
 from penstock_enginecore.config.nodes import NodesConfig
+from penstock_enginecore.config.parallel import ParallelConfig
 from penstock_enginecore.config.scheduler import SchedulerConfig
 from penstock_enginecore.config.speculative import SpeculativeConfig
 from penstock_enginecore.config.structured_output import StructuredOutputConfig
@@ -30,6 +31,7 @@ __all__ = [
     "ModelConfig",
     "MultimodalConfig",
     "NodesConfig",
+    "ParallelConfig",
     "ProfilerConfig",
     "SchedulerConfig",
     "SpeculativeConfig",

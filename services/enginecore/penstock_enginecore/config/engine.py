@@ -35,6 +35,7 @@ from penstock_enginecore.config.kv_transfer import KvTransferConfig
 from penstock_enginecore.config.lora import LoraConfig
 from penstock_enginecore.config.model import ModelConfig
 from penstock_enginecore.config.multimodal import MultimodalConfig
+from penstock_enginecore.config.parallel import ParallelConfig
 from penstock_enginecore.config.scheduler import SchedulerConfig
 from penstock_enginecore.config.speculative import SpeculativeConfig
 from penstock_enginecore.config.structured_output import StructuredOutputConfig
@@ -119,6 +120,7 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     speculative: SpeculativeConfig = SpeculativeConfig()
     lora: LoraConfig = LoraConfig()
     multimodal: MultimodalConfig = MultimodalConfig()
+    parallel: ParallelConfig = ParallelConfig()
     data_parallel: DataParallelConfig = DataParallelConfig()
     expert_parallel: ExpertParallelConfig = ExpertParallelConfig()
     kv_transfer: KvTransferConfig = KvTransferConfig()

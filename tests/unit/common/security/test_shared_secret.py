@@ -1,0 +1,93 @@
+"""The secret of internal ports: its file, the keys and tokens derived from it, and which ports need it."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock_common.errors import ConfigError
+from penstock_common.security.shared_secret import NO_SECRET, SharedSecret, check_internal_port, load_secret
+
+TEXT = "0123456789abcdef" * 2
+
+
+def secret_file(tmp_path: Path, content: str, mode: int = 0o600) -> str:
+    file = tmp_path / "secret"
+    file.write_text(content)
+    file.chmod(mode)
+    return str(file)
+
+
+def test_whitespace_around_a_secret_does_not_count(tmp_path: Path) -> None:
+    loaded = load_secret(secret_file(tmp_path, f"  {TEXT}\n\n"))
+    assert loaded is not None
+    assert loaded.key("p") == SharedSecret(TEXT.encode()).key("p")
+
+
+def test_without_a_path_there_is_no_secret() -> None:
+    assert load_secret("") is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", r"parallel\.secret_file: \S+ holds 0 bytes; a secret has at least 32 bytes; create one with `openssl"),
+        (f"{TEXT[:31]}\n", r"holds 31 bytes; a secret has at least 32"),
+        ("x" * 4097, r"is larger than 4096 bytes"),
+    ],
+)
+def test_a_file_that_holds_no_secret_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_secret(secret_file(tmp_path, content))
+
+
+def test_a_file_that_cannot_be_read_is_refused_with_its_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.secret_file: cannot read \S+/none: No such file"):
+        load_secret(str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"own\.setting: cannot read"):
+        load_secret(str(tmp_path), field="own.setting")
+
+
+@pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o440, False), (0o644, True)])
+def test_a_secret_that_every_user_can_read_is_warned_of(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: int, warns: bool
+) -> None:
+    assert load_secret(secret_file(tmp_path, TEXT, mode)) is not None
+    said = "".join(capfd.readouterr())
+    assert ("every user of this machine can read the shared secret" in said) is warns
+    assert TEXT not in said
+
+
+def test_keys_and_tokens_of_other_purposes_and_secrets_differ() -> None:
+    one, other = SharedSecret(TEXT.encode()), SharedSecret(b"o" * 32)
+    made = {one.key("a"), one.key("b"), other.key("a"), NO_SECRET.key("a")}
+    made |= {bytes.fromhex(each.token("a")) for each in (one, other, NO_SECRET)}
+    assert len(made) == 7
+    assert all(len(each) == 32 for each in made)
+
+
+def test_only_the_token_of_the_same_purpose_and_secret_is_accepted() -> None:
+    one, other = SharedSecret(TEXT.encode()), SharedSecret(b"o" * 32)
+    assert one.accepts("nodes", one.token("nodes"))
+    for wrong in (one.token("blocks"), other.token("nodes"), NO_SECRET.token("nodes"), "", "é", "\udcff"):
+        assert not one.accepts("nodes", wrong)
+
+
+def test_a_secret_is_not_shown_where_the_object_is_printed() -> None:
+    assert TEXT not in repr(SharedSecret(TEXT.encode()))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_ports_on_loopback_need_no_secret(host: str) -> None:
+    check_internal_port(host, field="executor.nodes.address", secret=None)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "engine-0"])
+def test_other_ports_need_the_secret_or_tls(host: str) -> None:
+    check_internal_port(host, field="server.host", secret=SharedSecret(b"s" * 32))
+    check_internal_port(host, field="server.host", secret=None, tls=True, tls_field="server.tls.certificate")
+    with pytest.raises(ConfigError) as refused:
+        check_internal_port(host, field="server.host", secret=None, tls_field="server.tls.certificate")
+    for named in (host, "server.host", "parallel.secret_file", "server.tls.certificate"):
+        assert named in str(refused.value)
+    with pytest.raises(ConfigError, match=r"set parallel\.secret_file, or bind to a loopback address"):
+        check_internal_port(host, field="data_parallel.address", secret=None)
