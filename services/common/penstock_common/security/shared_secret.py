@@ -79,7 +79,7 @@ def check_internal_port(
     host: str,
     *,
     field: str,
-    secret: SharedSecret | None,
+    has_secret: bool,
     tls: bool = False,
     tls_field: str = "",
     secret_field: str = SECRET_SETTING,
@@ -89,7 +89,7 @@ def check_internal_port(
     Args:
         host: The address or name that the port binds to.
         field: Name of the setting that ``host`` comes from, for messages.
-        secret: The shared secret, or None if none is configured.
+        has_secret: Whether the shared secret is configured.
         tls: Whether the port uses TLS.
         tls_field: Name of the setting that turns TLS on, empty for a port that cannot have TLS.
         secret_field: Name of the setting of the secret, for messages.
@@ -97,7 +97,7 @@ def check_internal_port(
     Raises:
         ConfigError: ``host`` is not a loopback address, and the port has neither the secret nor TLS.
     """
-    if secret is not None or tls or is_loopback(host):
+    if has_secret or tls or is_loopback(host):
         return
     remedy = f"set {secret_field}" + (f" or {tls_field}" if tls_field else "")
     raise ConfigError(

@@ -78,16 +78,16 @@ def test_a_secret_is_not_shown_where_the_object_is_printed() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
 def test_ports_on_loopback_need_no_secret(host: str) -> None:
-    check_internal_port(host, field="executor.nodes.address", secret=None)
+    check_internal_port(host, field="executor.nodes.address", has_secret=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "engine-0"])
 def test_other_ports_need_the_secret_or_tls(host: str) -> None:
-    check_internal_port(host, field="server.host", secret=SharedSecret(b"s" * 32))
-    check_internal_port(host, field="server.host", secret=None, tls=True, tls_field="server.tls.certificate")
+    check_internal_port(host, field="server.host", has_secret=True)
+    check_internal_port(host, field="server.host", has_secret=False, tls=True, tls_field="server.tls.certificate")
     with pytest.raises(ConfigError) as refused:
-        check_internal_port(host, field="server.host", secret=None, tls_field="server.tls.certificate")
+        check_internal_port(host, field="server.host", has_secret=False, tls_field="server.tls.certificate")
     for named in (host, "server.host", "parallel.secret_file", "server.tls.certificate"):
         assert named in str(refused.value)
     with pytest.raises(ConfigError, match=r"set parallel\.secret_file, or bind to a loopback address"):
-        check_internal_port(host, field="data_parallel.address", secret=None)
+        check_internal_port(host, field="data_parallel.address", has_secret=False)
