@@ -16,7 +16,7 @@ from rich.table import Table
 
 from penstock_enginecore.parallel import shared_memory
 from penstock_enginecore.parallel.collectives import Collectives, GlooCollectives
-from penstock_enginecore.parallel.gloo import Meeting
+from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.shared_memory import SharedMemoryCollectives
 
 WIDTH = 768

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from penstock_enginecore.parallel.gloo import Meeting
+from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.meeting_server import MeetingServer
 from penstock_enginecore.parallel.socket_collectives import SocketCollectives
 

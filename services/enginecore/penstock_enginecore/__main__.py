@@ -8,6 +8,7 @@ from penstock_common.allocator import use_few_arenas
 from penstock_common.config.command_line import from_command_line
 from penstock_common.config_file import ConfigFile
 from penstock_common.errors import ConfigError, RequestFailed
+from penstock_common.security.shared_secret import SharedSecret
 from penstock_enginecore.app import run
 from penstock_enginecore.config import DataParallelConfig, EngineCoreConfig
 from penstock_enginecore.core.data_parallel.links import Meets
@@ -52,11 +53,11 @@ def _be_an_engine() -> None:
     run(config_file, make_executor, partial(make_grammar_backend, children=children), _make_meets)
 
 
-def _make_meets(config: DataParallelConfig, rank: str) -> Meets:
+def _make_meets(config: DataParallelConfig, rank: str, secret: SharedSecret | None) -> Meets:
     """Imports torch, as the other factories do when they are called: the port answers by then."""
     from penstock_enginecore.parallel.group_link import SocketLinks
 
-    return SocketLinks(config, rank)
+    return SocketLinks(config, rank, secret)
 
 
 def _be_a_node() -> None:

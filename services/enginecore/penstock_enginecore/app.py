@@ -14,6 +14,7 @@ from penstock_common.errors import ConfigError
 from penstock_common.metrics_server import MetricsServer
 from penstock_common.observability.logging import configure, get_logger
 from penstock_common.process import name_process
+from penstock_common.security.shared_secret import SharedSecret, load_secret
 from penstock_common.tensors.shared_memory import remove_orphans, shared_memory_id
 from penstock_common.tensors.sizes import MAX_TENSOR_BYTES
 from penstock_common.types.kv_transfer import EngineRole
@@ -64,6 +65,7 @@ def run(
     configure(config.log, service="enginecore")
     name_process("enginecore", config.engine_id)
     started = time.monotonic()
+    secret = load_secret(config.parallel.secret_file)
     load_plugins(config.plugins)
 
     def progress(text: str) -> None:
@@ -77,7 +79,7 @@ def run(
         engine = build_engine(config, executor, make_grammars, progress)
         try:
             engine.warm_up()
-            serve(config, engine, io, started, make_meets)
+            serve(config, engine, io, started, make_meets, secret)
         finally:
             engine.shutdown()
     finally:
@@ -105,10 +107,15 @@ def build_engine(
 
 
 def serve(
-    config: EngineCoreConfig, engine: EngineCore, io: IoThread, started: float, make_meets: MakeMeets | None = None
+    config: EngineCoreConfig,
+    engine: EngineCore,
+    io: IoThread,
+    started: float,
+    make_meets: MakeMeets | None = None,
+    secret: SharedSecret | None = None,
 ) -> None:
     """Run the busy loop of a loaded engine on this thread. ``started``: monotonic seconds, for the log. ``make_meets``: lets a
-    rank of a data-parallel group meet others. Raises ConfigError where there is nothing that does.
+    rank of a data-parallel group meet others, by the ``secret``. Raises ConfigError where there is nothing that does.
     """
     ready = describe(config, engine)
     if ready.shared_memory_id:
@@ -123,7 +130,7 @@ def serve(
         observe=(lambda _: None) if traces is None else traces.transferred,
         observer=io.telemetry,
     ) as ready:
-        _serve(config, engine, io, started, ready, make_meets)
+        _serve(config, engine, io, started, ready, make_meets, secret)
 
 
 def _serve(
@@ -133,12 +140,13 @@ def _serve(
     started: float,
     ready: EngineReady,
     make_meets: MakeMeets | None,
+    secret: SharedSecret | None,
 ) -> None:
     rank: EngineRank | None = None
     if config.data_parallel.grouped:
         if make_meets is None:
             raise ConfigError(f"data_parallel.size is {config.data_parallel.size}; this process can be in no group")
-        rank = EngineRank(config, engine, ready, make_meets)
+        rank = EngineRank(config, engine, ready, make_meets, secret)
         io.registry.register(GroupCollector(lambda: rank.driver.state, lambda: rank.target_size, ready))
     group = None if rank is None else rank.driver
     keep_media(engine, io)

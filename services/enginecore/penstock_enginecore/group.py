@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from penstock_common.security.shared_secret import SharedSecret
 from penstock_common.types.data_parallel import GroupRegistration, StartDpWave, rank_name
 from penstock_common.types.outputs import EngineReady
 from penstock_enginecore.config import DataParallelConfig, EngineCoreConfig
@@ -12,18 +13,25 @@ from penstock_enginecore.core.data_parallel.events import Named
 from penstock_enginecore.core.data_parallel.links import Links, Meets
 from penstock_enginecore.core.engine_core import EngineCore
 
-MakeMeets = Callable[[DataParallelConfig, str], Meets]
-"""Makes what lets a rank, by its name, meet others."""
+MakeMeets = Callable[[DataParallelConfig, str, SharedSecret | None], Meets]
+"""Makes what lets a rank, by its name, meet others, which it recognizes by the secret."""
 
 
 class EngineRank:
     """The driver, and what the coordinator is told of the rank."""
 
-    def __init__(self, config: EngineCoreConfig, engine: EngineCore, ready: EngineReady, make_meets: MakeMeets) -> None:
-        """Raises ConfigError where other ranks cannot reach this one."""
+    def __init__(
+        self,
+        config: EngineCoreConfig,
+        engine: EngineCore,
+        ready: EngineReady,
+        make_meets: MakeMeets,
+        secret: SharedSecret | None,
+    ) -> None:
+        """``secret``: by which ranks recognize each other. Raises ConfigError where other ranks cannot reach this one."""
         self.name = rank_name(ready.engine_id, ready.incarnation)
         self._config = config.data_parallel
-        self._meets = meets = make_meets(config.data_parallel, self.name)
+        self._meets = meets = make_meets(config.data_parallel, self.name, secret)
         self.target_size = 0
         """How many ranks the group shall have, as the coordinator has told last; 0: it has told none."""
         self._agreed = {

@@ -31,13 +31,15 @@ def install() -> None:
     cable = os.environ.get(VARIABLE)
     if cable is None or "penstock_enginecore.app" not in sys.modules:
         return
-    from penstock_enginecore.parallel.mesh import Mesh
+    from penstock_enginecore.parallel.rendezvous import Rendezvous
 
-    to_peer = Mesh._to_peer
+    to_port = Rendezvous._to_port
 
-    def through_cable(mesh: Mesh, peer: int, address: str, deadline: float) -> socket.socket:
-        connection = to_peer(mesh, peer, f"127.0.0.1:{cable}", deadline)
+    def through_cable(rendezvous: Rendezvous, whom: str, address: str) -> socket.socket:
+        if not whom.startswith("rank "):
+            return to_port(rendezvous, whom, address)
+        connection = to_port(rendezvous, whom, f"127.0.0.1:{cable}")
         connection.sendall(_PORT.pack(addresses.split(address)[1]))
         return connection
 
-    Mesh._to_peer = through_cable  # type: ignore[method-assign]
+    Rendezvous._to_port = through_cable  # type: ignore[method-assign]

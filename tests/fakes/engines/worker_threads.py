@@ -93,6 +93,9 @@ class ThreadTransport:
     def receive(self, buffer: torch.Tensor, stage: int, channel: int) -> _Receiving:
         return _Receiving(self._streams, (stage, self.stage, channel), buffer)
 
+    def close(self) -> None:
+        pass
+
 
 class _Reader:
     def __init__(self) -> None:

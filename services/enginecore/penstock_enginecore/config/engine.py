@@ -26,6 +26,7 @@ from penstock_common.config.sections import (
     TracingConfig,
 )
 from penstock_common.errors import ConfigError
+from penstock_common.security.shared_secret import check_internal_port
 from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_enginecore.config.cache import CacheConfig
 from penstock_enginecore.config.data_parallel import DataParallelConfig
@@ -203,6 +204,10 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         if not self.coordinator.address:
             raise ConfigError(
                 f"data_parallel.size is {size} and coordinator.address empty; the coordinator says who is in the group"
+            )
+        if self.data_parallel.address:
+            check_internal_port(
+                self.data_parallel.address, field="data_parallel.address", has_secret=bool(self.parallel.secret_file)
             )
 
     @property

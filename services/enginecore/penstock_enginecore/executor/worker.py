@@ -12,6 +12,7 @@ import torch
 from penstock_common import private_files
 from penstock_common.cores import usable_cores
 from penstock_common.errors import Internal, InvalidArgument
+from penstock_common.security.shared_secret import load_secret
 from penstock_enginecore.attention.kv_memory import block_memory, block_order, num_bytes
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
@@ -38,11 +39,12 @@ from penstock_enginecore.executor.numa import settle
 from penstock_enginecore.executor.worker_config import WorkerConfig
 from penstock_enginecore.kernel_cache.opening import open_cache
 from penstock_enginecore.parallel.collectives import Collectives, GlooCollectives
-from penstock_enginecore.parallel.gloo import Meeting
+from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.nccl import DeviceCollectives, NcclCollectives, nccl_group
 from penstock_enginecore.parallel.shared_memory import SharedMemoryCollectives
+from penstock_enginecore.parallel.socket_transport import SocketTransport
 from penstock_enginecore.parallel.stage_links import StageLinks
-from penstock_enginecore.parallel.stage_transport import GlooTransport
+from penstock_enginecore.parallel.stage_transport import GlooTransport, StageTransport
 from penstock_enginecore.parallel.timed_collectives import TimedCollectives
 
 logger = logging.getLogger(__name__)
@@ -282,6 +284,8 @@ class Worker:
         """Let go of the model and the cache."""
         self.copies.stop()
         self._runner = None
+        if self._links is not None:
+            self._links.close()
         self.loras.detach()
         if self._kept is not None:
             self._kept.close()
@@ -300,10 +304,16 @@ def _connect(config: WorkerConfig, device: torch.device) -> tuple[TimedCollectiv
     if size > 1:
         collectives = TimedCollectives(_collectives(Meeting(config.store), config, device))
     if num_stages > 1:
-        node = config.node
-        meeting = Meeting(config.store) if node is None else Meeting(node.meeting, node.address)
-        links = StageLinks(GlooTransport(meeting, config.stage, num_stages, f"stages {config.tensor_rank}"))
+        links = StageLinks(_transport(config.store, config, num_stages))
     return collectives, links
+
+
+def _transport(store: int, config: WorkerConfig, num_stages: int) -> StageTransport:
+    name, node = f"stages {config.tensor_rank}", config.node
+    if node is None:
+        return GlooTransport(Meeting(store), config.stage, num_stages, name)
+    secret = load_secret(config.engine.parallel.secret_file)
+    return SocketTransport(Meeting(node.meeting, node.address, secret), config.stage, num_stages, name)
 
 
 def _collectives(meeting: Meeting, config: WorkerConfig, device: torch.device) -> Collectives:

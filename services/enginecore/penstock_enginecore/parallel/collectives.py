@@ -4,7 +4,8 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock_enginecore.parallel.gloo import Meeting, gloo_group
+from penstock_enginecore.parallel.gloo import gloo_group
+from penstock_enginecore.parallel.meeting import Meeting
 
 
 class Collectives(Protocol):

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 
 from penstock_common.errors import ConfigError
+from penstock_common.security.shared_secret import SharedSecret
 from penstock_common.types.data_parallel import RankGroup
 from penstock_enginecore.config import DataParallelConfig
 from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
-from penstock_enginecore.parallel.gloo import Meeting
+from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.meeting_server import MeetingServer
 from penstock_enginecore.parallel.socket_collectives import SocketCollectives
 
@@ -42,14 +43,17 @@ class SocketLink:
 class SocketLinks:
     """Makes links, and keeps the store at which a group meets whose first rank this one is."""
 
-    def __init__(self, config: DataParallelConfig, rank: str) -> None:
-        """``rank``: this one's name. Listens on a free port. Raises ConfigError where this host has no such address."""
+    def __init__(self, config: DataParallelConfig, rank: str, secret: SharedSecret | None = None) -> None:
+        """``rank``: this one's name. ``secret``: by which ranks recognize each other. Listens on a free port. Raises ConfigError
+        where this host has no such address.
+        """
         self.lease = 0.0
         self._rank = rank
         self._timeout = config.connect_timeout
         self._address = config.address
+        self._secret = secret
         try:
-            self._server = MeetingServer(config.address or _LOOPBACK)
+            self._server = MeetingServer(config.address or _LOOPBACK, secret)
         except OSError as e:
             raise ConfigError(
                 f"data_parallel.address is {config.address!r}, where nothing can listen here: {e}"
@@ -60,5 +64,5 @@ class SocketLinks:
         """The link of a group that this rank is in. Raises CollectiveBroken where nobody knows its first rank's store."""
         if group.members[0] not in meetings:
             raise CollectiveBroken(f"nobody has told where {group.members[0]} is met")
-        meeting = Meeting(at=meetings[group.members[0]], address=self._address)
+        meeting = Meeting(at=meetings[group.members[0]], address=self._address, secret=self._secret)
         return SocketLink(group, group.members.index(self._rank), meeting, self._timeout, self.lease)

@@ -1,121 +1,205 @@
 """A store of a few keys at which processes of several hosts find each other: who keeps it."""
 
+import logging
+import os
 import selectors
 import socket
 import threading
+from dataclasses import dataclass, field
 
 from penstock_common import addresses
+from penstock_common.observability.limited_log import LimitedLog
+from penstock_common.security.shared_secret import NO_SECRET, SharedSecret
+from penstock_enginecore.parallel.admission import Admission
 from penstock_enginecore.parallel.dead_peers import give_up_after
-from penstock_enginecore.parallel.meeting_store import ANSWER, GET, HAS, REQUEST, SET
+from penstock_enginecore.parallel.introduction import send_small
+from penstock_enginecore.parallel.meeting_store import (
+    ANSWER,
+    GET,
+    MAX_KEY_BYTES,
+    MAX_VALUE_BYTES,
+    PURPOSE,
+    REQUEST,
+    SET,
+)
 
 _SILENCE = 60.0
 """Seconds after which a host that does not answer any more is not waited for."""
-_AT_ONCE = 65_536
+_AT_ONCE = 8192
+MAX_ASKING = 4096
+"""Connections that have proven themselves. Ranks of two epochs may meet at once, each with one connection."""
+MAX_KEYS = 16
+"""Keys that one connection may say. A rank says one."""
+MAX_STORE_BYTES = 4 * 1024 * 1024
+"""Bytes of all keys and values. The 1024 ranks of the largest group say about 150 bytes each."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Asking:
+    """``coming``: what has come of its next request. ``said``: its keys. ``wants``: the key that it waits for."""
+
+    coming: bytearray = field(default_factory=bytearray)
+    said: set[str] = field(default_factory=set)
+    wants: str | None = None
 
 
 class MeetingServer:
     """Listens on a free port until ``close``, on a thread of its own. ``address``: its host:port.
 
-    Anybody who reaches it may ask and say something, as with torch's. Who does not keep to the rules is hung up on.
+    It serves those that know the secret, and forgets what a connection said when the connection is closed. Who does not keep to
+    the rules or the limits is hung up on, with a line in the log.
     """
 
-    def __init__(self, host: str) -> None:
-        """``host``: an IP address of this host. Raises OSError where it is none."""
+    def __init__(self, host: str, secret: SharedSecret | None = None) -> None:
+        """``host``: an IP address of this host. ``secret``: who comes must know it; None: anybody may come. Raises OSError where
+        ``host`` is no address of this host.
+        """
         family = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][0]
         self._listener = socket.create_server((host, 0), family=family)
-        self._listener.setblocking(False)
         self.address = addresses.with_port(host, self._listener.getsockname()[1])
-        self._said: dict[str, bytes] = {}
-        self._asking: dict[socket.socket, bytearray] = {}
-        """What has come of the next request of each."""
+        self._said: dict[str, tuple[socket.socket, bytes]] = {}
+        """By key, whose value it is, and the value."""
+        self._num_bytes = 0
+        self._asking: dict[socket.socket, _Asking] = {}
         self._waiting: dict[str, list[socket.socket]] = {}
         """By key, who is to be answered once there is a value."""
+        self._log = LimitedLog(logger)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        key = (secret or NO_SECRET).key(PURPOSE)
+        self._admission = Admission(self._listener, key, self._selector, port=f"meeting store {self.address}")
+        self._closed = False
         self._thread = threading.Thread(target=self._serve, name="meeting", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Hang up on everybody. Idempotent."""
-        if self._thread.is_alive():
-            self._listener.shutdown(socket.SHUT_RDWR)  # which the thread sees
+        if not self._closed:
+            self._closed = True
+            os.eventfd_write(self._wake, 1)
             self._thread.join()
+            os.close(self._wake)
 
     def _serve(self) -> None:
         with self._selector, self._listener:
-            while self._take_one_round():
-                pass
+            while not self._closed:
+                self._take_one_round()
+            self._admission.close()
             for connection in list(self._asking):
                 self._hang_up(connection)
 
-    def _take_one_round(self) -> bool:
-        for key, _ in self._selector.select():
-            if key.fileobj is not self._listener:
-                self._hear(key.fileobj)  # type: ignore[arg-type]  # what was registered
-            elif not self._accept():
-                return False
-        return True
+    def _take_one_round(self) -> None:
+        for key, _ in self._selector.select(self._admission.wait_at_most()):
+            ready = key.fileobj
+            if key.data is self._admission:
+                if admitted := self._admission.hear(ready):  # type: ignore[arg-type]  # what was registered
+                    self._admit(admitted.connection)
+            elif ready in self._asking:
+                self._hear(ready)  # type: ignore[arg-type]  # a connection
+        self._admission.tick()
 
-    def _accept(self) -> bool:
+    def _admit(self, connection: socket.socket) -> None:
+        if len(self._asking) >= MAX_ASKING:
+            self._log.warning("meeting store is full and refused a connection", limit=MAX_ASKING)
+            connection.close()
+            return
         try:
-            connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # who had come has gone
-            return True
-        except OSError:  # it was shut down
-            return False
-        connection.setblocking(False)
-        give_up_after(connection, _SILENCE)
-        self._asking[connection] = bytearray()
-        self._selector.register(connection, selectors.EVENT_READ)
-        return True
+            give_up_after(connection, _SILENCE)
+            self._selector.register(connection, selectors.EVENT_READ)
+        except OSError as e:  # it has gone, or there is no memory
+            self._log.warning("meeting store could not take a connection", error=str(e))
+            connection.close()
+            return
+        self._asking[connection] = _Asking()
 
     def _hear(self, connection: socket.socket) -> None:
+        asking = self._asking[connection]
         try:
             heard = connection.recv(_AT_ONCE)
-            if not heard:
-                raise ConnectionResetError
-            coming = self._asking[connection]
-            coming += heard
-            while (request := _next_of(coming)) is not None:
-                self._do(connection, *request)
-        except (OSError, ValueError):  # it has gone, does not read its answers, or is no rank
+        except BlockingIOError:
+            return
+        except OSError:
+            heard = b""
+        if not heard:
             self._hang_up(connection)
+            return
+        asking.coming += heard
+        try:
+            while (request := _next_of(asking.coming)) is not None:
+                self._do(connection, asking, *request)
+        except (OSError, ValueError) as e:  # it does not read its answers, or does not keep to the rules
+            self._refuse(connection, str(e))
 
-    def _do(self, connection: socket.socket, what: bytes, key: str, value: bytes) -> None:
-        """Raises ValueError for what cannot be asked."""
+    def _do(self, connection: socket.socket, asking: _Asking, what: bytes, key: str, value: bytes) -> None:
+        """Raises ValueError for what may not be asked."""
+        if asking.wants is not None:
+            raise ValueError(f"it asks while it waits for {asking.wants!r}")
         if what == SET:
-            self._said[key] = value
-            _answer(connection, b"")
-            for waiting in self._waiting.pop(key, []):
-                try:
-                    _answer(waiting, value)
-                except OSError:
-                    self._hang_up(waiting)
-        elif what == HAS:
-            _answer(connection, b"1" if key in self._said else b"")
+            self._say(connection, asking, key, value)
         elif what != GET:
             raise ValueError(f"{what!r} is no question")
         elif key in self._said:
-            _answer(connection, self._said[key])
+            _answer(connection, self._said[key][1])
         else:
+            asking.wants = key
             self._waiting.setdefault(key, []).append(connection)
 
+    def _say(self, connection: socket.socket, asking: _Asking, key: str, value: bytes) -> None:
+        if len(asking.said | {key}) > MAX_KEYS:
+            raise ValueError(f"it says more than {MAX_KEYS} keys")
+        self._forget(key)
+        if self._num_bytes + len(key.encode()) + len(value) > MAX_STORE_BYTES:
+            raise ValueError(f"the store would hold more than {MAX_STORE_BYTES} bytes")
+        self._said[key] = connection, value
+        self._num_bytes += len(key.encode()) + len(value)
+        asking.said.add(key)
+        _answer(connection, b"")
+        for waiting in self._waiting.pop(key, []):
+            self._asking[waiting].wants = None
+            try:
+                _answer(waiting, value)
+            except OSError:
+                self._hang_up(waiting)
+
+    def _forget(self, key: str) -> None:
+        if (found := self._said.pop(key, None)) is not None:
+            whose, value = found
+            self._num_bytes -= len(key.encode()) + len(value)
+            self._asking[whose].said.discard(key)
+
+    def _refuse(self, connection: socket.socket, reason: str) -> None:
+        self._log.warning("meeting store hung up on a connection", reason=reason)
+        self._hang_up(connection)
+
     def _hang_up(self, connection: socket.socket) -> None:
-        if self._asking.pop(connection, None) is None:
+        if (asking := self._asking.get(connection)) is None:
             return
+        for key in list(asking.said):
+            self._forget(key)
+        if asking.wants is not None:
+            self._waiting[asking.wants].remove(connection)
+            if not self._waiting[asking.wants]:
+                del self._waiting[asking.wants]
+        del self._asking[connection]
         self._selector.unregister(connection)
         connection.close()
-        for key, waiting in list(self._waiting.items()):
-            self._waiting[key] = left = [each for each in waiting if each is not connection]
-            if not left:
-                del self._waiting[key]
 
 
 def _next_of(coming: bytearray) -> tuple[bytes, str, bytes] | None:
-    """Take the next request away from what has come; None while it is not whole. Raises ValueError where its key is no text."""
+    """Take the next request away from what has come; None while it is not whole. Raises ValueError where its key is no text, or
+    it is too long.
+    """
     if len(coming) < REQUEST.size:
         return None
     what, key_bytes, value_bytes = REQUEST.unpack_from(coming)
+    if key_bytes > MAX_KEY_BYTES or value_bytes > MAX_VALUE_BYTES:
+        raise ValueError(
+            f"it announces a key of {key_bytes} and a value of {value_bytes} bytes; at most {MAX_KEY_BYTES} and "
+            f"{MAX_VALUE_BYTES} are kept"
+        )
     middle, end = REQUEST.size + key_bytes, REQUEST.size + key_bytes + value_bytes
     if len(coming) < end:
         return None
@@ -126,6 +210,4 @@ def _next_of(coming: bytearray) -> tuple[bytes, str, bytes] | None:
 
 def _answer(connection: socket.socket, value: bytes) -> None:
     """Raises OSError where it cannot be sent at once."""
-    message = ANSWER.pack(len(value)) + value
-    if connection.send(message) < len(message):
-        raise BlockingIOError
+    send_small(connection, ANSWER.pack(len(value)) + value)

@@ -9,7 +9,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.parallel.collectives import Collectives
-from penstock_enginecore.parallel.gloo import Meeting
+from penstock_enginecore.parallel.gloo import host_store
+from penstock_enginecore.parallel.meeting import Meeting
 
 _TIMEOUT = timedelta(days=1)
 """A step that hangs is ended by the engine, which knows which worker it waits for."""
@@ -28,10 +29,8 @@ def nccl_group(meeting: Meeting, name: str, rank: int, size: int, device: torch.
     torch.cuda.set_device(device)
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = _TIMEOUT
-    with meeting.store() as store:
-        store.set_timeout(_TIMEOUT)
-        group = distributed.ProcessGroupNCCL(PrefixStore(name, store), rank, size, options)
-        group.eager_connect_single_device(device)
+    group = distributed.ProcessGroupNCCL(PrefixStore(name, host_store(meeting)), rank, size, options)
+    group.eager_connect_single_device(device)
     return group
 
 

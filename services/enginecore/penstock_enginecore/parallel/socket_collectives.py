@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
-from penstock_enginecore.parallel.gloo import Meeting
+from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.mesh import Mesh
 from penstock_enginecore.parallel.peer import ALL_TO_ALL, EXCHANGE, GATHER, NAMES, Peer
 

@@ -143,6 +143,10 @@ class StageLinks:
             self._asked.popleft()
         return asked
 
+    def close(self) -> None:
+        """No step follows."""
+        self._transport.close()
+
     def wait(self, pending: Pending) -> None:
         """Wait for a message of another stage."""
         since = time.perf_counter()

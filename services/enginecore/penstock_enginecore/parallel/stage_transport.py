@@ -4,7 +4,8 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock_enginecore.parallel.gloo import Meeting, gloo_group
+from penstock_enginecore.parallel.gloo import gloo_group
+from penstock_enginecore.parallel.meeting import Meeting
 
 
 class Pending(Protocol):
@@ -16,7 +17,8 @@ class Pending(Protocol):
 
 class StageTransport(Protocol):
     """Messages between any two stages arrive in the order in which they were sent, by ``channel``. A message may be shorter than
-    the buffer that it is received into.
+    the buffer that it is received into. Where a stage sends another one messages of several channels, that one has to begin to
+    receive them in the order in which they are sent.
     """
 
     stage: int
@@ -28,9 +30,12 @@ class StageTransport(Protocol):
     def receive(self, buffer: torch.Tensor, stage: int, channel: int) -> Pending:
         """Begin to receive into uint8 ``[bytes]``."""
 
+    def close(self) -> None:
+        """Give back what the transport holds, where that does not end with the process. Idempotent."""
+
 
 class GlooTransport:
-    """Over sockets. One that waits for a message takes no time of a processor."""
+    """Between stages of one host, over the loopback interface. One that waits for a message takes no time of a processor."""
 
     def __init__(self, meeting: Meeting, stage: int, num_stages: int, name: str = "stages") -> None:
         """Waits for all stages. See ``gloo_group``."""
@@ -44,6 +49,9 @@ class GlooTransport:
     def receive(self, buffer: torch.Tensor, stage: int, channel: int) -> Pending:
         """See ``StageTransport``."""
         return _Work(self._group.recv([buffer], stage, channel), buffer)
+
+    def close(self) -> None:
+        """See ``StageTransport``. The group ends with the process: gloo waits for messages that it has begun to receive."""
 
 
 class _Work:

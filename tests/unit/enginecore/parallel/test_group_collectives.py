@@ -16,8 +16,8 @@ import torch
 
 from penstock_common import addresses
 from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
-from penstock_enginecore.parallel.gloo import Meeting
 from penstock_enginecore.parallel.group_collectives import GroupCollectives
+from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.meeting_server import MeetingServer
 from penstock_enginecore.parallel.peer import EXCHANGE, Peer
 from penstock_enginecore.parallel.socket_collectives import SocketCollectives
@@ -235,24 +235,6 @@ def test_connections_are_given_up_when_the_other_host_is_silent(meeting: Meeting
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert [connection.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [6000, 2, 2]
         group.close()
-
-
-def test_strangers_do_not_get_in(meeting: Meeting) -> None:
-    group = SocketCollectives("group-1", 0, 2)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(group.connect, meeting, PATIENCE)
-        with meeting.store() as store:
-            address = addresses.split(store.get("group-1/0")[32:].decode())
-        for said in (b"", b"x" * 36):
-            with socket.create_connection(address) as stranger:
-                stranger.sendall(said)
-                stranger.shutdown(socket.SHUT_WR)
-                assert stranger.recv(1) == b""
-        other = SocketCollectives("group-1", 1, 2)
-        other.connect(meeting, PATIENCE)
-        waiting.result(PATIENCE)
-    for each in (group, other):
-        each.close()
 
 
 def test_two_epochs_of_a_group_do_not_mix(meeting: Meeting) -> None:

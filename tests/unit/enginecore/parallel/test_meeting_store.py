@@ -1,55 +1,66 @@
-"""The store at which processes of several hosts find each other, and torch's groups that meet there."""
+"""The store at which processes of several hosts find each other."""
 
+import errno
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 
 import pytest
-import torch
 
-from penstock_common import addresses
-from penstock_enginecore.parallel.collectives import GlooCollectives
-from penstock_enginecore.parallel.gloo import Meeting
-from penstock_enginecore.parallel.meeting_server import MeetingServer
-from penstock_enginecore.parallel.meeting_store import GET, REQUEST, SET, MeetingStore
+from penstock_common.security.challenge import ProofError
+from penstock_common.security.shared_secret import SharedSecret
+from penstock_enginecore.parallel import meeting_server
+from penstock_enginecore.parallel.meeting import Meeting
+from penstock_enginecore.parallel.meeting_server import MAX_KEYS, MAX_STORE_BYTES, MeetingServer
+from penstock_enginecore.parallel.meeting_store import GET, MAX_KEY_BYTES, MAX_VALUE_BYTES, REQUEST, SET, MeetingStore
+from tests.fakes.network.introductions import asking, connected, introduced, is_closed
 from tests.fakes.patience import PATIENCE
+
+SECRET = SharedSecret(b"s" * 32)
+OTHER = SharedSecret(b"o" * 32)
 
 
 @pytest.fixture(params=["127.0.0.1", "::1"])
 def server(request: pytest.FixtureRequest) -> Iterator[MeetingServer]:
-    made = MeetingServer(request.param)
+    made = MeetingServer(request.param, SECRET)
     yield made
     made.close()
-
-
-def connected(server: MeetingServer) -> socket.socket:
-    return socket.create_connection(addresses.split(server.address), PATIENCE)
 
 
 @pytest.fixture
 def store(server: MeetingServer) -> Iterator[Callable[[], MeetingStore]]:
     """Makes one more client."""
-    made: list[MeetingStore] = []
+    made: list[socket.socket] = []
 
     def make() -> MeetingStore:
-        made.append(MeetingStore(connected(server), PATIENCE))
-        return made[-1]
+        connection, store = asking(Meeting(server.address, secret=SECRET))
+        made.append(connection)
+        return store
 
     yield make
     for each in made:
         each.close()
 
 
+@pytest.fixture
+def peer(server: MeetingServer) -> Iterator[socket.socket]:
+    """A connection that has proven itself."""
+    with introduced(server.address, Meeting(server.address, secret=SECRET).store_key) as made:
+        yield made
+
+
 def test_what_one_says_the_others_get(store: Callable[[], MeetingStore]) -> None:
     first, second = store(), store()
-    assert not second.check(["a"])
     first.set("a", b"\0bytes")
-    first.set("text", "of 日本")
-    first.set("long", bytes(60_000))
-    assert second.check(["a", "text"])
-    assert not second.check(["a", "b"])
-    assert [second.get(key) for key in ("a", "text", "long")] == [b"\0bytes", "of 日本".encode(), bytes(60_000)]
+    first.set("text", "of 日本".encode())
+    first.set("long", bytes(MAX_VALUE_BYTES))
+    assert [second.get(key) for key in ("a", "text", "long")] == [
+        b"\0bytes",
+        "of 日本".encode(),
+        bytes(MAX_VALUE_BYTES),
+    ]
+    second.set("a", b"anew")
+    assert first.get("a") == b"anew"
 
 
 def test_everybody_who_waits_is_answered_once_it_is_said(store: Callable[[], MeetingStore]) -> None:
@@ -61,59 +72,122 @@ def test_everybody_who_waits_is_answered_once_it_is_said(store: Callable[[], Mee
         assert [each.result(PATIENCE) for each in waiting] == [b"now"] * 3
 
 
-def test_a_wait_ends_after_its_time_and_takes_no_other_answer(store: Callable[[], MeetingStore]) -> None:
-    hasty = store()
-    with pytest.raises(TimeoutError):
-        hasty.wait(["never"], timedelta(seconds=0.01))
-    store().set("never", b"late")
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        hasty.check(["other"])
+def test_what_a_connection_has_said_is_forgotten_when_it_is_closed(
+    server: MeetingServer, peer: socket.socket, store: Callable[[], MeetingStore]
+) -> None:
+    peer.sendall(REQUEST.pack(SET, 1, 2) + b"a" + b"of" + REQUEST.pack(SET, 1, 2) + b"b" + b"it")
+    reader = store()
+    assert [reader.get("a"), reader.get("b")] == [b"of", b"it"]
+    peer.shutdown(socket.SHUT_WR)
+    peer.setblocking(True)
+    while peer.recv(100):  # the server's answers; it closes when it has seen the end
+        pass
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(reader.get, "a")
+        store().set("a", b"anew")
+        assert waiting.result(PATIENCE) == b"anew"
+    assert list(server._said) == ["a"]
 
 
-def test_groups_of_torch_meet_there(server: MeetingServer) -> None:
-    meeting = Meeting(server.address, addresses.split(server.address)[0])
+# Strangers.
 
-    def add_up(rank: int) -> list[float]:
-        group = GlooCollectives(meeting, rank, 3)
-        return [group.all_reduce(torch.tensor([float(rank), turn])).tolist() for turn in range(2)]  # type: ignore[return-value]
 
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(add_up, range(3))) == [[[3.0, 0.0], [3.0, 3.0]]] * 3
+def test_who_does_not_know_the_secret_says_and_learns_nothing(server: MeetingServer) -> None:
+    for secret in (OTHER, None):
+        with pytest.raises(ProofError):
+            asking(Meeting(server.address, secret=secret))
+    for said in (REQUEST.pack(SET, 1, 1) + b"ab" + bytes(60), REQUEST.pack(GET, 1, 0) + b"a" + bytes(60)):
+        with connected(server.address) as stranger:
+            stranger.sendall(said)
+            assert is_closed(stranger)
+    assert server._said == {}
+
+
+def test_a_server_goes_on_after_the_process_was_out_of_descriptors(
+    server: MeetingServer, store: Callable[[], MeetingStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, failed = socket.socket.accept, []
+
+    def fail_once(listener: socket.socket) -> object:
+        if not failed:
+            failed.append(True)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_once)
+    store().set("a", b"1")
+    assert failed
+    assert store().get("a") == b"1"
+
+
+# Limits of those that know the secret.
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        b"GET / HTTP/1.1\r\n" + bytes(131_072),
         REQUEST.pack(b"?", 1, 0) + b"a",
         REQUEST.pack(SET, 1, 0) + b"\xff",
+        REQUEST.pack(SET, MAX_KEY_BYTES + 1, 0),
+        REQUEST.pack(SET, 1, MAX_VALUE_BYTES + 1),
+        REQUEST.pack(GET, 65535, 65535),
+        REQUEST.pack(GET, 1, 0) + b"a" + REQUEST.pack(GET, 1, 0) + b"b",
+        b"".join(REQUEST.pack(SET, 2, 0) + b"%02d" % number for number in range(MAX_KEYS + 1)),
     ],
-    ids=["another protocol", "no question", "no text"],
+    ids=["no question", "no text", "long key", "long value", "huge", "two questions at once", "many keys"],
 )
 def test_who_does_not_keep_to_the_rules_is_hung_up_on(
-    server: MeetingServer, store: Callable[[], MeetingStore], said: bytes
+    peer: socket.socket, server: MeetingServer, store: Callable[[], MeetingStore], said: bytes
 ) -> None:
-    with connected(server) as stranger:
-        stranger.sendall(said)
-        with pytest.raises(ConnectionError):
-            if not stranger.recv(1):
-                raise ConnectionError
+    peer.setblocking(True)
+    peer.settimeout(PATIENCE)
+    peer.sendall(said)
+    with pytest.raises(ConnectionError):
+        while peer.recv(65_536):  # answers to what it may say
+            pass
+        raise ConnectionError
     store().set("a", b"1")
     assert store().get("a") == b"1"
+    assert list(server._said) == ["a"]
+
+
+def test_a_full_store_hangs_up_on_who_says_more_and_has_room_again(
+    store: Callable[[], MeetingStore], monkeypatch: pytest.MonkeyPatch, server: MeetingServer
+) -> None:
+    assert MAX_STORE_BYTES >= 2 * 1024 * 200  # the ranks of two epochs of the largest group
+    monkeypatch.setattr(meeting_server, "MAX_STORE_BYTES", 100)
+    first = store()
+    first.set("a", bytes(60))
+    with pytest.raises(ConnectionError):
+        store().set("b", bytes(60))
+    first.set("a", b"")  # what it said before does not count
+    store().set("b", bytes(60))
+    assert server._num_bytes == 62
+
+
+def test_more_connections_than_ranks_can_need_are_refused(
+    store: Callable[[], MeetingStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting_server, "MAX_ASKING", 2)
+    first, second = store(), store()
+    first.set("a", b"1")
+    with pytest.raises(ConnectionError):
+        store().get("a")
+    assert second.get("a") == b"1"
 
 
 def test_who_is_mute_or_goes_while_it_waits_holds_up_nobody(
-    server: MeetingServer, store: Callable[[], MeetingStore]
+    server: MeetingServer, peer: socket.socket, store: Callable[[], MeetingStore]
 ) -> None:
-    with connected(server) as mute, connected(server) as waiting:
-        mute.sendall(REQUEST.pack(SET, 4, 4) + b"ha")
-        waiting.sendall(REQUEST.pack(GET, 1, 0) + b"a")
-        waiting.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
-        waiting.close()
-        with ThreadPoolExecutor(1) as pool:
-            also = pool.submit(store().get, "a")
-            store().set("a", b"1")
-            assert also.result(PATIENCE) == b"1"
+    waiting = introduced(server.address, Meeting(server.address, secret=SECRET).store_key)
+    peer.sendall(REQUEST.pack(SET, 4, 4) + b"ha")
+    waiting.sendall(REQUEST.pack(GET, 1, 0) + b"a")
+    waiting.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
+    waiting.close()
+    with ThreadPoolExecutor(1) as pool:
+        also = pool.submit(store().get, "a")
+        store().set("a", b"1")
+        assert also.result(PATIENCE) == b"1"
 
 
 def test_a_server_that_closes_hangs_up_on_who_waits(server: MeetingServer, store: Callable[[], MeetingStore]) -> None:

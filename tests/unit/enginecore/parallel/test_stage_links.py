@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock_enginecore.parallel.gloo import Meeting
+from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.stage_links import StageFailedError, StageLinks
 from penstock_enginecore.parallel.stage_transport import GlooTransport
 from tests.fakes.engines.worker_threads import Streams, ThreadTransport

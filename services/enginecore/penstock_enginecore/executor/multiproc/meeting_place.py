@@ -4,19 +4,30 @@ import socket
 
 from penstock_common import addresses
 from penstock_common.errors import ConfigError
+from penstock_common.security.shared_secret import SharedSecret, check_internal_port, load_secret
+from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.parallel.meeting_server import MeetingServer
 
 _ANYWHERE = ("", "0.0.0.0", "::")
 
 
-def meeting_place(address: str) -> MeetingServer:
-    """A store at a free port of that IP address, which processes of other hosts reach until it is closed. Raises ConfigError
-    where this host has no such address.
+def meeting_place(address: str, secret: SharedSecret | None) -> MeetingServer:
+    """A store at a free port of that IP address, which processes of other hosts that know the secret reach until it is closed.
+    Raises ConfigError where this host has no such address.
     """
     try:
-        return MeetingServer(address)
+        return MeetingServer(address, secret)
     except OSError as e:
-        raise ConfigError(f"executor.nodes.address is {address!r}, where nothing can listen here: {e}") from None
+        raise ConfigError(f"cannot bind to executor.nodes.address {address!r}: {e}") from None
+
+
+def secret_of(config: EngineCoreConfig, address: str) -> SharedSecret | None:
+    """Return the secret by which the stages of all nodes recognize each other. ``address``: where those of this one listen.
+    Raises ConfigError where there is none and others can reach the address, and where its file is wrong.
+    """
+    secret = load_secret(config.parallel.secret_file)
+    check_internal_port(address, field="executor.nodes.address", has_secret=secret is not None)
+    return secret
 
 
 def own_address(configured: str, host: str) -> str:

@@ -12,7 +12,7 @@ from penstock_common.process import name_process
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.executor.multiproc.calls import Oldest
 from penstock_enginecore.executor.multiproc.failures import WorkersGone
-from penstock_enginecore.executor.multiproc.meeting_place import address_towards
+from penstock_enginecore.executor.multiproc.meeting_place import address_towards, secret_of
 from penstock_enginecore.executor.multiproc.overdue import Overdue
 from penstock_enginecore.executor.multiproc.ring import RingClosed, RingTimeout
 from penstock_enginecore.executor.multiproc.workers import MODULE, Workers
@@ -49,13 +49,14 @@ def run(config: EngineCoreConfig, module: str = MODULE) -> None:
 
 async def _serve(config: EngineCoreConfig, module: str) -> None:
     nodes = config.executor.nodes
+    address = nodes.address or address_towards(nodes.leader, nodes.port)
+    secret_of(config, address)  # refused here, and not when its workers have started
     client = NodeClient(config)
     attached = await client.attach()
     log.info("attached", engine=attached.engine_id, node=nodes.index)
     for number in (signal.SIGTERM, signal.SIGINT):  # the engine drains, for which it needs this node
         asyncio.get_running_loop().add_signal_handler(number, _leave_it_to_the_engine)
     count = config.executor.num_workers // nodes.size
-    address = nodes.address or address_towards(nodes.leader, nodes.port)
     node = Node(nodes.index * count, count, attached.meeting, address)
     workers = NodeWorkers(msgspec.structs.replace(config, engine_id=attached.engine_id), node, client, module)
     told = False

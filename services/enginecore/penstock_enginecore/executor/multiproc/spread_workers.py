@@ -12,7 +12,7 @@ from functools import partial
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.executor.multiproc.failures import WorkersGone
-from penstock_enginecore.executor.multiproc.meeting_place import meeting_place, own_address
+from penstock_enginecore.executor.multiproc.meeting_place import meeting_place, own_address, secret_of
 from penstock_enginecore.executor.multiproc.overdue import Overdue
 from penstock_enginecore.executor.multiproc.workers import MODULE, Hear, Workers
 from penstock_enginecore.executor.worker_config import Node
@@ -38,7 +38,7 @@ class SpreadWorkers:
         overdue: Overdue,
         module: str = MODULE,
     ) -> None:
-        """See ``Workers``. Raises ConfigError when the port for nodes is taken, or no node could reach this one."""
+        """See ``Workers``. Raises ConfigError when the port for nodes is taken, no node could reach this one, or all could."""
         self._nodes = nodes = config.executor.nodes
         self._hear, self._failed = hear, failed
         self._changed = threading.Condition()
@@ -52,7 +52,7 @@ class SpreadWorkers:
             index: queue.SimpleQueue() for index in range(1, nodes.size)
         }
         address = own_address(nodes.address, config.server.host)
-        self._meeting = meeting_place(address)
+        self._meeting = meeting_place(address, secret_of(config, address))
         self._listener = NodeListener(config, self._meeting.address, self)
         try:
             self._listener.start()

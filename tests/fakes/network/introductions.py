@@ -1,0 +1,47 @@
+"""Connections to internal ports, of those that know the key and of strangers."""
+
+import select
+import socket
+
+from penstock_common import addresses
+from penstock_enginecore.parallel.introduction import introduce
+from penstock_enginecore.parallel.meeting import Meeting
+from penstock_enginecore.parallel.meeting_store import MeetingStore
+from tests.fakes.patience import PATIENCE
+
+
+def connected(address: str) -> socket.socket:
+    """A connection to host:port over which nothing was said."""
+    return socket.create_connection(addresses.split(address), PATIENCE)
+
+
+def wait_readable(connection: socket.socket) -> None:
+    """See ``WaitReadable``."""
+    assert select.select([connection], [], [], PATIENCE)[0], "nothing comes"
+
+
+def introduced(address: str, key: bytes, claim: bytes = b"") -> socket.socket:
+    """A non-blocking connection to host:port that has proven itself."""
+    connection = connected(address)
+    connection.setblocking(False)
+    try:
+        introduce(connection, key, claim, wait_readable)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def asking(meeting: Meeting) -> tuple[socket.socket, MeetingStore]:
+    """A connection to the store of a meeting, and what asks over it."""
+    connection = introduced(str(meeting.at), meeting.store_key)
+    return connection, MeetingStore(connection, wait_readable)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other side closes the connection, which is waited for, and says nothing before."""
+    wait_readable(connection)
+    try:
+        return not connection.recv(1)
+    except ConnectionError:
+        return True
