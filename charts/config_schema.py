@@ -52,6 +52,7 @@ SET_BY_CHART = (
     | _below("engine_tls", ClientTlsConfig)
     | {f"executor.nodes.{name}" for name in ("size", "port", "leader", "index", "address")}
     | _below("executor.nodes.tls", ClientTlsConfig)
+    | {"parallel.secret_file"}
     | {f"data_parallel.{name}" for name in ("size", "min_size", "on_rank_loss", "move_after", "address")}
 )
 """What the chart alone knows, or has a value of its own for."""

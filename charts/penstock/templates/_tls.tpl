@@ -86,6 +86,9 @@ tls:
 {{- with include "penstock.tls.secret" . }}
 tls: {{ . }}
 {{- end }}
+{{- with include "penstock.parallel.secret" . }}
+parallel: {{ . }}
+{{- end }}
 {{- if eq .component "frontend" }}
 {{- with include "penstock.edge.secret" .root }}
 edge: {{ . }}
@@ -112,6 +115,10 @@ jwks: {{ . }}
 - name: {{ $name }}
   secret:
     secretName: {{ $secret }}
+    {{- if and (eq $name "parallel") (dig "fsGroup" "" (default dict $.root.Values.podSecurityContext)) }}
+    # 0440: of the pod's group, and of nobody else.
+    defaultMode: 288
+    {{- end }}
 {{- end }}
 {{- end -}}
 

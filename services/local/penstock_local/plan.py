@@ -114,10 +114,16 @@ def check_model(model: str, *, trust_remote_code: bool = False, weights: bool = 
 
 
 def plan(
-    options: ServeOptions, *, internal_ports: Sequence[int], cores: int, gpus: Sequence[str] = ()
+    options: ServeOptions,
+    *,
+    internal_ports: Sequence[int],
+    cores: int,
+    gpus: Sequence[str] = (),
+    secret_file: str = "",
 ) -> list[ProcessSpec]:
     """The processes to run. ``internal_ports``: as many as ``num_internal_ports`` says, on loopback. ``gpus``: those of this
-    machine, as CUDA_VISIBLE_DEVICES names them. Raises ConfigError for more engines than GPUs to compute on.
+    machine, as CUDA_VISIBLE_DEVICES names them. ``secret_file``: see ``engine_spec``. Raises ConfigError for more engines than
+    GPUs to compute on.
     """
     coordinator_port, *others = internal_ports
     engine_ports, health_ports = others[: options.num_engines], others[options.num_engines :]
@@ -141,7 +147,7 @@ def plan(
         stop_timeout=_STOP_MARGIN,
     )
     engines = [
-        engine_spec(options, i, port, coordinator_address, threads=threads, own_env=devices[i])
+        engine_spec(options, i, port, coordinator_address, threads=threads, own_env=devices[i], secret_file=secret_file)
         for i, port in enumerate(engine_ports)
     ]
     return [coordinator, *engines, *_frontends(options, coordinator_address, health_ports)]
@@ -155,18 +161,33 @@ def engine_spec(
     *,
     threads: int,
     own_env: dict[str, str] | None = None,
+    secret_file: str = "",
 ) -> ProcessSpec:
-    """The process of an engine, by its number. ``own_env``: what the user's environment does not override."""
+    """The process of an engine, by its number. ``own_env``: what the user's environment does not override. ``secret_file``: by
+    which engines recognize each other; empty: they need none, or settings name one.
+    """
+    config = _engine_config(options, number, port, coordinator_address, threads)
+    if secret_file:
+        config["parallel"] = {"secret_file": secret_file}
     return ProcessSpec(
         name=_engine_name(number),
         module="penstock_enginecore",
-        config=with_settings(options, "engine", _engine_config(options, number, port, coordinator_address, threads)),
+        config=with_settings(options, "engine", config),
         address=f"{LOOPBACK}:{port}",
         stop_stage=1,
         stop_timeout=DRAIN_SECONDS + _STOP_MARGIN,
         env={"OMP_NUM_THREADS": str(max(1, threads // options.workers_per_engine))},
         own_env=own_env or {},
     )
+
+
+def needs_secret(options: ServeOptions) -> bool:
+    """Return whether engines have ports for each other or for their nodes, and no setting names a secret for them."""
+    config = with_settings(options, "engine", _engine_config(options, 0, 0, "", 1))
+    in_group = config.get("data_parallel", {}).get("size", 1) > 1
+    on_nodes = config["executor"].get("nodes", {}).get("size", 1) > 1
+    moves_blocks = config.get("kv_transfer", {}).get("transport", "off") != "off"
+    return (in_group or on_nodes or moves_blocks) and "secret_file" not in config.get("parallel", {})
 
 
 def num_internal_ports(options: ServeOptions) -> int:

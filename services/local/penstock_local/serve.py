@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from penstock_common.addresses import with_port
@@ -14,11 +14,12 @@ from penstock_common.memory import host_memory
 from penstock_local.console import BOLD, GREEN, JoinedLog, paint, say
 from penstock_local.devices import visible_gpus
 from penstock_local.group_ranks import GroupRanks
-from penstock_local.plan import check, engine_spec, num_internal_ports, plan
+from penstock_local.plan import check, engine_spec, needs_secret, num_internal_ports, plan
 from penstock_local.ports import LOOPBACK, free_ports
 from penstock_local.process import ProcessSpec
 from penstock_local.rpc.client import InferenceClient, ModelInfo
 from penstock_local.serve_options import ServeOptions
+from penstock_local.shared_secret import secret_file
 from penstock_local.supervisor import StopRequest, Supervisor, first_of, run
 
 SERVICE = "penstock.inference.v1.InferenceService"
@@ -45,17 +46,24 @@ async def serve_while(options: ServeOptions, work: Work) -> int:
     """Start the services, run ``work`` against them, stop them. Returns and raises what ``supervisor.run`` does."""
     gpus = visible_gpus(os.environ)
     check(options, gpus=gpus, memory=host_memory(), environ=os.environ)
+    with secret_file(needs_secret(options)) as secret:
+        return await _serve_while(options, work, gpus, secret)
+
+
+async def _serve_while(options: ServeOptions, work: Work, gpus: Sequence[str], secret: str) -> int:
+    """``secret``: the file of the one that engines share, empty where they need none."""
     request = StopRequest()
     given = {port for _, port in options.all_ports}
     internal_ports = free_ports(num_internal_ports(options), but=given)
-    specs = plan(options, internal_ports=internal_ports, cores=usable_cores(), gpus=gpus)
+    specs = plan(options, internal_ports=internal_ports, cores=usable_cores(), gpus=gpus, secret_file=secret)
     log = JoinedLog([spec.name for spec in specs], stream=sys.stderr, on_closed=request.stop.set)
     supervisor = Supervisor(specs, on_line=log.write)
     coordinator = specs[0].address
     threads = options.threads_per_engine or max(1, usable_cores() // options.num_engines)
 
     def one_more(number: int) -> ProcessSpec:
-        return engine_spec(options, number, free_ports(1, but=given)[0], coordinator, threads=threads)
+        port = free_ports(1, but=given)[0]
+        return engine_spec(options, number, port, coordinator, threads=threads, secret_file=secret)
 
     async def when_ready() -> None:
         async with InferenceClient(options.client_address) as client:

@@ -14,7 +14,7 @@ from penstock_coordinator.config import CoordinatorConfig
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_frontend.config import FrontendConfig
 from penstock_local.cache_memory import check_cache_memory
-from penstock_local.plan import check, check_model, num_internal_ports, plan
+from penstock_local.plan import check, check_model, engine_spec, needs_secret, num_internal_ports, plan
 from penstock_local.process import ProcessSpec
 from penstock_local.serve_options import ServeOptions
 
@@ -306,3 +306,35 @@ def test_what_the_command_must_show_to_its_own_frontend_is_asked_for_before_anyt
         with pytest.raises(ConfigError, match=rf"is set, and {variable} is not: .* into {variable}"):
             check(ServeOptions(model=str(DEMO_MODEL), **options), environ={})
         check(ServeOptions(model=str(DEMO_MODEL), **options), environ={variable: "x"})
+
+
+# The secret of engines' ports.
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({}, False),
+        ({"engines": 2}, False),
+        ({"tensor_parallel_size": 2}, False),
+        ({"data_parallel_size": 2}, True),
+        ({"prefill_engines": 1, "decode_engines": 1}, True),
+        ({"kv_transfer": "grpc"}, True),
+        ({"settings": {"engine": {"kv_transfer.transport": "grpc"}}}, True),
+        ({"settings": {"engine": {"executor.nodes.size": 2}}}, True),
+        ({"data_parallel_size": 2, "settings": {"engine": {"parallel.secret_file": "/own"}}}, False),
+    ],
+)
+def test_engines_that_have_ports_for_each_other_need_a_secret(options: dict[str, Any], needed: bool) -> None:
+    assert needs_secret(ServeOptions(model="org/name", **options)) is needed
+
+
+def test_all_engines_get_the_file_of_the_secret_and_one_of_the_user_comes_before(tmp_path: Path) -> None:
+    options = ServeOptions(model="org/name", data_parallel_size=2)
+    found = plan(options, internal_ports=range(20_001, 20_004), cores=4, secret_file="/tmp/secret")
+    later = engine_spec(options, 2, 20_005, "127.0.0.1:1", threads=1, secret_file="/tmp/secret")
+    for spec in (found[1], found[2], later):
+        assert read(EngineCoreConfig, spec, tmp_path).parallel.secret_file == "/tmp/secret"
+    own = ServeOptions(model="org/name", settings={"engine": {"parallel.secret_file": "/own"}})
+    spec = engine_spec(own, 0, 20_001, "127.0.0.1:1", threads=1, secret_file="/tmp/secret")
+    assert read(EngineCoreConfig, spec, tmp_path).parallel.secret_file == "/own"

@@ -51,6 +51,7 @@ model: {{ ternary (printf "/var/lib/penstock/model/%s" (trimAll "/" $own.model))
 {{- if not $values.multimodal.enabled }}{{ $_ := set $own "multimodal" (dict "enabled" false) }}{{ end -}}
 {{- $_ := mustMergeOverwrite $own (include "penstock.kv.config" $ | fromYaml) -}}
 {{- with include "penstock.ranks.config" $ | fromYaml }}{{ $_ := set $own "data_parallel" . }}{{ end -}}
+{{- with include "penstock.parallel.config" $ | fromYaml }}{{ $_ := set $own "parallel" . }}{{ end -}}
 {{- if $executor }}{{ $_ := set $own "executor" $executor }}{{ end -}}
 {{- mustMergeOverwrite (deepCopy (default dict $values.config)) $own | toYaml -}}
 {{- end -}}

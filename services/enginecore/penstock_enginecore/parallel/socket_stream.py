@@ -1,6 +1,7 @@
 """Messages between one stage of a pipeline and another one, over one connection."""
 
 import contextlib
+import select
 import socket
 import struct
 import threading
@@ -79,22 +80,21 @@ class SocketStream:
             self._posted[channel].append(moving)
             return moving, self._coming is not None
 
-    @property
-    def wants_to_write(self) -> bool:
-        """Whether something is to be sent that did not fit."""
-        return bool(self._sending)
-
-    @property
-    def wants_to_read(self) -> bool:
-        """Whether there is memory for what may come."""
-        return self._coming is None
-
-    def go_on(self) -> None:
-        """Send and receive what can be now. Raises OSError, CollectiveBroken where nothing more will come."""
-        with self._to_send, contextlib.suppress(BlockingIOError):
+    def go_on(self) -> int:
+        """Send and receive what can be now. Returns for which of epoll's events there is more to do. Raises OSError and
+        CollectiveBroken where nothing more will come.
+        """
+        awaited = 0
+        with self._to_send:
             self._send()
-        with self._to_receive, contextlib.suppress(BlockingIOError):
-            self._receive()
+            if self._sending:
+                awaited |= select.EPOLLOUT
+        with self._to_receive:
+            with contextlib.suppress(BlockingIOError):
+                self._receive()
+            if self._coming is None:  # else it waits for memory
+                awaited |= select.EPOLLIN
+        return awaited
 
     def end(self, error: str) -> None:
         """Nothing arrives any more: whoever waits is told, now and from now on."""

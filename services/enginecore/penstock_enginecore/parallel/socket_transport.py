@@ -1,8 +1,7 @@
 """A ``StageTransport`` between hosts: over connections of which both sides have proven themselves."""
 
-import contextlib
 import os
-import selectors
+import select
 import threading
 
 import torch
@@ -57,35 +56,32 @@ class SocketTransport:
         return moving
 
     def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake, selectors.EVENT_READ)
-            for stream in self._streams.values():
-                selector.register(stream.connection, selectors.EVENT_READ, stream)
-            open_streams = set(self._streams.values())
+        by_descriptor = {stream.connection.fileno(): stream for stream in self._streams.values()}
+        watched = dict.fromkeys(by_descriptor, select.EPOLLIN)
+        with select.epoll() as events:
+            events.register(self._wake, select.EPOLLIN)
+            for descriptor, awaited in watched.items():
+                events.register(descriptor, awaited)
             while True:
-                ready = {key.data for key, _ in selector.select()}
+                ready = [descriptor for descriptor, _ in events.poll()]
                 if self._closed:
                     break
-                if None in ready:
+                if self._wake in ready:
                     os.eventfd_read(self._wake)
-                    ready = set(open_streams)
-                for stream in ready & open_streams:
-                    if not _go_on(selector, stream):
-                        open_streams.discard(stream)
+                    ready = list(by_descriptor)
+                for descriptor in ready:
+                    stream = by_descriptor.get(descriptor)
+                    if stream is None:
+                        continue
+                    try:
+                        awaited = stream.go_on()
+                    except (OSError, CollectiveBroken) as e:
+                        stream.end(str(e))
+                        events.unregister(descriptor)
+                        del by_descriptor[descriptor]
+                        continue
+                    if awaited != watched[descriptor]:
+                        events.modify(descriptor, awaited)
+                        watched[descriptor] = awaited
         for stream in self._streams.values():
             stream.end("this stage has closed its connections")
-
-
-def _go_on(selector: selectors.BaseSelector, stream: SocketStream) -> bool:
-    """Move what can be moved, and watch for more. Returns whether more can come."""
-    with contextlib.suppress(KeyError):  # nothing was awaited
-        selector.unregister(stream.connection)
-    try:
-        stream.go_on()
-    except (OSError, CollectiveBroken) as e:
-        stream.end(str(e))
-        return False
-    events = stream.wants_to_read * selectors.EVENT_READ | stream.wants_to_write * selectors.EVENT_WRITE
-    if events:
-        selector.register(stream.connection, events, stream)
-    return True
