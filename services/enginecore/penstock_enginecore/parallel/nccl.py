@@ -1,6 +1,7 @@
 """NCCL's groups of processes: each has a GPU of one host."""
 
 import importlib
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,8 @@ from penstock_enginecore.parallel.collectives import Collectives
 from penstock_enginecore.parallel.gloo import host_store
 from penstock_enginecore.parallel.meeting import Meeting
 
+_INTERFACE = "=lo"
+"""Where NCCL listens while its ranks meet, at ports that recognize nobody: all are on this host."""
 _TIMEOUT = timedelta(days=1)
 """A step that hangs is ended by the engine, which knows which worker it waits for."""
 
@@ -26,6 +29,7 @@ def nccl_group(meeting: Meeting, name: str, rank: int, size: int, device: torch.
             f"executor.tensor_parallel_size is {size}; workers on GPUs exchange by NCCL, which this torch was built without; "
             "install one that has it, or set model.device to 'cpu'"
         )
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", _INTERFACE)
     torch.cuda.set_device(device)
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = _TIMEOUT

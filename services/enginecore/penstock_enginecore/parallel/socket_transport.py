@@ -56,32 +56,51 @@ class SocketTransport:
         return moving
 
     def _run(self) -> None:
-        by_descriptor = {stream.connection.fileno(): stream for stream in self._streams.values()}
-        watched = dict.fromkeys(by_descriptor, select.EPOLLIN)
         with select.epoll() as events:
             events.register(self._wake, select.EPOLLIN)
-            for descriptor, awaited in watched.items():
-                events.register(descriptor, awaited)
+            watched = {stream.connection.fileno(): _Watched(events, stream) for stream in self._streams.values()}
             while True:
                 ready = [descriptor for descriptor, _ in events.poll()]
                 if self._closed:
                     break
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
-                    ready = list(by_descriptor)
+                    ready = list(watched)
                 for descriptor in ready:
-                    stream = by_descriptor.get(descriptor)
-                    if stream is None:
-                        continue
-                    try:
-                        awaited = stream.go_on()
-                    except (OSError, CollectiveBroken) as e:
-                        stream.end(str(e))
-                        events.unregister(descriptor)
-                        del by_descriptor[descriptor]
-                        continue
-                    if awaited != watched[descriptor]:
-                        events.modify(descriptor, awaited)
-                        watched[descriptor] = awaited
+                    if descriptor in watched and not watched[descriptor].go_on():
+                        del watched[descriptor]
         for stream in self._streams.values():
             stream.end("this stage has closed its connections")
+
+
+class _Watched:
+    """A stream, and the events of it that are waited for. Where there are none epoll does not know it: it would tell again and
+    again that the other side has gone.
+    """
+
+    def __init__(self, events: select.epoll, stream: SocketStream) -> None:
+        self._events, self._stream = events, stream
+        self._awaited = 0
+        self._watch(select.EPOLLIN)
+
+    def go_on(self) -> bool:
+        """Move what can be moved. Returns whether more can come."""
+        try:
+            awaited = self._stream.go_on()
+        except (OSError, CollectiveBroken) as e:
+            self._stream.end(str(e))
+            self._watch(0)
+            return False
+        self._watch(awaited)
+        return True
+
+    def _watch(self, awaited: int) -> None:
+        if awaited == self._awaited:
+            return
+        if not awaited:
+            self._events.unregister(self._stream.connection)
+        elif self._awaited:
+            self._events.modify(self._stream.connection, awaited)
+        else:
+            self._events.register(self._stream.connection, awaited)
+        self._awaited = awaited

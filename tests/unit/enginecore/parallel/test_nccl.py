@@ -2,6 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,3 +85,27 @@ def test_a_torch_without_nccl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = Meeting(os.memfd_create("store"))
     with pytest.raises(ConfigError, match="workers on GPUs exchange by NCCL, which this torch was built without"):
         nccl_group(meeting, "test", 0, 2, torch.device("cuda", 0))
+
+
+def test_nccl_listens_on_the_loopback_interface_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Group:
+        def __init__(self, *_: object) -> None:
+            self.interface = os.environ["NCCL_SOCKET_IFNAME"]
+
+        Options = SimpleNamespace
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            pass
+
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # whatever is set is put back at the end
+    for given, expected in ((None, "=lo"), ("eth0", "eth0")):
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+        if given is not None:
+            monkeypatch.setenv("NCCL_SOCKET_IFNAME", given)
+        group = nccl_group(Meeting(os.memfd_create("store")), "test", 0, 2, torch.device("cuda", 0))
+        assert group.interface == expected
