@@ -93,11 +93,17 @@ async def test_connections_that_carry_nothing_for_a_while_hold_the_group_up_so_l
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def apart(model: tuple[Path, Expected]) -> AsyncIterator[tuple[RankGroup, Hosts]]:
+async def apart(
+    model: tuple[Path, Expected], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[tuple[RankGroup, Hosts]]:
     """Three ranks that share experts, each on its own host."""
     if reason := hosts.missing():
         pytest.skip(reason)
+    secret = tmp_path_factory.mktemp("secret") / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("of three ranks, and of nobody else")
     flags = {
+        "parallel__secret_file": secret,
         "expert_parallel__enabled": "true",
         "data_parallel__move_after": LEASE,
         "data_parallel__connect_timeout": CUT,

@@ -13,6 +13,7 @@ from penstock_enginecore.config import (
     EngineCoreConfig,
     ExecutorConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
 )
 
@@ -80,6 +81,17 @@ def test_a_rank_of_a_group_is_told_what_it_cannot_do(config, problem):
 def test_a_group_goes_on_with_no_more_ranks_than_it_begins_with():
     with pytest.raises(ConfigError, match=r"data_parallel\.min_size is 3; it must not exceed data_parallel\.size = 2"):
         DataParallelConfig(size=2, min_size=3)
+
+
+def test_ranks_that_other_hosts_reach_need_a_secret():
+    coordinator = CoordinatorClientConfig(address="c:1")
+    with pytest.raises(
+        ConfigError, match=r"data_parallel\.address is '10\.0\.0\.1', .* parallel\.secret_file is empty"
+    ):
+        name(data_parallel=DataParallelConfig(size=2, address="10.0.0.1"), coordinator=coordinator)
+    name(data_parallel=DataParallelConfig(size=2, address="127.0.0.2"), coordinator=coordinator)
+    secret = ParallelConfig(secret_file="/etc/secret")
+    name(data_parallel=DataParallelConfig(size=2, address="10.0.0.1"), coordinator=coordinator, parallel=secret)
 
 
 def test_ranks_are_reached_at_an_ip_address():
