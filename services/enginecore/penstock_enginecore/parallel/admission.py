@@ -49,7 +49,7 @@ class Admission:
     """Accepts the connections of one listener, and hands out those that have proven themselves.
 
     It shares a selector with its user, who calls ``hear`` for each ready socket whose data is this object, waits no longer than
-    ``wait_at_most`` says, and calls ``tick`` after each wait. A stranger costs this process a socket and less than 100 bytes, for
+    ``wait_at_most`` says, and calls ``tick`` after each wait. A stranger costs this process a socket and about 1 KiB, for
     10 seconds at most. All methods belong to one thread.
     """
 

@@ -95,10 +95,10 @@ class MeetingServer:
         for key, _ in self._selector.select(self._admission.wait_at_most()):
             ready = key.fileobj
             if key.data is self._admission:
-                if admitted := self._admission.hear(ready):  # type: ignore[arg-type]  # what was registered
+                if admitted := self._admission.hear(ready):
                     self._admit(admitted.connection)
             elif ready in self._asking:
-                self._hear(ready)  # type: ignore[arg-type]  # a connection
+                self._hear(ready)
         self._admission.tick()
 
     def _admit(self, connection: socket.socket) -> None:

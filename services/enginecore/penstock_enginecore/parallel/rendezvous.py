@@ -223,7 +223,7 @@ class Rendezvous:
         awaited = False
         for key, _ in self._selector.select(self._admission.wait_at_most(min(self._left(), at_most))):
             if key.data is self._admission:
-                if admitted := self._admission.hear(key.fileobj):  # type: ignore[arg-type]  # what was registered
+                if admitted := self._admission.hear(key.fileobj):
                     self._admit(admitted)
             elif key.data is _AWAITED:
                 awaited = True
