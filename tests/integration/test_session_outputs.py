@@ -23,7 +23,8 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_common.types.token_columns import TokenColumns
 from penstock_enginecore.config import CoordinatorClientConfig
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
-from penstock_enginecore.rpc.sessions import FrontendSession, Sessions
+from penstock_enginecore.rpc.frontend_session import FrontendSession
+from penstock_enginecore.rpc.sessions import Sessions
 from tests.fakes.clients.session_pair import paired
 from tests.fakes.engines.engine_harness import make_config
 from tests.fakes.engines.engine_server import EngineServer

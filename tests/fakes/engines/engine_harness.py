@@ -21,6 +21,7 @@ from penstock_enginecore.config import (
     ModelConfig,
     MultimodalConfig,
     SchedulerConfig,
+    SessionsConfig,
     SpeculativeConfig,
 )
 from penstock_enginecore.core.engine_core import EngineCore
@@ -62,6 +63,7 @@ def make_config(
     speculative: SpeculativeConfig | None = None,
     lora: LoraConfig | None = None,
     multimodal: MultimodalConfig | None = None,
+    sessions: SessionsConfig | None = None,
     host_blocks: int = 0,
     min_load_tokens: int = 8,
     **scheduler: Any,
@@ -88,6 +90,7 @@ def make_config(
         speculative=speculative or SpeculativeConfig(),
         lora=lora or LoraConfig(),
         multimodal=multimodal or MultimodalConfig(),
+        sessions=sessions or SessionsConfig(),
     )
 
 

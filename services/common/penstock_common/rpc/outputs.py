@@ -121,7 +121,11 @@ def vectors_from_proto(message: tensor_pb2.Tensor, take: TakeTensor | None = Non
 def chunk_to_proto(chunk: Chunk) -> tensor_pb2.TensorChunk:
     """The message of a piece of a tensor."""
     return tensor_pb2.TensorChunk(
-        transfer_id=chunk.transfer_id, offset=chunk.offset, data=chunk.data, abandoned=chunk.abandoned
+        transfer_id=chunk.transfer_id,
+        offset=chunk.offset,
+        data=chunk.data,
+        abandoned=chunk.abandoned,
+        size=chunk.size,
     )
 
 
@@ -130,7 +134,7 @@ def take_chunk(tensors: IncomingTensors, message: tensor_pb2.TensorChunk) -> Non
     if message.abandoned:
         tensors.abandon(message.transfer_id)
     else:
-        tensors.add(message.transfer_id, message.offset, message.data)
+        tensors.add(message.transfer_id, message.offset, message.data, size=message.size)
 
 
 def taker(tensors: IncomingTensors) -> TakeTensor:

@@ -4,23 +4,27 @@ import time
 from collections.abc import Callable
 
 from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
+from penstock_common.tensors.pool import TensorPool
 from penstock_common.tensors.sizes import STALE_AFTER, Buffer
 
-_MAX_REMEMBERED = 1024
+_MAX_REMEMBERED = 128
 """Failed transfers whose reason is kept for the message that will refer to them."""
 _MAX_TRANSFERS = 65_536
 """Tensors that are held at once, however small they are."""
+_TRANSFER_BYTES = 512
+"""Bytes of memory that a tensor takes beside its elements, at most."""
 
 
 class _Transfer:
-    """``touched``: when the last chunk came, or the last message that keeps it, in monotonic seconds. ``in_use``: a message has
-    referred to it; its bytes do not change any more.
+    """``size``: bytes that were announced, 0 if none were. ``touched``: when the last chunk came, or the last message that keeps
+    it, in monotonic seconds. ``in_use``: a message has referred to it; its bytes do not change any more.
     """
 
-    __slots__ = ("data", "in_use", "touched")
+    __slots__ = ("data", "in_use", "size", "touched")
 
-    def __init__(self, touched: float) -> None:
+    def __init__(self, size: int, touched: float) -> None:
         self.data = bytearray()
+        self.size = size
         self.in_use = False
         self.touched = touched
 
@@ -33,24 +37,43 @@ class IncomingTensors:
     nothing has come for ``STALE_AFTER`` seconds is dropped.
     """
 
-    def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        announced: bool = False,
+        pool: TensorPool | None = None,
+    ) -> None:
+        """``announced``: refuse a tensor whose first chunk does not say its size. ``pool``: bounds these tensors together with
+        those of other streams; the stream's end calls ``close``.
+        """
         self._max_bytes = max_bytes
         self._clock = clock
+        self._announced = announced
+        self._pool = pool
         self._transfers: dict[int, _Transfer] = {}  # what was touched longest ago first
         self._failed: dict[int, RequestFailed] = {}
         self.num_bytes = 0
+        if pool is not None:
+            pool.join(self)
 
     def __len__(self) -> int:
         """Tensors that are held, whole or in part."""
         return len(self._transfers)
 
-    def add(self, transfer_id: int, offset: int, data: bytes) -> None:
-        """Take a chunk in. One behind a failure is dropped."""
+    @property
+    def num_held_bytes(self) -> int:
+        """Return the bytes of memory that the tensors take."""
+        return self.num_bytes + _TRANSFER_BYTES * len(self._transfers)
+
+    def add(self, transfer_id: int, offset: int, data: bytes, *, size: int = 0) -> None:
+        """Take a chunk in. One behind a failure is dropped. ``size``: bytes that the first chunk announces for the tensor."""
         self.drop_stale()
         if transfer_id in self._failed:
             return
         transfer = self._transfers.get(transfer_id)
-        expected = 0 if transfer is None else len(transfer.data)
+        expected, announced = (0, size) if transfer is None else (len(transfer.data), transfer.size)
         if offset != expected:
             self._fail(transfer_id, f"its bytes from {offset} came where those from {expected} were due")
         elif transfer is not None and transfer.in_use:
@@ -60,20 +83,26 @@ class IncomingTensors:
                 transfer_id,
                 ResourceExhausted(f"{len(self._transfers)} tensors wait for their messages; a session has no more"),
             )
-        elif self.num_bytes + len(data) > self._max_bytes:
+        elif self._announced and not announced:
+            self._give_up(
+                transfer_id,
+                InvalidArgument(f"tensor {transfer_id} was not announced: tensor_chunk.size is 0 in its first chunk"),
+            )
+        elif announced and expected + len(data) > announced:
+            self._fail(transfer_id, f"{expected + len(data)} bytes came where {announced} were announced")
+        elif (wanted := self.num_bytes + max(len(data), announced - expected)) > self._max_bytes:
             self._give_up(
                 transfer_id,
                 ResourceExhausted(
-                    f"tensors of {self.num_bytes + len(data)} bytes would wait for their messages; the limit of a session is "
-                    f"{self._max_bytes}"
+                    f"tensors of {wanted} bytes would wait for their messages; the limit of a session is {self._max_bytes}"
                 ),
             )
-        else:
+        elif self._has_room(transfer_id, len(data) + (0 if transfer else _TRANSFER_BYTES)):
             if transfer is None:
-                transfer = self._transfers[transfer_id] = _Transfer(0.0)
+                transfer = self._transfers[transfer_id] = _Transfer(size, 0.0)
             transfer.data += data
             self._touch(transfer_id)
-            self.num_bytes += len(data)
+            self._count(len(data))
 
     def abandon(self, transfer_id: int) -> None:
         """No message will refer to it."""
@@ -104,6 +133,27 @@ class IncomingTensors:
             )
         return transfer.data
 
+    def drop_oldest(self) -> bool:
+        """Drop the tensor of which nothing has come for the longest time, one that is not whole before others. Return False if
+        there is none.
+        """
+        partial = (
+            each for each, transfer in self._transfers.items() if len(transfer.data) < (transfer.size or 1 << 63)
+        )
+        transfer_id = next(partial, next(iter(self._transfers), None))
+        if transfer_id is None:
+            return False
+        self._give_up(transfer_id, self._no_room())
+        return True
+
+    def close(self) -> None:
+        """Drop everything: the stream has ended."""
+        self._transfers.clear()
+        self._failed.clear()
+        self.num_bytes = 0
+        if self._pool is not None:
+            self._pool.leave(self)
+
     def drop_stale(self) -> None:
         """Drop what nothing more has come of for too long."""
         oldest = self._clock() - STALE_AFTER
@@ -114,6 +164,26 @@ class IncomingTensors:
                     f"the request's tensor was dropped: nothing came of it for {STALE_AFTER:g} s", reason="STALE"
                 ),
             )
+
+    def _has_room(self, transfer_id: int, size: int) -> bool:
+        """Whether the pool has room for ``size`` bytes more, and has not dropped the tensor itself to make it."""
+        if self._pool is None:
+            return True
+        if not self._pool.make_room(self, size):
+            self._give_up(transfer_id, self._no_room())
+        return transfer_id not in self._failed
+
+    def _no_room(self) -> ResourceExhausted:
+        limit = 0 if self._pool is None else self._pool.max_bytes
+        return ResourceExhausted(
+            f"the request's tensor was dropped: the tensors of all sessions would have more than {limit} bytes "
+            "(sessions.max_tensor_bytes)"
+        )
+
+    def _count(self, size: int) -> None:
+        self.num_bytes += size
+        if self._pool is not None:
+            self._pool.held(self)
 
     def _touch(self, transfer_id: int) -> None:
         transfer = self._transfers[transfer_id] = self._transfers.pop(transfer_id)
@@ -130,4 +200,4 @@ class IncomingTensors:
 
     def _forget(self, transfer_id: int) -> None:
         if (transfer := self._transfers.pop(transfer_id, None)) is not None:
-            self.num_bytes -= len(transfer.data)
+            self._count(-len(transfer.data))

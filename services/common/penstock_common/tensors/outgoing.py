@@ -18,12 +18,15 @@ class TensorRef(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A piece of a tensor; ``abandoned``: none, and no message will refer to what was sent."""
+    """A piece of a tensor; ``abandoned``: none, and no message will refer to what was sent. ``size``: bytes of the whole tensor,
+    which the first piece announces; 0 in later pieces.
+    """
 
     transfer_id: int
     offset: int
     data: bytes
     abandoned: bool = False
+    size: int = 0
 
 
 MakeMessage: TypeAlias = Callable[[Sequence[TensorRef]], M]
@@ -214,7 +217,7 @@ class Outgoing(Generic[M]):
         else:
             self._due.extend(entry for entry in self._waiting if entry.is_ready)
             self._waiting = [entry for entry in self._waiting if not entry.is_ready]
-        return Chunk(transfer.transfer_id, start, data)
+        return Chunk(transfer.transfer_id, start, data, size=0 if start else len(transfer.data))
 
     def _refer(self, transfer: _Transfer, *, keep: bool) -> TensorRef:
         """The reference of a message. ``keep``: the same message refers to it again."""

@@ -9,6 +9,8 @@ DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """What an end takes that does not say what it takes."""
 MAX_TENSOR_BYTES = 256 * 1024 * 1024
 """Of tensors in chunks that an end holds for one session at once."""
+MAX_UNANNOUNCED_BYTES = 64 * 1024 * 1024
+"""The same for a session whose frontend does not announce its tensors."""
 MAX_INLINE_BYTES = 64 * 1024
 """A tensor of up to so many bytes goes inline."""
 MAX_CHUNK_BYTES = 256 * 1024

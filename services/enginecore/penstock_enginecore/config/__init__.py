@@ -12,6 +12,7 @@ from penstock_enginecore.config.multimodal import MultimodalConfig
 from penstock_enginecore.config.nodes import NodesConfig
 from penstock_enginecore.config.parallel import ParallelConfig
 from penstock_enginecore.config.scheduler import SchedulerConfig
+from penstock_enginecore.config.sessions import SessionsConfig
 from penstock_enginecore.config.speculative import SpeculativeConfig
 from penstock_enginecore.config.structured_output import StructuredOutputConfig
 
@@ -34,6 +35,7 @@ __all__ = [
     "ParallelConfig",
     "ProfilerConfig",
     "SchedulerConfig",
+    "SessionsConfig",
     "SpeculativeConfig",
     "StructuredOutputConfig",
     "Task",

@@ -38,6 +38,7 @@ from penstock_enginecore.config.model import ModelConfig
 from penstock_enginecore.config.multimodal import MultimodalConfig
 from penstock_enginecore.config.parallel import ParallelConfig
 from penstock_enginecore.config.scheduler import SchedulerConfig
+from penstock_enginecore.config.sessions import SessionsConfig
 from penstock_enginecore.config.speculative import SpeculativeConfig
 from penstock_enginecore.config.structured_output import StructuredOutputConfig
 
@@ -127,6 +128,7 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     kv_transfer: KvTransferConfig = KvTransferConfig()
     coordinator: CoordinatorClientConfig = CoordinatorClientConfig()
     server: ServerConfig = ServerConfig(port=50052)
+    sessions: SessionsConfig = SessionsConfig()
     peers: PeersConfig = PeersConfig()
     metrics: MetricsConfig = MetricsConfig()
     log: Annotated[LogConfig, REREAD] = LogConfig()

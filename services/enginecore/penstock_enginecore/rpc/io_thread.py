@@ -70,6 +70,7 @@ class IoThread:
             on_draining=self._on_draining,
             traces=traces,
             max_message_bytes=config.server.max_message_bytes,
+            limits=config.sessions,
         )
         self._servicer = EngineCoreServicer(self.sessions)
         self._coordinator_credentials = ClientCredentials(

@@ -1,7 +1,5 @@
 """Prompts as vectors, from messages that have them inline, in chunks or in shared memory."""
 
-import time
-from collections.abc import Callable
 from weakref import WeakValueDictionary
 
 from penstock.common.v1 import tensor_pb2
@@ -10,15 +8,16 @@ from penstock_common.errors import Unimplemented
 from penstock_common.rpc.outputs import prompt_embeds_from_proto, taker
 from penstock_common.tensors.incoming import IncomingTensors
 from penstock_common.tensors.shared_memory import SegmentReader
-from penstock_common.tensors.sizes import MAX_TENSOR_BYTES, Buffer
+from penstock_common.tensors.sizes import Buffer
 from penstock_common.types.prompt_embeds import PromptEmbeds
 
 
 class PromptReader:
     """Reads those of one session. Requests that refer to the same chunks get the same object."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.tensors = IncomingTensors(MAX_TENSOR_BYTES, clock)
+    def __init__(self, tensors: IncomingTensors) -> None:
+        """``tensors``: those that come in chunks on the session."""
+        self.tensors = tensors
         self.segments: SegmentReader | None = None
         """Reads those of the frontend; None where no shared memory is taken."""
         self._take = taker(self.tensors)

@@ -4,155 +4,28 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
-import msgspec
-
 from penstock.enginecore.v1 import messages_pb2 as pb
+from penstock_common.errors import ResourceExhausted
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.data_parallel import wave_to_proto
-from penstock_common.rpc.outputs import chunk_to_proto
-from penstock_common.rpc.revision import COLUMNS_SINCE
-from penstock_common.tensors.outgoing import Chunk, Outgoing, TensorRef
+from penstock_common.tensors.pool import TensorPool
 from penstock_common.tensors.shared_memory import SegmentReader
-from penstock_common.tensors.sizes import DEFAULT_MAX_MESSAGE_BYTES, Buffer, Limits
+from penstock_common.tensors.sizes import DEFAULT_MAX_MESSAGE_BYTES, Limits
 from penstock_common.types.data_parallel import StartWave
-from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
+from penstock_common.types.outputs import EngineCoreOutputs
+from penstock_enginecore.config import SessionsConfig
 from penstock_enginecore.core.multimodal.receiver_cache import ReceiverCache
 from penstock_enginecore.rpc import convert
-from penstock_enginecore.rpc.batches import FrameBatch
-from penstock_enginecore.rpc.encoding import encoded, unsendable
+from penstock_enginecore.rpc.encoding import encoded
 from penstock_enginecore.rpc.features import FeatureReader
-from penstock_enginecore.rpc.frames import split, too_large
-from penstock_enginecore.rpc.prompts import PromptReader
+from penstock_enginecore.rpc.frontend_session import FrontendSession
 from penstock_enginecore.rpc.traces import EngineTraces
 
-_WRAPPING_BYTES = 16
-"""Of a message around a frame, at most."""
-
 log = get_logger()
-
-
-class FrontendSession:
-    """Messages on their way to one frontend, and what came of its prompts. Belongs to the I/O thread.
-
-    The queue is not bounded: it holds what the frontend has not read of its own requests' output, and its requests are bounded.
-    No message is larger than the frontend takes: see ``rpc/frames.py``; large vectors go ahead in chunks.
-    """
-
-    def __init__(self, client_id: str, limits: Limits, revision: int, incarnation: str = "") -> None:
-        """``revision``: of the contract, on this stream; ``incarnation``: the frontend's."""
-        self._batches = revision >= COLUMNS_SINCE
-        self._batch = FrameBatch()
-        self.client_id = client_id
-        self.incarnation = incarnation
-        self.prompts = PromptReader()
-        self.features: FeatureReader | None = None
-        """Reads media; None where the engine takes none."""
-        self._limits = limits
-        self._outgoing: Outgoing[pb.SessionResponse] = Outgoing(_chunk)
-        self._outgoing.limit(limits)
-        self._ended: set[str] = set()
-        """Requests that have ended for the frontend because an output could not be sent, and not yet for the engine."""
-        self._arrived = asyncio.Event()
-        self._closed = False
-
-    def put(self, message: pb.SessionResponse) -> None:
-        """Queue a message."""
-        self._batch = FrameBatch()  # what comes later goes behind it
-        self._outgoing.put(lambda _: message)
-        self._arrived.set()
-
-    def put_outputs(self, outputs: EngineCoreOutputs, frame: pb.EngineCoreOutputs | None = None) -> list[str]:
-        """Queue what a step has to say. ``frame``: its message, where that is made already. Returns the ids of requests that end
-        here: an output of theirs is too large, or cannot be encoded.
-        """
-        if self._ended:
-            outputs = _without(outputs, self._ended)
-        unfinished = {output.request_id for output in outputs.outputs if output.finish_reason is None}
-        refused = self._put_large(outputs) if any(map(_is_pooled, outputs.outputs)) else []
-        if frame is None:
-            outputs, frame, broken = encoded(outputs)
-            refused += broken
-        if (size := frame.ByteSize()) + _WRAPPING_BYTES <= self._limits.max_message_bytes:
-            self._put_frame(frame, size)
-        else:
-            frames = split(outputs, self._limits.max_message_bytes)
-            for part in frames.frames:
-                piece = convert.outputs_to_proto(part)
-                self._put_frame(piece, piece.ByteSize())
-            refused += frames.refused
-        self._ended |= unfinished.intersection(refused)
-        return refused
-
-    def _put_frame(self, frame: pb.EngineCoreOutputs, size: int) -> None:
-        """Queue a frame, in one message with those before it where these still wait."""
-        if not self._batches or not self._batch.takes(size, self._limits.max_message_bytes - _WRAPPING_BYTES):
-            self._batch = FrameBatch()
-        if not self._batch:
-            self._outgoing.put(self._batch.make)
-            self._arrived.set()
-        self._batch.add(frame, size)
-
-    def _put_large(self, outputs: EngineCoreOutputs) -> list[str]:
-        """Take large vectors out of a step's outputs: they go in chunks. Returns the ids of requests that end here."""
-        most, refused = self._limits.max_tensor_bytes, []
-        others: list[EngineCoreOutput] = []
-        for output in outputs.outputs:
-            size = len(output.pooling_output.data) if output.pooling_output is not None else 0
-            if output.pooling_output is None or not most or size <= self._limits.inline_bytes:
-                others.append(output)
-            elif size > most:
-                others.append(too_large(output, size, most))
-                refused.append(output.request_id)
-            else:
-                make = partial(_pooled, output, outputs.engine_index)
-                tensors = (output.pooling_output.data,)
-                self._outgoing.put(make, partial(_given, tensors))
-                self._arrived.set()
-                # Its end is told with its vectors, not before.
-                outputs.finished_requests = [i for i in outputs.finished_requests if i != output.request_id]
-        outputs.outputs = others
-        return refused
-
-    def close(self) -> None:
-        """No message follows those that are queued."""
-        self._closed = True
-        self._arrived.set()
-
-    async def next(self) -> pb.SessionResponse | None:
-        """The next message; None when the session is closed and empty."""
-        while True:
-            while not self._outgoing:
-                if self._closed:
-                    return None
-                self._arrived.clear()
-                await self._arrived.wait()
-            if (message := self._outgoing.next()) is not None:
-                return message
-
-
-def _is_pooled(output: EngineCoreOutput) -> bool:
-    return output.pooling_output is not None
-
-
-def _given(tensors: Sequence[Buffer]) -> Sequence[Buffer]:
-    return tensors
-
-
-def _pooled(output: EngineCoreOutput, engine_index: int, refs: Sequence[TensorRef]) -> pb.SessionResponse:
-    try:
-        frame = convert.pooled_to_proto(output, refs[0])
-    except Exception as e:
-        frame = convert.pooled_to_proto(unsendable(output, e), None)
-    frame.engine_index = engine_index
-    return pb.SessionResponse(outputs=frame)
-
-
-def _chunk(chunk: Chunk) -> pb.SessionResponse:
-    return pb.SessionResponse(tensor_chunk=chunk_to_proto(chunk))
 
 
 class Sessions:
@@ -168,6 +41,7 @@ class Sessions:
         on_draining: Callable[[float], None],
         traces: EngineTraces | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        limits: SessionsConfig = SessionsConfig(),  # noqa: B008 - it is immutable
     ) -> None:
         """``on_draining`` is called once, on the I/O thread, with the seconds that are left. ``traces``: sees every request and
         output. ``max_message_bytes``: the largest message that the server sends.
@@ -179,6 +53,9 @@ class Sessions:
         """The engine's in its cluster, which frames name: 0 until a coordinator has said it."""
         self.received = ReceiverCache(0)
         """Features of media that sessions have had kept."""
+        self.tensors = TensorPool(limits.max_tensor_bytes)
+        """Bounds the tensors in chunks of all sessions."""
+        self._max_sessions = limits.max_sessions
         self._max_message_bytes = max_message_bytes
         self._loop = loop
         self._on_draining = on_draining
@@ -190,10 +67,18 @@ class Sessions:
         self.dead: str | None = None
 
     def open(self, hello: pb.Hello, revision: int) -> FrontendSession:
-        """A session under a name of its own, of a revision of the contract: a frontend that reconnects is another client."""
+        """A session under a name of its own, of a revision of the contract: a frontend that reconnects is another client. Raises
+        ResourceExhausted, reason TOO_MANY_SESSIONS, if as many are open as may be.
+        """
+        if len(self._sessions) >= self._max_sessions:
+            raise ResourceExhausted(
+                f"{len(self._sessions)} sessions are open; the limit is sessions.max_sessions, {self._max_sessions}",
+                reason="TOO_MANY_SESSIONS",
+                retry_after=1.0,
+            )
         limits = Limits.of(self._max_message_bytes, hello.max_message_bytes, hello.max_tensor_bytes)
         client_id = f"{hello.frontend_id}#{next(self._numbers)}"
-        session = FrontendSession(client_id, limits, revision, hello.incarnation)
+        session = FrontendSession(client_id, limits, revision, hello.incarnation, self.tensors)
         self._sessions[session.client_id] = session
         return session
 
@@ -201,6 +86,7 @@ class Sessions:
         """Queue ``ready``, and ``draining`` behind it if that is the case. What that says of media holds for the session.
         ``probe``: names a segment of the frontend's, which proves that its memory is read here; empty: it has made none.
         """
+        ready.max_tensor_bytes = min(ready.max_tensor_bytes, session.max_tensor_bytes)
         segments = SegmentReader(session.incarnation) if ready.shared_memory_id else None
         if segments is not None and probe:
             ready.shared_memory_nonce = segments.prove(probe)
@@ -217,6 +103,7 @@ class Sessions:
     def close(self, session: FrontendSession) -> None:
         """Forget a session."""
         self._sessions.pop(session.client_id, None)
+        session.prompts.tensors.close()
         if session.features is not None:
             session.features.kept.clear()
         if self.traces is not None:
@@ -313,12 +200,3 @@ class Sessions:
         for session in self._sessions.values():
             session.put(pb.SessionResponse(engine_dead=pb.EngineDead(reason=reason)))
             session.close()
-
-
-def _without(outputs: EngineCoreOutputs, ended: set[str]) -> EngineCoreOutputs:
-    """The outputs less those of requests that ``ended`` for the frontend; one whose last output passes leaves the set."""
-    left = [output for output in outputs.outputs if output.request_id not in ended]
-    over = {output.request_id for output in outputs.outputs if output.finish_reason is not None} & ended
-    finished = [request_id for request_id in outputs.finished_requests if request_id not in over]
-    ended -= over
-    return msgspec.structs.replace(outputs, outputs=left, finished_requests=finished)

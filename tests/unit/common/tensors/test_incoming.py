@@ -113,3 +113,30 @@ def test_what_is_remembered_of_failed_tensors_is_bounded() -> None:
         tensors.add(transfer_id, 1, b"a")
     assert "nothing has come" in failure(tensors, 0).message
     assert "in order" in failure(tensors, 2999).message
+
+
+def test_a_tensor_that_was_not_announced_is_refused_where_it_has_to_be() -> None:
+    tensors = IncomingTensors(100, announced=True)
+    tensors.add(1, 0, b"ab")
+    tensors.add(2, 0, b"xy", size=4)
+    tensors.add(2, 2, b"zw")
+    assert tensors.num_bytes == 4
+    assert failure(tensors, 1).message == (
+        "prompt_embeds.chunks: tensor 1 was not announced: tensor_chunk.size is 0 in its first chunk"
+    )
+    assert tensors.take(2, 4, keep=False, field="f") == b"xyzw"
+
+
+def test_no_more_of_a_tensor_is_held_than_was_announced() -> None:
+    tensors = IncomingTensors(100, announced=True)
+    tensors.add(1, 0, b"ab", size=3)
+    tensors.add(1, 2, b"cd")
+    assert tensors.num_bytes == 0
+    assert "4 bytes came where 3 were announced" in failure(tensors, 1).message
+
+
+def test_a_tensor_that_announces_more_than_there_is_room_for_is_refused_at_its_first_chunk() -> None:
+    tensors = IncomingTensors(100, announced=True)
+    tensors.add(1, 0, b"ab", size=101)
+    assert tensors.num_bytes == 0
+    assert "tensors of 101 bytes would wait" in failure(tensors, 1).message

@@ -210,3 +210,10 @@ def test_messages_never_wait_for_each_other_in_a_circle(data: st.DataObject) -> 
                     del held[ref.transfer_id]
         assert sum(held.values()) <= 5 * CHUNK
     assert held == {}
+
+
+def test_the_first_piece_of_a_tensor_announces_its_size() -> None:
+    outgoing = queue()
+    outgoing.put(message("large"), needs(bytes(2500)))
+    sizes = [each.size for each in rest(outgoing) if isinstance(each, Chunk)]
+    assert sizes == [2500, 0, 0]

@@ -51,8 +51,9 @@ class GrpcSender:
             self._last_id += 1
             for offset in range(0, len(data), MESSAGE_BYTES):
                 piece = data[offset : offset + MESSAGE_BYTES]
+                size = 0 if offset else len(data)
                 yield pb.PullResponse(
-                    chunk=tensor_pb2.TensorChunk(transfer_id=self._last_id, offset=offset, data=piece)
+                    chunk=tensor_pb2.TensorChunk(transfer_id=self._last_id, offset=offset, data=piece, size=size)
                 )
             block.data.chunks.transfer_id, block.data.chunks.size = self._last_id, len(data)
         yield pb.PullResponse(block=block)

@@ -4,6 +4,7 @@ import torch
 
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.rpc.outputs import prompt_embeds_to_proto
+from penstock_common.tensors.incoming import IncomingTensors
 from penstock_common.tensors.outgoing import TensorRef
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.sampling import SamplingParams
@@ -65,7 +66,7 @@ def add(transfer_id: int, *, keep: bool, **fields: object) -> pb.EngineCoreReque
 
 
 def test_requests_that_refer_to_one_tensor_get_one_object() -> None:
-    reader = PromptReader()
+    reader = PromptReader(IncomingTensors(1000))
     reader.tensors.add(1, 0, bytes(MIXED.data))
     first, second = reader.read(add(1, keep=True)), reader.read(add(1, keep=False))
     assert first is second
@@ -78,7 +79,7 @@ def test_requests_that_refer_to_one_tensor_get_one_object() -> None:
 def test_a_row_for_every_position_is_taken_as_well() -> None:
     whole = prompt_embeds_to_proto(MIXED, every_position=True)
     assert list(whole.shape) == [5, 4]
-    read = PromptReader().read(pb.EngineCoreRequest(prompt_embeds=whole, prompt_is_token_ids=map(bool, MIXED.is_token)))
+    read = PromptReader(IncomingTensors(1000)).read(pb.EngineCoreRequest(prompt_embeds=whole, prompt_is_token_ids=map(bool, MIXED.is_token)))
     assert read is not None
     assert read.is_alike(MIXED)
     assert read.data == MIXED.data
@@ -86,4 +87,4 @@ def test_a_row_for_every_position_is_taken_as_well() -> None:
 
 def test_vectors_none_of_which_stands_for_a_token_are_none() -> None:
     tensor = prompt_embeds_to_proto(MIXED)
-    assert PromptReader().read(pb.EngineCoreRequest(prompt_embeds=tensor, prompt_is_token_ids=[True] * 3)) is None
+    assert PromptReader(IncomingTensors(1000)).read(pb.EngineCoreRequest(prompt_embeds=tensor, prompt_is_token_ids=[True] * 3)) is None
