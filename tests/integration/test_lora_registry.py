@@ -13,6 +13,7 @@ from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock_common.config.sections import ServerConfig
 from penstock_common.types.cluster import EngineRegistration
 from penstock_common.types.outputs import SchedulerStats
+from penstock_coordinator.config import LoraNamesConfig
 from penstock_enginecore.config import CoordinatorClientConfig as EngineSide
 from penstock_enginecore.rpc.coordinator_client import CoordinatorClient as EngineClient
 from penstock_frontend.config import CoordinatorClientConfig, LoraConfig
@@ -171,4 +172,35 @@ async def test_registrations_that_no_frontend_may_send_end_its_stream(
             await call
         assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert message in str(ended.value.details())
-        assert list(coordinator._cluster.adapters.of("model")) == []
+        assert coordinator._cluster.adapters.num_bytes == 0
+
+
+async def test_a_frontend_is_told_which_names_the_coordinator_has_no_room_for() -> None:
+    views = pb.ViewSubscription(loras=True, model="model")
+    hello = pb.FrontendHello(frontend_id="f", incarnation="1", views=views)
+    async with (
+        running(lora=LoraNamesConfig(max_registered=1)) as coordinator,
+        connected(address_of(coordinator)) as stub,
+    ):
+        call = stub.FrontendSession()
+        await call.write(pb.FrontendReport(hello=hello))
+        said = pb.LoraRegistrations(registrations=[registration(name="x"), registration(name="y")])
+        await call.write(pb.FrontendReport(loras=said))
+        while not (message := await call.read()).loras.refused:
+            pass
+        (refused,) = message.loras.refused
+        assert refused.name == "y"
+        assert refused.reason == "1 adapters of the model have names; lora.max_registered is 1"
+
+
+async def test_names_of_a_model_without_frontends_are_forgotten_in_time() -> None:
+    views = pb.ViewSubscription(loras=True, model="model")
+    hello = pb.FrontendHello(frontend_id="f", incarnation="1", views=views)
+    async with running(lora=LoraNamesConfig(forget_after=0)) as coordinator:
+        adapters = coordinator._cluster.adapters
+        async with connected(address_of(coordinator)) as stub:
+            call = stub.FrontendSession()
+            await call.write(pb.FrontendReport(hello=hello))
+            await call.write(pb.FrontendReport(loras=pb.LoraRegistrations(registrations=[registration()])))
+            await eventually(lambda: adapters.num_bytes > 0)
+        await eventually(lambda: len(adapters) == 0)

@@ -33,7 +33,7 @@ class Cluster:
         now = clock()
         self.lease_seconds = config.lease_seconds
         self.frontends = Frontends()
-        self.adapters = Adapters()
+        self.adapters = Adapters(config.lora, clock)
         self.membership = Membership(lease_seconds=config.lease_seconds, now=now)
         self.now = clock
         self.groups = Groups(
@@ -114,6 +114,7 @@ class Cluster:
         self.look.clear()
         self.apply(self.membership.tick(self.now()))
         self.groups.tick(self.now())
+        self.adapters.tick()
         self._views.offer(self.view, self.now())
 
     def _lose_rank(self, effect: MemberChanged) -> None:

@@ -14,6 +14,7 @@ from msgspec import Meta
 from penstock_common.config.checks import ENGINES_DECIDE, check_fields
 from penstock_common.config.kinds import REREAD
 from penstock_common.config.sections import LogConfig, MetricsConfig, PeersConfig, ServerConfig, TracingConfig
+from penstock_common.config.sizes import ByteSize
 from penstock_common.errors import ConfigError, nearest
 from penstock_common.types.cluster import DEFAULT_POOL
 
@@ -126,6 +127,39 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return {pool for pools in owned for pool in pools}
 
 
+class LoraNamesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Names of LoRA adapters that frontends tell each other through the coordinator."""
+
+    max_registered: Annotated[
+        int,
+        Meta(ge=1, le=1_000_000, description="Adapters of a model that have names; more are refused."),
+    ] = 4096
+    max_model_bytes: Annotated[
+        ByteSize,
+        Meta(ge=64 * 1024, description="Bytes of memory for the names and paths of a model's adapters."),
+    ] = 8 * 1024 * 1024
+    max_models: Annotated[
+        int,
+        Meta(ge=1, le=100_000, description="Models whose adapters have names; adapters of more models are refused."),
+    ] = 256
+    max_bytes: Annotated[
+        ByteSize,
+        Meta(ge=64 * 1024, description="Bytes of memory for the names and paths of all models' adapters."),
+    ] = 64 * 1024 * 1024
+    forget_after: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86_400,
+            description="Seconds after which the names of a model that has no frontend any more are forgotten; earlier where "
+            "other models need the room.",
+        ),
+    ] = 600.0
+
+    def __post_init__(self) -> None:
+        check_fields("lora", self)
+
+
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything the coordinator needs to know."""
 
@@ -169,6 +203,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     ) = None
     scaling: ScalingConfig = ScalingConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
+    lora: LoraNamesConfig = LoraNamesConfig()
     server: ServerConfig = ServerConfig(port=50050)
     peers: PeersConfig = PeersConfig()
     metrics: MetricsConfig = MetricsConfig()

@@ -15,15 +15,16 @@ class Gossip:
     def __init__(self, registry: LoraRegistry) -> None:
         self._registry = registry
         self._known: dict[str, LoraRegistration] = {}
-        """By name, the last that the other end has told or was told."""
+        """By name, what the other end has told of the changes that it was not told yet."""
         self._place = 0
         """Of the last change that was told, or need not be."""
 
     def hear(self, registrations: Iterable[LoraRegistration]) -> list[LoraRegistration]:
         """Take what the other end tells. Returns what counts here from now on."""
         heard = list(registrations)
-        self._known.update((each.name, each) for each in heard)
-        return self._registry.merge(heard)
+        changed = self._registry.merge(heard)
+        self._known.update((each.name, each) for each in heard if self._registry.is_news(each, self._place))
+        return changed
 
     def tell(self) -> list[LoraRegistration]:
         """What the other end is to be told next, at most MAX_REGISTRATIONS; empty: it knows everything."""
@@ -32,7 +33,6 @@ class Gossip:
             if len(news) == MAX_REGISTRATIONS:
                 break
             self._place = place
-            if self._known.get(each.name) != each:
-                self._known[each.name] = each
+            if self._known.pop(each.name, None) != each:
                 news.append(each)
         return news

@@ -1,8 +1,12 @@
 """What is said of an adapter's name at run time."""
 
+import sys
 from typing import TypeAlias
 
 import msgspec
+
+_RECORD_BYTES = 512
+"""Bytes of memory that a registration and its places in a registry take beside its texts, at most."""
 
 Precedence: TypeAlias = "tuple[int, str, bool, str, bytes, bool]"
 
@@ -34,6 +38,11 @@ class LoraRegistration(msgspec.Struct, frozen=True, kw_only=True):
     """Whether engines keep it in memory."""
 
     @property
+    def num_bytes(self) -> int:
+        """Return the bytes of memory that a registry needs for this."""
+        return _RECORD_BYTES + sum(map(sys.getsizeof, (self.name, self.frontend_id, self.path, self.digest)))
+
+    @property
     def adapter(self) -> LoraAdapter:
         """What requests send to engines."""
         return LoraAdapter(self.name, self.path, self.digest)
@@ -44,3 +53,11 @@ class LoraRegistration(msgspec.Struct, frozen=True, kw_only=True):
         earlier life may have a version that it gave then: the rest decides, so that everybody decides alike.
         """
         return self.version, self.frontend_id, self.unloaded, self.path, self.digest, self.pinned
+
+
+class LoraRefusal(msgspec.Struct, frozen=True):
+    """A registration for which the coordinator has no room."""
+
+    name: str
+    reason: str
+    """Which limit is reached: the number, the setting, its value."""

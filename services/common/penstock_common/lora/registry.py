@@ -1,6 +1,6 @@
 """One merge of registrations, for frontends and the coordinator. Does no I/O."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from penstock_common.lora.registration import LoraRegistration
 
@@ -13,7 +13,16 @@ class LoraRegistry:
     they come means nothing, nor how often.
     """
 
-    def __init__(self, *, max_unloaded: int = MAX_UNLOADED) -> None:
+    def __init__(
+        self,
+        *,
+        max_unloaded: int = MAX_UNLOADED,
+        admit: Callable[[LoraRegistration, LoraRegistration | None], bool] = lambda _new, _old: True,
+    ) -> None:
+        """``admit(new, old)``: whether there is room for a registration in place of another, None where the name has none."""
+        self._admit = admit
+        self.num_bytes = 0
+        """Bytes of memory that the registrations take, unloads as well."""
         self._max_unloaded = max_unloaded
         self._registrations: dict[str, LoraRegistration] = {}
         """Those that changed last stand last."""
@@ -58,25 +67,38 @@ class LoraRegistry:
         """Take what was said here or elsewhere. Returns what counts from now on."""
         changed = [each for each in registrations if self._take(each)]
         if self._num_unloaded > self._max_unloaded:
-            self._forget_unloads()
+            self._forget_unloads(self._max_unloaded)
         return changed
 
+    def is_news(self, registration: LoraRegistration, place: int) -> bool:
+        """Return whether a registration counts and came behind a place."""
+        name = registration.name
+        return self._registrations.get(name) == registration and self._places[name] > place
+
+    def forget_unloads(self) -> None:
+        """Forget the older half of the unloads, to make room."""
+        self._forget_unloads(self._num_unloaded // 2)
+
     def _take(self, new: LoraRegistration) -> bool:
-        self._highest = max(self._highest, new.version)
         old = self._registrations.get(new.name)
         if old is not None and old.precedence >= new.precedence:
             return False
-        if old is not None:
-            del self._registrations[new.name]
+        if not self._admit(new, old):
+            return False
+        if (old := self._registrations.pop(new.name, None)) is not None:  # it may have been forgotten to make room
             self._num_unloaded -= old.unloaded
+            self.num_bytes -= old.num_bytes
+        self._highest = max(self._highest, new.version)
         self._registrations[new.name] = new
         self._num_changes += 1
         self._places[new.name] = self._num_changes
         self._num_unloaded += new.unloaded
+        self.num_bytes += new.num_bytes
         return True
 
-    def _forget_unloads(self) -> None:
+    def _forget_unloads(self, keep: int) -> None:
         unloads = sorted((each for each in self if each.unloaded), key=lambda each: (each.precedence, each.name))
-        for unload in unloads[: -self._max_unloaded or None]:
+        for unload in unloads[: -keep or None]:
             del self._registrations[unload.name], self._places[unload.name]
-        self._num_unloaded = min(self._num_unloaded, self._max_unloaded)
+            self.num_bytes -= unload.num_bytes
+        self._num_unloaded = min(self._num_unloaded, keep)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
 from penstock_common.lora.gossip import MAX_REGISTRATIONS
-from penstock_common.lora.registration import LoraRegistration
+from penstock_common.lora.registration import LoraRefusal, LoraRegistration
 
 MAX_NAME_LENGTH = 256
 MAX_PATH_LENGTH = 4096
@@ -14,8 +14,10 @@ MAX_VERSION = 2**62
 _DIGEST_SIZE = 16
 
 
-def registrations_to_proto(registrations: Iterable[LoraRegistration]) -> pb.LoraRegistrations:
-    """The message of these, at most MAX_REGISTRATIONS."""
+def registrations_to_proto(
+    registrations: Iterable[LoraRegistration], refused: Iterable[LoraRefusal] = ()
+) -> pb.LoraRegistrations:
+    """The message of these, at most MAX_REGISTRATIONS of either."""
     return pb.LoraRegistrations(
         registrations=[
             pb.LoraRegistration(
@@ -28,7 +30,8 @@ def registrations_to_proto(registrations: Iterable[LoraRegistration]) -> pb.Lora
                 pinned=each.pinned,
             )
             for each in registrations
-        ]
+        ],
+        refused=[pb.LoraRefusal(name=each.name, reason=each.reason) for each in refused],
     )
 
 

@@ -7,7 +7,7 @@ from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
 from penstock_common.addresses import split
 from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_common.lora.registration import LoraRegistration
+from penstock_common.lora.registration import LoraRefusal, LoraRegistration
 from penstock_common.rpc import data_parallel, loras
 from penstock_common.rpc import stats as stats_codec
 from penstock_common.rpc.kv_transfer import role_from_proto
@@ -208,9 +208,9 @@ def subscription(hello: pb.FrontendHello) -> tuple[Subscription, bool]:
     return Subscription(model=views.model, pools=frozenset(views.pools)), views.deltas
 
 
-def adapters(registrations: Sequence[LoraRegistration]) -> bytes:
+def adapters(registrations: Sequence[LoraRegistration], refused: Sequence[LoraRefusal] = ()) -> bytes:
     """The message that tells a frontend of names, in the place of a view."""
-    return pb.ClusterView(loras=loras.registrations_to_proto(registrations)).SerializeToString()
+    return pb.ClusterView(loras=loras.registrations_to_proto(registrations, refused)).SerializeToString()
 
 
 def from_frontend(report: pb.FrontendReport) -> int | FirstRequest | list[LoraRegistration]:

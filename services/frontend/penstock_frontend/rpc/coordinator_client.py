@@ -168,6 +168,12 @@ class CoordinatorClient:
         for each in heard:
             what = "unloaded" if each.unloaded else "loaded"
             get_logger().info(f"LoRA adapter {what} elsewhere", name=each.name, path=each.path, by=each.frontend_id)
+        for refused in message.refused:
+            get_logger().warning(
+                "the coordinator does not take a LoRA adapter: other frontends do not know it",
+                name=refused.name,
+                why=refused.reason,
+            )
         self._news.set()
 
     async def _report(self, call: Session) -> None:
