@@ -14,7 +14,7 @@ from penstock_common.tensors.shared_memory import ROOT
 from penstock_common.types.kv_transfer import BlockName, KvSource
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
-from penstock_enginecore.config import EngineCoreConfig, KvTransferConfig, ModelConfig
+from penstock_enginecore.config import EngineCoreConfig, KvTransferConfig, ModelConfig, ParallelConfig
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool
 from penstock_enginecore.core.kv_transfer.counts import TransferCounts
 from penstock_enginecore.core.kv_transfer.leases import Leases
@@ -107,6 +107,7 @@ class FakeKvEngine:
             model=ModelConfig(path="m"),
             engine_id=name,
             server=settings.pop("server", ServerConfig(host="127.0.0.1")),
+            parallel=settings.pop("parallel", ParallelConfig()),
             kv_transfer=KvTransferConfig(**{"transport": "grpc", "port": 0, "lease": lease, **settings}),
         )
         self.config = config
@@ -140,6 +141,7 @@ class FakeKvEngine:
             receiver=self.offers.receiver,
             counts=self.counts,
             observe=self.transfers.append,
+            secret=self.transfer.secret,
         )
         return Peers(
             settings,

@@ -8,7 +8,7 @@ import pytest
 from penstock.common.v1 import stats_pb2
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
-from penstock_coordinator.rpc import servicer
+from penstock_common.rpc import first_message
 from tests.fakes.systems.cluster_members import (
     HELLO,
     TIMEOUT,
@@ -91,7 +91,7 @@ async def test_scale_without_a_cluster_to_change_is_refused_by_the_settings_name
 
 @pytest.mark.parametrize("method", ["FrontendSession", "EngineSession"])
 async def test_a_stream_without_a_first_message_ends(method, monkeypatch):
-    monkeypatch.setattr(servicer, "FIRST_MESSAGE_TIMEOUT", 0.05)
+    monkeypatch.setattr(first_message, "FIRST_MESSAGE_TIMEOUT", 0.05)
     async with running() as coordinator, connected(address_of(coordinator)) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             call = getattr(stub, method)()
@@ -99,4 +99,4 @@ async def test_a_stream_without_a_first_message_ends(method, monkeypatch):
                 pass
             await call
         assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "the first message did not come" in str(ended.value.details())
+        assert "did not come within 0.05 s" in str(ended.value.details())

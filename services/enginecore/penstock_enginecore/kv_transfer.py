@@ -114,6 +114,7 @@ def _begin(
         receiver=offers.receiver,
         counts=counts,
         observe=observe,
+        secret=transfer.secret,
     )
     peers = Peers(
         pulls,

@@ -74,7 +74,7 @@ class PeerGuard(grpc.aio.ServerInterceptor):
                 _check_peer(context, method, allowed)
             except PermissionDenied:
                 if handler.stream_stream:
-                    await _read_first(request)
+                    await read_first(request)
                 raise
             async for response in (handler.unary_stream or handler.stream_stream)(request, context):
                 yield response
@@ -105,7 +105,7 @@ def _check_peer(context: Context, method: str, allowed: frozenset[str]) -> None:
         )
 
 
-async def _read_first(messages: AsyncIterator[object]) -> None:
+async def read_first(messages: AsyncIterator[object]) -> None:
     """Let a stream's client finish its first write: a client in Python that is refused in the midst of one sees INTERNAL."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_FIRST_MESSAGE_TIMEOUT):

@@ -10,9 +10,10 @@ import grpc
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
 from penstock_common.config.sections import PeersConfig
-from penstock_common.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from penstock_common.errors import InvalidArgument, Unavailable
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.cluster import view_to_proto
+from penstock_common.rpc.first_message import first_message
 from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_common.types.data_parallel import FirstRequest
 from penstock_coordinator.adapters import AdapterLink
@@ -29,8 +30,6 @@ from penstock_coordinator.view_channel import EncodedView, ViewReader
 Context = grpc.aio.ServicerContext[object, object]
 T = TypeVar("T")
 
-FIRST_MESSAGE_TIMEOUT = 10.0
-"""Seconds in which a stream has to begin with hello or register."""
 SERVICE_NAME = "penstock.coordinator.v1.CoordinatorService"
 
 
@@ -57,7 +56,7 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
     ) -> AsyncIterator[pb.EngineCommand]:
         """Take a register, then reports until the engine leaves. The end of the stream alone does not end the membership."""
         reports = aiter(request_iterator)
-        registration = convert.registration(await self._first(reports))
+        registration = convert.registration(await self._unless_stopped(first_message(reports, "register")))
         session = self._cluster.new_session()
         membership = self._cluster.membership
         groups = self._cluster.groups
@@ -91,7 +90,7 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         they go over the wire.
         """
         reports = aiter(request_iterator)
-        hello = convert.hello(await self._first(reports))
+        hello = convert.hello(await self._unless_stopped(first_message(reports, "hello")))
         subscription, deltas = convert.subscription(hello)
         session = self._cluster.new_session()
         self._cluster.frontends.connect(session, hello.frontend_id)
@@ -228,16 +227,6 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
                         yield pb.EngineCommand(report_interval=pb.ReportInterval(seconds=seconds))
         finally:
             await _cancel(newer, mail)
-
-    async def _first(self, reports: AsyncIterator[T]) -> T | None:
-        """Return the first message of a stream, or None if the stream ends without one. Raises DeadlineExceeded if neither comes
-        within FIRST_MESSAGE_TIMEOUT, and Unavailable when the coordinator stops.
-        """
-        try:
-            async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT):
-                return await self._unless_stopped(anext(reports, None))
-        except TimeoutError:
-            raise DeadlineExceeded(f"the first message did not come within {FIRST_MESSAGE_TIMEOUT:g} s") from None
 
     async def _stopped(self) -> NoReturn:
         """Raises Unavailable when the coordinator stops."""

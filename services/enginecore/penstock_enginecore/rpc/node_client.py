@@ -16,7 +16,9 @@ from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import ClientCredentials, advised
 from penstock_common.rpc.status import from_rpc_error
 from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.rpc.internal_ports import own_secret
 from penstock_enginecore.rpc.node_config import shared_config
+from penstock_enginecore.rpc.node_listener import PORT_PURPOSE
 
 _AGAIN = 0.5
 """Seconds between two attempts to reach the engine."""
@@ -39,7 +41,9 @@ class NodeOrders(Protocol):
 
 
 class NodeClient:
-    """All of it belongs to one loop, but ``answer`` and ``give_up``, which any thread may call. Raises ConfigError for TLS."""
+    """All of it belongs to one loop, but ``answer`` and ``give_up``, which any thread may call. Raises ConfigError for TLS
+    and the secret.
+    """
 
     def __init__(self, config: EngineCoreConfig) -> None:
         nodes = config.executor.nodes
@@ -48,6 +52,7 @@ class NodeClient:
         self._credentials = ClientCredentials(nodes.tls, field="executor.nodes.tls")
         self._max_message_bytes = config.server.max_message_bytes
         self._attach = pb.Attach(version=service_version(), index=nodes.index, config=shared_config(config))
+        self._secret = own_secret(config, PORT_PURPOSE)
         self._reports: asyncio.Queue[pb.NodeReport] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._channel: grpc.aio.Channel
@@ -105,7 +110,10 @@ class NodeClient:
     async def _try(self) -> pb.Attached:
         channel = make_channel(self._address, credentials=self._credentials, max_message_bytes=self._max_message_bytes)
         try:
-            session: Session = service_pb2_grpc.WorkerServiceStub(channel).NodeSession()
+            metadata = () if self._secret is None else self._secret.metadata()
+            session: Session = service_pb2_grpc.WorkerServiceStub(channel).NodeSession(metadata=metadata)
+            if self._secret is not None:
+                await self._secret.check_server(session, metadata)
             await session.write(pb.NodeReport(attach=self._attach))
             first = await session.read()
             if not isinstance(first, pb.NodeCommand) or first.WhichOneof("message") != "attached":

@@ -14,14 +14,19 @@ from penstock_common.addresses import with_port
 from penstock_common.errors import AlreadyExists, FailedPrecondition, InvalidArgument, RequestFailed, Unavailable
 from penstock_common.observability.logging import get_logger
 from penstock_common.observability.metrics import service_version
+from penstock_common.rpc.first_message import first_message
 from penstock_common.rpc.guard import PeerGuard
+from penstock_common.rpc.port_secret import SecretGuard
 from penstock_common.rpc.server import SERVICES, RpcServer
 from penstock_common.security.certificates import Certificates
 from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.rpc.internal_ports import checked_secret
 from penstock_enginecore.rpc.loop_thread import LoopThread
 from penstock_enginecore.rpc.node_config import difference, shared_config
 
 SERVICE_NAME = "penstock.worker.v1.WorkerService"
+PORT_PURPOSE = "nodes"
+"""Names the port in what is derived from the shared secret."""
 _STOP_TIMEOUT = 2.0
 """Seconds that nodes have to hear that the engine stops."""
 
@@ -54,13 +59,18 @@ class NodeListener:
     """
 
     def __init__(self, config: EngineCoreConfig, meeting: str, events: NodeEvents) -> None:
-        """``meeting``: host:port at which the workers of all nodes find each other."""
+        """``meeting``: host:port at which the workers of all nodes find each other.
+
+        Raises ConfigError if the secret cannot be read, or if other machines can reach the port and neither the secret nor
+        certificates tell who a node is.
+        """
         self._config = config
         self._meeting = meeting
         self._events = events
         self._shared = shared_config(config)
         self._nodes: dict[int, Commands] = {}
         self._over: str | None = None
+        self._secret = checked_secret(config, PORT_PURPOSE)
         self._thread = LoopThread("nodes")
         self._server: RpcServer
         self.port = 0
@@ -97,7 +107,7 @@ class NodeListener:
 
     async def session(self, requests: AsyncIterator[pb.NodeReport], context: Context) -> AsyncIterator[pb.NodeCommand]:
         """One stream of one node."""
-        index = self._admit(await anext(requests, None))
+        index = self._admit(await first_message(requests, "attach"))
         commands = self._nodes[index] = Commands()
         log.info("node attached", node=index, peer=context.peer())
         commands.put_nowait(pb.NodeCommand(attached=pb.Attached(engine_id=self._config.name, meeting=self._meeting)))
@@ -173,7 +183,7 @@ class NodeListener:
         self._server = RpcServer(
             config,
             service_names=(SERVICE_NAME,),
-            interceptors=[PeerGuard(allowed)] if config.tls.ca else [],
+            interceptors=[SecretGuard(self._secret), *([PeerGuard(allowed)] if config.tls.ca else [])],
             keepalive=SERVICES,
             field="server",
             certificates=Certificates(),

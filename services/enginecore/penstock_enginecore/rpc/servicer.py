@@ -9,11 +9,12 @@ import grpc
 
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
-from penstock_common.errors import DeadlineExceeded, InvalidArgument, RequestFailed, Unavailable, Unimplemented
+from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable, Unimplemented
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc import stats
 from penstock_common.rpc.data_parallel import MAX_NUMBER, start_dp_wave_from_proto
+from penstock_common.rpc.first_message import first_message
 from penstock_common.rpc.outputs import take_chunk
 from penstock_common.rpc.revision import OLDEST_REVISION, PROTOCOL_REVISION
 from penstock_common.types.media import MultiModalFeature
@@ -24,9 +25,6 @@ from penstock_enginecore.core.request_log import log_refused
 from penstock_enginecore.rpc import convert
 from penstock_enginecore.rpc.frontend_session import FrontendSession
 from penstock_enginecore.rpc.sessions import Sessions
-
-HELLO_TIMEOUT = 10.0
-"""Seconds in which a session has to begin with hello."""
 
 log = get_logger()
 
@@ -164,11 +162,7 @@ def _features(message: pb.EngineCoreRequest, session: FrontendSession) -> list[M
 
 
 async def _hello(requests: AsyncIterator[pb.SessionRequest]) -> pb.Hello:
-    try:
-        async with asyncio.timeout(HELLO_TIMEOUT):
-            message = await anext(aiter(requests), None)
-    except TimeoutError:
-        raise DeadlineExceeded(f"hello did not come within {HELLO_TIMEOUT:g} s", field="hello") from None
+    message = await first_message(requests, "hello")
     if message is None or message.WhichOneof("message") != "hello":
         raise InvalidArgument("the first message of a session must be hello", field="hello")
     hello = message.hello

@@ -15,9 +15,10 @@ import grpc
 
 from penstock.kvtransfer.v1 import messages_pb2 as pb
 from penstock.kvtransfer.v1 import service_pb2_grpc
-from penstock_common.errors import FailedPrecondition, RequestFailed
+from penstock_common.errors import FailedPrecondition, RequestFailed, Unauthenticated
 from penstock_common.observability.logging import get_logger
 from penstock_common.observability.tracing import Headers
+from penstock_common.rpc.port_secret import PortSecret
 from penstock_common.rpc.status import from_rpc_error
 from penstock_common.types.kv_transfer import BlockName, KvMedium, KvSource
 from penstock_enginecore.core.kv_transfer.counts import TransferCounts
@@ -50,7 +51,7 @@ log = get_logger()
 
 class PullSettings(NamedTuple):
     """What all pulls of an engine have in common. ``receiver``: makes one of what a source sends on the transport that it has
-    chosen. ``transports``: best first.
+    chosen. ``transports``: best first. ``secret``: what sources have to know; None: nothing.
     """
 
     fingerprint: bytes
@@ -61,6 +62,7 @@ class PullSettings(NamedTuple):
     counts: TransferCounts
     observe: Observe = lambda _: None
     clock: Callable[[], float] = time.monotonic
+    secret: PortSecret | None = None
 
 
 @dataclass(slots=True)
@@ -125,10 +127,15 @@ class PullClient:
         )
         self._requests.appendleft(pb.PullRequest(open=opening))
         self._due.set()
-        self._call = call = service_pb2_grpc.KvTransferServiceStub(channel).Pull()
-        writer = asyncio.create_task(self._write(call))
+        secret = self._settings.secret
+        metadata = () if secret is None else secret.metadata()
+        self._call = call = service_pb2_grpc.KvTransferServiceStub(channel).Pull(metadata=metadata)
+        writer: asyncio.Task[None] | None = None
         reason = "ended"
         try:
+            if secret is not None:
+                await secret.check_server(call, metadata)
+            writer = asyncio.create_task(self._write(call))
             while isinstance(response := await call.read(), pb.PullResponse):
                 await self._take(response)
             if await call.code() is not grpc.StatusCode.OK:
@@ -142,15 +149,19 @@ class PullClient:
             reason = "unreadable"
             if not self.failed:
                 log.warning("memory of another engine cannot be read", address=self._address, why=str(e))
+        except Unauthenticated as e:
+            reason = "refused"
+            log.warning("an engine that was to give blocks is not asked", address=self._address, why=str(e))
         except (Broken, RequestFailed) as e:
             reason = "protocol"
             log.warning("an engine that gives blocks does not keep to the protocol", address=self._address, why=str(e))
         finally:
             self.fail(reason)
             call.cancel()
-            writer.cancel()
-            with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
-                await writer
+            if writer is not None:
+                writer.cancel()
+                with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+                    await writer
 
     @property
     def _address(self) -> str:

@@ -14,6 +14,7 @@ from penstock.kvtransfer.v1 import service_pb2_grpc
 from penstock_common.block_hash import DIGEST_SIZE
 from penstock_common.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from penstock_common.observability.logging import get_logger
+from penstock_common.rpc.first_message import first_message
 from penstock_common.types.kv_transfer import BlockName
 from penstock_enginecore.core.kv_transfer.counts import TransferCounts
 from penstock_enginecore.core.kv_transfer.leases import LEASE_ID_BYTES, Leases
@@ -74,7 +75,7 @@ class PullServicer(service_pb2_grpc.KvTransferServiceServicer):
         source = self.source
         if source is None:
             raise Unavailable("the engine is still loading its model", reason="ENGINE_LOADING")
-        opening = _opening(await anext(aiter(request_iterator), None), source)
+        opening = _opening(await first_message(request_iterator, "open"), source)
         if self.num_pulls >= _MAX_PULLS:
             raise ResourceExhausted(f"{_MAX_PULLS} pulls are open; there may be no more", reason="TOO_MANY_PULLS")
         lease = source.leases.opened(opening.lease_id)

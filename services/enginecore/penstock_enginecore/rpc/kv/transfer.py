@@ -14,15 +14,19 @@ from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.guard import PeerGuard
 from penstock_common.rpc.interceptor import CallObserver
+from penstock_common.rpc.port_secret import SecretGuard
 from penstock_common.rpc.server import SERVICES, RpcServer
 from penstock_common.security.certificates import Certificates
 from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.rpc.internal_ports import checked_secret
 from penstock_enginecore.rpc.kv.peers import Peers
 from penstock_enginecore.rpc.kv.pull_server import PullServicer, PullSource
 from penstock_enginecore.rpc.kv.window import MESSAGE_BYTES
 from penstock_enginecore.rpc.loop_thread import LoopThread
 
 SERVICE_NAME = "penstock.kvtransfer.v1.KvTransferService"
+PORT_PURPOSE = "kv_transfer"
+"""Names the port in what is derived from the shared secret."""
 _MAX_MESSAGE_BYTES = 4 * MESSAGE_BYTES
 _STOP_TIMEOUT = 2.0
 """Seconds that pulls have to end by themselves when the engine stops."""
@@ -44,7 +48,13 @@ class KvTransfer:
         certificates: Certificates | None = None,
         observer: CallObserver | None = None,
     ) -> None:
-        """``observer``: told of the calls that others make. Raises ConfigError for TLS."""
+        """``observer``: told of the calls that others make.
+
+        Raises ConfigError for TLS and the secret, and if other machines can reach the port and neither the secret nor
+        certificates tell who an engine is.
+        """
+        self.secret = checked_secret(config, PORT_PURPOSE)
+        """What calls of other engines are begun with."""
         self._config = config
         self._observer = observer
         self._certificates = certificates or Certificates()
@@ -104,7 +114,7 @@ class KvTransfer:
         self._server = RpcServer(
             config,
             service_names=(SERVICE_NAME,),
-            interceptors=[PeerGuard(allowed)] if config.tls.ca else [],
+            interceptors=[SecretGuard(self.secret), *([PeerGuard(allowed)] if config.tls.ca else [])],
             observer=self._observer,
             keepalive=SERVICES,
             field="server",
