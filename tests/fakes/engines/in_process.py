@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from penstock_common.config.sections import ServerConfig
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import FinishReason, SchedulerStats
 from penstock_common.types.request import EngineCoreRequest
@@ -73,6 +74,7 @@ def config_of(
         lora=LoraConfig(**(lora or {})),
         multimodal=MultimodalConfig(**(multimodal or {})),
         kv_transfer=KvTransferConfig(**(kv_transfer or {})),
+        server=ServerConfig(host="127.0.0.1"),
         engine_id=engine_id,
     )
 

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from penstock_common.errors import RequestFailed, ResourceExhausted, Unimplemented
 from penstock_common.in_flight import BytesInFlight, Held
 from penstock_common.observability.incidents import incident
+from penstock_common.rpc.compression import MAX_DECOMPRESSED_BYTES
 from penstock_common.rpc.status import abort
 from penstock_common.rpc.unreadable import CheckedMessages, checked, reader
 
@@ -51,13 +52,16 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         *,
         max_response_bytes: int | None = None,
         in_flight: BytesInFlight | None = None,
+        max_decompressed_bytes: int = MAX_DECOMPRESSED_BYTES,
     ) -> None:
         """``max_response_bytes``: a call with a larger message ends as RESOURCE_EXHAUSTED; None: its servicer sees to that.
-        ``in_flight``: where the messages of calls are counted; None: nowhere.
+        ``in_flight``: where the messages of calls are counted; None: nowhere. ``max_decompressed_bytes``: of a message that came
+        compressed.
         """
         self._observer = observer or Unobserved()
         self._max_response_bytes = max_response_bytes
         self._in_flight = in_flight
+        self._max_decompressed_bytes = max_decompressed_bytes
 
     async def intercept_service(
         self,
@@ -69,7 +73,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = str(handler_call_details.method)
         if handler is None:
             return None
-        codecs = (reader(handler.request_deserializer, self._in_flight), handler.response_serializer)
+        codecs = (
+            reader(handler.request_deserializer, self._in_flight, self._max_decompressed_bytes),
+            handler.response_serializer,
+        )
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(self._single(handler.unary_unary, method, "unary"), *codecs)
         if handler.stream_unary:

@@ -16,7 +16,7 @@ from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError
 from penstock_common.in_flight import BytesInFlight
 from penstock_common.listening import resolve, take_both_families, warn_of_plaintext
-from penstock_common.rpc import connections, reflection, sockets
+from penstock_common.rpc import compression, connections, reflection, sockets
 from penstock_common.rpc.credentials import server_credentials
 from penstock_common.rpc.interceptor import CallObserver, ErrorInterceptor
 from penstock_common.rpc.keepalive import Keepalive
@@ -24,6 +24,8 @@ from penstock_common.rpc.running_calls import RunningCalls
 from penstock_common.security.certificates import Certificates
 
 MAX_METADATA_BYTES = 64 * 1024
+HANDSHAKE_TIMEOUT = 15.0
+"""Seconds in which a client has to end its TLS handshake and to send the preface of HTTP/2 and its settings."""
 CLEANUP_TIMEOUT = 5.0
 """Seconds that the handlers of cancelled calls have to clean up."""
 _FLUSH = 0.05
@@ -47,6 +49,8 @@ def server_options(config: ServerConfig, keepalive: Keepalive = CLIENTS) -> list
     age = [("grpc.max_connection_age_ms", max(1, int(config.max_connection_age * 1000)))]
     return [
         *connections.OPTIONS,
+        *compression.GZIP_ONLY,
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT * 1000)),
         *(age if config.max_connection_age else []),
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
@@ -102,7 +106,12 @@ class RpcServer:
         self._service_names = tuple(service_names)
         self._calls = RunningCalls(lasting)
         limit = config.max_message_bytes if check_responses else None
-        errors = ErrorInterceptor(observer, max_response_bytes=limit, in_flight=in_flight)
+        errors = ErrorInterceptor(
+            observer,
+            max_response_bytes=limit,
+            in_flight=in_flight,
+            max_decompressed_bytes=min(config.max_message_bytes, compression.MAX_DECOMPRESSED_BYTES),
+        )
         self.server = grpc.aio.server(
             interceptors=[self._calls, errors, *interceptors],
             options=server_options(config, keepalive),
@@ -121,7 +130,7 @@ class RpcServer:
         self.port = self._bind(self.server, self._config.port, credentials, shared=self._config.reuse_port)
         if self._config.health_port >= 0:
             alone = msgspec.structs.replace(self._config, reuse_port=False)
-            self._health_server = grpc.aio.server(options=server_options(alone))
+            self._health_server = grpc.aio.server(options=[*server_options(alone), *compression.NOT_COMPRESSED])
             health_pb2_grpc.add_HealthServicer_to_server(self.health, self._health_server)
             self.health_port = self._bind(self._health_server, self._config.health_port, None)
             await self._health_server.start()

@@ -1,10 +1,12 @@
 """Messages that cannot be taken, as errors of their calls: gRPC itself would call them UNKNOWN, with a traceback."""
 
+import zlib
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from typing import Any, NamedTuple
 
 from penstock_common.errors import InvalidArgument, ResourceExhausted
 from penstock_common.in_flight import BytesInFlight, Held
+from penstock_common.rpc.compression import MAX_DECOMPRESSED_BYTES, decompressed
 
 REASON = "UNREADABLE_MESSAGE"
 
@@ -22,15 +24,23 @@ class Refused(NamedTuple):
 
 
 def reader(
-    deserialize: Callable[[bytes], Any] | None, in_flight: BytesInFlight | None = None
+    deserialize: Callable[[bytes], Any] | None,
+    in_flight: BytesInFlight | None = None,
+    max_decompressed_bytes: int = MAX_DECOMPRESSED_BYTES,
 ) -> Callable[[bytes], Any] | None:
     """A deserializer that does not raise: it returns Unreadable or Refused instead. ``in_flight``: where large messages are
-    counted; these come as Held.
+    counted; these come as Held. ``max_decompressed_bytes``: of a message that came compressed.
     """
     if deserialize is None:
         return None
 
     def read(data: bytes) -> Any:
+        try:
+            data = decompressed(data, max_decompressed_bytes)
+        except ResourceExhausted as e:
+            return Refused(e)
+        except zlib.error as e:
+            return Unreadable(str(e))
         if in_flight is not None and (refusal := in_flight.refusal(len(data))) is not None:
             return Refused(refusal)
         try:

@@ -17,6 +17,7 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
 from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError, InvalidArgument, ResourceExhausted
+from penstock_common.rpc import server as server_module
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.interceptor import ErrorInterceptor
 from penstock_common.rpc.server import RpcServer
@@ -218,3 +219,21 @@ def test_grpcs_own_log_tells_of_defects_but_not_of_clients_that_have_gone(
 ) -> None:
     logging.getLogger("grpc._cython.cygrpc").error("raised in core", exc_info=error)
     assert ("raised in core" in caplog.text) is shown
+
+
+@pytest.mark.parametrize("said", [b"", b"PRI * HT", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"])
+async def test_a_connection_that_does_not_greet_is_closed(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "HANDSHAKE_TIMEOUT", 0.3)
+    server = RpcServer(LOOPBACK, service_names=[NAME])
+    port = await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(said)
+    async with asyncio.timeout(PATIENCE):
+        while await reader.read(4096):
+            pass
+    writer.close()
+    await server.stop(None)
+
+
+async def test_the_time_for_a_greeting_is_shorter_than_20_seconds() -> None:
+    assert ("grpc.server_handshake_timeout_ms", 15_000) in server_module.server_options(LOOPBACK)
