@@ -158,7 +158,7 @@ def _serve(
     try:
         with (
             signals_handled((signal.SIGTERM, signal.SIGINT), busy_loop.request_shutdown),
-            idle_memory_given_back(busy_loop),
+            idle_memory_given_back(busy_loop, lambda: io.sessions.tensors.num_drops),
         ):
             io.attach(busy_loop, ready, rank)
             log.info("ready", engine=ready.engine_id, model=ready.model, seconds=round(time.monotonic() - started, 1))

@@ -59,3 +59,16 @@ def test_little_is_left_alone():
     for _ in range(3):
         memory.look()
     assert heap.given_back == 0
+
+
+def test_what_dropped_tensors_have_freed_is_given_back_though_no_step_has_run():
+    heap, drops = Heap(), [0]
+    memory = IdleMemory(Loop(), num_drops=lambda: drops[0], free_bytes=lambda: heap.free, give_back=heap.give_back)
+    memory.look()
+    assert heap.given_back == 0
+    drops[0] = 1
+    memory.look()
+    assert heap.given_back == 0  # it has just been
+    for _ in range(3):
+        memory.look()
+    assert heap.given_back == 1

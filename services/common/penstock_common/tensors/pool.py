@@ -26,6 +26,8 @@ class TensorPool:
         self.max_bytes = max_bytes
         self.num_dropped = 0
         """Tensors that were dropped because of this bound."""
+        self.num_drops = 0
+        """Times that tensors were dropped, or a session ended that held some: then there is memory to give back."""
         self._members: dict[Member, int] = {}
         self._num_bytes = 0
 
@@ -41,7 +43,9 @@ class TensorPool:
 
     def leave(self, member: Member) -> None:
         """Count the tensors of a session no longer. Idempotent."""
-        self._num_bytes -= self._members.pop(member, 0)
+        held = self._members.pop(member, 0)
+        self._num_bytes -= held
+        self.num_drops += held > 0
 
     def held(self, member: Member) -> None:
         """Note that ``member.num_held_bytes`` has changed."""
@@ -60,4 +64,5 @@ class TensorPool:
             if not largest.drop_oldest():
                 return False
             self.num_dropped += 1
+            self.num_drops += 1
         return True
