@@ -77,7 +77,8 @@ class LoraRegistry:
 
     def forget_unloads(self) -> None:
         """Forget the older half of the unloads, to make room."""
-        self._forget_unloads(self._num_unloaded // 2)
+        if self._num_unloaded:
+            self._forget_unloads(self._num_unloaded // 2)
 
     def _take(self, new: LoraRegistration) -> bool:
         old = self._registrations.get(new.name)
