@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 
@@ -109,7 +109,7 @@ class SecretGuard(grpc.aio.ServerInterceptor):
 
 
 def _refusal(method: str, why: str, reason: str, token: str) -> Handler:
-    async def refuse(requests: Any, context: Context) -> Any:
+    async def refuse(requests: Any, context: Context) -> NoReturn:
         get_logger().warning(
             "refused a peer because of the shared secret", method=method, peer=context.peer(), reason=reason
         )
@@ -117,9 +117,9 @@ def _refusal(method: str, why: str, reason: str, token: str) -> Handler:
             await read_first(requests)  # its bytes; nothing is decoded
         message = f"{method}: {why.format(SECRET_SETTING)}; give both sides the same secret"
         await abort(context, Unauthenticated(message, reason=reason))
-        yield
 
-    return grpc.stream_stream_rpc_method_handler(refuse)
+    # Its messages stay undecoded, so its kind need not be the method's.
+    return grpc.stream_unary_rpc_method_handler(refuse)
 
 
 def _texts(metadata: Iterable[Any]) -> Iterable[tuple[str, str]]:
