@@ -5,9 +5,9 @@ import contextlib
 import struct
 from random import Random
 
+from tests.fuzz.http2 import PREFACE, raw_frame
 from tests.fuzz.rpc_calls import End
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _PATIENCE = 0.3
 """Seconds until such a client goes away."""
 
@@ -22,34 +22,28 @@ def garbage(rng: Random) -> bytes:
     if how == 2:
         return b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(300)
     frames = b"".join(_frame(rng) for _ in range(rng.choice((1, 3, 30))))
-    settings = _raw_frame(4, 0, 0, b"")
+    settings = raw_frame(4, 0, 0, b"")
     if how == 3:
-        return _PREFACE[: rng.randrange(len(_PREFACE))]
+        return PREFACE[: rng.randrange(len(PREFACE))]
     if how == 4:
-        return _PREFACE + frames
+        return PREFACE + frames
     if how == 5:  # streams opened and reset at once
         opened = (
-            _raw_frame(1, 4, 2 * i + 1, b"\x83\x86\x44\x01/") + _raw_frame(3, 0, 2 * i + 1, b"\0\0\0\x08")
+            raw_frame(1, 4, 2 * i + 1, b"\x83\x86\x44\x01/") + raw_frame(3, 0, 2 * i + 1, b"\0\0\0\x08")
             for i in range(200)
         )
-        return _PREFACE + settings + b"".join(opened)
+        return PREFACE + settings + b"".join(opened)
     if how == 6:  # headers that go on for ever
-        return _PREFACE + settings + _raw_frame(1, 0, 1, b"\x83") + _raw_frame(9, 0, 1, b"\x40\x01a\x01b" * 500) * 50
+        return PREFACE + settings + raw_frame(1, 0, 1, b"\x83") + raw_frame(9, 0, 1, b"\x40\x01a\x01b" * 500) * 50
     if how == 7:
-        return _PREFACE + settings + _raw_frame(6, 0, 0, b"pingping") * 300
+        return PREFACE + settings + raw_frame(6, 0, 0, b"pingping") * 300
     if how == 8:
-        return (
-            _PREFACE + settings + _raw_frame(4, 0, 0, struct.pack(">HI", rng.randrange(10), rng.getrandbits(32)) * 50)
-        )
-    return _PREFACE + settings + frames
-
-
-def _raw_frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+        return PREFACE + settings + raw_frame(4, 0, 0, struct.pack(">HI", rng.randrange(10), rng.getrandbits(32)) * 50)
+    return PREFACE + settings + frames
 
 
 def _frame(rng: Random) -> bytes:
-    frame = _raw_frame(
+    frame = raw_frame(
         rng.randrange(12), rng.randrange(256), rng.choice((0, 1, 2, 3, 2**31)), rng.randbytes(rng.randrange(60))
     )
     return frame if rng.random() < 0.8 else b"\xff\xff\xff" + frame[3:]

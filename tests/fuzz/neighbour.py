@@ -2,7 +2,8 @@
 
 ``python -m tests.fuzz.neighbour HOST:PORT HTTP_PORT KIND...`` first asks for everything while nobody else is there and says
 ``ready``; then it goes on until its input is closed. Each line it prints is JSON: ``{"ready": true}``, ``{"error": ...}``, or
-what came since the last one: ``{"counts": {kind: tokens}, "flowing": [kind, ...], "gaps": [[moment, seconds], ...]}``.
+what came since the last one: ``{"counts": {kind: tokens}, "flowing": [kind, ...], "gaps": [[moment, seconds], ...], "waits":
+{kind: seconds}}``.
 """
 
 import asyncio
@@ -36,7 +37,8 @@ class Itl(NamedTuple):
 
 class Neighbour:
     """The process. ``on_error`` gets what went wrong, at once. ``counts``: tokens, or vectors, by
-    kind. ``flowing``: kinds that have begun to get an answer and wait for more of it.
+    kind. ``flowing``: kinds that have begun to get an answer and wait for more of it. ``waits``: the longest wait of each kind
+    so far, in seconds.
     """
 
     def __init__(self, address: str, http_port: int, kinds: Sequence[str], *, on_error: Callable[[str], None]) -> None:
@@ -47,6 +49,7 @@ class Neighbour:
         self.counts: dict[str, int] = {}
         self.flowing: list[str] = []
         self.gaps: list[tuple[float, float]] = []
+        self.waits: dict[str, float] = {}
 
     async def __aenter__(self) -> "Neighbour":
         self._process = await asyncio.create_subprocess_exec(
@@ -84,6 +87,8 @@ class Neighbour:
             else:
                 self.counts, self.flowing = told["counts"], told["flowing"]
                 self.gaps += [(at, gap) for at, gap in told["gaps"]]
+                for kind, seconds in told["waits"].items():
+                    self.waits[kind] = max(seconds, self.waits.get(kind, 0.0))
 
 
 def between(gaps: Sequence[tuple[float, float]], spans: Sequence[tuple[float, float]]) -> Itl:
@@ -105,6 +110,9 @@ class _Client:
         self.counts: dict[str, int] = {}
         self.flowing: set[str] = set()
         self.gaps: list[tuple[float, float]] = []
+        self.waits: dict[str, float] = {}
+        self._waiting: dict[str, float] = {}
+        """By kind, since when a part of an answer is waited for."""
 
     async def learn(self, kind: str) -> None:
         """What comes while nobody else is there."""
@@ -128,14 +136,16 @@ class _Client:
             await asyncio.sleep(KINDS[kind].pause)
 
     async def _ask(self, kind: str, number: int) -> Any:
-        last = 0.0
+        if KINDS[kind].whole:
+            self._waiting[kind] = time.monotonic()
 
         def came(count: int) -> None:
-            nonlocal last
             now = time.monotonic()
-            if last and KINDS[kind].timed:
-                self.gaps.append((now, now - last))
-            last = now
+            if kind in self._waiting:
+                waited = self._waited(kind, now)
+                if KINDS[kind].timed:
+                    self.gaps.append((now, waited))
+            self._waiting[kind] = now
             self.flowing.add(kind)
             self.counts[kind] = self.counts.get(kind, 0) + count
 
@@ -144,13 +154,23 @@ class _Client:
                 return await KINDS[kind].ask(Ask(self._stub, self._http_port, number, came))
         finally:
             self.flowing.discard(kind)
+            self._waiting.pop(kind, None)
+
+    def _waited(self, kind: str, now: float) -> float:
+        """Seconds since the last part of an answer, which count towards the longest wait."""
+        waited = now - self._waiting[kind]
+        self.waits[kind] = max(waited, self.waits.get(kind, 0.0))
+        return waited
 
     async def tell(self) -> None:
         """Say what came, again and again."""
         while True:
             await asyncio.sleep(_TELL)
+            for kind in self._waiting:
+                self._waited(kind, time.monotonic())
             gaps, self.gaps = self.gaps, []
-            _tell({"counts": self.counts, "flowing": [*self.flowing], "gaps": gaps})
+            waits, self.waits = self.waits, {}
+            _tell({"counts": self.counts, "flowing": [*self.flowing], "gaps": gaps, "waits": waits})
 
 
 def _reason(error: BaseException) -> str:
@@ -178,6 +198,7 @@ async def _main(address: str, http_port: int, kinds: Sequence[str]) -> None:
         for kind in kinds:
             await client.learn(kind)
         client.gaps.clear()
+        client.waits.clear()
         _tell({"ready": True})
         tasks = [asyncio.create_task(work) for work in (client.tell(), *map(client.go_on, kinds))]
         await ended

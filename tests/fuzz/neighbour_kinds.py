@@ -50,13 +50,14 @@ class Ask(NamedTuple):
 
 class Kind(NamedTuple):
     """``ask`` returns what must be the same each time, as ``same`` says. ``timed``: the moments of its tokens count. ``pause``:
-    seconds.
+    seconds. ``whole``: the longest wait is that for a whole answer, not that between two parts of one.
     """
 
     ask: Callable[[Ask], Awaitable[dict[str, Any]]]
     timed: bool
     pause: float
     same: Callable[[dict[str, Any], dict[str, Any]], bool] = operator.eq
+    whole: bool = False
 
 
 async def _generate(ask: Ask, medium: Media | None = None, **fields: Any) -> dict[str, Any]:
@@ -187,6 +188,43 @@ async def _embed_images(ask: Ask) -> dict[str, Any]:
     return await _embed(ask, sees=True)
 
 
+async def _health(ask: Ask) -> dict[str, Any]:
+    return await _short_over_http(ask, "GET", "/health", None)
+
+
+async def _tokenize(ask: Ask) -> dict[str, Any]:
+    answer = await ask.stub.Tokenize(pb.TokenizeRequest(text=_PROMPTS[ask.number]), timeout=100)
+    ask.came(len(answer.token_ids))
+    return {"token_ids": list(answer.token_ids)}
+
+
+async def _tokenize_over_http(ask: Ask) -> dict[str, Any]:
+    return await _short_over_http(ask, "POST", "/tokenize", {"prompt": _PROMPTS[ask.number]})
+
+
+async def _short_over_http(ask: Ask, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    found = await asyncio.to_thread(_answer, ask.http_port, method, path, body)
+    ask.came(1)
+    return {"body": found.decode()}
+
+
+def _answer(port: int, method: str, path: str, body: dict[str, Any] | None) -> bytes:
+    """The body of an answer on a connection of its own. ValueError for any status but 200."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
+    try:
+        given = None if body is None else json.dumps(body)
+        connection.request(method, path, given, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        found = answer.read()
+    except http.client.HTTPException as e:
+        raise ValueError(f"{type(e).__name__}: {e}") from None
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise ValueError(f"{answer.status}: {found[:300]!r}")
+    return found
+
+
 def _close(answer: dict[str, Any], expected: dict[str, Any]) -> bool:
     """Equal up to rounding, which differs with what is computed beside them."""
     if answer["shape"] != expected["shape"]:
@@ -201,6 +239,9 @@ KINDS = {
     "constrained": Kind(_constrained, timed=False, pause=0.2),
     "two": Kind(_two, timed=False, pause=0.2),
     "http": Kind(_over_http, timed=False, pause=0.2),
+    "health": Kind(_health, timed=False, pause=0.2, whole=True),
+    "short": Kind(_tokenize, timed=False, pause=0.1, whole=True),
+    "short over http": Kind(_tokenize_over_http, timed=False, pause=0.1, whole=True),
     "image": Kind(_seeing, timed=False, pause=0.2),
     "image over http": Kind(_seeing_over_http, timed=False, pause=0.2),
     "sound": Kind(_hearing, timed=False, pause=0.2),

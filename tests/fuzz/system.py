@@ -100,20 +100,7 @@ class System:
         variant.save(model)
         self.coordinator = Probed("penstock_coordinator", lease_seconds=2, restart_grace=1)
         self.engines = [self._engine(f"engine-{number}", model) for number in range(2)]
-        self.frontend = Probed(
-            "penstock_frontend",
-            model__path=model,
-            model__tool_parser="hermes",  # the template shows no tools, which would all be refused
-            coordinator__address=self.coordinator.address,
-            admin__port=self.admin_port,
-            http__host="127.0.0.1",
-            http__port=self.http_port,
-            # By default these are more than a peak may be here.
-            limits__max_message_bytes_in_flight="128MiB",
-            limits__max_answer_bytes_in_flight="128MiB",
-            **KEPT,
-            **(frontend_flags(variant, hosts.port) if variant.media and hosts is not None else {}),
-        )
+        self.frontend = self._frontend("frontend", model, self.http_port, self.admin_port)
         if variant.media:
             self.frontend.environment[names.VARIABLE] = "1"
         for service in self.services:
@@ -135,6 +122,26 @@ class System:
         )
         engine.add_flag("coordinator.advertise", engine.address)
         return engine
+
+    def _frontend(self, name: str, model: Path, http_port: int, admin_port: int, **flags: object) -> Probed:
+        """A frontend of the engines."""
+        media = frontend_flags(self.variant, self._hosts.port) if self.variant.media and self._hosts is not None else {}
+        return Probed(
+            "penstock_frontend",
+            name,
+            model__path=model,
+            model__tool_parser="hermes",  # the template shows no tools, which would all be refused
+            coordinator__address=self.coordinator.address,
+            admin__port=admin_port,
+            http__host="127.0.0.1",
+            http__port=http_port,
+            # By default these are more than a peak may be here.
+            limits__max_message_bytes_in_flight="128MiB",
+            limits__max_answer_bytes_in_flight="128MiB",
+            **KEPT,
+            **media,
+            **flags,
+        )
 
     @property
     def services(self) -> list[Probed]:

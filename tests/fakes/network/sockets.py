@@ -1,0 +1,68 @@
+"""The TCP sockets of other processes of this machine, as the system lists them."""
+
+import contextlib
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_LISTEN = 0x0A
+
+
+class Tcp(NamedTuple):
+    """A socket. ``host``, ``port``: of its own end. ``listens``: it takes connections."""
+
+    host: str
+    port: int
+    listens: bool
+    inode: int
+
+
+def sockets_of(pids: Iterable[int]) -> list[Tcp]:
+    """The TCP sockets that any of these processes has open. Processes that have ended have none."""
+    inodes = {inode for pid in pids for inode in _inodes(pid)}
+    return [found for found in _all() if found.inode in inodes]
+
+
+def listening(pids: Iterable[int]) -> list[tuple[str, int]]:
+    """Host and port of every socket at which these processes take connections, in order of the ports."""
+    return sorted({(each.host, each.port) for each in sockets_of(pids) if each.listens}, key=lambda found: found[::-1])
+
+
+def num_connections(pid: int) -> int:
+    """The number of connections that a process has open, whoever began them."""
+    return sum(not each.listens for each in sockets_of([pid]))
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and all that it has started, and those these have started."""
+    found = [pid]
+    for each in found:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for thread in Path(f"/proc/{each}/task").iterdir():
+                found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def _inodes(pid: int) -> Iterator[int]:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if (name := link.readlink().name).startswith("socket:["):
+                    yield int(name[8:-1])
+
+
+def _all() -> Iterator[Tcp]:
+    for file, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path("/proc/net", file).read_text().splitlines()[1:]:
+            fields = line.split()
+            address, _, port = fields[1].partition(":")
+            yield Tcp(_host(address, family), int(port, 16), int(fields[3], 16) == _LISTEN, int(fields[9]))
+
+
+def _host(address: str, family: socket.AddressFamily) -> str:
+    """The system writes each 32 bits of an address as a number of this machine's byte order."""
+    words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
+    found = socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))
+    return found.removeprefix("::ffff:")

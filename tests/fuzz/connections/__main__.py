@@ -1,0 +1,53 @@
+"""``python -m tests.fuzz.connections --connections 20000 --seed 7``: hostile connections beside neighbours.
+
+``--again NUMBER`` makes one connection of a run with the same seed again. The exit code is 1 if anything was wrong.
+"""
+
+import argparse
+import asyncio
+import sys
+
+from tests.fuzz.connections.campaign import ConnectionCampaign, Plan, table
+from tests.fuzz.connections.limits import Limits
+from tests.fuzz.connections.scripts import script_of
+from tests.fuzz.findings import Findings
+
+
+def main() -> int:
+    """See the module."""
+    limits = Limits()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--connections", type=int, default=20_000, help="hostile connections (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=7, help="seed of all connections (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, default=64, help="connections at once (default: %(default)s)")
+    parser.add_argument("--hold", type=float, default=3.0, help="longest stay in seconds (default: %(default)s)")
+    parser.add_argument(
+        "--patience", type=float, default=60.0, help="seconds to wait for answers (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--warm", type=int, default=500, help="connections before memory is noted (default: %(default)s)"
+    )
+    parser.add_argument("--kind", action="append", default=[], help="send only kinds that begin so")
+    parser.add_argument("--again", type=int, action="append", default=[], help="send this connection of a run again")
+    given = parser.parse_args()
+    kinds = tuple(given.kind)
+    if kinds and not any(script_of(given.seed, n, given.hold).kind.startswith(kinds) for n in range(10_000)):
+        parser.error(f"--kind is {given.kind}, with which no kind begins")
+    findings = Findings()
+    plan = Plan(
+        count=given.connections,
+        seed=given.seed,
+        at_once=given.at_once,
+        hold=given.hold,
+        patience=given.patience,
+        warm=given.warm,
+        kinds=kinds,
+        again=tuple(given.again),
+    )
+    outcome = asyncio.run(ConnectionCampaign(plan, limits, findings).run())
+    print(table(outcome, findings), f"seed {plan.seed}", sep="\n")
+    return 1 if findings.wrong() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""Thousands of hostile connections beside neighbours that must not notice."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tests.fakes.patience import PATIENCE
+from tests.fuzz.connections.answers import first_answer, judge
+from tests.fuzz.connections.client import Connection, Heard
+from tests.fuzz.connections.limits import Limits
+from tests.fuzz.connections.script import Script
+from tests.fuzz.connections.scripts import plain_scripts, script_of
+from tests.fuzz.connections.system import Amounts, ListeningSystem
+from tests.fuzz.findings import Findings
+from tests.fuzz.neighbour import Neighbour
+from tests.fuzz.neighbour_kinds import kinds_of
+from tests.fuzz.rpc_calls import End
+from tests.fuzz.watch import Watch
+
+_SHORT = ("health", "short", "short over http")
+"""What neighbours ask for beside streams."""
+_RECENT = 96
+"""Connections that have ended last, which may still be the cause of what happens."""
+_TELL_EVERY = 1000
+_RELEASE = 60.0
+"""Seconds in which a process gives back what it held for connections that have gone."""
+
+
+class Plan(NamedTuple):
+    """What to do.
+
+    Args:
+        count: Hostile connections.
+        seed: What they are made from, with their numbers.
+        at_once: Connections at once, at most.
+        hold: The longest time that a connection stays by itself, in seconds.
+        patience: Seconds to wait for an answer that must come.
+        warm: Connections before it is noted what each process holds.
+        kinds: The beginnings of the kinds to send; empty means all.
+        again: The only numbers to send, one after the other; empty means all.
+    """
+
+    count: int
+    seed: int = 7
+    at_once: int = 64
+    hold: float = 3.0
+    patience: float = PATIENCE
+    warm: int = 500
+    kinds: tuple[str, ...] = ()
+    again: tuple[int, ...] = ()
+
+
+class Outcome(NamedTuple):
+    """What came of it, beside the findings. ``waits``: the neighbours' longest, in seconds; ``counts``: what they got."""
+
+    connections: int
+    seconds: float
+    waits: dict[str, float]
+    counts: dict[str, int]
+    before: dict[str, Amounts]
+    after: dict[str, Amounts]
+    peaks: dict[str, int]
+
+
+class ConnectionCampaign:
+    """``run`` does it all, on one system."""
+
+    def __init__(self, plan: Plan, limits: Limits, findings: Findings) -> None:
+        self._plan = plan
+        self._limits = limits
+        self._findings = findings
+        self._numbers = iter(plan.again) if plan.again else iter(range(10**9))
+        self._flying: set[int] = set()
+        self._ended: deque[int] = deque(maxlen=_RECENT)
+        self._late: list[int] = []
+        self._sent = 0
+
+    async def run(self) -> Outcome:
+        """Raises nothing for what connections do to the system once it serves."""
+        self._findings.variant = "connections"
+        async with ListeningSystem() as system:
+            await system.answers()
+            await system.warm_up()
+            self._ports = system.ports
+            self._known = await self._learn()
+            if not self._plan.again:
+                await self._beside_neighbours(system, self._plan.warm, judged=False)
+            before = system.amounts()
+            began = time.monotonic()
+            waits, counts, peaks = await self._beside_neighbours(system, len(self._plan.again) or self._plan.count)
+            seconds = time.monotonic() - began
+            after = await self._released(system, before)
+        return Outcome(self._findings.count, seconds, waits, counts, before, after, peaks)
+
+    async def _learn(self) -> Mapping[str, bytes]:
+        """The right answers, undisturbed."""
+        known: dict[str, bytes] = {}
+        for name, script in plain_scripts().items():
+            heard = await self._heard(script)
+            if (problem := judge(script, heard, {}).problem) or not (answer := first_answer(script, heard)):
+                raise RuntimeError(f"an undisturbed request ({name}) was not answered: {problem or heard}")
+            known[name] = answer
+        return known
+
+    async def _beside_neighbours(
+        self, system: ListeningSystem, count: int, *, judged: bool = True
+    ) -> tuple[dict[str, float], dict[str, int], dict[str, int]]:
+        """So many connections. Returns the neighbours' longest waits, what they got, and the processes' largest memory."""
+        errors: list[str] = []
+        kinds = (*kinds_of(system.variant), *_SHORT)
+        neighbour = Neighbour(system.frontend.address, system.http_port, kinds, on_error=lambda error: told(error))
+        told = errors.append
+        async with neighbour, Watch(system, neighbour) as watch:
+            told = watch.neighbour_error
+            for error in errors:
+                told(error)
+            if self._plan.again:
+                await self._one_by_one(watch)
+            else:
+                await self._at_once(watch, self._sent + count, judged=judged)
+                await self._try_again(watch)
+            await watch.settle(2.0)
+            self._note(watch)
+            waits, counts = dict(neighbour.waits), dict(neighbour.counts)
+        if judged:
+            for exceeded in self._limits.exceeded(waits):
+                self._findings.add("neighbours", exceeded)
+            for kind in kinds:
+                if not counts.get(kind):
+                    self._findings.add("neighbours", f"{kind} got nothing at all")
+        return waits, counts, dict(watch.peaks)
+
+    async def _at_once(self, watch: Watch, until: int, *, judged: bool) -> None:
+        workers = [asyncio.create_task(self._worker(watch, until, judged=judged)) for _ in range(self._plan.at_once)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+
+    async def _worker(self, watch: Watch, until: int, *, judged: bool) -> None:
+        while self._sent < until and not watch.down:
+            number = next(self._numbers)
+            script = script_of(self._plan.seed, number, self._plan.hold)
+            if self._plan.kinds and not script.kind.startswith(self._plan.kinds):
+                continue
+            self._sent += 1
+            await self._one(number, script, counts=judged)
+            self._note(watch)
+            if self._sent % _TELL_EVERY == 0:
+                moment = time.strftime("%H:%M:%S")
+                print(f"{moment} {self._sent} connections, {self._findings.kinds} kinds of findings", flush=True)
+
+    async def _one(self, number: int, script: Script, *, counts: bool = True) -> End:
+        self._flying.add(number)
+        try:
+            end = judge(script, await self._heard(script), self._known)
+        finally:
+            self._flying.discard(number)
+            self._ended.append(number)
+        if end.slow:
+            self._late.append(number)
+        if counts:
+            self._findings.ended(f"{script.port}: {script.kind}", end, number, script.shown, script.size)
+        elif end.problem and not end.slow:
+            self._findings.add(script.kind, end.problem, [number], script.shown, script.size)
+        return end
+
+    async def _heard(self, script: Script) -> Heard:
+        return await Connection(script, self._plan.patience).play(self._ports[script.port])
+
+    async def _try_again(self, watch: Watch) -> None:
+        """Connections that waited in vain are made again when no other one is there."""
+        late, self._late = self._late, []
+        for number in late:
+            if watch.down:
+                return
+            script = script_of(self._plan.seed, number, self._plan.hold)
+            end = judge(script, await self._heard(script), self._known)
+            if end.slow:
+                self._findings.add(script.kind, end.problem, [number], script.shown, script.size)
+
+    async def _one_by_one(self, watch: Watch) -> None:
+        """The only ones to send, with what comes of each."""
+        for number in self._numbers:
+            script = script_of(self._plan.seed, number, self._plan.hold)
+            end = await self._one(number, script)
+            await watch.settle(1.5)
+            print(f"number {number}: {script.port}: {script.kind} ended as {end}\n  {script.shown}")
+            self._note(watch)
+
+    def _note(self, watch: Watch) -> None:
+        """Write down what has happened to the system, with the connections that may have caused it."""
+        if watch.alarm.is_set():
+            suspects = [*sorted(self._flying), *reversed(self._ended)]
+            for incident in watch.take():
+                self._findings.happened(incident.kind, incident.what, suspects, sure=False)
+
+    async def _released(self, system: ListeningSystem, before: Mapping[str, Amounts]) -> dict[str, Amounts]:
+        """What each process holds once it holds no more than before, or when it should have given it back."""
+        if not all(service.alive for service in system.services):
+            self._findings.add("the system", "a process has ended, so that nothing can be said of what is left")
+            return {}
+        for left in await system.until_idle():
+            self._findings.add("left behind", left)
+        await system.answers()
+        until = time.monotonic() + _RELEASE
+        while left := [*self._limits.kept(before, after := system.amounts())]:
+            if time.monotonic() > until:
+                break
+            await asyncio.sleep(1.0)
+        for each in left:
+            self._findings.add("left behind", each)
+        return after
+
+
+def table(outcome: Outcome, findings: Findings) -> str:
+    """Everything in tables."""
+    rate = outcome.connections / max(outcome.seconds, 1e-9)
+    lines = [
+        findings.table(),
+        "",
+        f"{outcome.connections} connections in {outcome.seconds:.0f} s ({rate:.0f} per second)",
+    ]
+    lines += [f"{'neighbours':18} longest wait s       parts"]
+    lines += [
+        f"{kind:18} {wait:14.3f} {outcome.counts.get(kind, 0):11}" for kind, wait in sorted(outcome.waits.items())
+    ]
+    lines += [
+        "held by             RSS MiB       threads     fds         connections  tasks       (before, after), peak MiB"
+    ]
+    for name, old in outcome.before.items():
+        new = outcome.after.get(name, old)
+        pairs = [
+            (old.held.rss, new.held.rss),
+            (old.held.threads, new.held.threads),
+            (old.held.fds, new.held.fds),
+            (old.connections, new.connections),
+            (old.held.tasks, new.held.tasks),
+        ]
+        shown = "  ".join(f"{f'{a}, {b}':11}" for a, b in pairs)
+        lines.append(f"{name:18}  {shown}  {outcome.peaks.get(name, '-')}")
+    wrong = findings.wrong()
+    return "\n".join([*lines, "", f"wrong: {len(wrong)} kinds", *wrong])

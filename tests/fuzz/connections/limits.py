@@ -1,0 +1,57 @@
+"""What hostile connections may do to others at most. All limits of the campaign stand here."""
+
+import math
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from tests.fuzz.connections.system import Amounts
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Limits on others' waits, and on what a process may hold more than at the start.
+
+    Args:
+        gap: The longest time between two parts of a stream, in seconds.
+        health: The longest time until ``/health`` is answered, in seconds.
+        rss: Resident memory, in MiB.
+        threads: Threads. Pools of threads fill on demand.
+        fds: File descriptors.
+        connections: Open connections.
+        tasks: Asyncio tasks.
+    """
+
+    gap: float = 1.0
+    health: float = 1.0
+    rss: int = 48
+    threads: int = 4
+    fds: int = 4
+    connections: int = 0
+    tasks: int = 4
+
+    def exceeded(self, waits: Mapping[str, float]) -> Iterator[str]:
+        """What is wrong with the longest waits, by what was waited for."""
+        for kind, seconds in sorted(waits.items()):
+            limit = self.health if kind == "health" else self.gap
+            if seconds > limit:
+                what = "/health was answered after" if kind == "health" else f"{kind} stood still for"
+                yield f"{what} {seconds:.2f} s; the limit is {limit:g} s"
+
+    def kept(self, before: Mapping[str, Amounts], after: Mapping[str, Amounts]) -> Iterator[str]:
+        """What processes hold that they did not hold before, beyond the limits."""
+        for name, old in before.items():
+            new = after[name]
+            pairs = (
+                ("MiB of memory", old.held.rss, new.held.rss, self.rss),
+                ("threads", old.held.threads, new.held.threads, self.threads),
+                ("file descriptors", old.held.fds, new.held.fds, self.fds),
+                ("connections", old.connections, new.connections, self.connections),
+                ("asyncio tasks", old.held.tasks, new.held.tasks, self.tasks),
+            )
+            for what, a, b, more in pairs:
+                if b > a + more:
+                    yield f"{name} holds {b} {what}; before it were {a}, and {more} more are allowed"
+
+
+UNTIMED = Limits(gap=math.inf, health=math.inf)
+"""For tests, which must not depend on the machine's load."""

@@ -1,0 +1,64 @@
+"""The system that hostile connections are made to: the one of other requests, and a frontend that asks for API keys."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from tests.fakes.network.ports import free_port
+from tests.fakes.network.sockets import num_connections
+from tests.fuzz.system import Held, Probed, System
+from tests.fuzz.variants import NAME, VARIANTS
+
+_TIMEOUTS = {"http__header_timeout": 2, "http__body_timeout": 3}
+"""Seconds: some of the slow clients are given up by the frontend, others leave."""
+
+
+class Amounts(msgspec.Struct, frozen=True):
+    """What a process holds, with the number of its connections."""
+
+    held: Held
+    connections: int
+
+
+class ListeningSystem(System):
+    """``async with ListeningSystem()``: everything answers when the block begins."""
+
+    def __init__(self) -> None:
+        super().__init__(VARIANTS["plain"])
+        for name, value in _TIMEOUTS.items():
+            self.frontend.add_flag(name.replace("__", ".").replace("_", "-"), value)
+        keys = Path(self._folder.name, "keys")
+        keys.write_text("sk-fuzz-0123456789 name=fuzz tenant=fuzz\n")
+        self._guarded_port = free_port()
+        self._guarded = self._frontend(
+            "guarded frontend",
+            Path(self._folder.name, NAME),
+            self._guarded_port,
+            free_port(),
+            frontend_id="guarded",
+            auth__api_keys=keys,
+            **_TIMEOUTS,
+        )
+        self._guarded.environment["TMPDIR"] = self._temporary.name
+
+    @property
+    def services(self) -> list[Probed]:
+        """All of them."""
+        return [*super().services, self._guarded] if hasattr(self, "_guarded") else super().services
+
+    @property
+    def ports(self) -> Mapping[str, tuple[str, int]]:
+        """Host and port by the names that scripts have."""
+        found = {"http": ("127.0.0.1", self.http_port), "guarded": ("127.0.0.1", self._guarded_port)}
+        for name, address in self.addresses.items():
+            host, _, port = address.rpartition(":")
+            found[name] = (host, int(port))
+        return found
+
+    def amounts(self) -> dict[str, Amounts]:
+        """What each process holds now, by its name."""
+        held = self.held()
+        return {
+            service.service: Amounts(held[service.service], num_connections(service.pid)) for service in self.services
+        }

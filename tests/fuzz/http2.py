@@ -1,0 +1,79 @@
+"""Frames of HTTP/2 as bytes, written by hand, so that they can say what no library would write."""
+
+import struct
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+END_STREAM, ACK, END_HEADERS = 0x1, 0x1, 0x4
+INITIAL_WINDOW_SIZE = 4
+WINDOW = 65_535
+"""Bytes that a peer may send before it has been told of another window."""
+_HEAD = struct.Struct(">BHBBI")
+
+
+class Frame(NamedTuple):
+    """One that has come."""
+
+    kind: int
+    flags: int
+    stream: int
+    payload: bytes
+
+
+def raw_frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """The bytes of a frame."""
+    size = len(payload)
+    return _HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, stream) + payload
+
+
+def frames_in(received: bytes) -> Iterator[Frame]:
+    """The whole frames of what a server has sent."""
+    at = 0
+    while at + _HEAD.size <= len(received):
+        high, low, kind, flags, stream = _HEAD.unpack_from(received, at)
+        end = at + _HEAD.size + (high << 16 | low)
+        if end > len(received):
+            return
+        yield Frame(kind, flags, stream & 0x7FFF_FFFF, received[at + _HEAD.size : end])
+        at = end
+
+
+def setting(identifier: int, value: int) -> bytes:
+    """One entry of a SETTINGS frame."""
+    return struct.pack(">HI", identifier, value)
+
+
+def header(name: bytes, value: bytes) -> bytes:
+    """A header as a literal without indexing, neither name nor value compressed."""
+    return b"\0" + _text(name) + _text(value)
+
+
+def call_headers(path: bytes, more: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
+    """The header block of a gRPC call."""
+    usual = [(b":path", path), (b":authority", b"x"), (b"content-type", b"application/grpc"), (b"te", b"trailers")]
+    return b"\x83\x86" + b"".join(header(*each) for each in (*usual, *more))  # POST, over http
+
+
+def message(payload: bytes) -> bytes:
+    """A gRPC message, as DATA frames carry it."""
+    return struct.pack(">BI", 0, len(payload)) + payload
+
+
+def call(stream: int, path: bytes, payload: bytes, *, ends: bool = True) -> bytes:
+    """A gRPC call with one message. ``ends``: the client says that it has sent all."""
+    return raw_frame(HEADERS, END_HEADERS, stream, call_headers(path)) + raw_frame(
+        DATA, END_STREAM if ends else 0, stream, message(payload)
+    )
+
+
+def _text(text: bytes) -> bytes:
+    length = len(text)
+    if length < 0x7F:
+        return bytes([length]) + text
+    rest, coded = length - 0x7F, bytearray([0x7F])
+    while rest > 0x7F:
+        coded.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    return bytes([*coded, rest]) + text
