@@ -11,10 +11,11 @@ _LISTEN = 0x0A
 
 
 class Tcp(NamedTuple):
-    """A socket. ``host``, ``port``: of its own end. ``listens``: it takes connections."""
+    """A socket. ``host``, ``port``: of its own end. ``peer``: host:port of the other. ``listens``: it takes connections."""
 
     host: str
     port: int
+    peer: str
     listens: bool
     inode: int
 
@@ -30,9 +31,9 @@ def listening(pids: Iterable[int]) -> list[tuple[str, int]]:
     return sorted({(each.host, each.port) for each in sockets_of(pids) if each.listens}, key=lambda found: found[::-1])
 
 
-def num_connections(pid: int) -> int:
-    """The number of connections that a process has open, whoever began them."""
-    return sum(not each.listens for each in sockets_of([pid]))
+def connections(pid: int) -> set[str]:
+    """The connections that a process has open, whoever began them: both ends of each."""
+    return {f"{each.host}:{each.port} - {each.peer}" for each in sockets_of([pid]) if not each.listens}
 
 
 def descendants(pid: int) -> list[int]:
@@ -57,12 +58,13 @@ def _all() -> Iterator[Tcp]:
     for file, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path("/proc/net", file).read_text().splitlines()[1:]:
             fields = line.split()
-            address, _, port = fields[1].partition(":")
-            yield Tcp(_host(address, family), int(port, 16), int(fields[3], 16) == _LISTEN, int(fields[9]))
+            (host, port), peer = (_end(field, family) for field in fields[1:3])
+            yield Tcp(host, port, f"{peer[0]}:{peer[1]}", int(fields[3], 16) == _LISTEN, int(fields[9]))
 
 
-def _host(address: str, family: socket.AddressFamily) -> str:
+def _end(field: str, family: socket.AddressFamily) -> tuple[str, int]:
     """The system writes each 32 bits of an address as a number of this machine's byte order."""
+    address, _, port = field.partition(":")
     words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
     found = socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))
-    return found.removeprefix("::ffff:")
+    return found.removeprefix("::ffff:"), int(port, 16)

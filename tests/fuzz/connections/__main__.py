@@ -28,11 +28,9 @@ def main() -> int:
         "--warm", type=int, default=500, help="connections before memory is noted (default: %(default)s)"
     )
     parser.add_argument("--kind", action="append", default=[], help="send only kinds that begin so")
+    parser.add_argument("--protocol", choices=("http", "grpc"), help="send only what this one has (default: both)")
     parser.add_argument("--again", type=int, action="append", default=[], help="send this connection of a run again")
     given = parser.parse_args()
-    kinds = tuple(given.kind)
-    if kinds and not any(script_of(given.seed, n, given.hold).kind.startswith(kinds) for n in range(10_000)):
-        parser.error(f"--kind is {given.kind}, with which no kind begins")
     findings = Findings()
     plan = Plan(
         count=given.connections,
@@ -41,9 +39,12 @@ def main() -> int:
         hold=given.hold,
         patience=given.patience,
         warm=given.warm,
-        kinds=kinds,
+        kinds=tuple(given.kind) or ("",),
+        protocols=(given.protocol,) if given.protocol else ("http", "grpc"),
         again=tuple(given.again),
     )
+    if not any(plan.has(script_of(plan.seed, number, plan.hold)) for number in range(10_000)):
+        parser.error(f"--kind is {given.kind}, but no kind of these protocols begins so")
     outcome = asyncio.run(ConnectionCampaign(plan, limits, findings).run())
     print(table(outcome, findings), f"seed {plan.seed}", sep="\n")
     return 1 if findings.wrong() else 0

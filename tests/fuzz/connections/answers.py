@@ -12,6 +12,8 @@ from tests.fuzz.rpc_calls import End
 
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d\d\d) ?[^\r\n]*\r\n")
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
+_GRPC_STATUS = re.compile(rb"grpc-status.{,120}", re.DOTALL)
+"""As gRPC's servers write it, with what follows."""
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding: *chunked\r\n", re.IGNORECASE)
 
 
@@ -102,7 +104,9 @@ def _judge_grpc(script: Script, heard: Heard, known: Mapping[str, bytes]) -> End
     if script.window >= 0 and (size := sum(map(len, sent))) > script.window:
         return End(code, f"{size} bytes of data came; the window is {script.window}")
     if len(sent) < script.least:
-        return End(code, f"{len(sent)} answers to {script.least} calls")
+        status = _GRPC_STATUS.search(heard.received)
+        why = f"; the call ended with {status[0]!r}" if status else ""
+        return End(code, f"{len(sent)} answers to {script.least} calls{why}")
     return End(code, _difference(script, sent, known))
 
 

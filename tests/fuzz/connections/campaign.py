@@ -39,6 +39,7 @@ class Plan(NamedTuple):
         patience: Seconds to wait for an answer that must come.
         warm: Connections before it is noted what each process holds.
         kinds: The beginnings of the kinds to send; empty means all.
+        protocols: The protocols to send them over, http or grpc.
         again: The only numbers to send, one after the other; empty means all.
     """
 
@@ -48,8 +49,13 @@ class Plan(NamedTuple):
     hold: float = 3.0
     patience: float = PATIENCE
     warm: int = 500
-    kinds: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ("",)
+    protocols: tuple[str, ...] = ("http", "grpc")
     again: tuple[int, ...] = ()
+
+    def has(self, script: Script) -> bool:
+        """Whether a script is one of those to send."""
+        return script.kind.startswith(self.kinds) and ("grpc" if script.is_grpc else "http") in self.protocols
 
 
 class Outcome(NamedTuple):
@@ -144,7 +150,7 @@ class ConnectionCampaign:
         while self._sent < until and not watch.down:
             number = next(self._numbers)
             script = script_of(self._plan.seed, number, self._plan.hold)
-            if self._plan.kinds and not script.kind.startswith(self._plan.kinds):
+            if not self._plan.has(script):
                 continue
             self._sent += 1
             await self._one(number, script, counts=judged)
@@ -237,7 +243,7 @@ def table(outcome: Outcome, findings: Findings) -> str:
             (old.held.rss, new.held.rss),
             (old.held.threads, new.held.threads),
             (old.held.fds, new.held.fds),
-            (old.connections, new.connections),
+            (len(old.connections), len(new.connections)),
             (old.held.tasks, new.held.tasks),
         ]
         shown = "  ".join(f"{f'{a}, {b}':11}" for a, b in pairs)

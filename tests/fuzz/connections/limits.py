@@ -45,12 +45,13 @@ class Limits(msgspec.Struct, frozen=True):
                 ("MiB of memory", old.held.rss, new.held.rss, self.rss),
                 ("threads", old.held.threads, new.held.threads, self.threads),
                 ("file descriptors", old.held.fds, new.held.fds, self.fds),
-                ("connections", old.connections, new.connections, self.connections),
+                ("connections", len(old.connections), len(new.connections), self.connections),
                 ("asyncio tasks", old.held.tasks, new.held.tasks, self.tasks),
             )
             for what, a, b, more in pairs:
                 if b > a + more:
-                    yield f"{name} holds {b} {what}; before it were {a}, and {more} more are allowed"
+                    new_ones = f": {sorted(new.connections - old.connections)}" if what == "connections" else ""
+                    yield f"{name} holds {b} {what}; before it were {a}, and {more} more are allowed{new_ones}"
 
 
 UNTIMED = Limits(gap=math.inf, health=math.inf)

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from tests.fakes.network.ports import free_port
-from tests.fakes.network.sockets import num_connections
+from tests.fakes.network.sockets import connections
 from tests.fuzz.system import Held, Probed, System
 from tests.fuzz.variants import NAME, VARIANTS
 
@@ -15,10 +15,10 @@ _TIMEOUTS = {"http__header_timeout": 2, "http__body_timeout": 3}
 
 
 class Amounts(msgspec.Struct, frozen=True):
-    """What a process holds, with the number of its connections."""
+    """What a process holds, with both ends of each of its connections."""
 
     held: Held
-    connections: int
+    connections: frozenset[str]
 
 
 class ListeningSystem(System):
@@ -60,5 +60,6 @@ class ListeningSystem(System):
         """What each process holds now, by its name."""
         held = self.held()
         return {
-            service.service: Amounts(held[service.service], num_connections(service.pid)) for service in self.services
+            service.service: Amounts(held[service.service], frozenset(connections(service.pid)))
+            for service in self.services
         }
