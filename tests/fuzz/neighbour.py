@@ -37,8 +37,8 @@ class Itl(NamedTuple):
 
 class Neighbour:
     """The process. ``on_error`` gets what went wrong, at once. ``counts``: tokens, or vectors, by
-    kind. ``flowing``: kinds that have begun to get an answer and wait for more of it. ``waits``: the longest wait of each kind
-    so far, in seconds.
+    kind. ``flowing``: kinds that have begun to get an answer and wait for more of it. ``waits``: the longest wait of each kind,
+    in seconds.
     """
 
     def __init__(self, address: str, http_port: int, kinds: Sequence[str], *, on_error: Callable[[str], None]) -> None:
@@ -74,6 +74,11 @@ class Neighbour:
             self._process.kill()
             await self._process.wait()
         await self._reading
+
+    def take_waits(self) -> dict[str, float]:
+        """The longest waits since they were last taken."""
+        waits, self.waits = self.waits, {}
+        return waits
 
     async def _read(self) -> None:
         assert self._process is not None

@@ -6,9 +6,11 @@
 import argparse
 import asyncio
 import sys
+from pathlib import Path
 
-from tests.fuzz.connections.campaign import ConnectionCampaign, Plan, table
+from tests.fuzz.connections.campaign import ConnectionCampaign, Plan
 from tests.fuzz.connections.limits import Limits
+from tests.fuzz.connections.report import report
 from tests.fuzz.connections.scripts import script_of
 from tests.fuzz.findings import Findings
 
@@ -27,9 +29,11 @@ def main() -> int:
     parser.add_argument(
         "--warm", type=int, default=500, help="connections before memory is noted (default: %(default)s)"
     )
+    parser.add_argument("--quiet", type=float, default=10.0, help="seconds undisturbed, twice (default: %(default)s)")
     parser.add_argument("--kind", action="append", default=[], help="send only kinds that begin so")
     parser.add_argument("--protocol", choices=("http", "grpc"), help="send only what this one has (default: both)")
     parser.add_argument("--again", type=int, action="append", default=[], help="send this connection of a run again")
+    parser.add_argument("--logs", help="folder for the services' logs")
     given = parser.parse_args()
     findings = Findings()
     plan = Plan(
@@ -39,6 +43,7 @@ def main() -> int:
         hold=given.hold,
         patience=given.patience,
         warm=given.warm,
+        quiet=given.quiet,
         kinds=tuple(given.kind) or ("",),
         protocols=(given.protocol,) if given.protocol else ("http", "grpc"),
         again=tuple(given.again),
@@ -46,7 +51,10 @@ def main() -> int:
     if not any(plan.has(script_of(plan.seed, number, plan.hold)) for number in range(10_000)):
         parser.error(f"--kind is {given.kind}, but no kind of these protocols begins so")
     outcome = asyncio.run(ConnectionCampaign(plan, limits, findings).run())
-    print(table(outcome, findings), f"seed {plan.seed}", sep="\n")
+    if given.logs:
+        for service, text in outcome.logs.items():
+            Path(given.logs, service).write_text(text)
+    print(report(outcome, findings), f"seed {plan.seed}", sep="\n")
     return 1 if findings.wrong() else 0
 
 

@@ -10,6 +10,7 @@ from tests.fakes.patience import PATIENCE
 from tests.fuzz.connections.answers import first_answer, judge
 from tests.fuzz.connections.client import Connection, Heard
 from tests.fuzz.connections.limits import Limits
+from tests.fuzz.connections.report import Beside, Outcome
 from tests.fuzz.connections.script import Script
 from tests.fuzz.connections.scripts import plain_scripts, script_of
 from tests.fuzz.connections.system import Amounts, ListeningSystem
@@ -38,6 +39,7 @@ class Plan(NamedTuple):
         hold: The longest time that a connection stays by itself, in seconds.
         patience: Seconds to wait for an answer that must come.
         warm: Connections before it is noted what each process holds.
+        quiet: The time for which the neighbours' waits are measured undisturbed, before and after, in seconds each.
         kinds: The beginnings of the kinds to send; empty means all.
         protocols: The protocols to send them over, http or grpc.
         again: The only numbers to send, one after the other; empty means all.
@@ -49,6 +51,7 @@ class Plan(NamedTuple):
     hold: float = 3.0
     patience: float = PATIENCE
     warm: int = 500
+    quiet: float = 0.0
     kinds: tuple[str, ...] = ("",)
     protocols: tuple[str, ...] = ("http", "grpc")
     again: tuple[int, ...] = ()
@@ -56,18 +59,6 @@ class Plan(NamedTuple):
     def has(self, script: Script) -> bool:
         """Whether a script is one of those to send."""
         return script.kind.startswith(self.kinds) and ("grpc" if script.is_grpc else "http") in self.protocols
-
-
-class Outcome(NamedTuple):
-    """What came of it, beside the findings. ``waits``: the neighbours' longest, in seconds; ``counts``: what they got."""
-
-    connections: int
-    seconds: float
-    waits: dict[str, float]
-    counts: dict[str, int]
-    before: dict[str, Amounts]
-    after: dict[str, Amounts]
-    peaks: dict[str, int]
 
 
 class ConnectionCampaign:
@@ -95,10 +86,12 @@ class ConnectionCampaign:
                 await self._beside_neighbours(system, self._plan.warm, judged=False)
             before = system.amounts()
             began = time.monotonic()
-            waits, counts, peaks = await self._beside_neighbours(system, len(self._plan.again) or self._plan.count)
-            seconds = time.monotonic() - began
+            beside = await self._beside_neighbours(system, self._plan.count)
+            seconds = time.monotonic() - began - 2 * self._plan.quiet
             after = await self._released(system, before)
-        return Outcome(self._findings.count, seconds, waits, counts, before, after, peaks)
+            holds = {name: blocks[:2] for name, blocks in system.blocks().items()}
+            logs = system.logs()
+        return Outcome(self._findings.count, seconds, beside, before, after, holds, logs)
 
     async def _learn(self) -> Mapping[str, bytes]:
         """The right answers, undisturbed."""
@@ -110,10 +103,8 @@ class ConnectionCampaign:
             known[name] = answer
         return known
 
-    async def _beside_neighbours(
-        self, system: ListeningSystem, count: int, *, judged: bool = True
-    ) -> tuple[dict[str, float], dict[str, int], dict[str, int]]:
-        """So many connections. Returns the neighbours' longest waits, what they got, and the processes' largest memory."""
+    async def _beside_neighbours(self, system: ListeningSystem, count: int, *, judged: bool = True) -> Beside:
+        """So many connections. ``judged``: what they get, and how long the neighbours wait."""
         errors: list[str] = []
         kinds = (*kinds_of(system.variant), *_SHORT)
         neighbour = Neighbour(system.frontend.address, system.http_port, kinds, on_error=lambda error: told(error))
@@ -122,6 +113,7 @@ class ConnectionCampaign:
             told = watch.neighbour_error
             for error in errors:
                 told(error)
+            quiet = await self._undisturbed(neighbour) if judged else {}
             if self._plan.again:
                 await self._one_by_one(watch)
             else:
@@ -129,14 +121,24 @@ class ConnectionCampaign:
                 await self._try_again(watch)
             await watch.settle(2.0)
             self._note(watch)
-            waits, counts = dict(neighbour.waits), dict(neighbour.counts)
+            waits = neighbour.take_waits()
+            if judged:
+                for kind, seconds in (await self._undisturbed(neighbour)).items():
+                    quiet[kind] = max(seconds, quiet.get(kind, 0.0))
+            counts = dict(neighbour.counts)
         if judged:
             for exceeded in self._limits.exceeded(waits):
                 self._findings.add("neighbours", exceeded)
             for kind in kinds:
                 if not counts.get(kind):
                     self._findings.add("neighbours", f"{kind} got nothing at all")
-        return waits, counts, dict(watch.peaks)
+        return Beside(waits, quiet, counts, dict(watch.peaks))
+
+    async def _undisturbed(self, neighbour: Neighbour) -> dict[str, float]:
+        """The neighbours' longest waits while nobody else is there."""
+        neighbour.take_waits()
+        await asyncio.sleep(self._plan.quiet)
+        return neighbour.take_waits()
 
     async def _at_once(self, watch: Watch, until: int, *, judged: bool) -> None:
         workers = [asyncio.create_task(self._worker(watch, until, judged=judged)) for _ in range(self._plan.at_once)]
@@ -220,33 +222,3 @@ class ConnectionCampaign:
         for each in left:
             self._findings.add("left behind", each)
         return after
-
-
-def table(outcome: Outcome, findings: Findings) -> str:
-    """Everything in tables."""
-    rate = outcome.connections / max(outcome.seconds, 1e-9)
-    lines = [
-        findings.table(),
-        "",
-        f"{outcome.connections} connections in {outcome.seconds:.0f} s ({rate:.0f} per second)",
-    ]
-    lines += [f"{'neighbours':18} longest wait s       parts"]
-    lines += [
-        f"{kind:18} {wait:14.3f} {outcome.counts.get(kind, 0):11}" for kind, wait in sorted(outcome.waits.items())
-    ]
-    lines += [
-        "held by             RSS MiB       threads     fds         connections  tasks       (before, after), peak MiB"
-    ]
-    for name, old in outcome.before.items():
-        new = outcome.after.get(name, old)
-        pairs = [
-            (old.held.rss, new.held.rss),
-            (old.held.threads, new.held.threads),
-            (old.held.fds, new.held.fds),
-            (len(old.connections), len(new.connections)),
-            (old.held.tasks, new.held.tasks),
-        ]
-        shown = "  ".join(f"{f'{a}, {b}':11}" for a, b in pairs)
-        lines.append(f"{name:18}  {shown}  {outcome.peaks.get(name, '-')}")
-    wrong = findings.wrong()
-    return "\n".join([*lines, "", f"wrong: {len(wrong)} kinds", *wrong])

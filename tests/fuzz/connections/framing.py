@@ -49,7 +49,7 @@ _SHAPES: dict[str, tuple[bytes, frozenset[int]]] = {
     "header without a colon": (_post(b"content-length\r\n" + _LENGTH, _BODY), _REJECTED),
     "version 1.0 and chunked": (_post(_CHUNKED, _CHUNKS + _HIDDEN).replace(b"HTTP/1.1", b"HTTP/1.0", 1), _TAKEN),
     "version 9.9": (_post(_LENGTH, _BODY).replace(b"HTTP/1.1", b"HTTP/9.9", 1), frozenset({400, 505})),
-    "no version": (b"GET /ping\r\nhost: x\r\n\r\n", frozenset({400, 505})),
+    "no version": (b"GET /ping\r\nhost: x\r\n\r\n", _TAKEN | {505}),
     "two spaces": (b"GET  /ping HTTP/1.1\r\nhost: x\r\n\r\n", _TAKEN),
     "four words": (b"GET /ping x HTTP/1.1\r\nhost: x\r\n\r\n", _TAKEN),
     "space before a header": (b"GET /ping HTTP/1.1\r\n x: y\r\nhost: x\r\n\r\n", _TAKEN),
