@@ -3,13 +3,13 @@
 import asyncio
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from tests.fakes.systems.cluster import Answer, Cluster, read
 from tests.fakes.systems.rank_group import metric
+from tests.fakes.systems.transferring_cluster import transferring
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
 STREAMS, TOKENS = 12, 500
@@ -40,20 +40,6 @@ async def expected() -> list[list[int]]:
     return tokens
 
 
-def transferring(engines: int, transport: str, *roles: str, **flags: Any) -> Cluster:
-    cluster = Cluster(
-        DEMO_MODEL,
-        engines=engines,
-        frontend_flags={"disaggregation__min_prefill_tokens": 32, "disaggregation__overflow": "false"},
-        kv_transfer__transport=transport,
-        kv_transfer__port=0,
-        **flags,
-    )
-    for engine, role in zip(cluster.engines, roles, strict=False):
-        engine.add_flag("role", role)
-    return cluster
-
-
 @pytest.fixture(params=["grpc", "shared_memory"])
 def transport(request: pytest.FixtureRequest) -> str:
     found: str = request.param
@@ -61,7 +47,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 async def test_two_legs_give_the_tokens_of_one_engine(transport: str, expected: list[list[int]]) -> None:
-    async with transferring(3, transport, "prefill", "decode", "decode") as cluster:
+    async with transferring(DEMO_MODEL, 3, transport, "prefill", "decode", "decode") as cluster:
         assert await answers(cluster) == expected
         # Its only series: two legs, since the prompts are long.
         assert metric(cluster.frontend, "penstock:legs_total") == STREAMS
@@ -72,7 +58,7 @@ async def test_two_legs_give_the_tokens_of_one_engine(transport: str, expected: 
 
 
 async def test_rolling_drains_are_noticed_by_nobody(transport: str, expected: list[list[int]]) -> None:
-    async with transferring(2, transport, drain_timeout=60) as cluster:
+    async with transferring(DEMO_MODEL, 2, transport, drain_timeout=60) as cluster:
         handed = 0.0
         for drain in range(2):
             engine = cluster.engines[drain % 2]

@@ -6,17 +6,15 @@ All of it belongs to ``make worker-failures``. Nodes are groups of processes, ea
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from tests.e2e.conftest import DEMO_MODEL
 from tests.e2e.test_worker_streams import read_all, streams
-from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
-from tests.fakes.processes import Service
-from tests.fakes.systems.cluster import Answer, Cluster
+from tests.fakes.systems.cluster import Answer
+from tests.fakes.systems.spread_cluster import SpreadCluster
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -25,46 +23,21 @@ pytestmark = [
 
 
 class Spread:
-    """Two engines, each of which has a second node."""
+    """Two engines, each of which has a second node, and the undisturbed answers of all streams."""
 
-    def __init__(self, cluster: Cluster, nodes: list[Service], expected: list[Answer]) -> None:
-        self.cluster, self.nodes, self.expected = cluster, nodes, expected
+    def __init__(self, cluster: SpreadCluster, expected: list[Answer]) -> None:
+        self.cluster, self.expected = cluster, expected
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module", params=[1, 2], ids=["TP1xPP2", "TP2xPP2"])
 async def spread(request: pytest.FixtureRequest) -> AsyncIterator[Spread]:
-    flags: dict[str, Any] = {
-        "executor__tensor_parallel_size": request.param,
-        "executor__pipeline_parallel_size": 2,
-        "executor__nodes__size": 2,
-        "executor__nodes__address": "127.0.0.1",
-        "executor__num_threads": 1,
-    }
-    cluster = Cluster(DEMO_MODEL, engines=2, **{k: v for k, v in flags.items() if k != "executor__num_threads"})
-    nodes = []
-    for number, engine in enumerate(cluster.engines):
-        port = free_port()
-        engine.add_flag("executor.nodes.port", port)
-        theirs = flags | {
-            "model__path": DEMO_MODEL,
-            "cache__kv_cache_memory": "64MiB",
-            "executor__nodes__index": 1,
-            "executor__nodes__leader": f"127.0.0.1:{port}",
-            "executor__nodes__address": f"127.0.0.{number + 2}",
-        }
-        nodes.append(Service("penstock_enginecore", "worker", **theirs))
-    for node in nodes:
-        await node.start()
-    async with cluster:
-        yield Spread(cluster, nodes, await read_all(streams(cluster)))
-    for node in nodes:
-        assert await node.ended() == 0, node.log()
-        node.remove_log()
+    async with SpreadCluster(DEMO_MODEL, engines=2, tensor_parallel_size=request.param) as cluster:
+        yield Spread(cluster, await read_all(streams(cluster)))
 
 
 @pytest.mark.parametrize("killed", ["engine", "node"])
 async def test_every_stream_is_what_it_would_have_been(spread: Spread, killed: str) -> None:
-    cluster, engine, node = spread.cluster, spread.cluster.engines[1], spread.nodes[1]
+    cluster, engine, node = spread.cluster, spread.cluster.engines[1], spread.cluster.nodes[1]
     calls = streams(cluster)
     firsts = await asyncio.gather(*(call.read() for call in calls))
     await (engine if killed == "engine" else node).kill()

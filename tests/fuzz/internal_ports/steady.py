@@ -1,0 +1,87 @@
+"""Streams that go on, whose answers are compared with those of an undisturbed run."""
+
+import asyncio
+import time
+from collections import Counter
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from tests.fakes.patience import PATIENCE
+from tests.fakes.systems.cluster import Cluster, read
+from tests.fakes.systems.streams import Stream
+from tests.fuzz.internal_ports.systems import Kind
+
+
+class Steady:
+    """``async with Steady(...)``: ``count`` streams at once; each that ends is followed by another with the same prompt.
+    ``problems``: what was wrong with answers, and how often; ``right``: answers that were as they should be.
+    """
+
+    def __init__(self, system: Cluster, kind: Kind, count: int, tokens: int) -> None:
+        self._system = system
+        self._kind = kind
+        self._count = count
+        self._tokens = tokens
+        self._expected: list[list[int]] = []
+        self._current: dict[int, Stream] = {}
+        self._over: list[Stream] = []
+        self._stopped = False
+        self.problems: Counter[str] = Counter()
+        self.right = 0
+
+    async def learn(self) -> None:
+        """The undisturbed run: every answer, before anybody disturbs. Raises AssertionError where one is not whole."""
+        answers = await asyncio.gather(*(read(self._begin(number)) for number in range(self._count)))
+        self._expected = [answer.token_ids for answer in answers]
+        assert {len(each) for each in self._expected} == {self._tokens}
+
+    async def __aenter__(self) -> "Steady":
+        self._tasks = [asyncio.create_task(self._go_on(number)) for number in range(self._count)]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped = True
+        await asyncio.wait_for(asyncio.gather(*self._tasks), PATIENCE)
+
+    async def answered(self, count: int) -> None:
+        """Wait for so many answers more, right or wrong. TimeoutError where they do not come."""
+        wanted = self.num_answers + count
+        async with asyncio.timeout(PATIENCE):
+            while self.num_answers < wanted:
+                await asyncio.sleep(0.02)
+
+    @property
+    def num_answers(self) -> int:
+        """Streams that have ended."""
+        return self.right + self.problems.total()
+
+    def longest_gap(self, since: float) -> float:
+        """Most seconds between two parts of a stream, the second of them behind ``since``, or still to come."""
+        now = time.monotonic()
+        waiting = [now - max(stream.times[-1], since) for stream in self._current.values() if stream.times]
+        gaps = [stream.longest_gap(since) for stream in (*self._over, *self._current.values())]
+        return max(gaps + waiting, default=0.0)
+
+    def forget(self) -> None:
+        """Streams that are over are not asked about any more."""
+        self._over.clear()
+
+    def _begin(self, number: int) -> Any:
+        return self._system.stub.Generate(self._kind.request(number, self._tokens), timeout=PATIENCE)
+
+    async def _go_on(self, number: int) -> None:
+        while not self._stopped:
+            stream = self._current[number] = Stream(self._begin(number), self._expected[number])
+            try:
+                if await stream.is_right():
+                    self.right += 1
+                else:
+                    self.problems["another answer than undisturbed"] += 1
+            except grpc.aio.AioRpcError as e:
+                self.problems[f"{e.code().name}: {e.details()}"] += 1
+                await asyncio.sleep(0.3)
+            self._over.append(self._current.pop(number))
