@@ -1,0 +1,17 @@
+"""A thousand hostile connections at a whole system of processes. `make fuzz-connections` makes 20 000."""
+
+import pytest
+
+from tests.fuzz.connections.campaign import ConnectionCampaign, Plan
+from tests.fuzz.connections.limits import UNTIMED
+from tests.fuzz.connections.report import report
+from tests.fuzz.findings import Findings
+
+pytestmark = pytest.mark.slow
+
+
+async def test_hostile_connections_harm_no_neighbour_and_leave_nothing_behind() -> None:
+    findings = Findings()
+    outcome = await ConnectionCampaign(Plan(count=1000, hold=1.0, warm=200), UNTIMED, findings).run()
+    assert not findings.wrong(), report(outcome, findings)
+    assert outcome.connections >= 1000

@@ -1,0 +1,21 @@
+"""Foreign connections at every internal port of three systems. `make fuzz-ports` makes a thousand to each."""
+
+import math
+
+import pytest
+
+from tests.fuzz.internal_ports.campaign import Limits, Plan, run
+from tests.fuzz.internal_ports.foreign import KINDS
+from tests.fuzz.internal_ports.systems import KINDS as SYSTEMS
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+async def test_foreign_connections_harm_no_stream_and_stop_no_system_from_forming(system: str) -> None:
+    plan = Plan(connections=50, streams=8, tokens=30, seconds=0.2, systems=(system,))
+    # How long a stream stands still depends on the machine's load.
+    result = await run(plan, Limits(gap=math.inf))
+    assert not result.wrong
+    assert {row.kind for row in result.rows} == set(KINDS)
+    assert result.formed[system]
