@@ -16,7 +16,7 @@ def test_a_listener_and_both_ends_of_its_connection_are_found(family: socket.Add
         port = listener.getsockname()[1]
         assert (host, port) in listening([os.getpid()])
         with socket.create_connection((host, port)) as client, listener.accept()[0]:
-            end = f"{host}:{client.getsockname()[1]}"
+            end = "{}:{}".format(*client.getsockname()[:2])
             assert {f"{end} - {host}:{port}", f"{host}:{port} - {end}"} <= connections(os.getpid())
     assert (host, port) not in listening([os.getpid()])
     assert not any(f"{host}:{port}" in each for each in connections(os.getpid()))
