@@ -276,6 +276,14 @@ kernels-report: setup ## Compile every tuned kernel for an H200, and print what 
 fuzz: setup ## 50 000 hostile requests at real systems, beside neighbours that must not notice (20 minutes)
 	@$(BIN)/python -m tests.fuzz.run --requests $(or $(REQUESTS),50000) --seed $(or $(SEED),7) --variant $(or $(VARIANT),all)
 
+.PHONY: fuzz-connections
+fuzz-connections: setup ## 20 000 hostile connections over HTTP and gRPC, beside neighbours that must not notice (15 minutes)
+	@$(BIN)/python -m tests.fuzz.connections --connections $(or $(CONNECTIONS),20000) --seed $(or $(SEED),7)
+
+.PHONY: fuzz-ports
+fuzz-ports: setup ## 1000 foreign connections to every internal port, beside 56 streams, and while systems start (20 minutes)
+	@$(BIN)/python -m tests.fuzz.internal_ports --connections $(or $(CONNECTIONS),1000)
+
 .PHONY: fuzz-media
 fuzz-media: setup ## 10 000 requests with hostile media, their hosts and killed decoders, beside neighbours that must not notice (7 minutes)
 	@$(BIN)/python -m tests.fuzz.run --requests $(or $(REQUESTS),10000) --seed $(or $(SEED),7) --variant $(or $(VARIANT),media) --schema-examples 0 --rate 60 --quiet 8

@@ -20,6 +20,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=usual.streams, help="at once (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=usual.tokens, help="of a stream (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=usual.seconds, help="that connections stay (%(default)s)")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds for a stream (default: %(default)s)")
     parser.add_argument("--system", action="append", choices=KINDS, help="only this one")
     parser.add_argument("--kind", action="append", choices=foreign.KINDS, help="only this one")
     parser.add_argument("--no-forming", action="store_true", help="leave out the connections while systems start")
@@ -31,6 +32,7 @@ def main() -> int:
         seconds=given.seconds,
         systems=tuple(given.system or KINDS),
         kinds=tuple(given.kind or foreign.KINDS),
+        patience=given.patience,
         forms=not given.no_forming,
     )
     result = asyncio.run(run(plan, Limits(), lambda line: print(line, flush=True)))

@@ -30,7 +30,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 class Plan(NamedTuple):
     """``connections`` to each port, of each kind, are open at once for ``seconds``, beside ``streams`` of ``tokens``. ``forms``:
-    whether as many are made to each port that opens while the system starts.
+    whether as many are made to each port that opens while the system starts. ``patience``: seconds in which a stream must end.
     """
 
     connections: int = 1000
@@ -40,6 +40,7 @@ class Plan(NamedTuple):
     systems: tuple[str, ...] = tuple(KINDS)
     kinds: tuple[str, ...] = foreign.KINDS
     forms: bool = True
+    patience: float = PATIENCE
 
 
 class Row(NamedTuple):
@@ -92,6 +93,10 @@ async def run(plan: Plan, limits: Limits, tell: Callable[[str], None] = print) -
     return result
 
 
+class _Stopped(Exception):  # noqa: N818 - what the system has
+    """Streams do not go on, so that nothing more can be seen of the system."""
+
+
 class _System:
     """One of them."""
 
@@ -105,13 +110,16 @@ class _System:
         if self._plan.forms:
             await self._forms(self._kind.make(folder))
         began = time.monotonic()
-        async with self._kind.make(folder) as system:
-            await _whole(system)
-            self._tell(f"{self._name}: formed in {time.monotonic() - began:.1f} s undisturbed")
-            await self._floods(system)
+        try:
+            async with self._kind.make(folder) as system:
+                await _whole(system)
+                self._tell(f"{self._name}: formed in {time.monotonic() - began:.1f} s undisturbed")
+                await self._floods(system)
+        except _Stopped as e:
+            self._wrong(str(e))
 
     async def _floods(self, system: Cluster) -> None:
-        steady = Steady(system, self._kind, self._plan.streams, self._plan.tokens)
+        steady = Steady(system, self._kind, self._plan.streams, self._plan.tokens, self._plan.patience)
         await steady.learn()
         async with steady:
             since = time.monotonic()
@@ -136,7 +144,11 @@ class _System:
         steady.forget()
         since = time.monotonic()
         told = await _foreign(port, kind, self._plan.connections, self._plan.seconds)
-        await steady.answered(self._plan.streams)  # begun beside them, or afterwards
+        try:
+            await steady.answered(self._plan.streams)  # begun beside them, or afterwards
+        except TimeoutError:
+            where = f"{kind} at {port.service}, port {port.port} ({spoken})"
+            raise _Stopped(f"{where}: the streams stood still for {self._plan.patience:g} s and more") from None
         return Row(
             system=self._name,
             port=port,
@@ -168,7 +180,7 @@ class _System:
             async with Forming(services_of(system), self._plan.connections, self._plan.kinds) as forming, system:
                 await _whole(system)
                 formed = time.monotonic() - began
-                steady = Steady(system, self._kind, self._plan.streams, self._plan.tokens)
+                steady = Steady(system, self._kind, self._plan.streams, self._plan.tokens, self._plan.patience)
                 await steady.learn()
         except (TimeoutError, RuntimeError, AssertionError) as e:
             self._wrong(f"it did not form beside foreign connections: {type(e).__name__}: {str(e)[-800:]}")

@@ -19,11 +19,12 @@ class Steady:
     ``problems``: what was wrong with answers, and how often; ``right``: answers that were as they should be.
     """
 
-    def __init__(self, system: Cluster, kind: Kind, count: int, tokens: int) -> None:
+    def __init__(self, system: Cluster, kind: Kind, count: int, tokens: int, patience: float = PATIENCE) -> None:
         self._system = system
         self._kind = kind
         self._count = count
         self._tokens = tokens
+        self._patience = patience
         self._expected: list[list[int]] = []
         self._current: dict[int, Stream] = {}
         self._over: list[Stream] = []
@@ -45,12 +46,15 @@ class Steady:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopped = True
-        await asyncio.wait_for(asyncio.gather(*self._tasks), PATIENCE)
+        if kind is not None:  # they may never end
+            for task in self._tasks:
+                task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=kind is not None)
 
     async def answered(self, count: int) -> None:
         """Wait for so many answers more, right or wrong. TimeoutError where they do not come."""
         wanted = self.num_answers + count
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(self._patience):
             while self.num_answers < wanted:
                 await asyncio.sleep(0.02)
 
@@ -71,7 +75,7 @@ class Steady:
         self._over.clear()
 
     def _begin(self, number: int) -> Any:
-        return self._system.stub.Generate(self._kind.request(number, self._tokens), timeout=PATIENCE)
+        return self._system.stub.Generate(self._kind.request(number, self._tokens), timeout=self._patience)
 
     async def _go_on(self, number: int) -> None:
         while not self._stopped:
