@@ -14,6 +14,8 @@ _STATUS = re.compile(rb"HTTP/1\.[01] (\d\d\d) ?[^\r\n]*\r\n")
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
 _GRPC_STATUS = re.compile(rb"grpc-status.{,120}", re.DOTALL)
 """As gRPC's servers write it, with what follows."""
+_UNANSWERED_PING = b"ping timeout"
+"""What a server says to a client that answers no pings, as a busy machine makes it do before it answers the call."""
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding: *chunked\r\n", re.IGNORECASE)
 
 
@@ -74,7 +76,7 @@ def judge(script: Script, heard: Heard, known: Mapping[str, bytes]) -> End:
     if heard.refused:
         return End("(no connection)", heard.refused)
     if heard.late:
-        return End("(no end)", "the server neither answered nor ended the connection in time", slow=True)
+        return End("(no end)", slow=True)
     if not script.reads:
         return End("(not read)")
     try:
@@ -103,6 +105,8 @@ def _judge_grpc(script: Script, heard: Heard, known: Mapping[str, bytes]) -> End
     code = "(answered)" if sent else "(closed)" if heard.closed else "(left)"
     if script.window >= 0 and (size := sum(map(len, sent))) > script.window:
         return End(code, f"{size} bytes of data came; the window is {script.window}")
+    if _UNANSWERED_PING in heard.received:  # as every client of these scripts leaves them
+        return End("(ping timeout)")
     if len(sent) < script.least:
         status = _GRPC_STATUS.search(heard.received)
         why = f"; the call ended with {status[0]!r}" if status else ""

@@ -89,7 +89,7 @@ class ConnectionCampaign:
             beside = await self._beside_neighbours(system, self._plan.count)
             seconds = time.monotonic() - began - 2 * self._plan.quiet
             after = await self._released(system, before)
-            holds = {name: blocks[:2] for name, blocks in system.blocks().items()}
+            holds = system.blocks()
             logs = system.logs()
         return Outcome(self._findings.count, seconds, beside, before, after, holds, logs)
 
@@ -172,7 +172,7 @@ class ConnectionCampaign:
             self._late.append(number)
         if counts:
             self._findings.ended(f"{script.port}: {script.kind}", end, number, script.shown, script.size)
-        elif end.problem and not end.slow:
+        elif end.problem:
             self._findings.add(script.kind, end.problem, [number], script.shown, script.size)
         return end
 
@@ -188,7 +188,8 @@ class ConnectionCampaign:
             script = script_of(self._plan.seed, number, self._plan.hold)
             end = judge(script, await self._heard(script), self._known)
             if end.slow:
-                self._findings.add(script.kind, end.problem, [number], script.shown, script.size)
+                late = "neither an answer nor an end in time, nor when no other connection is there"
+                self._findings.add(script.kind, late, [number], script.shown, script.size)
 
     async def _one_by_one(self, watch: Watch) -> None:
         """The only ones to send, with what comes of each."""

@@ -1,10 +1,13 @@
-"""What hostile connections may do to others at most. All limits of the campaign stand here."""
+"""What hostile connections may do to others at most. All limits of the campaign stand here; those on what a process keeps are
+the same as for hostile requests.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from tests.fuzz.campaign import FDS_TOLERANCE, RSS_TOLERANCE, TASKS_TOLERANCE, THREADS_TOLERANCE
 from tests.fuzz.connections.system import Amounts
 
 
@@ -23,11 +26,11 @@ class Limits(msgspec.Struct, frozen=True):
 
     gap: float = 1.0
     health: float = 1.0
-    rss: int = 48
-    threads: int = 4
-    fds: int = 4
+    rss: int = RSS_TOLERANCE
+    threads: int = THREADS_TOLERANCE
+    fds: int = FDS_TOLERANCE
     connections: int = 0
-    tasks: int = 4
+    tasks: int = TASKS_TOLERANCE
 
     def exceeded(self, waits: Mapping[str, float]) -> Iterator[str]:
         """What is wrong with the longest waits, by what was waited for."""

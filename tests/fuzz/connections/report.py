@@ -1,6 +1,6 @@
 """What came of a campaign, in tables."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.fuzz.connections.system import Amounts
 from tests.fuzz.findings import Findings
@@ -19,7 +19,7 @@ class Beside(NamedTuple):
 
 class Outcome(NamedTuple):
     """What came of it, beside the findings. ``holds``: the longest time that each event loop was held, in ms: computing, and by
-    the clock without what other programs took.
+    the clock without what other programs took; and what held it.
     """
 
     connections: int
@@ -27,7 +27,7 @@ class Outcome(NamedTuple):
     beside: Beside
     before: dict[str, Amounts]
     after: dict[str, Amounts]
-    holds: dict[str, tuple[int, int]]
+    holds: dict[str, tuple[int, int, list[dict[str, Any]]]]
     logs: dict[str, str]
 
 
@@ -51,6 +51,11 @@ def report(outcome: Outcome, findings: Findings) -> str:
         shown = "  ".join(f"{each:11}" for each in (rss, threads, fds, connections, tasks))
         lines.append(f"{name:18}  {shown}  {peaks.get(name, '-')}")
     lines += ["longest hold of the event loop: computing; by the clock, without what other programs took"]
-    lines += [f"{name:18} {computing} ms, {clock} ms" for name, (computing, clock) in outcome.holds.items()]
+    for name, (computing, clock, blocks) in outcome.holds.items():
+        lines.append(f"{name:18} {computing} ms, {clock} ms")
+        lines += [
+            f"    {each['cpu_ms']} ms, {each['wall_ms']} ms: {' < '.join(reversed(each['stack'][-8:]))}"
+            for each in blocks[:6]
+        ]
     wrong = findings.wrong()
     return "\n".join([*lines, "", f"wrong: {len(wrong)} kinds", *wrong])

@@ -211,10 +211,10 @@ def test_waits_beyond_the_limits_are_told() -> None:
 
 def test_what_is_kept_beyond_the_limits_is_told() -> None:
     before = {"a": Amounts(Held(100, 5, 10, 7), frozenset({"x - y"}))}
-    assert not [*Limits().kept(before, {"a": Amounts(Held(148, 9, 14, 11), frozenset({"p - q"}))})]
-    kept = [*Limits().kept(before, {"a": Amounts(Held(149, 10, 15, 12), frozenset({"x - y", "p - q"}))})]
+    assert not [*Limits().kept(before, {"a": Amounts(Held(196, 9, 14, 11), frozenset({"p - q"}))})]
+    kept = [*Limits().kept(before, {"a": Amounts(Held(197, 10, 15, 12), frozenset({"x - y", "p - q"}))})]
     assert [line.split(";")[0] for line in kept] == [
-        "a holds 149 MiB of memory",
+        "a holds 197 MiB of memory",
         "a holds 10 threads",
         "a holds 15 file descriptors",
         "a holds 2 connections",
