@@ -79,7 +79,9 @@ def test_requests_that_refer_to_one_tensor_get_one_object() -> None:
 def test_a_row_for_every_position_is_taken_as_well() -> None:
     whole = prompt_embeds_to_proto(MIXED, every_position=True)
     assert list(whole.shape) == [5, 4]
-    read = PromptReader(IncomingTensors(1000)).read(pb.EngineCoreRequest(prompt_embeds=whole, prompt_is_token_ids=map(bool, MIXED.is_token)))
+    read = PromptReader(IncomingTensors(1000)).read(
+        pb.EngineCoreRequest(prompt_embeds=whole, prompt_is_token_ids=map(bool, MIXED.is_token))
+    )
     assert read is not None
     assert read.is_alike(MIXED)
     assert read.data == MIXED.data
@@ -87,4 +89,9 @@ def test_a_row_for_every_position_is_taken_as_well() -> None:
 
 def test_vectors_none_of_which_stands_for_a_token_are_none() -> None:
     tensor = prompt_embeds_to_proto(MIXED)
-    assert PromptReader(IncomingTensors(1000)).read(pb.EngineCoreRequest(prompt_embeds=tensor, prompt_is_token_ids=[True] * 3)) is None
+    assert (
+        PromptReader(IncomingTensors(1000)).read(
+            pb.EngineCoreRequest(prompt_embeds=tensor, prompt_is_token_ids=[True] * 3)
+        )
+        is None
+    )
