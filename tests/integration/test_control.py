@@ -269,6 +269,8 @@ def test_a_profile_is_a_trace_file_with_the_steps_operators(path: Path, tmp_path
     [trace] = control.stop_profile()
     names = {event.get("name") for event in json.loads(Path(trace).read_text())["traceEvents"]}
     assert "penstock::linear" in names
+    assert Path(trace).stat().st_mode & 0o777 == 0o600
+    assert list((tmp_path / "traces").iterdir()) == [Path(trace)]
     engine.shutdown()
 
 

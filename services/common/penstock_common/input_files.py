@@ -34,17 +34,12 @@ def open_input(path: Path | str, *, dir_fd: int | None = None) -> int:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
     try:
-        check_file(os.fstat(descriptor), path)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no file, but a directory, a pipe or a device", str(path))
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def check_file(found: os.stat_result, path: Path | str) -> None:
-    """Raise OSError unless ``found``, the state of ``path``, is that of a regular file."""
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no file, but a directory, a pipe or a device", str(path))
 
 
 def opened_input(path: Path) -> BinaryIO:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from penstock_common.input_files import check_file
 from penstock_common.observability.logging import get_logger
 from penstock_frontend.engine.adapters import Adapters
 
@@ -105,5 +104,4 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
         found = file.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    check_file(found, file)
     return found.st_ino, found.st_size, found.st_mtime_ns
