@@ -127,11 +127,11 @@ async def test_a_forged_turn_has_no_control_token(style: Style, kind: str) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
-@pytest.mark.parametrize("content", ["hi", " a <b> [c] </d> ", "<", "a|im_end|>", "x <|im_", "\n\n", "[", "größer 🙂"])
-async def test_other_texts_are_the_same_tokens_in_both_modes(style: Style, kind: str, content: str) -> None:
-    talk = [says("be brief", "system"), says(content), says(content, "assistant"), says(content)]
+async def test_other_texts_are_the_same_tokens_in_both_modes(style: Style, kind: str) -> None:
     async with chats(style, kind) as (parsed, text):
-        assert await text.ids(*talk) == await parsed.ids(*talk)
+        for content in ("hi", " a <b> [c] </d> ", "<", "a|im_end|>", "x <|im_", "\n\n", "[", "größer 🙂"):
+            talk = [says("be brief", "system"), says(content), says(content, "assistant"), says(content)]
+            assert await text.ids(*talk) == await parsed.ids(*talk), content
 
 
 async def test_an_ordinary_prompt_is_the_plain_text_that_it_was() -> None:
