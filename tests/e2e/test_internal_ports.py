@@ -18,4 +18,6 @@ async def test_foreign_connections_harm_no_stream_and_stop_no_system_from_formin
     result = await run(plan, Limits(gap=math.inf))
     assert not result.wrong
     assert {row.kind for row in result.rows} == set(KINDS)
-    assert result.formed[system]
+    # Ranks and stages listen for each other only while they meet.
+    closed_since = len(result.formed[system]) - len({row.port for row in result.rows})
+    assert closed_since >= {"group": 1, "nodes": 1, "kv transfer": 0}[system]

@@ -108,7 +108,7 @@ class _System:
 
     async def run(self, folder: Path) -> None:
         if self._plan.forms:
-            await self._forms(self._kind.make(folder))
+            await self._forms(self._kind.make(folder), folder)
         began = time.monotonic()
         try:
             async with self._kind.make(folder) as system:
@@ -173,11 +173,12 @@ class _System:
         if not row.answers:
             self._wrong(f"{where}: the port does not answer any more")
 
-    async def _forms(self, system: Cluster) -> None:
+    async def _forms(self, system: Cluster, folder: Path) -> None:
         """Start it while every port that opens is met by foreign connections, and ask it for all streams."""
         began = time.monotonic()
         try:
-            async with Forming(services_of(system), self._plan.connections, self._plan.kinds) as forming, system:
+            services, count = services_of(system), self._plan.connections
+            async with Forming(services, folder, count, self._plan.kinds) as forming, system:
                 await _whole(system)
                 formed = time.monotonic() - began
                 steady = Steady(system, self._kind, self._plan.streams, self._plan.tokens, self._plan.patience)
