@@ -12,8 +12,9 @@ from tests.fakes.systems.cluster import Cluster
 class SpreadCluster(Cluster):
     """``async with SpreadCluster(model)``: two stages of a pipeline, each on a node. ``nodes``: the second of each engine."""
 
-    def __init__(self, model: Path, *, engines: int, tensor_parallel_size: int = 1) -> None:
-        flags: dict[str, Any] = {
+    def __init__(self, model: Path, *, engines: int, tensor_parallel_size: int = 1, **more: Any) -> None:
+        """``more``: flags of the engines and of their nodes."""
+        flags: dict[str, Any] = more | {
             "executor__tensor_parallel_size": tensor_parallel_size,
             "executor__pipeline_parallel_size": 2,
             "executor__nodes__size": 2,

@@ -20,6 +20,9 @@ from tests.fuzz.internal_ports.forming import Forming
 from tests.fuzz.internal_ports.steady import Steady
 from tests.fuzz.internal_ports.systems import KINDS, Kind, Port, held_by, internal, ports_of, services_of
 
+_MOST_PORTS = 16
+"""Ports of a system whose connections are open at once while it forms."""
+
 
 class Limits(msgspec.Struct, frozen=True):
     """All limits of the campaign: ``gap`` in seconds of a stream, ``growth`` of the memory of a process in MiB."""
@@ -86,7 +89,7 @@ class Result(msgspec.Struct):
 async def run(plan: Plan, limits: Limits, tell: Callable[[str], None] = print) -> Result:
     """All systems, one after the other."""
     result = Result()
-    foreign.allow_files(plan.connections * 32 if plan.forms else plan.connections)
+    foreign.allow_files(plan.connections * _MOST_PORTS if plan.forms else plan.connections)
     for name in plan.systems:
         with tempfile.TemporaryDirectory() as folder:
             await _System(name, KINDS[name], plan, limits, result, tell).run(Path(folder))

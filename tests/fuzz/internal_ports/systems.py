@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import random
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -59,17 +60,25 @@ def _group(folder: Path) -> Cluster:
 
     save_tiny_model("qwen3_moe", folder)
     byte_level().save(str(folder / "tokenizer.json"))
-    return RankGroup(folder, size=2, expert_parallel__enabled="true")
+    return RankGroup(folder, size=2, expert_parallel__enabled="true", parallel__secret_file=_secret(folder))
 
 
-def _nodes(_: Path) -> Cluster:
+def _nodes(folder: Path) -> Cluster:
     """An engine of two nodes, each of which has a stage of the pipeline."""
-    return SpreadCluster(MODEL, engines=1)
+    return SpreadCluster(MODEL, engines=1, parallel__secret_file=_secret(folder))
 
 
-def _transfer(_: Path) -> Cluster:
+def _transfer(folder: Path) -> Cluster:
     """An engine for prompts and one for outputs."""
-    return transferring(MODEL, 2, "grpc", "prefill", "decode")
+    return transferring(MODEL, 2, "grpc", "prefill", "decode", parallel__secret_file=_secret(folder))
+
+
+def _secret(folder: Path) -> Path:
+    """The secret by which the services recognize each other, as ``penstock serve`` gives it to them."""
+    file = folder / "secret"
+    file.touch(mode=0o600)
+    file.write_text(secrets.token_hex(32))
+    return file
 
 
 KINDS = {
