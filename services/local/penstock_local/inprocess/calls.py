@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -13,7 +13,6 @@ from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.pooling import Vectors
 from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingPrompt, PoolingRequest, ScoreRequest
 from penstock_frontend.call_types import RequestOutput as Finished
-from penstock_frontend.live_request import LiveRequest
 from penstock_frontend.python_media.prompts import UnplacedPrompt, placed
 from penstock_frontend.scoring_calls import ScoringCalls
 from penstock_local.inprocess.outputs import (
@@ -41,6 +40,15 @@ class Prepared(msgspec.Struct, frozen=True):
     token_ids: Sequence[int]
     num_sequences: int = 1
     number: int = 0
+
+
+class HasSequences(Protocol):
+    """A request under way: ``states`` has one entry for each of its sequences."""
+
+    @property
+    def states(self) -> Sequence[Any]:
+        """Its sequences."""
+        ...
 
 
 class Calls:
@@ -167,7 +175,7 @@ def request_output(prepared: Prepared, pieces: Sequence[Finished], *, request_id
     )
 
 
-def metrics_of(live: LiveRequest, arrival: float) -> RequestMetrics:
+def metrics_of(live: HasSequences, arrival: float) -> RequestMetrics:
     """How long a request took that ends now. ``arrival``: seconds since the Unix epoch."""
     first = [state.first_token_after for state in live.states if state.first_token_after is not None]
     return RequestMetrics(
