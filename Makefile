@@ -252,12 +252,16 @@ bench-routing: setup ## Cached prompts, evenness and time of the router's choice
 	@$(BIN)/python -m tests.benchmarks.lora_routing
 
 .PHONY: check-gpu
-check-gpu: setup ## What engines compute on a GPU beside what they should, family by family; ARGS="--device cpu" to see that it runs
-	@$(BIN)/python -W ignore -m tests.device $(ARGS)
+check-gpu: setup ## Check what engines compute on a GPU, family by family; ARGS=--tiny for the CPU
+	@$(BIN)/python tests/device/bare.py run --installed --checks $(ARGS)
 
 .PHONY: bench-gpu
-bench-gpu: setup ## How near an engine comes to what the GPU can do; ARGS=--tiny for every phase on the CPU
-	@$(BIN)/python -m tests.benchmarks.gpu $(ARGS)
+bench-gpu: setup ## Measure how near an engine comes to what the GPU can do; ARGS=--tiny for every phase on the CPU
+	@$(BIN)/python tests/device/bare.py run --installed $(ARGS)
+
+.PHONY: gpu-pack
+gpu-pack: setup ## Collect wheels for measuring on a GPU machine without a package index; ARGS="--python 3.12"
+	@$(BIN)/python tests/device/bare.py pack $(ARGS)
 
 .PHONY: kernels-cache
 kernels-cache: setup ## Compile kernels for a GPU that need not be here, and see that another process finds all; ARGS="--shapes llama-8b"

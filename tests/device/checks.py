@@ -1,4 +1,4 @@
-"""The checks of ``make check-gpu``: each takes a device, and returns what it found, ``ok`` and what it ``says`` of it."""
+"""The checks of ``make check-gpu``: each takes a device, and returns its findings, ``ok`` and what it ``says`` about them."""
 
 import logging
 import tempfile
@@ -106,7 +106,8 @@ def family(architecture: str, dtype: str, device: str) -> dict[str, Any]:
     computing = next((line for line in said.lines if "computing with" in line), "?")
     ok = same or (dtype != "float32" and found == again)
     says = f"{_same(found, expected)} {_same(again, expected)} {computing.replace('computing with ', '')}"
-    return {"ok": ok, "same": same, "says": says, "log": said.lines, "graphs": graphs}
+    found_by = {"computing": computing} if architecture in FUSED else {}
+    return {"ok": ok, "same": same, "says": says, "log": said.lines, "graphs": graphs, **found_by}
 
 
 def draws(device: str) -> dict[str, Any]:

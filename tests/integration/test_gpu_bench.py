@@ -1,28 +1,69 @@
-"""``make bench-gpu ARGS=--tiny``: every phase runs, and brings figures."""
+"""``make bench-gpu ARGS=--tiny``: every phase runs and brings figures, beside rows that fail, hang and print."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.gpu.__main__ import PHASES
+from tests.benchmarks.gpu.phases import PHASES
+from tests.device.records import FILE, read
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).resolve().parents[2]
+FAULTS = ("kernels/prompt=raise", "lora/down, 4 rows=hang", "passes/verify=print", "invariant/decode 4=die")
+
 
 def test_every_phase_runs_on_a_cpu(tmp_path: Path) -> None:
-    numbers = tmp_path / "results.json"
-    command = [sys.executable, "-m", "tests.benchmarks.gpu", "--tiny", "--json", str(numbers)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = run(tmp_path, "--tiny")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    results = json.loads(numbers.read_text())
-    assert PHASES.keys() <= results.keys()
-    assert [row["streams"] for row in results["passes"]["decode"]] == [1, 4]
-    assert all(row["ms"] > 0 for row in results["passes"]["decode"] + results["passes"]["prefill"])
-    assert all(row["same_bits"] for row in results["invariant"]["decode"] + results["invariant"]["prefill"])
-    assert all(row["tokens_per_s"] > 0 for by in ("in-process", "over gRPC") for row in results["engine"][by].values())
-    tables = [line for line in done.stdout.splitlines() if line.startswith("|")]
-    assert not any("unmeasured" in line for line in tables)
-    assert numbers.with_suffix(".png").stat().st_size > 0
+    results = read(tmp_path / FILE)
+    assert not results.errors
+    assert not results.unrun
+    assert {phase.name for phase in PHASES} - {"compile"} == {phase for phase, _ in results.found}
+    for name in ("decode 1 x 64", "decode 4 x 64", "prompt of 64"):
+        assert all(
+            found is not None and found["ms"] > 0
+            for found in (results.get("passes", name), results.get("kernels", name))
+        )
+    assert all(found["same_bits"] for row, found in results.of("invariant").items() if row != "build model")
+    rates = [found["tokens_per_s"] for row, found in results.of("engine").items() if row.endswith("streams")]
+    assert len(rates) == 4
+    assert min(rates) > 0
+    missing = {
+        line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("|") and "unmeasured" in line
+    }
+    # A CPU has no graphs; the first two are steps without them.
+    assert missing == {"1", "4", "passes", "invariant", "lora", "engine", "vllm"}
+    assert (tmp_path / "decode.png").stat().st_size > 0
+    assert done.stdout.splitlines()[-1].startswith("OK: ")
+
+
+def test_rows_that_fail_hang_die_or_print_take_no_others_along(tmp_path: Path) -> None:
+    faults = [word for fault in FAULTS for word in ("--fault", fault)]
+    only = [word for name in ("kernels", "lora", "passes", "invariant") for word in ("--only", name)]
+    done = run(tmp_path, "--tiny", *faults, *only, "--limit", "100")
+    assert done.returncode == 1
+    results = read(tmp_path / FILE)
+    assert results.errors.keys() == {
+        ("kernels", "prompt of 64"),
+        ("lora", "down, 4 rows, 2 of rank 4"),
+        ("invariant", "decode 4 x 64"),
+    }
+    assert not results.unrun
+    assert len(results.of("passes")) == 8
+    assert {"down, 64 rows, 2 of rank 4", "gate_up, 64 rows, 2 of rank 4"} <= results.of("lora").keys()
+    assert {"decode 1 x 64", "prompt of 64"} <= results.of("invariant").keys()
+    assert done.stdout.splitlines()[-1].startswith("FAILED: 3 rows failed: ")
+
+
+def test_checks_run_by_the_same_program(tmp_path: Path) -> None:
+    done = run(tmp_path, "--checks", "--tiny", "--only", "float32 llama", "--only", "draws", "--jobs", "2")
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert {"float32 llama", "draws"} <= read(tmp_path / FILE).of("checks").keys()
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "tests/device/bare.py", "run", "--installed", *words, "--out", str(folder)]
+    return subprocess.run(program, check=False, capture_output=True, text=True, cwd=ROOT)

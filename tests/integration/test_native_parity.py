@@ -20,7 +20,8 @@ from penstock_enginecore.forward.proof import TOLERANCES
 from tests.emulation.build import pretend
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.engines.instruction_sets import runnable
-from tests.fakes.models.tiny_models import QUICK_ARCHITECTURES, VOCAB_SIZE, save_narrow_model, save_tiny_model
+from tests.fakes.models.quick_architectures import QUICK_ARCHITECTURES
+from tests.fakes.models.tiny_models import VOCAB_SIZE, save_narrow_model, save_tiny_model
 from tests.fakes.models.transformers_greedy import greedy_tokens
 
 NEW_TOKENS = 12

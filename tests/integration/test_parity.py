@@ -10,7 +10,8 @@ from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.engines.in_process import Run, build_engine, generate
-from tests.fakes.models.tiny_models import CHUNK, QUICK_ARCHITECTURES, SLIDING_WINDOW, VOCAB_SIZE, save_tiny_model
+from tests.fakes.models.quick_architectures import QUICK_ARCHITECTURES
+from tests.fakes.models.tiny_models import CHUNK, SLIDING_WINDOW, VOCAB_SIZE, save_tiny_model
 from tests.fakes.models.transformers_greedy import greedy_tokens
 
 NEW_TOKENS = 12

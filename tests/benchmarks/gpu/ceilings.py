@@ -1,24 +1,24 @@
 """What the device gives at most: a copy in its memory, and a product of random matrices."""
 
-from typing import Any
-
 import torch
 
 from tests.benchmarks.gpu import machine
-from tests.benchmarks.gpu.shapes import Ceilings, Plan
+from tests.benchmarks.gpu.plans import plan_of
+from tests.device.phases import Row, Settings, Stage
 
 COPY_BYTES = 4 * 2**30
 SIDE = 8192
 """Of the matrices."""
 
 
-def measure(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Bytes per second of a copy, read and written, and operations per second of a product in the shape's dtype."""
-    cuda = device.type == "cuda"
-    return {
-        "copy_rate": _copy_rate(COPY_BYTES if cuda else 2**24, device),
-        "product_rate": _product_rate(SIDE if cuda else 256, getattr(torch, plan.shape.dtype), device),
-    }
+def stages(settings: Settings) -> list[Stage]:
+    """Return two rows: bytes per second of a copy, read and written, and operations per second of a product of matrices."""
+    device = machine.pick(settings)
+    num_bytes, side = (2**24, 256) if settings.cpu else (COPY_BYTES, SIDE)
+    dtype = getattr(torch, plan_of(settings).shape.dtype)
+    copy = Row("copy", lambda _: {"rate": _copy_rate(num_bytes, device)})
+    product = Row("product", lambda _: {"rate": _product_rate(side, dtype, device)})
+    return [Stage("ceilings", [copy, product])]
 
 
 def _copy_rate(num_bytes: int, device: torch.device) -> float:
@@ -30,8 +30,3 @@ def _copy_rate(num_bytes: int, device: torch.device) -> float:
 def _product_rate(side: int, dtype: torch.dtype, device: torch.device) -> float:
     left, right = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
     return 2 * side**3 / machine.seconds_in_a_row(device, lambda: left @ right, rounds=20)
-
-
-def read(result: dict[str, Any]) -> Ceilings:
-    """What ``measure`` found."""
-    return Ceilings(result["copy_rate"], result["product_rate"])

@@ -1,8 +1,11 @@
-"""An engine in this process, and the same behind a frontend and two hops of gRPC, under a closed loop of streams."""
+"""An engine in this process, and one behind a frontend and two hops of gRPC, under a closed loop of streams."""
 
 import asyncio
 import contextlib
 import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,55 +13,96 @@ import msgspec
 import torch
 
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ModelConfig
+from penstock_enginecore.executor.uniproc import UniprocExecutor
 from tests.benchmarks import load
 from tests.benchmarks.engine_targets import InProcessEngine
+from tests.benchmarks.gpu import machine, names
+from tests.benchmarks.gpu.plans import plan_of
 from tests.benchmarks.gpu.shapes import BLOCK_SIZE, Plan
 from tests.benchmarks.load import Load, Stream
 from tests.benchmarks.processes import frontend
 from tests.benchmarks.public_target import PublicClient
+from tests.device.phases import Row, Settings, Stage
 from tests.fakes.processes import Service
 
 ROUNDS = 3
 
 
-def measure(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Medians of tokens per second and times to tokens, by target and number of streams."""
-    with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(_measure(plan, plan.shape.write(Path(folder)), device))
+def stages(settings: Settings) -> list[Stage]:
+    """Return two stages: an engine in this process, and one in its own behind a frontend. Rows have medians of tokens per second
+    and of times to tokens.
+    """
+    plan, device = plan_of(settings), machine.pick(settings)
+    return [
+        Stage(
+            target,
+            [
+                Row(names.engine(target, streams), partial(_measure, plan, streams), 60.0)
+                for streams in plan.engine_streams
+            ],
+            partial(_opened, plan, device, target),
+            120.0,
+        )
+        for target in names.TARGETS
+    ]
 
 
-async def _measure(plan: Plan, path: Path, device: torch.device) -> dict[str, Any]:
-    config = _config(plan, path, device)
-    async with contextlib.AsyncExitStack() as stack:
-        in_process = await stack.enter_async_context(InProcessEngine(config))
-        process = await stack.enter_async_context(_process(config))
-        await process.serving()
-        service = await stack.enter_async_context(frontend(str(path), process.address))
-        await service.serving()
-        public = await stack.enter_async_context(PublicClient(service.address))
-        targets: dict[str, Stream] = {"in-process": in_process.stream, "over gRPC": public.stream}
-        found: dict[str, Any] = {name: {} for name in targets}
-        for streams in plan.engine_streams:
-            for name, results in (await _in_turn(plan, streams, targets)).items():
-                found[name][str(streams)] = msgspec.to_builtins(load.median(results))
-    return found
+@dataclass(frozen=True)
+class Target:
+    """What is loaded, on an event loop that runs while it is asked something."""
+
+    runner: asyncio.Runner
+    stream: Stream
+    described: dict[str, Any]
+
+    def told(self) -> dict[str, Any]:
+        """Return what computes, for the record of the build."""
+        return self.described
 
 
-async def _in_turn(plan: Plan, streams: int, targets: dict[str, Stream]) -> dict[str, list[load.Result]]:
-    """After a round to warm up."""
+@contextlib.contextmanager
+def _opened(plan: Plan, device: torch.device, target: str) -> Iterator[Target]:
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
+        config = _config(plan, plan.shape.write(Path(folder)), device)
+        stack = contextlib.AsyncExitStack()
+        try:
+            yield runner.run(
+                _in_process(runner, stack, config) if target == names.IN_PROCESS else _over_grpc(runner, stack, config)
+            )
+        finally:
+            runner.run(stack.aclose())
+
+
+async def _in_process(runner: asyncio.Runner, stack: contextlib.AsyncExitStack, config: EngineCoreConfig) -> Target:
+    executor = UniprocExecutor(config)
+    engine = InProcessEngine(config, executor)
+    [worker] = executor.collective_rpc("worker_info")
+    await stack.enter_async_context(engine)
+    return Target(runner, engine.stream, {"computing": worker["computing"]})
+
+
+async def _over_grpc(runner: asyncio.Runner, stack: contextlib.AsyncExitStack, config: EngineCoreConfig) -> Target:
+    process = await stack.enter_async_context(_process(config))
+    await process.serving()
+    service = await stack.enter_async_context(frontend(config.model.path, process.address))
+    await service.serving()
+    public = await stack.enter_async_context(PublicClient(service.address))
+    return Target(runner, public.stream, {})
+
+
+def _measure(plan: Plan, streams: int, target: Target) -> dict[str, Any]:
+    """Return medians of rounds behind one to warm up."""
     item = Load(streams=streams, requests=streams, input_len=plan.input_len, output_len=plan.output_len)
-    results: dict[str, list[load.Result]] = {name: [] for name in targets}
-    for number in range(ROUNDS + 1):
-        for name, stream in targets.items():
-            prompts = load.prompts(item, plan.shape.vocab, seed=number)
-            result = await load.run(stream, item, prompts)
-            if number:
-                results[name].append(result)
-    return results
+    results = [
+        target.runner.run(load.run(target.stream, item, load.prompts(item, plan.shape.vocab, seed=number)))
+        for number in range(ROUNDS + 1)
+    ]
+    median: dict[str, Any] = msgspec.to_builtins(load.median(results[1:]))
+    return median
 
 
 def _config(plan: Plan, path: Path, device: torch.device) -> EngineCoreConfig:
-    """With a KV cache for the largest load, so that two engines fit one device."""
+    """With a KV cache for the largest load."""
     blocks = 1 + max(plan.engine_streams) * (-(-(plan.input_len + plan.output_len) // BLOCK_SIZE) + 1)
     memory = blocks * BLOCK_SIZE * plan.shape.kv_bytes_per_token
     return EngineCoreConfig(

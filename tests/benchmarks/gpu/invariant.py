@@ -1,5 +1,6 @@
-"""The price of ``kernels.batch_invariant``, and whether the device keeps it: logits alone and in a crowd, bit by bit."""
+"""The price of ``kernels.batch_invariant``, and whether the device keeps it: logits alone and in a batch, bit by bit."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -7,44 +8,43 @@ import torch
 
 from penstock_enginecore.attention.base import AttentionMetadata
 from penstock_enginecore.config import KernelsConfig
-from penstock_enginecore.forward.base import ForwardBatch, ForwardPass
-from tests.benchmarks.gpu import passes
-from tests.benchmarks.gpu.shapes import BLOCK_SIZE, Plan, Prefill, Row
+from penstock_enginecore.forward.base import ForwardBatch
+from tests.benchmarks.gpu import machine, passes
+from tests.benchmarks.gpu.batches import blocks, decode_batch, prefill_batch, prefill_blocks
+from tests.benchmarks.gpu.decoder import Decoder, cache, decoder
+from tests.benchmarks.gpu.plans import plan_of
+from tests.benchmarks.gpu.shapes import DecodeRow, Prefill
+from tests.device.phases import Row, Settings, Stage
 
 
-def measure(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of each row, and of the prompts, as ``passes`` measures them; ``same_bits``: whether the first stream's logits
-    are those that it has alone, and a prompt's last token's those of a decode of it.
+def stages(settings: Settings) -> list[Stage]:
+    """Return the decode steps and prompts of ``passes``. ``same_bits``: whether the first stream's logits are those that it has
+    alone, and those of a prompt's last token those of a decode step of it.
     """
-    with passes.forward_pass(plan, device, KernelsConfig(batch_invariant=True)) as (forward, computing):
-        decode = passes.fitting(
-            plan.decode,
-            lambda row: passes.time_decode(forward, plan, row, device) | {"same_bits": _alone(forward, plan, row)},
-        )
-        prefill = passes.fitting(
-            plan.prefill,
-            lambda each: (
-                passes.time_prefill(forward, plan, each, device) | {"same_bits": _decoded(forward, plan, each)}
-            ),
-        )
-    return {"computing": computing, "decode": decode, "prefill": prefill}
+    plan, device = plan_of(settings), machine.pick(settings)
+    rows = [Row(row.name, partial(_decode, row=row)) for row in plan.decode]
+    rows += [Row(prompt.name, partial(_prefill, prompt=prompt)) for prompt in plan.prefill]
+    build = partial(decoder, plan, device, KernelsConfig(batch_invariant=True))
+    return [Stage("model", rows, build, passes.BUILD_LIMIT)]
 
 
 @torch.inference_mode()
-def _alone(forward: ForwardPass, plan: Plan, row: Row) -> bool:
-    batch, rows = passes.decode_batch(plan, row)
-    with passes.cache(forward, passes.blocks(row)):
-        together = forward.run(batch, rows).logits[0].clone()
-        return torch.equal(forward.run(_one_token(batch, 0), rows[:1]).logits[0], together)
+def _decode(model: Decoder, row: DecodeRow) -> dict[str, Any]:
+    batch, rows = decode_batch(model.plan, row)
+    with cache(model.forward, blocks(row)):
+        together = model.forward.run(batch, rows).logits[0].clone()
+        same = torch.equal(model.forward.run(_one_token(batch, 0), rows[:1]).logits[0], together)
+    return passes.decode(model, row) | {"same_bits": same, "ok": same}
 
 
 @torch.inference_mode()
-def _decoded(forward: ForwardPass, plan: Plan, prefill: Prefill) -> bool:
-    batch, rows = passes.prefill_batch(plan, prefill)
-    with passes.cache(forward, 1 + -(-prefill.tokens // BLOCK_SIZE)):
-        of_prompt = forward.run(batch, rows).logits[0].clone()
-        last = _one_token(batch, prefill.tokens - 1)
-        return torch.equal(forward.run(last, np.array([0])).logits[0], of_prompt)
+def _prefill(model: Decoder, prompt: Prefill) -> dict[str, Any]:
+    batch, rows = prefill_batch(model.plan, prompt)
+    with cache(model.forward, prefill_blocks(prompt)):
+        of_prompt = model.forward.run(batch, rows).logits[0].clone()
+        last = _one_token(batch, prompt.tokens - 1)
+        same = torch.equal(model.forward.run(last, np.array([0])).logits[0], of_prompt)
+    return passes.prefill(model, prompt) | {"same_bits": same, "ok": same}
 
 
 def _one_token(batch: ForwardBatch, token: int) -> ForwardBatch:

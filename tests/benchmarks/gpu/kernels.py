@@ -1,5 +1,6 @@
 """Attention alone: its error against float64, and its time beside the time that its bytes or products take at least."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,35 +9,31 @@ from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.forward.cuda.kernels.attention import Scratch, attend
 from penstock_enginecore.forward.cuda.launches import GroupInputs
 from tests.benchmarks.gpu import machine
-from tests.benchmarks.gpu.shapes import BLOCK_SIZE, ModelShape, Plan, Prefill, Row
+from tests.benchmarks.gpu.plans import plan_of
+from tests.benchmarks.gpu.shapes import BLOCK_SIZE, DecodeRow, ModelShape, Prefill
+from tests.device.phases import Row, Settings, Stage
 
 CHECKED = 2
 """Requests, or last queries of a prompt, whose outputs are computed again in float64."""
 ROUNDS = 30
 
 
-def measure(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Of one layer of the shape."""
-    dtype = getattr(torch, plan.shape.dtype)
-    rounds = ROUNDS if device.type == "cuda" else 1
-    return {
-        "decode": [_decode(plan.shape, row, dtype, device, rounds) for row in plan.decode],
-        "prefill": [_prefill(plan.shape, each, dtype, device, rounds) for each in plan.prefill],
-    }
+def stages(settings: Settings) -> list[Stage]:
+    """Return a row for each decode step and prompt: attention of one layer of the shape."""
+    plan, device = plan_of(settings), machine.pick(settings)
+    shape, dtype = plan.shape, getattr(torch, plan.shape.dtype)
+    rounds = 1 if settings.cpu else ROUNDS
 
+    def decode(row: DecodeRow, _: None) -> dict[str, Any]:
+        layer = _Layer(shape, row.streams, 1, row.context, dtype, device)
+        return {"ms": layer.seconds(rounds) * 1e3, "error": layer.error(range(CHECKED))}
 
-def _decode(shape: ModelShape, row: Row, dtype: torch.dtype, device: torch.device, rounds: int) -> dict[str, Any]:
-    layer = _Layer(shape, row.streams, 1, row.context, dtype, device)
-    ms = layer.seconds(rounds) * 1e3
-    return {"streams": row.streams, "context": row.context, "ms": ms, "error": layer.error(range(CHECKED))}
+    def prefill(prompt: Prefill, _: None) -> dict[str, Any]:
+        layer = _Layer(shape, 1, prompt.tokens, prompt.tokens, dtype, device)
+        return {"ms": layer.seconds(rounds) * 1e3, "error": layer.error(range(prompt.tokens - CHECKED, prompt.tokens))}
 
-
-def _prefill(
-    shape: ModelShape, prefill: Prefill, dtype: torch.dtype, device: torch.device, rounds: int
-) -> dict[str, Any]:
-    layer = _Layer(shape, 1, prefill.tokens, prefill.tokens, dtype, device)
-    ms = layer.seconds(rounds) * 1e3
-    return {"tokens": prefill.tokens, "ms": ms, "error": layer.error(range(prefill.tokens - CHECKED, prefill.tokens))}
+    rows = [Row(row.name, partial(decode, row)) for row in plan.decode]
+    return [Stage("kernels", rows + [Row(prompt.name, partial(prefill, prompt)) for prompt in plan.prefill])]
 
 
 class _Layer:

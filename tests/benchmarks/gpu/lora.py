@@ -1,111 +1,88 @@
 """What adapters cost: shrink and expand of one product alone, and decode steps in which streams have some or none."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from penstock_enginecore.forward.base import AdaptedForward, ForwardPass
+from penstock_enginecore.forward.base import AdaptedForward, ForwardBatch
 from penstock_enginecore.forward.cuda.adapters import DeviceAdapters
 from penstock_enginecore.forward.cuda.buffers import padded_shape
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate
 from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.lora.slot_memory import Place
-from tests.benchmarks.gpu import machine, passes
-from tests.benchmarks.gpu.shapes import ModelShape, Plan, Row
+from tests.benchmarks.gpu import machine
+from tests.benchmarks.gpu.batches import blocks, decode_batch
+from tests.benchmarks.gpu.decoder import Decoder, cache, decoder
+from tests.benchmarks.gpu.names import StepCase, UpdateCase, products, step_cases, update_cases
+from tests.benchmarks.gpu.passes import BUILD_LIMIT
+from tests.benchmarks.gpu.plans import plan_of
+from tests.benchmarks.gpu.shapes import ModelShape, Plan
+from tests.device.phases import Row, Settings, Stage
 
 ROUNDS = 30
 WARM_UP = 3
 
 
-def measure(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """``updates``: milliseconds of the two kernels of each product and their largest difference from float64, as a share of the
-    largest number; ``steps``: of whole steps, beside those of the same engine without an adapter, and of copies to a slot.
+def stages(settings: Settings) -> list[Stage]:
+    """Return two stages.
+
+    Rows of ``model`` have milliseconds of whole steps with adapters and without, and of the first step, which copies adapters to
+    their slots. Rows of ``updates`` have milliseconds of the two kernels of a product, and their largest difference from float64,
+    as a share of the largest number.
     """
+    plan, device = plan_of(settings), machine.pick(settings)
     limits = SlotLimits(max(plan.adapters), max(plan.ranks))
-    updates = [one for product in _products(plan.shape) for one in _updates(plan, product, limits, device)]
-    with passes.forward_pass(plan, device, lora=limits) as (forward, computing):
-        steps = passes.fitting(list(_cases(plan)), lambda case: _step(forward, plan, case, device))
-    return {"computing": computing, "updates": updates, "steps": steps}
-
-
-@dataclass(frozen=True)
-class _Case:
-    row: Row
-    adapters: int
-    rank: int
-
-
-def _cases(plan: Plan) -> Iterator[_Case]:
-    for row in plan.adapted:
-        for rank in plan.ranks:
-            for adapters in plan.adapters:
-                if adapters <= row.streams:
-                    yield _Case(row, adapters, rank)
+    updates = [Row(case.name, partial(_update, plan, case, limits, device)) for case in update_cases(plan)]
+    steps = [Row(case.name, partial(_step, case=case)) for case in step_cases(plan)]
+    return [
+        Stage("model", steps, partial(decoder, plan, device, lora=limits), BUILD_LIMIT),
+        Stage("updates", updates),
+    ]
 
 
 def _products(shape: ModelShape) -> dict[str, Place]:
-    """Those of a layer, by name."""
-    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    hidden, inner = shape.hidden, shape.intermediate
-    return {
-        "qkv": Place({"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden)}),
-        "output": Place({"o": (hidden, queries)}),
-        "gate_up": Place({"gate": (inner, hidden), "up": (inner, hidden)}),
-        "down": Place({"down": (hidden, inner)}),
-    }
+    return {name: Place(layers) for name, layers in products(shape).items()}
 
 
-def _updates(plan: Plan, name: str, limits: SlotLimits, device: torch.device) -> Iterator[dict[str, Any]]:
+def _update(plan: Plan, case: UpdateCase, limits: SlotLimits, device: torch.device, _: None) -> dict[str, Any]:
     from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
-    place, dtype = _products(plan.shape)[name], getattr(torch, plan.shape.dtype)
-    for rank in plan.ranks:
-        for count in plan.adapters:
-            adapters = DeviceAdapters([place], limits, dtype, device, TritonKernels())
-            adapters.allocate()
-            made = [_adapter(place.layers, rank, number) for number in range(count)]
-            for adapter in made:
-                adapters.prepare(adapter)()
-            for rows in sorted({row.streams for row in plan.adapted} | {each.tokens for each in plan.prefill[:1]}):
-                if rows >= count:
-                    yield {"product": name} | _update(adapters, place, made, rows, dtype, device) | {"rank": rank}
-
-
-def _update(
-    adapters: DeviceAdapters,
-    place: Place,
-    made: list[LoraAdapter],
-    rows: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> dict[str, Any]:
+    place, dtype = _products(plan.shape)[case.product], getattr(torch, plan.shape.dtype)
+    adapters = DeviceAdapters([place], limits, dtype, device, TritonKernels())
+    adapters.allocate()
+    made = [_adapter(place.layers, case.rank, number) for number in range(case.adapters)]
+    for adapter in made:
+        adapters.prepare(adapter)()
     shape = place.shape
-    x = torch.randn(rows, shape.in_features, dtype=dtype, device=device)
-    out = torch.zeros(rows, sum(shape.features), dtype=dtype, device=device)
-    segments = _segments(rows, made)
-    with adapters.step(segments, (), padded_shape(rows, rows)):
+    x = torch.randn(case.rows, shape.in_features, dtype=dtype, device=device)
+    out = torch.zeros(case.rows, sum(shape.features), dtype=dtype, device=device)
+    segments = _segments(case.rows, made)
+    with adapters.step(segments, (), padded_shape(case.rows, case.rows)):
         adapters.add_to(0, x, 1.0, out)
         found = out.double()
         rounds = ROUNDS if device.type == "cuda" else 1
         seconds = machine.seconds_in_a_row(
             device, lambda: adapters.add_to(0, x, 1.0, out), rounds=rounds, warm_up=min(WARM_UP, rounds)
         )
+    return {"ms": seconds * 1e3, "error": _error(found, x, segments, made)}
+
+
+def _error(found: torch.Tensor, x: torch.Tensor, segments: list[LoraSegment], made: list[LoraAdapter]) -> float:
+    """Return the largest difference of ``found`` from what float64 gives, as a share of the largest number."""
     digests = {adapter.digest: adapter for adapter in made}
     expected = torch.zeros_like(found)
     for segment in segments:
         part = slice(segment.first, segment.end)
         expected[part] = torch.cat(
             [
-                x[part].double() @ update.a.to(device).double().t() @ update.b.to(device).double().t()
+                x[part].double() @ update.a.to(x.device).double().t() @ update.b.to(x.device).double().t()
                 for update in digests[segment.digest].updates.values()
             ],
             dim=1,
         )
-    error = float((found - expected).abs().max() / expected.abs().max())
-    return {"rows": rows, "adapters": len(made), "ms": seconds * 1e3, "error": error}
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def _segments(rows: int, made: list[LoraAdapter]) -> list[LoraSegment]:
@@ -136,26 +113,22 @@ def _of_model(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 @torch.inference_mode()
-def _step(forward: ForwardPass, plan: Plan, case: _Case, device: torch.device) -> dict[str, Any]:
+def _step(model: Decoder, case: StepCase) -> dict[str, Any]:
+    forward = model.forward
     if not isinstance(forward, AdaptedForward):
         raise RuntimeError(f"{type(forward).__name__} takes no adapters")
-    made = [_adapter(_of_model(plan.shape), case.rank, number) for number in range(case.adapters)]
-    batch, rows = passes.decode_batch(plan, case.row)
-    adapted = type(batch)(batch.token_ids, batch.positions, batch.attention, segments=_segments(len(rows), made))
-    rounds = ROUNDS if device.type == "cuda" else 3
-    with passes.cache(forward, passes.blocks(case.row)):
+    made = [_adapter(_of_model(model.plan.shape), case.rank, number) for number in range(case.adapters)]
+    batch, rows = decode_batch(model.plan, case.row)
+    segments = _segments(len(rows), made)
+    plain = model.step(batch, rows)
+    adapted = model.step(ForwardBatch(batch.token_ids, batch.positions, batch.attention, segments=segments), rows)
+    rounds = ROUNDS if model.device.type == "cuda" else 3
+    with cache(model.forward, blocks(case.row)):
         for adapter in made:
             forward.add_adapter(adapter)
-        first = machine.median_seconds(device, lambda: forward.run(adapted, rows), rounds=1, warm_up=0)
-        seconds = machine.seconds_in_a_row(device, lambda: forward.run(adapted, rows), rounds=rounds, warm_up=WARM_UP)
-        base = machine.seconds_in_a_row(device, lambda: forward.run(batch, rows), rounds=rounds, warm_up=WARM_UP)
+        first = machine.median_seconds(model.device, adapted, rounds=1, warm_up=0)
+        found = model.timed(adapted, rounds=rounds)
+        base = machine.seconds_in_a_row(model.device, plain, rounds=rounds, warm_up=WARM_UP)
         for adapter in made:
             forward.remove_adapter(adapter.digest)
-    return {
-        "streams": case.row.streams,
-        "adapters": case.adapters,
-        "rank": case.rank,
-        "ms": seconds * 1e3,
-        "base_ms": base * 1e3,
-        "first_ms": first * 1e3,
-    }
+    return {**found, "base_ms": base * 1e3, "first_ms": first * 1e3}

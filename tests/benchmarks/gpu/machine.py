@@ -1,20 +1,42 @@
 """The device that is measured, and how long work on it takes."""
 
+import importlib.util
+import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from typing import Any
 
 import torch
 
+from tests.device.phases import Row, Settings, Stage
 
-def pick(*, tiny: bool) -> torch.device:
-    """The first GPU; the CPU for a tiny run."""
-    return torch.device("cpu") if tiny else torch.device("cuda", 0)
+SHOWN = ("torch", "triton", "transformers")
 
 
-def name(device: torch.device) -> str:
-    """As its maker calls it."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+def stages(settings: Settings) -> list[Stage]:
+    """Return one row: which device this is, and the versions of what computes."""
+    return [Stage("machine", [Row("machine", partial(describe, settings))])]
+
+
+def describe(settings: Settings, _: None) -> dict[str, Any]:
+    """Return name, compute capability and memory of the device; no capability where there is none."""
+    found: dict[str, Any] = {"device": "CPU", "capability": None, "python": platform.python_version()}
+    found |= {name: version(name) for name in SHOWN if importlib.util.find_spec(name)}
+    if settings.cpu:
+        return found
+    if not torch.cuda.is_available():
+        return found | {"device": "none: torch finds no CUDA device"}
+    properties = torch.cuda.get_device_properties(0)
+    capability = 10 * properties.major + properties.minor
+    return found | {"device": properties.name, "capability": capability, "memory": properties.total_memory}
+
+
+def pick(settings: Settings) -> torch.device:
+    """Return the first GPU, or the CPU for a run on it."""
+    return torch.device("cpu") if settings.cpu else torch.device("cuda", 0)
 
 
 def synchronize(device: torch.device) -> None:

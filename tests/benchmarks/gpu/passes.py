@@ -1,67 +1,85 @@
-"""The forward pass alone over keys and values of random numbers: decode steps, prompts, and how long the device idles in them."""
+"""The forward pass alone over keys and values of random numbers: decode steps, steps that verify drafts, prompts, decode steps
+without graphs, and how long the device idles. All rows share one model.
+"""
 
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 
-from penstock_enginecore.attention.base import AttentionMetadata
-from penstock_enginecore.config import KernelsConfig, ModelConfig
-from penstock_enginecore.forward.base import ForwardBatch, ForwardPass
-from penstock_enginecore.forward.build import ForwardConfig, build_forward
-from penstock_enginecore.lora.device_slots import SlotLimits
-from penstock_enginecore.models.loader import load_model
-from tests.benchmarks.gpu import machine
-from tests.benchmarks.gpu.shapes import BLOCK_SIZE, Plan, Prefill, Row
+from tests.benchmarks.gpu import machine, names
+from tests.benchmarks.gpu.batches import blocks, decode_batch, prefill_batch, prefill_blocks, verify_batch
+from tests.benchmarks.gpu.decoder import ROUNDS, Decoder, cache, decoder
+from tests.benchmarks.gpu.plans import plan_of
+from tests.benchmarks.gpu.shapes import DecodeRow, Prefill
+from tests.device.phases import Row, Settings, Stage
 
-T = TypeVar("T")
-
-ROUNDS = 30
 TRACED = 20
+BUILD_LIMIT = 90.0
 
 
-def measure(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of each row, and of the prompts."""
-    with forward_pass(plan, device) as (forward, computing):
-        decode = fitting(plan.decode, lambda row: time_decode(forward, plan, row, device))
-        prefill = fitting(plan.prefill, lambda each: time_prefill(forward, plan, each, device))
-    return {"computing": computing, "decode": decode, "prefill": prefill}
+def stages(settings: Settings) -> list[Stage]:
+    """Return the rows. A CPU has neither graphs nor a profiler that tells when it idles."""
+    plan, device = plan_of(settings), machine.pick(settings)
+    rows = [Row(row.name, partial(decode, row=row)) for row in plan.decode]
+    rows += [Row(prompt.name, partial(prefill, prompt=prompt)) for prompt in plan.prefill]
+    rows += [
+        Row(names.verify(row, tokens), partial(_verify, row=row, tokens=tokens))
+        for row in plan.verify
+        for tokens in plan.verified
+    ]
+    if not settings.cpu:
+        rows.append(Row(names.IDLE, partial(_idle, row=names.idle_row(plan))))
+        rows += [Row(names.launched(row), partial(_launched, row=row)) for row in names.launched_rows(plan)]
+    return [Stage("model", rows, partial(decoder, plan, device), BUILD_LIMIT)]
 
 
-def fitting(rows: Sequence[T], measure_row: Callable[[T], dict[str, Any]]) -> list[dict[str, Any] | None]:
-    """What is measured of ``rows``, None of those that the device has no memory for."""
-    found: list[dict[str, Any] | None] = []
-    for row in rows:
-        try:
-            found.append(measure_row(row))
-        except torch.OutOfMemoryError as e:
-            print(f"{row}: {str(e).splitlines()[0]}", file=sys.stderr)
-            found.append(None)
-            torch.cuda.empty_cache()
-    return found
+@torch.inference_mode()
+def decode(model: Decoder, row: DecodeRow) -> dict[str, Any]:
+    """Return milliseconds of a decode step."""
+    step = model.step(*decode_batch(model.plan, row))
+    with cache(model.forward, blocks(row)):
+        return model.timed(step, alone=True)
 
 
-def idle(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """The share of time in which the device does nothing while the row nearest to 64 streams decodes; nothing on a CPU."""
-    if device.type != "cuda":
-        return {"idle": None}
-    row = min(plan.decode, key=lambda each: (abs(each.streams - 64), each.context))
-    with forward_pass(plan, device) as (forward, computing), cache(forward, blocks(row)), torch.inference_mode():
-        batch, rows = decode_batch(plan, row)
-        machine.median_seconds(device, lambda: forward.run(batch, rows), rounds=3)
+@torch.inference_mode()
+def prefill(model: Decoder, prompt: Prefill) -> dict[str, Any]:
+    """Return milliseconds of a prompt. Each is waited for: prompts do not follow one another in an engine."""
+    step = model.step(*prefill_batch(model.plan, prompt), per_stream=None)
+    rounds = max(5, ROUNDS // 3)
+    with cache(model.forward, prefill_blocks(prompt)):
+        found = model.timed(step, rounds=rounds, alone=True, replays=False)
+    return {**found, "ms": found.pop("alone_ms")}
+
+
+@torch.inference_mode()
+def _verify(model: Decoder, row: DecodeRow, tokens: int) -> dict[str, Any]:
+    step = model.step(*verify_batch(model.plan, row, tokens), per_stream=tokens)
+    with cache(model.forward, blocks(row)):
+        return model.timed(step)
+
+
+@torch.inference_mode()
+def _launched(model: Decoder, row: DecodeRow) -> dict[str, Any]:
+    step = model.step(*decode_batch(model.plan, row))
+    with model.launched(), cache(model.forward, blocks(row)):
+        return model.timed(step, replays=False)
+
+
+@torch.inference_mode()
+def _idle(model: Decoder, row: DecodeRow) -> dict[str, Any]:
+    """Return the share of time in which the device does nothing during decode steps, and the launches of each."""
+    step = model.step(*decode_batch(model.plan, row))
+    with cache(model.forward, blocks(row)):
+        found = model.timed(step)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(TRACED):
-                forward.run(batch, rows)
-            machine.synchronize(device)
+                step()
+            machine.synchronize(model.device)
     spans = sorted(
         (event.time_range.start, event.time_range.end) for event in profile.events() if event.device_type.name == "CUDA"
     )
-    return {"computing": computing, "streams": row.streams, "launches": len(spans) / TRACED, "idle": share_idle(spans)}
+    return {**found, "streams": row.streams, "launches": len(spans) / TRACED, "idle": share_idle(spans)}
 
 
 def share_idle(spans: list[tuple[float, float]]) -> float:
@@ -71,82 +89,3 @@ def share_idle(spans: list[tuple[float, float]]) -> float:
         busy += max(0.0, ended - max(begun, end))
         end = max(end, ended)
     return 1 - busy / (end - spans[0][0])
-
-
-@contextmanager
-def forward_pass(
-    plan: Plan, device: torch.device, kernels: KernelsConfig | None = None, lora: SlotLimits | None = None
-) -> Iterator[tuple[ForwardPass, str]]:
-    """What an engine would run the shape with, and what that computes with."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = plan.shape.write(Path(folder))
-        checkpoint = ModelConfig(path=str(path), load_format="dummy", dtype=plan.shape.dtype)
-        model = load_model(checkpoint, device, lambda line: None)
-        threads = torch.get_num_threads()
-        config = ForwardConfig(device, "auto", kernels or KernelsConfig(), threads, BLOCK_SIZE, lora=lora)
-        built = build_forward(model, config)
-        yield built.forward, built.computing
-
-
-@contextmanager
-def cache(forward: ForwardPass, num_blocks: int) -> Iterator[None]:
-    """A KV cache of random numbers, the null block included."""
-    caches = forward.memory.throwaway(BLOCK_SIZE, num_blocks)
-    for layer in caches.values():
-        for part in (layer.cache.keys, layer.cache.values):
-            part.normal_()
-    forward.bind(caches)
-    try:
-        yield
-    finally:
-        forward.bind({})
-
-
-def decode_batch(plan: Plan, row: Row) -> tuple[ForwardBatch, np.ndarray[Any, np.dtype[np.int64]]]:
-    """The next token of each stream, whose blocks lie scattered over the cache, and the rows whose logits are wanted."""
-    random = np.random.default_rng(0)
-    per_stream = -(-row.context // BLOCK_SIZE)
-    order = 1 + random.permutation(row.streams * per_stream).astype(np.int32)
-    table = order.reshape(row.streams, per_stream)
-    last = row.context - 1
-    metadata = AttentionMetadata(
-        np.arange(row.streams + 1),
-        np.full(row.streams, row.context),
-        table,
-        table[:, last // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + last % BLOCK_SIZE,
-        BLOCK_SIZE,
-    )
-    token_ids = random.integers(plan.shape.vocab, size=row.streams)
-    return ForwardBatch(token_ids, np.full(row.streams, last), [metadata]), np.arange(row.streams)
-
-
-def time_decode(forward: ForwardPass, plan: Plan, row: Row, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of a step of ``row``."""
-    batch, rows = decode_batch(plan, row)
-    with cache(forward, blocks(row)), torch.inference_mode():
-        seconds = machine.seconds_in_a_row(device, lambda: forward.run(batch, rows), rounds=ROUNDS)
-        alone = machine.median_seconds(device, lambda: forward.run(batch, rows), rounds=ROUNDS)
-    return {"streams": row.streams, "context": row.context, "ms": seconds * 1e3, "alone_ms": alone * 1e3}
-
-
-def prefill_batch(plan: Plan, prefill: Prefill) -> tuple[ForwardBatch, np.ndarray[Any, np.dtype[np.int64]]]:
-    """A prompt, and the row of its last token."""
-    count = prefill.tokens
-    table = 1 + np.arange(-(-count // BLOCK_SIZE), dtype=np.int32)[None]
-    positions = np.arange(count)
-    metadata = AttentionMetadata(np.array([0, count]), np.array([count]), table, BLOCK_SIZE + positions, BLOCK_SIZE)
-    token_ids = np.random.default_rng(0).integers(plan.shape.vocab, size=count)
-    return ForwardBatch(token_ids, positions, [metadata]), np.array([count - 1])
-
-
-def time_prefill(forward: ForwardPass, plan: Plan, prefill: Prefill, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of a prompt."""
-    batch, rows = prefill_batch(plan, prefill)
-    with cache(forward, 1 + -(-prefill.tokens // BLOCK_SIZE)), torch.inference_mode():
-        seconds = machine.median_seconds(device, lambda: forward.run(batch, rows), rounds=max(5, ROUNDS // 3))
-    return {"tokens": prefill.tokens, "ms": seconds * 1e3}
-
-
-def blocks(row: Row) -> int:
-    """Of the cache for ``row``, the null block included."""
-    return 1 + row.streams * -(-row.context // BLOCK_SIZE)

@@ -5,36 +5,41 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models.loader import read_config
-from tests.benchmarks.gpu import machine
+from tests.benchmarks.gpu import machine, names
+from tests.benchmarks.gpu.plans import plan_of
 from tests.benchmarks.gpu.shapes import BLOCK_SIZE, Plan
+from tests.device.phases import Row, Settings, Stage
 
-STREAMS = 32
-"""As many as the targets compare."""
 Generate = Callable[[list[list[int]], int], None]
 """Takes prompts and how many tokens each gets."""
 
 
-def measure(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Tokens per second and milliseconds per step of decoding, by peer; None for those that are not here."""
-    streams = min(STREAMS, max(plan.engine_streams))
+def stages(settings: Settings) -> list[Stage]:
+    """Return a row for each peer that is installed: tokens per second, and milliseconds per step of decoding."""
+    peers = ["transformers"]
+    if not settings.cpu and importlib.util.find_spec("vllm"):
+        peers.append("vllm")
+    return [Stage("peers", [Row(peer, partial(_measure, settings, peer), 90.0) for peer in peers])]
+
+
+def _measure(settings: Settings, peer: str, _: None) -> dict[str, Any]:
+    plan, device = plan_of(settings), machine.pick(settings)
     prompts = [
-        [random.Random(i).randrange(10, plan.shape.vocab) for _ in range(plan.input_len)] for i in range(streams)
+        [random.Random(i).randrange(10, plan.shape.vocab) for _ in range(plan.input_len)]
+        for i in range(names.peer_streams(plan))
     ]
     with tempfile.TemporaryDirectory() as folder:
         path = plan.shape.write(Path(folder))
-        found = {"transformers": _timed(plan, device, prompts, _transformers(path, plan, device))}
-        if device.type == "cuda" and importlib.util.find_spec("vllm"):
-            torch.cuda.empty_cache()
-            found["vllm"] = _timed(plan, device, prompts, _vllm(path))
-    return {"streams": streams, "peers": found}
+        generate = _vllm(path) if peer == "vllm" else _transformers(path, plan, device)
+        return _timed(plan, device, prompts, generate)
 
 
 def _timed(plan: Plan, device: torch.device, prompts: list[list[int]], generate: Generate) -> dict[str, float]:
@@ -52,6 +57,8 @@ def _timed(plan: Plan, device: torch.device, prompts: list[list[int]], generate:
 
 def _transformers(path: Path, plan: Plan, device: torch.device) -> Generate:
     """Its continuous batching over a paged cache."""
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
     auto: Any = AutoModelForCausalLM
     with device:
         model = auto.from_config(

@@ -1,194 +1,230 @@
-"""What was measured beside floors and targets, as tables for a terminal and for a page, and as a plot."""
+"""Tables of a run, read from its records: what was measured beside floors and targets, and what computed it."""
 
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
-from tests.benchmarks.gpu import ceilings
-from tests.benchmarks.gpu.shapes import Ceilings, Plan
+from tests.benchmarks.gpu import names
+from tests.benchmarks.gpu.plans import PLANS
+from tests.benchmarks.gpu.shapes import Ceilings, DecodeRow, Plan
+from tests.device.records import FILE, Results, read
 
 UNMEASURED = "unmeasured"
+Line = tuple[object, ...]
 
 
-def lines(plan: Plan, results: dict[str, Any]) -> Iterator[str]:
-    """Tables in Markdown. A figure that no phase has brought is called unmeasured."""
-    yield f"Device: {results.get('device', UNMEASURED)}. Shape: {plan.shape.name}, {plan.shape.dtype}, random weights."
-    limits = ceilings.read(results["ceilings"]) if _ok(results, "ceilings") else None
+def show(folder: Path) -> int:
+    """Print the tables of the run in ``folder``, write them beside its records, and draw a plot if matplotlib is there."""
+    results = read(folder / FILE)
+    plan = PLANS[results.session["shape"]]
+    text = "\n".join(lines(plan, results))
+    print(text)
+    (folder / "report.md").write_text(text + "\n", encoding="utf-8")
+    if importlib.util.find_spec("matplotlib"):
+        from tests.benchmarks.gpu.plot import plot
+
+        plot(plan, results, folder / "decode.png")
+    return 0
+
+
+def lines(plan: Plan, results: Results) -> Iterator[str]:
+    """Return the tables in Markdown. A figure that no row has brought is called unmeasured."""
+    machine = results.get("machine", "machine") or {}
+    software = ", ".join(f"{name} {machine[name]}" for name in ("torch", "triton", "transformers") if name in machine)
+    device = machine.get("device", UNMEASURED)
+    yield f"Device: {device}. Shape: {plan.shape.name}, {plan.shape.dtype}, random weights. Software: {software or UNMEASURED}."
+    limits = names.ceilings(results)
     if limits is None:
         yield f"Ceilings: {UNMEASURED}."
     else:
-        rates = f"{limits.copy_rate / 1e12:.2f} TB/s copied, {limits.product_rate / 1e12:.0f} TFLOP/s"
-        yield f"Ceilings: {rates}."
-    yield f"Computing with: {results['passes']['computing'] if _ok(results, 'passes') else UNMEASURED}."
-    yield from (
-        "",
-        "| streams | context | floor ms | target ms | ms | of the floor | tokens/s |",
-        "|---|---|---|---|---|---|---|",
-    )
-    yield from (_decode(plan, results, limits, index) for index in range(len(plan.decode)))
-    yield from ("", "| prompt | floor ms | target ms | ms | of the floor |", "|---|---|---|---|---|")
-    yield from (_prefill(plan, results, limits, index) for index in range(len(plan.prefill)))
-    yield from ("", "| batch invariant | ms | beside the default | same bits |", "|---|---|---|---|")
-    yield from _invariant(plan, results)
-    yield from (
-        "",
-        "| streams | in-process tokens/s | over gRPC tokens/s | ITL ms in-process | over gRPC |",
-        "|---|---|---|---|---|",
-    )
-    yield from (_engine(results, streams) for streams in plan.engine_streams)
-    yield from ("", "| attention of one layer | floor ms | ms | of the floor | error |", "|---|---|---|---|---|")
-    yield from (_attention(plan, results, limits, index) for index in range(len(plan.decode)))
-    yield from ("", "| streams | context | tokens of each | ms | beside one token |", "|---|---|---|---|---|")
-    yield from _verify(plan, results)
-    yield from ("", "| adapters | streams | rank | ms | beside none |", "|---|---|---|---|---|")
-    yield from _adapted(plan, results)
-    yield from ("", "| updates of one product | rows | adapters | rank | ms | error |", "|---|---|---|---|---|---|")
-    yield from _updates(results)
+        yield f"Ceilings: {limits.copy_rate / 1e12:.2f} TB/s copied, {limits.product_rate / 1e12:.0f} TFLOP/s."
+    if compiled := results.of("compile"):
+        count = sum(found.get("compiled", 0) for found in compiled.values())
+        longest = max(found.get("compile_s", 0) for found in compiled.values())
+        yield f"Compiled before: {count} kernels in {len(compiled)} processes, {longest:.0f} s."
+    table = Tables(plan, results, limits)
+    yield from table.computing()
+    yield from table.decode()
+    yield from table.prefill()
+    yield from table.verify()
+    yield from table.launched()
+    yield from table.attention()
+    yield from table.invariant()
+    yield from table.adapted()
+    yield from table.updates()
+    yield from table.served()
     yield ""
     yield f"Device idle while decoding: {_idle(results)}."
-    yield from _peers(results)
-    for name, result in results.items():
-        if isinstance(result, dict) and "error" in result:
-            yield f"Phase {name} failed: {result['error']}"
+    yield from _failures(results)
 
 
-def plot(plan: Plan, results: dict[str, Any], path: Path) -> None:
-    """Milliseconds of a decode step by streams: floor, target and what was measured."""
-    limits = ceilings.read(results["ceilings"])
-    context = plan.decode[0].context
-    rows = [
-        (row, found)
-        for row, found in zip(plan.decode, results["passes"]["decode"], strict=True)
-        if row.context == context and found is not None
-    ]
-    streams = [row.streams for row, _ in rows]
-    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
-    axes = figure.subplots()
-    axes.plot(streams, [limits.decode_ms(plan.shape, row) for row, _ in rows], "--", color="C7", label="floor")
-    targets = [row.target_ms for row, _ in rows if row.target_ms is not None]
-    if len(targets) == len(rows):
-        axes.plot(streams, targets, ":", color="C1", label="target")
-    axes.plot(streams, [found["ms"] for _, found in rows], "o-", color="C0", label="measured")
-    axes.set_xscale("log", base=2)
-    axes.set(
-        xlabel="streams",
-        ylabel="ms per decode step",
-        title=f"{plan.shape.name} on {results['device']}, context {context}",
-    )
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_figure(path)
+class Tables:
+    """Tables of one run. ``limits``: None where ceilings are unmeasured."""
+
+    def __init__(self, plan: Plan, results: Results, limits: Ceilings | None) -> None:
+        self._plan = plan
+        self._results = results
+        self._limits = limits
+
+    def computing(self) -> Iterator[str]:
+        """What computed each phase's rows, and whether they were replayed."""
+        ways: list[Line] = []
+        for phase in names.COMPUTING:
+            rows = self._results.of(phase)
+            computing = sorted({found["computing"] for found in rows.values() if found.get("computing")})
+            failures = sorted({found["not_replayed"] for found in rows.values() if found.get("not_replayed")})
+            replayed = [found for found in rows.values() if "not_replayed" in found]
+            graphs = "; ".join(failures) if failures else "used" if replayed else UNMEASURED
+            ways.append((phase, ", ".join(computing) or UNMEASURED, graphs))
+        yield from _table("phase | computing | graphs", ways)
+
+    def decode(self) -> Iterator[str]:
+        """Decode steps."""
+        yield from _table(
+            "streams | context | floor ms | target ms | ms | of the floor | tokens/s",
+            (self._decode(row) for row in self._plan.decode),
+        )
+
+    def _decode(self, row: DecodeRow) -> Line:
+        found, floor = self._ms("passes", row.name), self._floor(Ceilings.decode_ms, self._plan.shape, row)
+        rate = f"{row.streams / found * 1e3:.0f}" if found else UNMEASURED
+        return row.streams, row.context, _ms(floor), _ms(row.target_ms, "none"), _ms(found), _share(floor, found), rate
+
+    def prefill(self) -> Iterator[str]:
+        """Prompts."""
+        rows: list[Line] = []
+        for prompt in self._plan.prefill:
+            found = self._ms("passes", prompt.name)
+            floor = self._floor(Ceilings.prefill_ms, self._plan.shape, prompt)
+            rows.append((prompt.tokens, _ms(floor), _ms(prompt.target_ms, "none"), _ms(found), _share(floor, found)))
+        yield from _table("prompt | floor ms | target ms | ms | of the floor", rows)
+
+    def verify(self) -> Iterator[str]:
+        """Steps that verify drafts, each beside the first of its streams."""
+        rows: list[Line] = []
+        for row in self._plan.verify:
+            one = self._ms("passes", names.verify(row, self._plan.verified[0]))
+            for tokens in self._plan.verified:
+                found = self._ms("passes", names.verify(row, tokens))
+                floor = self._step_floor(row, tokens)
+                rows.append((row.streams, row.context, tokens, _ms(found), _share(floor, found), _times(found, one)))
+        yield from _table("streams | context | tokens of each | ms | of the floor | beside one token", rows)
+
+    def launched(self) -> Iterator[str]:
+        """Decode steps without graphs."""
+        rows: list[Line] = []
+        for row in names.launched_rows(self._plan):
+            found = self._ms("passes", names.launched(row))
+            usual = self._ms("passes", row.name)
+            rows.append(
+                (row.streams, row.context, _ms(found), _share(self._step_floor(row), found), _times(found, usual))
+            )
+        yield from _table("without graphs, streams | context | ms | of the floor | beside graphs", rows)
+
+    def attention(self) -> Iterator[str]:
+        """Attention of one layer."""
+        shape = self._plan.shape
+        floors = [(row.name, self._floor(Ceilings.attention_ms, shape, row)) for row in self._plan.decode]
+        floors += [(each.name, self._floor(Ceilings.scores_ms, shape, each)) for each in self._plan.prefill]
+        rows: list[Line] = []
+        for name, floor in floors:
+            found = self._results.get("kernels", name)
+            ms = None if found is None else found["ms"]
+            error = UNMEASURED if found is None else f"{found['error']:.1e}"
+            rows.append((name, _ms(floor), _ms(ms), _share(floor, ms), error))
+        yield from _table("attention of one layer | floor ms | ms | of the floor | error", rows)
+
+    def invariant(self) -> Iterator[str]:
+        """The same steps with batch-invariant kernels."""
+        shape = self._plan.shape
+        floors = [(row.name, self._step_floor(row)) for row in self._plan.decode]
+        floors += [(each.name, self._floor(Ceilings.prefill_ms, shape, each)) for each in self._plan.prefill]
+        rows: list[Line] = []
+        for name, floor in floors:
+            found = self._results.get("invariant", name)
+            ms = None if found is None else found["ms"]
+            same = UNMEASURED if found is None else "yes" if found["same_bits"] else "NO"
+            rows.append((name, _ms(ms), _share(floor, ms), _times(ms, self._ms("passes", name)), same))
+        yield from _table("batch invariant | ms | of the floor | beside the default | same bits", rows)
+
+    def adapted(self) -> Iterator[str]:
+        """Decode steps with adapters, each beside that of its streams without."""
+        rows: list[Line] = []
+        for case in names.step_cases(self._plan):
+            found = self._results.get("lora", case.name)
+            ms, base = (None, None) if found is None else (found["ms"], found["base_ms"])
+            cells = (
+                case.adapters,
+                case.row.streams,
+                case.rank,
+                _ms(ms),
+                _share(self._step_floor(case.row), ms),
+                _times(ms, base),
+            )
+            rows.append(cells)
+        yield from _table("adapters | streams | rank | ms | of the floor of none | beside none", rows)
+
+    def updates(self) -> Iterator[str]:
+        """Shrink and expand alone."""
+        rows: list[Line] = []
+        for case in names.update_cases(self._plan):
+            found = self._results.get("lora", case.name)
+            error = UNMEASURED if found is None else f"{found['error']:.1e}"
+            rows.append(
+                (case.product, case.rows, case.adapters, case.rank, _ms(None if found is None else found["ms"]), error)
+            )
+        yield from _table("updates of one product | rows | adapters | rank | ms | error", rows)
+
+    def served(self) -> Iterator[str]:
+        """Engines and peers under load: time between tokens beside the floor of a step at the middle of the answers."""
+        plan = self._plan
+        rows: list[Line] = []
+        named = [
+            (name, "engine", names.engine(name, streams), streams)
+            for streams in plan.engine_streams
+            for name in names.TARGETS
+        ]
+        named += [(peer, "peers", peer, names.peer_streams(plan)) for peer in ("transformers", "vllm")]
+        for name, phase, row, streams in named:
+            found = self._results.get(phase, row)
+            floor = self._step_floor(DecodeRow(streams, plan.input_len + plan.output_len // 2))
+            ms = None if found is None else found.get("itl_ms", found.get("step_ms"))
+            rate = UNMEASURED if found is None else f"{found['tokens_per_s']:.0f}"
+            rows.append((name, streams, rate, _ms(ms), _share(floor, ms)))
+        yield from _table("load | streams | tokens/s | ms a token | of the floor", rows)
+
+    def _floor(self, floor: Callable[..., float], *of: object) -> float | None:
+        """Return a method of ``Ceilings``, called with ``of``."""
+        return None if self._limits is None else floor(self._limits, *of)
+
+    def _step_floor(self, row: DecodeRow, tokens: int = 1) -> float | None:
+        return self._floor(Ceilings.decode_ms, self._plan.shape, row, tokens)
+
+    def _ms(self, phase: str, row: str) -> float | None:
+        found = self._results.get(phase, row)
+        return None if found is None else found["ms"]
 
 
-def _ok(results: dict[str, Any], phase: str) -> bool:
-    return phase in results and "error" not in results[phase]
-
-
-def _passed(results: dict[str, Any], kind: str, index: int) -> float | None:
-    """Milliseconds of a row; None where it was not measured, or did not fit."""
-    found = results["passes"][kind][index] if _ok(results, "passes") else None
-    return None if found is None else found["ms"]
-
-
-def _decode(plan: Plan, results: dict[str, Any], limits: Ceilings | None, index: int) -> str:
-    row = plan.decode[index]
-    floor = limits.decode_ms(plan.shape, row) if limits else None
-    found = _passed(results, "decode", index)
-    rate = f"{row.streams / found * 1e3:.0f}" if found else UNMEASURED
-    cells = (row.streams, row.context, _ms(floor), _ms(row.target_ms, "none"), _ms(found), _share(floor, found), rate)
-    return _row(cells)
-
-
-def _prefill(plan: Plan, results: dict[str, Any], limits: Ceilings | None, index: int) -> str:
-    prefill = plan.prefill[index]
-    floor = limits.prefill_ms(plan.shape, prefill) if limits else None
-    found = _passed(results, "prefill", index)
-    return _row((prefill.tokens, _ms(floor), _ms(prefill.target_ms, "none"), _ms(found), _share(floor, found)))
-
-
-def _invariant(plan: Plan, results: dict[str, Any]) -> Iterator[str]:
-    """Rows of decodes, and of prompts."""
-    names = {
-        "decode": [f"{row.streams} x {row.context}" for row in plan.decode],
-        "prefill": [f"prompt of {prefill.tokens}" for prefill in plan.prefill],
-    }
-    for kind, of_kind in names.items():
-        for index, name in enumerate(of_kind):
-            found = results["invariant"][kind][index] if _ok(results, "invariant") else None
-            if found is None:
-                yield _row((name, *[UNMEASURED] * 3))
-                continue
-            usual = _passed(results, kind, index)
-            price = f"{found['ms'] / usual:.2f}x" if usual else UNMEASURED
-            yield _row((name, _ms(found["ms"]), price, "yes" if found["same_bits"] else "NO"))
-
-
-def _attention(plan: Plan, results: dict[str, Any], limits: Ceilings | None, index: int) -> str:
-    row = plan.decode[index]
-    name = f"{row.streams} x {row.context}"
-    floor = limits.attention_ms(plan.shape, row) if limits else None
-    if not _ok(results, "kernels"):
-        return _row((name, _ms(floor), *[UNMEASURED] * 3))
-    found = results["kernels"]["decode"][index]
-    return _row((name, _ms(floor), _ms(found["ms"]), _share(floor, found["ms"]), f"{found['error']:.1e}"))
-
-
-def _engine(results: dict[str, Any], streams: int) -> str:
-    if not _ok(results, "engine"):
-        return _row((streams, *[UNMEASURED] * 4))
-    rows = [results["engine"][name][str(streams)] for name in ("in-process", "over gRPC")]
-    return _row((streams, *(f"{row['tokens_per_s']:.0f}" for row in rows), *(f"{row['itl_ms']:.2f}" for row in rows)))
-
-
-def _verify(plan: Plan, results: dict[str, Any]) -> Iterator[str]:
-    """Steps that verify drafts, each beside the first of its streams."""
-    measured = iter(results["verify"]["verify"] if _ok(results, "verify") else ())
-    for row in plan.verify:
-        one = None
-        for tokens in plan.verified:
-            found = next(measured, None)
-            ms = found["ms"] if found else None
-            one = one or ms
-            times = f"{ms / one:.2f}x" if ms and one else UNMEASURED
-            yield _row((row.streams, row.context, tokens, _ms(ms), times))
-
-
-def _adapted(plan: Plan, results: dict[str, Any]) -> Iterator[str]:
-    """Decode steps with adapters, each beside that of its streams without."""
-    if not _ok(results, "lora"):
-        yield from (_row(("any", row.streams, *[UNMEASURED] * 3)) for row in plan.adapted)
-        return
-    for each in results["lora"]["steps"]:
-        if each is not None:
-            times = f"{each['ms'] / each['base_ms']:.2f}x"
-            yield _row((each["adapters"], each["streams"], each["rank"], _ms(each["ms"]), times))
-
-
-def _updates(results: dict[str, Any]) -> Iterator[str]:
-    """Shrink and expand alone."""
-    for each in results["lora"]["updates"] if _ok(results, "lora") else []:
-        cells = (each["product"], each["rows"], each["adapters"], each["rank"], _ms(each["ms"]))
-        yield _row((*cells, f"{each['error']:.1e}"))
-
-
-def _idle(results: dict[str, Any]) -> str:
-    if not _ok(results, "idle") or results["idle"]["idle"] is None:
+def _idle(results: Results) -> str:
+    found = results.get("passes", names.IDLE)
+    if found is None:
         return UNMEASURED
-    found = results["idle"]
     return f"{found['idle']:.1%} at {found['streams']} streams, {found['launches']:.0f} launches a step"
 
 
-def _peers(results: dict[str, Any]) -> Iterator[str]:
-    if not _ok(results, "peers"):
-        yield f"Peers: {UNMEASURED}."
-        return
-    for name, found in results["peers"]["peers"].items():
-        streams = results["peers"]["streams"]
-        yield f"{name}: {found['tokens_per_s']:.0f} tokens/s, {found['step_ms']:.2f} ms a step at {streams} streams."
+def _failures(results: Results) -> Iterator[str]:
+    for (phase, row), record in results.errors.items():
+        yield f"Failed: {phase}: {row}: {' '.join(record['error'].split())[:200]}"
+    for (phase, row), reason in results.unrun.items():
+        yield f"Not run: {phase}: {row}: {reason}"
+
+
+def _table(head: str, rows: Iterable[Line]) -> Iterator[str]:
+    yield ""
+    yield f"| {head} |"
+    yield "|---" * (head.count("|") + 1) + "|"
+    for cells in rows:
+        yield f"| {' | '.join(map(str, cells))} |"
 
 
 def _ms(value: float | None, missing: str = UNMEASURED) -> str:
@@ -196,8 +232,8 @@ def _ms(value: float | None, missing: str = UNMEASURED) -> str:
 
 
 def _share(floor: float | None, found: float | None) -> str:
-    return UNMEASURED if floor is None or found is None else f"{floor / found:.0%}"
+    return UNMEASURED if floor is None or not found else f"{floor / found:.0%}"
 
 
-def _row(cells: tuple[object, ...]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
+def _times(found: float | None, base: float | None) -> str:
+    return f"{found / base:.2f}x" if found and base else UNMEASURED

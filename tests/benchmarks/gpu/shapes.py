@@ -72,12 +72,17 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class Row:
+class DecodeRow:
     """A decode step of ``streams`` sequences of ``context`` tokens. ``target_ms``: what is aimed at on an H200."""
 
     streams: int
     context: int
     target_ms: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of its row in each phase."""
+        return f"decode {self.streams} x {self.context}"
 
 
 @dataclass(frozen=True)
@@ -87,21 +92,26 @@ class Prefill:
     tokens: int
     target_ms: float | None = None
 
+    @property
+    def name(self) -> str:
+        """The name of its row in each phase."""
+        return f"prompt of {self.tokens}"
+
 
 @dataclass(frozen=True)
 class Plan:
     """What is measured of a shape."""
 
     shape: ModelShape
-    decode: tuple[Row, ...]
+    decode: tuple[DecodeRow, ...]
     prefill: tuple[Prefill, ...]
     engine_streams: tuple[int, ...]
     output_len: int
     input_len: int
-    verify: tuple[Row, ...] = ()
+    verify: tuple[DecodeRow, ...] = ()
     """Steps in which each stream has several tokens: each number of ``verified``."""
     verified: tuple[int, ...] = (1, 2, 5, 8, 12)
-    adapted: tuple[Row, ...] = ()
+    adapted: tuple[DecodeRow, ...] = ()
     """Steps whose streams have adapters: as many as each number of ``adapters``, of each of ``ranks``."""
     adapters: tuple[int, ...] = (1, 8)
     ranks: tuple[int, ...] = (8, 64)
@@ -114,41 +124,41 @@ TINY = ModelShape("tiny", 2, 64, 4, 2, 16, 128, 512, "float32", max_len=512)
 FULL = Plan(
     LLAMA_8B,
     decode=(
-        Row(1, 1024, 4.5),
-        Row(8, 1024, 4.8),
-        Row(32, 1024, 5.6),
-        Row(64, 1024, 6.9),
-        Row(128, 1024, 9.6),
-        Row(256, 1024, 17.2),
-        Row(48, 16_384, 32.4),
+        DecodeRow(1, 1024, 4.5),
+        DecodeRow(8, 1024, 4.8),
+        DecodeRow(32, 1024, 5.6),
+        DecodeRow(64, 1024, 6.9),
+        DecodeRow(128, 1024, 9.6),
+        DecodeRow(256, 1024, 17.2),
+        DecodeRow(48, 16_384, 32.4),
     ),
     prefill=(Prefill(2048, 58.0), Prefill(8192, 257.0)),
     engine_streams=(1, 64),
     output_len=128,
     input_len=1024,
-    verify=(Row(1, 1024), Row(8, 1024), Row(1, 16_384)),
-    adapted=(Row(1, 1024), Row(8, 1024), Row(64, 1024)),
+    verify=(DecodeRow(1, 1024), DecodeRow(8, 1024), DecodeRow(1, 16_384)),
+    adapted=(DecodeRow(1, 1024), DecodeRow(8, 1024), DecodeRow(64, 1024)),
 )
 SMALL = Plan(
     LLAMA_1B,
-    decode=(Row(1, 1024), Row(64, 1024)),
+    decode=(DecodeRow(1, 1024), DecodeRow(64, 1024)),
     prefill=(),
     engine_streams=(1,),
     output_len=128,
     input_len=1024,
-    verify=(Row(1, 1024),),
-    adapted=(Row(8, 1024),),
+    verify=(DecodeRow(1, 1024),),
+    adapted=(DecodeRow(8, 1024),),
 )
 SMOKE = Plan(
     TINY,
-    decode=(Row(1, 64), Row(4, 64)),
+    decode=(DecodeRow(1, 64), DecodeRow(4, 64)),
     prefill=(Prefill(64),),
     engine_streams=(1, 4),
     output_len=8,
     input_len=32,
-    verify=(Row(1, 64), Row(2, 64)),
+    verify=(DecodeRow(1, 64), DecodeRow(2, 64)),
     verified=(1, 5),
-    adapted=(Row(4, 64),),
+    adapted=(DecodeRow(4, 64),),
     adapters=(2,),
     ranks=(4,),
 )
@@ -161,18 +171,24 @@ class Ceilings:
     copy_rate: float
     product_rate: float
 
-    def decode_ms(self, shape: ModelShape, row: Row) -> float:
-        """The least a decode step can take: weights read once or multiplied, and every sequence's keys and values read."""
+    def decode_ms(self, shape: ModelShape, row: DecodeRow, tokens: int = 1) -> float:
+        """The least a decode step can take, of ``tokens`` of each sequence: weights read once or multiplied, and every sequence's
+        keys and values read.
+        """
         weights = shape.step_weights * shape.number_bytes / self.copy_rate
-        products = 2 * shape.step_weights * row.streams / self.product_rate
+        products = 2 * shape.step_weights * row.streams * tokens / self.product_rate
         return max(weights, products) * 1e3 + shape.layers * self.attention_ms(shape, row)
 
-    def attention_ms(self, shape: ModelShape, row: Row) -> float:
+    def attention_ms(self, shape: ModelShape, row: DecodeRow) -> float:
         """The least that attention of a layer can take in a decode step."""
         return row.streams * row.context * shape.kv_bytes_per_token / shape.layers / self.copy_rate * 1e3
 
     def prefill_ms(self, shape: ModelShape, prefill: Prefill) -> float:
         """The least a prompt can take: all tokens through the layers, attention to half of the square, one row of logits."""
         layers = shape.step_weights - shape.vocab * shape.hidden
-        scores = 2 * shape.layers * shape.heads * shape.head_size * prefill.tokens**2
-        return (2 * layers * prefill.tokens + scores) / self.product_rate * 1e3
+        products = 2 * layers * prefill.tokens / self.product_rate * 1e3
+        return products + shape.layers * self.scores_ms(shape, prefill)
+
+    def scores_ms(self, shape: ModelShape, prefill: Prefill) -> float:
+        """The least that attention of a layer can take in a prompt."""
+        return 2 * shape.heads * shape.head_size * prefill.tokens**2 / self.product_rate * 1e3

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -134,26 +133,6 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 ARCHITECTURES = tuple(_FAMILIES)
 """Model types, as transformers calls them (but ``gemma3``), whose tokens the parity tests compare."""
-
-_KINDS = {
-    "deepseek_v3",  # keys and values in a latent
-    "gemma2",  # scores that are capped
-    "gemma3",  # windows beside full attention
-    "gpt2",  # learned positions
-    "gpt_bigcode",  # one key head
-    "gpt_oss",  # sinks
-    "llama",
-    "llama4_text",  # chunks of attention, layers without positions
-    "mistral",  # windows alone
-    "mixtral",  # experts
-    "phi",  # positions in a part of a head, attention beside the MLP
-    "qwen2",  # biases
-    "qwen3",  # norms of queries and keys
-}
-QUICK_ARCHITECTURES = tuple(
-    name if name in _KINDS else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES
-)
-"""All of them, of which one of each kind is not left to ``make test-slow``."""
 
 
 def tiny_config(architecture: str, **changes: Any) -> PretrainedConfig:

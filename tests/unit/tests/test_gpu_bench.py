@@ -1,13 +1,23 @@
-"""What ``make bench-gpu`` reckons with, and what it says without a GPU."""
+"""Floors, batches and tables of ``make bench-gpu``."""
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
 from transformers import AutoConfig
 
-from tests.benchmarks.gpu import passes, report
-from tests.benchmarks.gpu.shapes import FULL, LLAMA_1B, LLAMA_8B, SMOKE, Ceilings, Prefill, Row
+from penstock_enginecore.attention.base import IntArray
+from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
+from penstock_enginecore.forward.build import BuiltForward
+from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
+from tests.benchmarks.gpu import names, passes, phases, report
+from tests.benchmarks.gpu.batches import decode_batch, prefill_batch, verify_batch
+from tests.benchmarks.gpu.decoder import Decoder
+from tests.benchmarks.gpu.shapes import FULL, LLAMA_1B, LLAMA_8B, SMOKE, Ceilings, DecodeRow, Prefill
+from tests.device.phases import Settings
+from tests.device.records import Results
 
 H200 = Ceilings(copy_rate=4.3e12, product_rate=780e12)
 
@@ -15,14 +25,14 @@ H200 = Ceilings(copy_rate=4.3e12, product_rate=780e12)
 @pytest.mark.parametrize(
     ("row", "floor"),
     [
-        (Row(1, 1024), 3.52),
-        (Row(32, 1024), 4.49),
-        (Row(128, 1024), 7.49),
-        (Row(256, 1024), 12.9),
-        (Row(64, 16_384), 35.5),
+        (DecodeRow(1, 1024), 3.52),
+        (DecodeRow(32, 1024), 4.49),
+        (DecodeRow(128, 1024), 7.49),
+        (DecodeRow(256, 1024), 12.9),
+        (DecodeRow(64, 16_384), 35.5),
     ],
 )
-def test_floors_of_decode_steps(row: Row, floor: float):
+def test_floors_of_decode_steps(row: DecodeRow, floor: float):
     assert H200.decode_ms(LLAMA_8B, row) == pytest.approx(floor, rel=0.03)
 
 
@@ -53,7 +63,7 @@ def test_idle_is_what_no_launch_covers(spans: list[tuple[float, float]], idle: f
 
 
 def test_a_decode_batch_has_blocks_of_its_own_for_each_stream():
-    batch, rows = passes.decode_batch(SMOKE, Row(3, 40))
+    batch, rows = decode_batch(SMOKE, DecodeRow(3, 40))
     (metadata,) = batch.attention
     assert sorted(metadata.block_table.ravel().tolist()) == list(range(1, 10))
     assert metadata.positions().tolist() == batch.positions.tolist() == [39] * 3
@@ -61,30 +71,179 @@ def test_a_decode_batch_has_blocks_of_its_own_for_each_stream():
     assert rows.tolist() == [0, 1, 2]
 
 
-def test_what_was_not_measured_is_called_so():
-    lines = list(report.lines(FULL, {"shape": "8B"}))
-    rows = [line for line in lines if line.startswith("| 64 | 1024")]
-    assert rows == ["| 64 | 1024 | unmeasured | 6.90 | unmeasured | unmeasured | unmeasured |"]
+def test_steps_that_verify_drafts_multiply_by_each_token():
+    one, many = (H200.decode_ms(LLAMA_8B, DecodeRow(64, 1024), tokens) for tokens in (1, 12))
+    assert one == pytest.approx(5.53, rel=0.03)
+    assert many - one == pytest.approx(2 * 12 * 64 * 7.5e9 / 780e9 - 3.5, rel=0.05)
 
 
-def test_the_price_of_batch_invariance_stands_beside_the_default():
-    found = [{"ms": 3.0, "same_bits": True}, {"ms": 5.0, "same_bits": False}]
-    usual = [{"ms": 2.0}, {"ms": 4.0}]
-    results = {
-        "invariant": {"decode": found, "prefill": [{"ms": 8.0, "same_bits": True}]},
-        "passes": {"computing": "kernels", "decode": usual, "prefill": [{"ms": 8.0}]},
-    }
+def test_rows_have_names_of_their_own():
+    for settings in (Settings("8B"), Settings("1B"), Settings("tiny", cpu=True), Settings("8B", jobs=4)):
+        for phase in phases.PHASES:
+            rows = [row.name for stage in phase.load(settings) for row in stage.rows]
+            assert len(rows) == len(set(rows)), phase.name
+
+
+def test_kernels_are_compiled_for_the_sizes_of_the_steps_dealt_out_to_processes():
+    [phase] = [phase for phase in phases.PHASES if phase.name == "compile"]
+    [stage] = phase.load(Settings("8B", jobs=3))
+    assert [row.name for row in stage.rows] == ["decodes of 1, 48, 256", "decodes of 8, 64", "decodes of 32, 128"]
+
+
+MEASURED = Results(
+    session={"shape": "tiny"},
+    found={
+        ("machine", "machine"): {"device": "H200", "torch": "2.11"},
+        ("ceilings", "copy"): {"rate": 4.6e8},
+        ("ceilings", "product"): {"rate": 780e12},
+        ("passes", "decode 1 x 64"): {"ms": 2.0, "computing": "fused decoder", "not_replayed": ""},
+        ("passes", "decode 4 x 64"): {"ms": 4.0, "computing": "fused decoder", "not_replayed": ""},
+        ("passes", "prompt of 64"): {"ms": 8.0, "computing": "fused decoder"},
+        ("passes", "verify 1 x 64, 1 tokens"): {"ms": 2.0},
+        ("passes", "verify 1 x 64, 5 tokens"): {"ms": 3.0},
+        ("passes", "launched 1 x 64"): {"ms": 5.0},
+        ("passes", "idle"): {"ms": 4.0, "idle": 0.034, "streams": 4, "launches": 12.0},
+        ("invariant", "decode 1 x 64"): {"ms": 3.0, "same_bits": True, "computing": "modules"},
+        ("invariant", "decode 4 x 64"): {"ms": 5.0, "same_bits": False, "computing": "fused decoder"},
+        ("engine", "in-process, 1 streams"): {"tokens_per_s": 300.0, "itl_ms": 2.5},
+    },
+    errors={("lora", "build model"): {"error": "RuntimeError: made to fail\nbehind it"}},
+    unrun={("peers", "transformers"): "the budget was over"},
+)
+
+
+def table(results: Results, head: str) -> list[str]:
     lines = list(report.lines(SMOKE, results))
-    first = lines.index("| batch invariant | ms | beside the default | same bits |") + 2
-    assert lines[first : first + 3] == [
-        "| 1 x 64 | 3.00 | 1.50x | yes |",
-        "| 4 x 64 | 5.00 | 1.25x | NO |",
-        "| prompt of 64 | 8.00 | 1.00x | yes |",
+    first = lines.index(f"| {head} |") + 2
+    return lines[first : lines.index("", first)]
+
+
+def test_what_was_not_measured_is_called_so():
+    lines = list(report.lines(FULL, Results()))
+    assert "| 64 | 1024 | unmeasured | 6.90 | unmeasured | unmeasured | unmeasured |" in lines
+    assert "Ceilings: unmeasured." in lines
+    assert "Device idle while decoding: unmeasured." in lines
+    assert table(Results(), "load | streams | tokens/s | ms a token | of the floor")[0] == (
+        "| in-process | 1 | unmeasured | unmeasured | unmeasured |"
+    )
+
+
+def test_each_phase_says_what_computed_it():
+    assert table(MEASURED, "phase | computing | graphs") == [
+        "| passes | fused decoder | used |",
+        "| invariant | fused decoder, modules | unmeasured |",
+        "| lora | unmeasured | unmeasured |",
+        "| engine | unmeasured | unmeasured |",
     ]
-    assert "| prompt of 64 | unmeasured | unmeasured | unmeasured |" in report.lines(SMOKE, {})
 
 
-def test_a_phase_that_failed_is_told_and_its_figures_are_unmeasured():
-    lines = list(report.lines(SMOKE, {"device": "CPU", "passes": {"error": "not within 150 s"}}))
-    assert lines[-1] == "Phase passes failed: not within 150 s"
-    assert "Computing with: unmeasured." in lines
+def test_steps_stand_beside_their_floors_and_one_another():
+    assert table(MEASURED, "streams | context | floor ms | target ms | ms | of the floor | tokens/s") == [
+        "| 1 | 64 | 1.00 | none | 2.00 | 50% | 500 |",
+        "| 4 | 64 | 1.21 | none | 4.00 | 30% | 1000 |",
+    ]
+    assert table(MEASURED, "streams | context | tokens of each | ms | of the floor | beside one token")[:3] == [
+        "| 1 | 64 | 1 | 2.00 | 50% | 1.00x |",
+        "| 1 | 64 | 5 | 3.00 | 33% | 1.50x |",
+        "| 2 | 64 | 1 | unmeasured | unmeasured | unmeasured |",
+    ]
+    assert table(MEASURED, "batch invariant | ms | of the floor | beside the default | same bits") == [
+        "| decode 1 x 64 | 3.00 | 33% | 1.50x | yes |",
+        "| decode 4 x 64 | 5.00 | 24% | 1.25x | NO |",
+        "| prompt of 64 | unmeasured | unmeasured | unmeasured | unmeasured |",
+    ]
+    assert table(MEASURED, "without graphs, streams | context | ms | of the floor | beside graphs") == [
+        "| 1 | 64 | 5.00 | 20% | 2.50x |",
+        "| 4 | 64 | unmeasured | unmeasured | unmeasured |",
+    ]
+
+
+def test_failed_rows_and_those_that_were_not_run_are_listed():
+    lines = list(report.lines(SMOKE, MEASURED))
+    assert lines[-3:] == [
+        "Device idle while decoding: 3.4% at 4 streams, 12 launches a step.",
+        "Failed: lora: build model: RuntimeError: made to fail behind it",
+        "Not run: peers: transformers: the budget was over",
+    ]
+
+
+def test_the_decode_step_that_idleness_is_measured_of_is_also_run_without_graphs():
+    assert names.idle_row(FULL).streams == 64
+    assert [row.streams for row in names.launched_rows(FULL)] == [1, 64]
+    rows = [row.name for stage in passes.stages(Settings("8B")) for row in stage.rows]
+    assert {"idle", "launched 1 x 1024", "launched 64 x 1024"} <= set(rows)
+    assert not {"idle", "launched 1 x 64"} & {
+        row.name for stage in passes.stages(Settings("tiny", True)) for row in stage.rows
+    }
+
+
+NEWEST = 3
+"""What the fake device chooses."""
+
+
+class Forward:
+    """A pass on a device that chooses tokens; keeps what it is given."""
+
+    def __init__(self, *, itself: bool) -> None:
+        self.itself = itself
+        self.batches: list[ForwardBatch] = []
+
+    def run(self, batch: ForwardBatch, rows: IntArray) -> ForwardOutput:
+        self.batches.append(batch)
+        logits = torch.zeros(len(rows), 8)
+        logits[:, NEWEST] = 1.0
+        tokens = (
+            LaunchedTokens(torch.full((2, len(rows)), NEWEST, dtype=torch.int32), len(rows)) if self.itself else None
+        )
+        return ForwardOutput(logits, launched=tokens)
+
+
+class Launcher:
+    def launch(self, logits: torch.Tensor, draws: PlainDraws) -> LaunchedTokens:
+        assert not draws.any_drawn
+        return LaunchedTokens(torch.stack([logits.argmax(-1), 0 * logits.argmax(-1)]).int(), len(logits))
+
+
+def decoder(forward: Forward, launcher: Launcher | None) -> Decoder:
+    built: Any = BuiltForward(cast(Any, forward), cast(Any, None), "fakes", launcher)
+    return Decoder(SMOKE, torch.device("cpu"), built)
+
+
+def test_decode_steps_take_their_tokens_from_the_device_as_in_an_engine():
+    forward = Forward(itself=False)
+    step = decoder(forward, Launcher()).step(*decode_batch(SMOKE, DecodeRow(3, 40)))
+    step()
+    step()
+    batch = forward.batches[-1]
+    assert batch.choice is not None
+    assert batch.fed is not None
+    assert batch.fed.newest is batch.choice.newest
+    token_ids = torch.from_numpy(batch.token_ids.copy())
+    batch.fed.write(token_ids)
+    assert token_ids.tolist() == [NEWEST] * 3
+
+
+def test_of_a_step_that_verifies_drafts_the_first_token_of_each_stream_comes_from_the_device():
+    forward = Forward(itself=True)
+    decoder(forward, Launcher()).step(*verify_batch(SMOKE, DecodeRow(2, 40), 5), per_stream=5)()
+    [batch] = forward.batches
+    assert batch.fed is not None
+    assert batch.fed.places.tolist() == [0, 5]
+    assert batch.choice is not None
+    assert len(batch.choice.kept_rows) == 10
+
+
+def test_a_prompt_is_not_fed_and_without_a_launcher_neither_are_steps():
+    forward = Forward(itself=True)
+    decoder(forward, Launcher()).step(*prefill_batch(SMOKE, Prefill(16)), per_stream=None)()
+    decoder(forward, None).step(*decode_batch(SMOKE, DecodeRow(3, 40)))()
+    assert [batch.fed for batch in forward.batches] == [None, None]
+    assert [batch.choice is None for batch in forward.batches] == [False, True]
+
+
+def test_without_graphs_steps_are_launched_and_graphs_come_back():
+    forward: Any = Forward(itself=True)
+    forward._graphs = graphs = object()
+    with decoder(forward, None).launched():
+        assert forward._graphs is None
+    assert forward._graphs is graphs

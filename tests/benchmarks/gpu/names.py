@@ -1,0 +1,104 @@
+"""Names of rows, shared by the phases, which import torch, and the report, which does not."""
+
+import itertools
+from dataclasses import dataclass
+
+from tests.benchmarks.gpu.shapes import Ceilings, DecodeRow, ModelShape, Plan
+from tests.device.records import Results
+
+IDLE = "idle"
+IN_PROCESS, OVER_GRPC = TARGETS = "in-process", "over gRPC"
+COMPUTING = ("passes", "invariant", "lora", "engine")
+"""Phases whose rows say what computed them."""
+PEER_STREAMS = 32
+"""As many as the targets compare."""
+
+
+def verify(row: DecodeRow, tokens: int) -> str:
+    """Return the name of a step with several tokens of each stream."""
+    return f"verify {row.streams} x {row.context}, {tokens} tokens"
+
+
+def launched(row: DecodeRow) -> str:
+    """Return the name of a decode step without graphs."""
+    return f"launched {row.streams} x {row.context}"
+
+
+def idle_row(plan: Plan) -> DecodeRow:
+    """Return the decode step nearest to 64 streams, which idleness is measured of."""
+    return min(plan.decode, key=lambda each: (abs(each.streams - 64), each.context))
+
+
+def launched_rows(plan: Plan) -> list[DecodeRow]:
+    """Return the decode steps that are also run without graphs: the first one, and that of ``idle_row``."""
+    return list(dict.fromkeys((plan.decode[0], idle_row(plan))))
+
+
+def engine(target: str, streams: int) -> str:
+    """Return the name of an engine under load."""
+    return f"{target}, {streams} streams"
+
+
+def peer_streams(plan: Plan) -> int:
+    """Return how many streams of a peer decode at once."""
+    return min(PEER_STREAMS, max(plan.engine_streams))
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """A decode step with adapters."""
+
+    row: DecodeRow
+    adapters: int
+    rank: int
+
+    @property
+    def name(self) -> str:
+        """The name of its row."""
+        return f"{self.row.name}, {self.adapters} of rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class UpdateCase:
+    """The two kernels of a product, for some rows."""
+
+    product: str
+    rows: int
+    adapters: int
+    rank: int
+
+    @property
+    def name(self) -> str:
+        """The name of its row."""
+        return f"{self.product}, {self.rows} rows, {self.adapters} of rank {self.rank}"
+
+
+def products(shape: ModelShape) -> dict[str, dict[str, tuple[int, int]]]:
+    """Return the products of a layer by name: rows and columns of each matrix."""
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    hidden, inner = shape.hidden, shape.intermediate
+    return {
+        "qkv": {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden)},
+        "output": {"o": (hidden, queries)},
+        "gate_up": {"gate": (inner, hidden), "up": (inner, hidden)},
+        "down": {"down": (hidden, inner)},
+    }
+
+
+def step_cases(plan: Plan) -> list[StepCase]:
+    """Return the steps with adapters of a plan."""
+    every = itertools.product(plan.adapted, plan.ranks, plan.adapters)
+    return [StepCase(row, adapters, rank) for row, rank, adapters in every if adapters <= row.streams]
+
+
+def update_cases(plan: Plan) -> list[UpdateCase]:
+    """Return the updates of single products of a plan."""
+    rows = sorted({row.streams for row in plan.adapted} | {each.tokens for each in plan.prefill[:1]})
+    every = itertools.product(products(plan.shape), plan.ranks, plan.adapters, rows)
+    return [UpdateCase(product, count, adapters, rank) for product, rank, adapters, count in every if count >= adapters]
+
+
+def ceilings(results: Results) -> Ceilings | None:
+    """Return the measured rates of the device, None unless there are both."""
+    copy, product = results.get("ceilings", "copy"), results.get("ceilings", "product")
+    return None if copy is None or product is None else Ceilings(copy["rate"], product["rate"])

@@ -1,0 +1,19 @@
+"""The phases of ``make bench-gpu``. Imports no torch.
+
+Seconds are those of an H100 or H200 with the shape of Llama 3.1 8B. ``worth`` weighs what a phase's figures decide: the forward
+pass first, since others are compared to it; then what has been measured least.
+"""
+
+from tests.device.phases import ALWAYS, Phase
+
+PHASES = [
+    Phase("machine", "tests.benchmarks.gpu.machine:stages", seconds=4, step=ALWAYS),
+    Phase("ceilings", "tests.benchmarks.gpu.ceilings:stages", seconds=8, step=1),
+    Phase("compile", "tests.benchmarks.gpu.compiling:stages", seconds=45, step=1, isolated=True, host=True),
+    Phase("kernels", "tests.benchmarks.gpu.kernels:stages", seconds=30, worth=6),
+    Phase("passes", "tests.benchmarks.gpu.passes:stages", seconds=90, worth=20),
+    Phase("lora", "tests.benchmarks.gpu.lora:stages", seconds=70, worth=7),
+    Phase("engine", "tests.benchmarks.gpu.engine:stages", seconds=120, worth=10),
+    Phase("invariant", "tests.benchmarks.gpu.invariant:stages", seconds=80, worth=6),
+    Phase("peers", "tests.benchmarks.gpu.peers:stages", seconds=60, worth=3),
+]

@@ -1,0 +1,28 @@
+"""The phases of ``make check-gpu``: one, whose rows are processes of their own."""
+
+from functools import partial
+from typing import Any
+
+from tests.device.phases import ALWAYS, Phase, Row, Settings, Stage
+
+PHASES = [
+    Phase("machine", "tests.benchmarks.gpu.machine:stages", seconds=4, step=ALWAYS),
+    Phase("checks", "tests.device.check_phases:stages", seconds=120, isolated=True),
+]
+_LIMIT = 120.0
+_CPU_LIMIT = 15.0
+"""Behind ``patience``, which multiplies it on a CPU."""
+
+
+def stages(settings: Settings) -> list[Stage]:
+    """Return a row for each check."""
+    from tests.device.checks import CHECKS  # torch and transformers
+
+    device = "cpu" if settings.cpu else "cuda"
+
+    def run(check: Any, _: None) -> dict[str, Any]:
+        found: dict[str, Any] = check(device)
+        return found
+
+    limit = _CPU_LIMIT if settings.cpu else _LIMIT
+    return [Stage("checks", [Row(name, partial(run, check), limit) for name, check in CHECKS.items()])]

@@ -1,0 +1,93 @@
+"""A run's parts: a phase is a process, its stages build what rows share, and a row is one measurement or check.
+
+Standard library only: the parent process, which imports neither torch nor this project's services, reads these classes too.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+ALWAYS = 0
+"""The step of phases that ``--only`` does not leave out."""
+LAST = 9
+"""The step of phases that run alone on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What every phase of a run is told. ``capability``: compute capability of the GPU (90 is 9.0), None on a CPU."""
+
+    shape: str = "8B"
+    cpu: bool = False
+    capability: int | None = None
+    jobs: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement. ``measure`` gets what the stage has built and returns values that JSON can hold. ``limit``: seconds."""
+
+    name: str
+    measure: Callable[[Any], dict[str, Any]]
+    limit: float = 30.0
+
+
+def nothing() -> AbstractContextManager[Any]:
+    """Return what a stage opens whose rows share nothing."""
+    return nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Rows that share what ``build`` opens. ``limit``: seconds for building; it counts as a row named after the stage."""
+
+    name: str
+    rows: Sequence[Row]
+    build: Callable[[], AbstractContextManager[Any]] = nothing
+    limit: float = 60.0
+
+    @property
+    def build_name(self) -> str:
+        """The name of the row that building is."""
+        return f"build {self.name}"
+
+    @property
+    def close_name(self) -> str:
+        """The name of the row that closing is, where other stages follow."""
+        return f"close {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase, without importing it.
+
+    Attributes:
+        name: Short, for ``--only``.
+        stages: ``module:function``; the function takes ``Settings`` and returns the phase's stages without touching a device.
+        seconds: Expected duration on a GPU. After twice as long the phase is left, and its other rows run behind all phases.
+        worth: How much its figures are wanted. Phases run in the order of worth per second.
+        step: Phases of the same number run at the same time, before those of higher numbers. Those of ``LAST`` run alone.
+        isolated: Every row is a process of its own, several at a time.
+        host: Needs no device.
+    """
+
+    name: str
+    stages: str
+    seconds: float = 60.0
+    worth: float = 1.0
+    step: int = LAST
+    isolated: bool = False
+    host: bool = False
+
+    def load(self, settings: Settings) -> list[Stage]:
+        """Import the phase's module and return its stages. Raises whatever the import raises."""
+        module, _, function = self.stages.partition(":")
+        found: list[Stage] = getattr(importlib.import_module(module), function)(settings)
+        return found
+
+
+def in_order(phases: Sequence[Phase]) -> list[Phase]:
+    """Return the phases by step, then by worth per second."""
+    return sorted(phases, key=lambda phase: (phase.step, -phase.worth / phase.seconds))

@@ -1,0 +1,96 @@
+"""Rows of a phase that a process is running, as far as its records tell."""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_STACK_SECONDS = 1.0
+"""How long a process that is to be killed has for writing its stack."""
+
+
+class Task:
+    """A process for ``rows`` of a phase.
+
+    Args:
+        number: Names it in records and to the nursery.
+        phase: Its name.
+        rows: Names of rows, in order.
+        until: ``time.monotonic()`` after which it begins no row.
+        start_limit: Seconds until a row begins, and from the end of one to the begin of the next.
+        log: The file of its output.
+    """
+
+    def __init__(
+        self, number: int, phase: str, rows: Sequence[str], *, until: float, start_limit: float, log: Path
+    ) -> None:
+        self.number = number
+        self.phase = phase
+        self.rows = rows
+        self.until = until
+        self.log = log
+        self.left = list(rows)
+        """Rows that have not ended."""
+        self.current: str | None = None
+        """The row that has begun and not ended, building and closing included."""
+        self.pid: int | None = None
+        self.killed = ""
+        """Why it was killed."""
+        self._start_limit = start_limit
+        self._since = time.monotonic()
+        self._limit = start_limit
+        self._kill_at: float | None = None
+
+    def follow(self, record: dict[str, Any]) -> None:
+        """Take in one of its records."""
+        name = record["row"]
+        if record["kind"] == "begin":
+            self.current, self._since, self._limit = name, record["at"], record["limit"]
+            return
+        if name in self.left:
+            self.left.remove(name)
+        if name == self.current:
+            self.current, self._since, self._limit = None, time.monotonic(), self._start_limit
+
+    def check(self, now: float, budget_end: float) -> None:
+        """Kill it if a row takes too long or the budget is over. First it is asked for the stacks of its threads."""
+        if self.pid is None:
+            return
+        if self._kill_at is not None:
+            if now >= self._kill_at:
+                self._signal(signal.SIGKILL, group=True)
+            return
+        if now >= budget_end:
+            self.killed = "the budget was over"
+        elif now - self._since > self._limit:
+            self.killed = f"not within {self._limit:.0f} s"
+        else:
+            return
+        self._signal(signal.SIGUSR1)
+        self._kill_at = now + _STACK_SECONDS
+
+    def kill(self) -> None:
+        """Kill it and what it has started, at once."""
+        self._signal(signal.SIGKILL, group=True)
+
+    def _signal(self, number: signal.Signals, *, group: bool = False) -> None:
+        if self.pid is None:
+            return
+        with suppress(ProcessLookupError):
+            if group:
+                os.killpg(self.pid, number)
+            else:
+                os.kill(self.pid, number)
+
+
+def status_words(status: int) -> str:
+    """Return an exit status in words: negative ones are signals."""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"
