@@ -9,6 +9,7 @@ import torch
 from penstock_enginecore.attention.base import AttentionMetadata
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.forward.base import ForwardBatch
+from penstock_enginecore.native.library import KernelsError, find_library
 from tests.benchmarks.gpu import machine, passes
 from tests.benchmarks.gpu.batches import blocks, decode_batch, prefill_batch, prefill_blocks
 from tests.benchmarks.gpu.decoder import Decoder, cache, decoder
@@ -19,13 +20,24 @@ from tests.device.phases import Row, Settings, Stage
 
 def stages(settings: Settings) -> list[Stage]:
     """Return the decode steps and prompts of ``passes``. ``same_bits``: whether the first stream's logits are those that it has
-    alone, and those of a prompt's last token those of a decode step of it.
+    alone, and those of a prompt's last token those of a decode step of it. There are none on a CPU without compiled kernels,
+    which alone are batch-invariant there.
     """
+    if settings.cpu and not _has_kernels():
+        return []
     plan, device = plan_of(settings), machine.pick(settings)
     rows = [Row(row.name, partial(_decode, row=row)) for row in plan.decode]
     rows += [Row(prompt.name, partial(_prefill, prompt=prompt)) for prompt in plan.prefill]
     build = partial(decoder, plan, device, KernelsConfig(batch_invariant=True))
     return [Stage("model", rows, build, passes.BUILD_LIMIT)]
+
+
+def _has_kernels() -> bool:
+    try:
+        find_library("auto")
+    except KernelsError:
+        return False
+    return True
 
 
 @torch.inference_mode()

@@ -8,7 +8,7 @@ import torch
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.forward.cuda.kernels.attention import Scratch, attend
 from penstock_enginecore.forward.cuda.launches import GroupInputs
-from tests.benchmarks.gpu import machine
+from tests.benchmarks.gpu import interpreter, machine
 from tests.benchmarks.gpu.plans import plan_of
 from tests.benchmarks.gpu.shapes import BLOCK_SIZE, DecodeRow, ModelShape, Prefill
 from tests.device.phases import Row, Settings, Stage
@@ -20,6 +20,7 @@ ROUNDS = 30
 
 def stages(settings: Settings) -> list[Stage]:
     """Return a row for each decode step and prompt: attention of one layer of the shape."""
+    interpreter.prepare(settings)
     plan, device = plan_of(settings), machine.pick(settings)
     shape, dtype = plan.shape, getattr(torch, plan.shape.dtype)
     rounds = 1 if settings.cpu else ROUNDS

@@ -12,7 +12,7 @@ from penstock_enginecore.forward.cuda.buffers import padded_shape
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate
 from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.lora.slot_memory import Place
-from tests.benchmarks.gpu import machine
+from tests.benchmarks.gpu import interpreter, machine
 from tests.benchmarks.gpu.batches import blocks, decode_batch
 from tests.benchmarks.gpu.decoder import Decoder, cache, decoder
 from tests.benchmarks.gpu.names import StepCase, UpdateCase, products, step_cases, update_cases
@@ -32,6 +32,7 @@ def stages(settings: Settings) -> list[Stage]:
     their slots. Rows of ``updates`` have milliseconds of the two kernels of a product, and their largest difference from float64,
     as a share of the largest number.
     """
+    interpreter.prepare(settings)
     plan, device = plan_of(settings), machine.pick(settings)
     limits = SlotLimits(max(plan.adapters), max(plan.ranks))
     updates = [Row(case.name, partial(_update, plan, case, limits, device)) for case in update_cases(plan)]

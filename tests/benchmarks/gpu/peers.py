@@ -1,6 +1,7 @@
 """Others at the same load on the same device: transformers' continuous batching, and vLLM where it is installed."""
 
 import importlib.util
+import inspect
 import random
 import tempfile
 import time
@@ -69,7 +70,8 @@ def _transformers(path: Path, plan: Plan, device: torch.device) -> Generate:
     model.eval().requires_grad_(False)
     sizes = None
     if device.type == "cpu":  # whose memory it does not find out by itself
-        sizes = ContinuousBatchingConfig(page_size=BLOCK_SIZE, num_blocks=64, max_batch_tokens=64)
+        blocks = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
+        sizes = ContinuousBatchingConfig(**{blocks: BLOCK_SIZE}, num_blocks=64, max_batch_tokens=64)
 
     def generate(prompts: list[list[int]], count: int) -> None:
         config = GenerationConfig(  # type: ignore[no-untyped-call]

@@ -52,6 +52,8 @@ def test_a_run_without_rows_fails() -> None:
 def test_a_row_is_one_line_with_its_values_or_its_error() -> None:
     record = {"kind": "row", "phase": "passes", "row": "decode 1 x 64", "seconds": 1.25, "found": {"ms": 3.14159265}}
     assert row_line(record) == "ok   passes: decode 1 x 64                 1.2 s  {ms: 3.142}"
+    told = {"kind": "row", "phase": "passes", "row": "build model", "found": {"computing": "fused decoder"}}
+    assert row_line(told).endswith("{computing: fused decoder}")
     failed = {"kind": "error", "phase": "lora", "row": "step", "error": "first\nsecond"}
     assert row_line(failed) == "FAIL lora: step                            0.0 s  first second"
     wrong = {"kind": "row", "phase": "checks", "row": "draws", "found": {"ok": False, "says": "0.1"}}

@@ -1,0 +1,27 @@
+"""Triton's interpreter, which runs the kernels of a tiny run on a CPU."""
+
+import functools
+from importlib.metadata import version
+from typing import Any
+
+from tests.device.phases import Settings
+
+
+def prepare(settings: Settings) -> None:
+    """Let Triton before 3.7 interpret kernels beside numpy 2.4 or later, where arrays of one element are no indices any more."""
+    if settings.cpu and version("triton").startswith(("3.5.", "3.6.")):
+        _adapt()
+
+
+@functools.cache
+def _adapt() -> None:
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        # The first change has kept what is put back behind the kernel.
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    interpreter._patch_lang_tensor = patch_with_index
