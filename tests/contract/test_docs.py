@@ -130,7 +130,7 @@ def ids(found: Command | Span | Block) -> str:
 
 def test_every_command_is_in_a_block_that_says_so() -> None:
     known = re.compile(
-        rf"(\$ )?(\w+=\S+ )*({'|'.join(OTHER_PROGRAMS)}|penstock|make|python|\.venv/bin/python|grpcurl) \S"
+        rf"(\$ )?(\w+=\S+ )*({'|'.join(OTHER_PROGRAMS)}|penstock|make|python3?|\.venv/bin/python|grpcurl) \S"
     )
     unlabelled = [
         f"{block.place}: {line}" for block in blocks("") for line in block.code.splitlines() if known.match(line)
@@ -145,7 +145,7 @@ def test_a_command_can_be_given_as_it_stands(command: Command) -> None:
             check_penstock(command, arguments)
         elif program == "make":
             assert {word for word in arguments if "=" not in word} <= targets()
-        elif program in ("python", ".venv/bin/python"):
+        elif program in ("python", "python3", ".venv/bin/python"):
             check_python(arguments)
         elif program == "grpcurl":
             check_grpcurl(arguments)

@@ -83,6 +83,7 @@ COMMANDS_NOT_RUN = {
         "trains for half an hour, or works on what came of it",
     ),
     ".venv/bin/python -m tests.benchmarks.peers": "measures for an hour",
+    "python3 tests/device/bare.py": "is for a machine with a GPU",
 }
 BLOCKS_NOT_RUN = {
     "Qwen/Qwen3-0.6B": "is on the hub",

@@ -71,7 +71,8 @@ def _transformers(path: Path, plan: Plan, device: torch.device) -> Generate:
     sizes = None
     if device.type == "cpu":  # whose memory it does not find out by itself
         blocks = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
-        sizes = ContinuousBatchingConfig(**{blocks: BLOCK_SIZE}, num_blocks=64, max_batch_tokens=64)
+        make_sizes: Any = ContinuousBatchingConfig
+        sizes = make_sizes(**{blocks: BLOCK_SIZE}, num_blocks=64, max_batch_tokens=64)
 
     def generate(prompts: list[list[int]], count: int) -> None:
         config = GenerationConfig(  # type: ignore[no-untyped-call]
