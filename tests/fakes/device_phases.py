@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tests.device.faults import KINDS
 from tests.device.phases import ALWAYS, Phase, Row, Settings, Stage
 
 _HERE = "tests.fakes.device_phases"
@@ -15,6 +16,7 @@ PHASES = [
     Phase("host", f"{_HERE}:host", seconds=10, step=1, host=True),
 ]
 BROKEN = Phase("broken", f"{_HERE}:not_there")
+HANGING = Phase("hanging", f"{_HERE}:hanging")
 NO_DEVICE = Phase("machine", f"{_HERE}:no_device", step=ALWAYS)
 
 
@@ -54,6 +56,11 @@ def apart(settings: Settings) -> list[Stage]:
 def host(settings: Settings) -> list[Stage]:
     """Return a row that needs no device."""
     return [Stage("rows", [_row("compile")])]
+
+
+def hanging(settings: Settings) -> list[Stage]:
+    """Return a row that hangs, whose limit is short, between others."""
+    return [Stage("rows", [_row("before"), Row("hangs", lambda _: KINDS["hang"]() or {}, 1.0), _row("behind")])]
 
 
 def no_device(settings: Settings) -> list[Stage]:

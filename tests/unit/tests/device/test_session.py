@@ -9,10 +9,8 @@ from typing import Any
 from tests.device.phases import Phase, Settings
 from tests.device.records import FILE, Results, read
 from tests.device.session import Options, Session
-from tests.fakes.device_phases import BROKEN, NO_DEVICE, PHASES
+from tests.fakes.device_phases import BROKEN, HANGING, NO_DEVICE, PHASES
 
-HANGS = 1.0
-"""The limit, in seconds, of rows that are made to hang."""
 FIRST = [("first", f"row {i}") for i in range(4)] + [("first", "last")]
 ROWS = [("host", "compile"), *FIRST, ("second", "one"), ("second", "two")] + [("apart", f"check {i}") for i in range(3)]
 
@@ -67,12 +65,12 @@ def test_stray_lines_on_stdout_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_a_row_that_hangs_is_killed_and_the_rest_goes_on_in_a_fresh_process(tmp_path: Path) -> None:
-    results = run(tmp_path, {"first/row 1": "hang"}, limit=HANGS)
-    assert sorted(measured(results)) == sorted(set(ROWS) - {("first", "row 1")})
-    error = results.errors["first", "row 1"]
+    results = run(tmp_path, phases=[HANGING, *PHASES])
+    assert sorted(measured(results)) == sorted([*ROWS, ("hanging", "before"), ("hanging", "behind")])
+    error = results.errors["hanging", "hangs"]
     assert error["error"] == "not within 1 s"
     assert "_hang" in error["stderr"], "the stack of the thread that hung"
-    assert results.found["first", "row 0"]["pid"] != results.found["first", "row 2"]["pid"]
+    assert results.found["hanging", "before"]["pid"] != results.found["hanging", "behind"]["pid"]
 
 
 def test_a_process_that_a_signal_kills_is_followed_by_another(tmp_path: Path) -> None:
