@@ -164,7 +164,11 @@ def test_weights_that_bfloat16_holds_are_kept_in_it(library: NativeLibrary) -> N
         for parameter in experts.parameters():
             parameter.copy_(parameter.bfloat16())
     packed = PackedExperts(library, experts)
-    assert 2 * packed.num_bytes == whole
+    if library.isa == "amx":  # whose tiles have 32 columns: 40 of the first product become 64
+        rows, padded = 128 + 64, 64
+        assert 2 * packed.num_bytes == whole * (rows * padded) // (128 * 40 + 64 * 64)
+    else:
+        assert 2 * packed.num_bytes == whole
     step = route(8)
     torch.testing.assert_close(packed(*step), experts(*step), rtol=1e-4, atol=1e-4)
 

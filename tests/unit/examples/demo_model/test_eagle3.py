@@ -100,7 +100,8 @@ def test_the_first_place_of_all_chains_is_one_pass(
         whole = head(table[row[:, 1:]], head.fc(aux))
         torch.testing.assert_close(head.unroll(table[row[:, 1:]], aux, 1)[0], whole)
         part = head(table[row[:, 1:11]], head.fc(aux[:, :10]))
-    torch.testing.assert_close(part, whole[:, :10], rtol=1e-4, atol=1e-5)
+    # Products of other shapes round differently, by a share of the largest numbers that they add up.
+    torch.testing.assert_close(part, whole[:, :10], rtol=1e-4, atol=1e-5 * whole.abs().max().item())
 
 
 def test_the_layer_is_transformers_layer_where_the_token_does_not_count(
