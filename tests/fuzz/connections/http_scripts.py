@@ -36,7 +36,7 @@ _MOST_CHUNKS = 400_000
 
 def head(method: bytes, path: bytes, headers: bytes = b"") -> bytes:
     """A request without its body. ``headers``: lines that each end with CR LF."""
-    return method + b" " + path + b" HTTP/1.1\r\nhost: x\r\n" + headers + b"\r\n"
+    return method + b" " + path + b" HTTP/1.1\r\nhost: localhost\r\n" + headers + b"\r\n"
 
 
 def post(path: bytes, body: bytes, headers: bytes = b"") -> bytes:
@@ -131,7 +131,7 @@ def long_lines(rng: Random, hold: float) -> Script:
             head(b"GET", b"/ping", b"x" * size + b": v\r\n" + _CLOSE),
             head(b"GET", b"/ping?" + b"q" * size, _CLOSE),
             head(b"G" * size, b"/ping", _CLOSE),
-            b"GET /ping HTTP/1.1\r\nhost: x\r\nx-endless: " + b"v" * size,
+            b"GET /ping HTTP/1.1\r\nhost: localhost\r\nx-endless: " + b"v" * size,
             b"GET /" + b"p" * size,
         )
     )
