@@ -12,8 +12,8 @@ from tests.fuzz.rpc_calls import End
 
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d\d\d) ?[^\r\n]*\r\n")
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
-_GRPC_STATUS = re.compile(rb"grpc-status.{,120}", re.DOTALL)
-"""As gRPC's servers write it, with what follows."""
+_GRPC_STATUS = re.compile(rb"grpc-status[\x01\x02](\d{1,2})(?:.{,3}grpc-message.([ -~]*))?", re.DOTALL)
+"""As gRPC's servers write both headers: a byte for the length, and a value that is not compressed."""
 _UNANSWERED_PING = b"ping timeout"
 """What a server says to a client that answers no pings, as a busy machine makes it do before it answers the call."""
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding: *chunked\r\n", re.IGNORECASE)
@@ -108,8 +108,8 @@ def _judge_grpc(script: Script, heard: Heard, known: Mapping[str, bytes]) -> End
     if _UNANSWERED_PING in heard.received:  # as every client of these scripts leaves them
         return End("(ping timeout)")
     if len(sent) < script.least:
-        status = _GRPC_STATUS.search(heard.received)
-        why = f"; the call ended with {status[0]!r}" if status else ""
+        found = _GRPC_STATUS.search(heard.received)
+        why = f"; the call ended with status {found[1].decode()} {(found[2] or b'').decode()}" if found else ""
         return End(code, f"{len(sent)} answers to {script.least} calls{why}")
     return End(code, _difference(script, sent, known))
 

@@ -126,8 +126,9 @@ def test_data_beyond_the_window_is_found() -> None:
 
 def test_a_call_that_must_be_answered_is_told_with_what_it_ended_with() -> None:
     script = Script("k", "frontend", [], least=1)
-    problem = judge(script, Heard(header(b"grpc-status", b"1"), closed=False, late=False), {}).problem
-    assert problem.startswith("0 answers to 1 calls; the call ended with b'grpc-status")
+    received = header(b"grpc-status", b"1") + header(b"grpc-message", b"CANCELLED") + b"\0\0\4\3"
+    problem = judge(script, Heard(received, closed=False, late=False), {}).problem
+    assert problem == "0 answers to 1 calls; the call ended with status 1 CANCELLED"
 
 
 async def test_steps_are_played_in_order() -> None:
