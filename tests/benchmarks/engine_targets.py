@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from types import TracebackType
 
 from penstock.common.v1.sampling_pb2 import SamplingParams as WireSamplingParams
@@ -60,7 +60,7 @@ class InProcessEngine:
         """Part of ``OutputSink``."""
         self._loop.call_soon_threadsafe(self._deliver, outputs)
 
-    def broadcast(self, outputs: EngineCoreOutputs) -> None:
+    def broadcast(self, outputs: EngineCoreOutputs, to: Collection[str] | None = None) -> None:
         """Part of ``OutputSink``; cache events are off."""
 
     def draining(self, timeout: float) -> None:

@@ -187,7 +187,6 @@ async def measure(args: argparse.Namespace, model: Path) -> list[Killed]:
         engines=3,
         kv_cache_memory=args.kv_cache,
         frontend_flags={"admin__port": admin_port},
-        cache__enable_kv_events="true",
     ) as cluster:
         for number, case in enumerate(case for case in CASES if not args.case or case.name in args.case):
             load = requests(case, args.streams, args.tokens)

@@ -83,7 +83,7 @@ def serving(model: Path, count: int, num_blocks: int) -> Iterator[dict[EngineSer
         for _ in range(count):
             config = EngineCoreConfig(
                 model=ModelConfig(path=str(model), served_model_name="model", device="cpu"),
-                cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, enable_kv_events=True),
+                cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks),
                 executor=ExecutorConfig(num_threads=1),
                 iteration_log_interval=0.0,
             )

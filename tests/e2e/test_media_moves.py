@@ -42,7 +42,7 @@ class WithAdmin(Cluster):
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[WithAdmin]:
     folder = tmp_path_factory.mktemp("models") / "llava"
     save_multimodal_model("llava", folder)
-    flags = {"scheduler__max_num_batched_tokens": 48, "cache__enable_kv_events": "true"}
+    flags = {"scheduler__max_num_batched_tokens": 48}
     async with WithAdmin(folder, **flags) as running:
         yield running
 

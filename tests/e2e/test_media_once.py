@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     folder = tmp_path_factory.mktemp("models") / "llava"
     save_multimodal_model("llava", folder)
-    async with Cluster(folder, engines=2, frontends=2, cache__enable_kv_events="true") as running:
+    async with Cluster(folder, engines=2, frontends=2) as running:
         yield running
 
 

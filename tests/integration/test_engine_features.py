@@ -9,6 +9,7 @@ import torch
 
 from penstock.common.v1 import finish_pb2
 from penstock.common.v1.sampling_pb2 import SamplingParams
+from penstock_common.block_hash import DIGEST_SIZE
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from tests.fakes.clients.session_client import SessionClient, connected
@@ -176,6 +177,35 @@ async def test_cache_events_tell_what_can_be_found(servers: Servers) -> None:
         assert await client.utility("reset_prefix_cache") is True
         await client.until(lambda: len(client.kv_events) > seen)
         assert client.kv_events[-1].HasField("all_blocks_cleared")
+
+
+async def test_frontends_that_follow_the_cache_are_told_hashes_with_no_setting(servers: Servers) -> None:
+    address = servers().address
+    async with connected(address) as other, connected(address, follows_cache=True) as client:
+        await run(other, "before", max_tokens=6)
+        before = await client.utility("cached_blocks")
+        assert len(before) == (len(PROMPT) + 5) // 4 * DIGEST_SIZE
+        await run(other, "first", prompt=PROMPT[::-1], max_tokens=6)
+        await client.until(lambda: client.kv_events)
+        stored = [event.block_stored for event in client.kv_events]
+        assert not any(event.token_ids for event in stored)
+        hashes = [block_hash for event in stored for block_hash in event.block_hashes]
+        after = await client.utility("cached_blocks")
+        assert set(digests(after)) == set(hashes) | set(digests(before))
+        assert other.kv_events == []
+
+
+async def test_an_engine_without_a_prefix_cache_has_nothing_to_tell(servers: Servers) -> None:
+    async with connected(servers(cache={"enable_prefix_caching": False}).address, follows_cache=True) as client:
+        await run(client, max_tokens=6)
+        ready = (await client.info()).ready
+        assert not {"followed_cache", "kv_events"} & set(ready.capabilities)
+        assert await client.utility("cached_blocks") == b""
+        assert client.kv_events == []
+
+
+def digests(answer: bytes) -> list[bytes]:
+    return [answer[start : start + DIGEST_SIZE] for start in range(0, len(answer), DIGEST_SIZE)]
 
 
 async def test_an_urgent_request_overtakes_those_that_wait(servers: Servers) -> None:

@@ -126,6 +126,7 @@ async def test_ready_comes_first_and_says_what_the_engine_can_hold(servers: Serv
     assert ready.protocol_revision == 1
     assert "generate" in ready.capabilities
     assert "kv_events" not in ready.capabilities
+    assert "followed_cache" in ready.capabilities
 
 
 async def test_ready_says_what_the_tokens_depend_on_which_limits_do_not_change(
@@ -141,7 +142,7 @@ async def test_ready_says_what_the_tokens_depend_on_which_limits_do_not_change(
 
 async def test_ready_says_whether_the_engine_tells_what_it_caches(servers: Servers, connect: Connect) -> None:
     ready = await connect(servers(enable_kv_events=True)).hello()
-    assert "kv_events" in ready.capabilities
+    assert {"followed_cache", "kv_events"} <= set(ready.capabilities)
 
 
 async def test_outputs_arrive_one_frame_per_step_in_order_and_complete(servers: Servers, connect: Connect) -> None:

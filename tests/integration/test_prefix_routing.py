@@ -48,7 +48,7 @@ class Pair:
 def server_at(**cache: Any) -> tuple[str, EngineServer]:
     config = EngineCoreConfig(
         model=ModelConfig(path=str(MODEL), served_model_name="model", device="cpu"),
-        cache=CacheConfig(**{"block_size": 4, "num_blocks": 256, "enable_kv_events": True} | cache),
+        cache=CacheConfig(**{"block_size": 4, "num_blocks": 256} | cache),
         executor=ExecutorConfig(num_threads=1),
     )
     server = EngineServer(config, UniprocExecutor(config)).start().load()

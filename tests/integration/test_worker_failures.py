@@ -59,7 +59,7 @@ class Sink:
         if any(output.offset > 2 for output in outputs.outputs):
             self.busy.set()
 
-    def broadcast(self, outputs: Any) -> None: ...
+    def broadcast(self, outputs: Any, to: Any = None) -> None: ...
 
     def draining(self, timeout: float) -> None:
         self.on_drain()

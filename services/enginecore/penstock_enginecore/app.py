@@ -179,9 +179,12 @@ def _capabilities(config: EngineCoreConfig, engine: EngineCore) -> tuple[str, ..
     more = (*(("lora",) if config.lora.enabled else ()), *(each.modality for each in engine.model.media))
     if engine.model.pooling:
         return (*engine.model.pooling.words, *more)
-    if not config.cache.enable_kv_events:
-        return (*GENERATES, *more)
-    return (*GENERATES, "kv_events", *(("kv_tier_events",) if engine.connector is not None else ()), *more)
+    events: tuple[str, ...] = ("followed_cache",) if config.cache.enable_prefix_caching else ()
+    if config.cache.enable_kv_events:
+        events = (*events, "kv_events")
+    if events and engine.connector is not None:
+        events = (*events, "kv_tier_events")
+    return (*GENERATES, *events, *more)
 
 
 def computes_of(config: EngineCoreConfig, model: ModelInfo) -> dict[str, str]:

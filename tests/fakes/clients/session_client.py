@@ -38,8 +38,9 @@ class SessionClient:
         self.outputs: dict[str, list[pb.EngineCoreOutput]] = {}
         self.kv_events: list[events_pb2.KvCacheEvent] = []
 
-    async def open(self, frontend_id: str) -> pb.Ready:
-        await self._call.write(pb.SessionRequest(hello=pb.Hello(protocol_revision=1, frontend_id=frontend_id)))
+    async def open(self, frontend_id: str, *, follows_cache: bool = False) -> pb.Ready:
+        hello = pb.Hello(protocol_revision=1, frontend_id=frontend_id, follows_cache=follows_cache)
+        await self._call.write(pb.SessionRequest(hello=hello))
         ready = (await self._call.read()).ready
         self._reader = asyncio.create_task(self._read())
         return ready
@@ -112,11 +113,13 @@ class SessionClient:
 
 
 @contextlib.asynccontextmanager
-async def connected(address: str, frontend_id: str = "f") -> AsyncIterator[SessionClient]:
+async def connected(
+    address: str, frontend_id: str = "f", *, follows_cache: bool = False
+) -> AsyncIterator[SessionClient]:
     """An open session."""
     async with make_channel(address) as channel:
         client = SessionClient(service_pb2_grpc.EngineCoreServiceStub(channel))
-        await client.open(frontend_id)
+        await client.open(frontend_id, follows_cache=follows_cache)
         try:
             yield client
         finally:

@@ -174,7 +174,7 @@ class RankThread:
                 self.answers[outputs.utility_output.call_id] = outputs.utility_output
             self.changed.notify_all()
 
-    def broadcast(self, outputs) -> None:
+    def broadcast(self, outputs, to=None) -> None:
         pass
 
     def draining(self, timeout) -> None:

@@ -17,7 +17,7 @@ class BlockMedia(msgspec.Struct, frozen=True):
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that can be found from now on, in a row. ``token_ids``: theirs, concatenated. ``parent_hash``: empty at the
     start of a prompt. ``lora_name``: what the request called its adapter; empty: it had none. ``extra_keys``: the media of each
-    block; empty: none has any. Outside the device only hashes are told, in any order.
+    block; empty: none has any. Outside the device, and by engines that tell no tokens, only hashes are told, in any order.
     """
 
     block_hashes: list[bytes]

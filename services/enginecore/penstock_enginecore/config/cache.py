@@ -41,7 +41,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ) = None
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV blocks of prompts that begin alike.")] = True
     enable_kv_events: Annotated[
-        bool, Meta(description="Tell frontends which prefixes have become reusable and which no longer are.")
+        bool,
+        Meta(
+            description="Tell gateways outside, over frontends, which prefixes have become reusable and which no longer are, "
+            "with their tokens. Frontends that route by prefix are told what they need in any case."
+        ),
     ] = False
 
     host_memory: Annotated[

@@ -33,6 +33,7 @@ from penstock_enginecore.core.queues import (
     AddRequest,
     ClientGone,
     ExecutorFailed,
+    FollowCache,
     GroupChanged,
     HandOver,
     InputMessage,
@@ -79,6 +80,7 @@ class BusyLoop:
         self._utilities = UtilityAnswers(control.utilities, self._queues, self._send_answer)
         self._shutdown = ShutdownState(engine.config.drain_timeout)
         self._idle = True
+        self._cache_followers: frozenset[str] = frozenset()
         self._leases_ended = False
         """Since frontends were told of the load."""
         self.last_step_time = clock()
@@ -118,6 +120,10 @@ class BusyLoop:
     def call_utility(self, client_id: str, call_id: int, method: str, arguments: bytes) -> None:
         """Call a registered method between steps; the answer goes to the client as ``utility_output``."""
         self._queues.put(UtilityCall(client_id, call_id, method, arguments))
+
+    def follow_cache(self, client_id: str) -> None:
+        """Tell a session of every change of the prefix cache from now on. What there was before, ``cached_blocks`` tells."""
+        self._queues.put(FollowCache(client_id))
 
     def client_gone(self, client_id: str) -> None:
         """A session has ended: end its requests."""
@@ -226,7 +232,10 @@ class BusyLoop:
                 self._utilities.answer(message)
             case UtilityDone(call, outcome):
                 self._utilities.send_outcome(call, outcome)
+            case FollowCache(client_id):
+                self._tell_of_cache(self._cache_followers | {client_id})
             case ClientGone(client_id):
+                self._tell_of_cache(self._cache_followers - {client_id})
                 gone = partial(self._engine.abort_client, client_id)
                 _attempt(gone, doing=f"ending the requests of {client_id}, which has gone")
             case ExecutorFailed(error):
@@ -264,7 +273,14 @@ class BusyLoop:
         elif self._group is not None:
             self._emit(self._engine.scheduler.take_outputs())
         if events := self._engine.take_kv_events():
-            self._sink.broadcast(EngineCoreOutputs(kv_events=events, timestamp=self._clock()))
+            to = None if self._engine.config.cache.enable_kv_events else self._cache_followers
+            self._sink.broadcast(EngineCoreOutputs(kv_events=events, timestamp=self._clock()), to)
+
+    def _tell_of_cache(self, followers: frozenset[str]) -> None:
+        """The clients that are told of the prefix cache are others from now on."""
+        if bool(followers) != bool(self._cache_followers):
+            self._engine.record_kv_events(bool(followers))
+        self._cache_followers = followers
 
     def _emit(self, frames: dict[str, EngineCoreOutputs]) -> None:
         for client_id, outputs in frames.items():

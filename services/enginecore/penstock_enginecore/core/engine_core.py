@@ -305,8 +305,12 @@ class EngineCore:
         self._log.count(scheduled, results)
         self.counts.count(scheduled, results)
 
+    def record_kv_events(self, on: bool) -> None:
+        """Record changes of the prefix cache from now on, or no more; with cache.enable_kv_events they always are."""
+        self.scheduler.record_kv_events(on)
+
     def take_kv_events(self) -> list[KvCacheEvent]:
-        """Changes of the prefix cache since the last call; for every client."""
+        """Changes of the prefix cache since the last call."""
         return self.scheduler.take_kv_events()
 
     @property

@@ -5,6 +5,7 @@ that an abort takes effect within the step that is running. Outwards: an ``Outpu
 """
 
 import queue
+from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -57,6 +58,12 @@ class UtilityDone(msgspec.Struct, frozen=True):
     outcome: Future[Any]
 
 
+class FollowCache(msgspec.Struct, frozen=True):
+    """A client wants to know of changes of the prefix cache from now on."""
+
+    client_id: str
+
+
 class ClientGone(msgspec.Struct, frozen=True):
     """A session has ended: so do its requests."""
 
@@ -85,6 +92,7 @@ InputMessage = (
     | HandOver
     | UtilityCall
     | UtilityDone
+    | FollowCache
     | ClientGone
     | ExecutorFailed
     | GroupChanged
@@ -101,8 +109,8 @@ class OutputSink(Protocol):
     def emit(self, client_id: str, outputs: EngineCoreOutputs) -> None:
         """Send to one frontend, or drop it if that one has gone."""
 
-    def broadcast(self, outputs: EngineCoreOutputs) -> None:
-        """Send to every frontend."""
+    def broadcast(self, outputs: EngineCoreOutputs, to: Collection[str] | None = None) -> None:
+        """Send to every frontend, or to those of these ids that are there."""
 
     def draining(self, timeout: float) -> None:
         """Tell every frontend that new requests are refused; those in flight have ``timeout`` seconds."""

@@ -55,6 +55,8 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
         log.info("session opened", frontend=session.client_id)
         welcome = convert.ready_to_proto(ready, protocol_revision=revision)
         self._sessions.welcome(session, welcome, hello.shared_memory_probe)
+        if hello.follows_cache:
+            busy_loop.follow_cache(session.client_id)
         load = busy_loop.stats()
         if load.wedged or (load.lora is not None and load.lora.num_cached):  # what else there is comes with its outputs
             session.put_outputs(EngineCoreOutputs(scheduler_stats=load))

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from penstock.enginecore.v1 import messages_pb2 as pb
@@ -126,9 +126,9 @@ class Sessions:
         """Send a step's outputs to one frontend, or drop them if it has gone."""
         self._post(partial(self._deliver, client_id, outputs))
 
-    def broadcast(self, outputs: EngineCoreOutputs) -> None:
-        """Send to every frontend that is there."""
-        self._post(partial(self._deliver_to_all, outputs))
+    def broadcast(self, outputs: EngineCoreOutputs, to: Collection[str] | None = None) -> None:
+        """Send to every frontend that is there, or to those of these ids."""
+        self._post(partial(self._deliver_to_all, outputs, to))
 
     def start_wave(self, message: StartWave) -> None:
         """Have every frontend tell the other ranks of the group that this one waits for them."""
@@ -169,11 +169,12 @@ class Sessions:
         if session is not None and (refused := session.put_outputs(outputs)):
             self.on_refused(client_id, refused)
 
-    def _deliver_to_all(self, outputs: EngineCoreOutputs) -> None:
+    def _deliver_to_all(self, outputs: EngineCoreOutputs, to: Collection[str] | None) -> None:
         outputs.engine_index = self.engine_index
         outputs, frame, _ = encoded(outputs)
-        for session in self._sessions.values():
-            session.put_outputs(outputs, frame)
+        for client_id, session in self._sessions.items():
+            if to is None or client_id in to:
+                session.put_outputs(outputs, frame)
 
     def _put_to_all(self, message: pb.SessionResponse) -> None:
         for session in self._sessions.values():

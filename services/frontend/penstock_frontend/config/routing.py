@@ -16,8 +16,8 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     policy: Annotated[
         RoutingPolicy,
         Meta(
-            description="prefix_aware: the least loaded engine, less what it has cached of the prompt, as engines with "
-            "cache.enable_kv_events tell; least_loaded: whatever is cached; round_robin: in turn."
+            description="prefix_aware: the least loaded engine, less what it has cached of the prompt; least_loaded: whatever is "
+            "cached; round_robin: in turn."
         ),
     ] = "prefix_aware"
     max_cached_blocks: Annotated[

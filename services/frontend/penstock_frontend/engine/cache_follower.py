@@ -19,6 +19,9 @@ _PART_BLOCKS = 131_072
 _ANSWER_WITHIN = 30.0
 """Seconds that an engine has for each part of its answer."""
 
+_TELLING = frozenset({"followed_cache", "kv_events"})
+"""Capabilities of which an engine that tells of its cache has at least one. Engines of 0.1 tell every frontend, or none."""
+
 
 class CacheFollower:
     """Asks every engine that tells of its prefix cache, when its session begins, for what it has, and hands on what it tells
@@ -36,7 +39,7 @@ class CacheFollower:
     def up(self, connection: EngineConnection) -> None:
         """A session has begun."""
         ready, session = connection.ready, connection.session
-        if ready is None or session is None or "kv_events" not in ready.capabilities:
+        if ready is None or session is None or not _TELLING.intersection(ready.capabilities):
             return
         self._caches.begin(connection.address, ready.block_size)
         task = asyncio.create_task(self._ask(connection, ready, session), name=f"cache of engine {connection.address}")

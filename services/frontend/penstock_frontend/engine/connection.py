@@ -160,6 +160,7 @@ class EngineConnection:
             credentials=self._credentials,
             media=self._media,
             max_message_bytes=self._config.server.max_message_bytes,
+            follows_cache=self._config.routing.policy == "prefix_aware",
         )
         end = SessionEnd("the session was closed", by_engine=False)
         try:

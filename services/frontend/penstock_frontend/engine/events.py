@@ -101,9 +101,11 @@ class EngineEvents:
         return self._dispatch.num_on(connection.address) > 0
 
     def _cache_changed(self, connection: EngineConnection, events: list[KvCacheEvent]) -> None:
-        """Routers outside know no media but the KV cache."""
+        """Routers outside know no media but the KV cache, and look prompts up by tokens, which not every engine tells."""
         if self._caches is not None:
             self._caches.changed(connection, events)
+        if connection.ready is None or "kv_events" not in connection.ready.capabilities:
+            return
         if not (changes := of_device(events)):
             return
         try:

@@ -70,12 +70,13 @@ class EngineSession:
         credentials: ClientCredentials = NO_TLS,
         media: MediaTransport | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        follows_cache: bool = False,
         revision: int = PROTOCOL_REVISION,
     ) -> None:
         """``on_draining``: called with the seconds until the engine ends what it has, None where it does not say.
         ``on_start_wave``: called, without a name of the rank, when the engine waits for others of its data-parallel group.
         ``media``: how tensors go to engines of this host; None: as to others. ``max_message_bytes``: the largest message either
-        way, ``revision``: the newest, as far as this end is concerned.
+        way, ``revision``: the newest, as far as this end is concerned. ``follows_cache``: be told what the engine caches.
         """
         self.address = address
         self._on_outputs = on_outputs
@@ -100,6 +101,7 @@ class EngineSession:
                     max_message_bytes=max_message_bytes,
                     max_tensor_bytes=MAX_TENSOR_BYTES,
                     shared_memory_probe="" if self._probe is None else self._probe.name,
+                    follows_cache=follows_cache,
                 )
             )
         )

@@ -5,7 +5,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -111,7 +111,7 @@ class InProcessEngine:
         del client_id
         self._loop.call_soon_threadsafe(self._deliver, outputs)
 
-    def broadcast(self, outputs: EngineCoreOutputs) -> None:
+    def broadcast(self, outputs: EngineCoreOutputs, to: Collection[str] | None = None) -> None:
         """Cache events go to nobody: nothing here follows the cache."""
 
     def draining(self, timeout: float) -> None:

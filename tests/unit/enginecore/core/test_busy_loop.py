@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -41,6 +42,7 @@ class RecordingSink:
         self.draining_timeout = None
         self.dead = None
         self.told = []
+        self.told_to = []
 
     def of(self, client_id=CLIENT):
         return self.transcripts.setdefault(client_id, Transcript())
@@ -52,9 +54,10 @@ class RecordingSink:
                 self.utility_outputs[outputs.utility_output.call_id] = outputs.utility_output
             self.changed.notify_all()
 
-    def broadcast(self, outputs):
+    def broadcast(self, outputs, to=None):
         with self.changed:
             self.told.append(outputs)
+            self.told_to.append(to)
             self.changed.notify_all()
 
     def draining(self, timeout):
@@ -286,6 +289,46 @@ def test_a_session_that_ends_takes_its_requests_along():
         rig.sink.wait_for_ends(stays)
         assert rig.sink.of("gone").ends == {}
     assert_nothing_left(rig.engine)
+
+
+def test_changes_of_the_cache_are_told_to_those_sessions_that_follow_it_while_there_are_any():
+    with running() as rig:
+        serve(rig)
+        assert rig.sink.told == []
+        rig.loop.follow_cache("one")
+        rig.loop.follow_cache("two")
+        serve(rig)
+        rig.loop.client_gone("two")
+        serve(rig)
+        assert [outputs.kv_events[0].token_ids for outputs in rig.sink.told] == [[], []]
+        assert rig.sink.told_to == [{"one", "two"}, {"one"}]
+        rig.loop.client_gone("one")
+        serve(rig)
+        assert len(rig.sink.told) == 2
+    assert rig.engine.take_kv_events() == [], "nothing was recorded for nobody"
+
+
+def test_cache_events_that_are_enabled_are_told_to_all_sessions_in_full():
+    with running(enable_kv_events=True) as rig:
+        serve(rig)
+        rig.loop.follow_cache("one")
+        serve(rig)
+        rig.loop.client_gone("one")
+        serve(rig)
+        assert all(outputs.kv_events[0].token_ids for outputs in rig.sink.told)
+        assert rig.sink.told_to == [None] * 3
+
+
+_numbers = itertools.count(1)
+
+
+def serve(rig):
+    """A request of which one block becomes findable, whose end and cache events have been told."""
+    request = make_request([next(_numbers)] * 5, max_tokens=2)
+    rig.loop.add(CLIENT, request)
+    rig.sink.wait_for_ends(request)
+    rig.loop.call_utility(CLIENT, call_id := next(_numbers), "reset_prefix_cash", b"")  # answered behind what was told
+    rig.sink.wait(lambda: call_id in rig.sink.utility_outputs)
 
 
 def test_utility_calls_are_answered_with_a_result_or_an_error():

@@ -156,22 +156,20 @@ class BlockPool:
         """Take ``count`` blocks, least recently used first; what they held is forgotten."""
         if count > len(self._free):
             raise RuntimeError(f"{count} blocks wanted, {len(self._free)} free")
-        taken = []
+        taken, evicted = [], []
         for _ in range(count):
             block = self._free.popleft()
             if block.block_hash is not None:
-                self._evict(block, block.block_hash)
+                evicted.append((block.group, block.block_hash, block.block_id))
+                del self._by_hash[block.group][block.block_hash]
+                block.block_hash = None
             block.ref_count = 1
             taken.append(block)
+        if evicted and self.log is not None:
+            self.log.evicted += evicted
+        if evicted and self._events is not None:
+            self._events.removed(evicted)
         return taken
-
-    def _evict(self, block: KVCacheBlock, block_hash: bytes) -> None:
-        del self._by_hash[block.group][block_hash]
-        block.block_hash = None
-        if self.log is not None:
-            self.log.evicted.append((block.group, block_hash, block.block_id))
-        if self._events is not None and block.group == self._events.group:
-            self._events.removed(block_hash)
 
     def num_free_among(self, tables: Iterable[Iterable[KVCacheBlock]]) -> int:
         """Blocks, the null block excepted, that would leave the free list if they were touched."""

@@ -19,9 +19,7 @@ class HasCache(Protocol):
 
 
 class CacheControl:
-    """Utilities of an engine, called as those of ``EngineControl`` are. They raise Unimplemented where cache.enable_kv_events is
-    false.
-    """
+    """Utilities of an engine, called as those of ``EngineControl`` are."""
 
     def __init__(self, engine: HasCache) -> None:
         self._engine = engine

@@ -1,28 +1,42 @@
 """What has become findable in the prefix cache and what no longer is, in order, for routers that follow it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from penstock_common.block_hash import media_between
 from penstock_common.types.kv_events import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_enginecore.core.request import Request
 
+_Open = tuple[type[BlockStored] | type[BlockRemoved] | None, KvMedium, list[bytes]]
+_NOTHING: _Open = (None, KvMedium.DEVICE, [])
+
 
 class KvEventLog:
     """Events since the last ``take``. Applied in order, they give the findable blocks of one group, in each medium.
 
     One group stands for all: its blocks have the prefix's hash without more, so a router that knows nothing of groups can
-    look prompts up in it.
+    look prompts up in it. While ``recording`` is false there are no events.
     """
 
-    def __init__(self, block_size: int, group: int) -> None:
+    def __init__(self, block_size: int, group: int, *, in_full: bool) -> None:
+        """``in_full``: events name tokens, adapters and media too, not hashes alone, and are recorded from the beginning."""
         self.group = group
+        self.recording = in_full
+        self._in_full = in_full
         self._block_size = block_size
         self._events: list[KvCacheEvent] = []
+        self._open: _Open = _NOTHING
+        """The last event, where more blocks may be added to it: its kind, its medium and its hashes."""
         self._kept: dict[KvMedium, dict[bytes, None]] = {}
 
     def stored(self, request: Request, indices: Sequence[int]) -> None:
-        """Blocks of the request, by ascending place, have become findable. Each run of neighbours is an event."""
+        """Blocks of the request, by ascending place, have become findable. In full, each run of neighbours is an event."""
+        if not self.recording:
+            return
+        if not self._in_full:
+            if indices:
+                self._add(BlockStored, KvMedium.DEVICE, map(request.block_hashes.__getitem__, indices))
+            return
         first = 0
         for i in range(1, len(indices) + 1):
             if i == len(indices) or indices[i] != indices[i - 1] + 1:
@@ -31,6 +45,7 @@ class KvEventLog:
 
     def _add_run(self, request: Request, first: int, last: int) -> None:
         hashes, size = request.block_hashes, self._block_size
+        self._open = _NOTHING
         self._events.append(
             BlockStored(
                 block_hashes=hashes[first:last],
@@ -53,28 +68,27 @@ class KvEventLog:
             for start in range(first * size, last * size, size)
         ]
 
-    def removed(self, block_hash: bytes) -> None:
-        """A block has been taken for something else."""
-        self._add_removed(KvMedium.DEVICE, block_hash)
+    def removed(self, blocks: Iterable[tuple[int, bytes, int]]) -> None:
+        """Blocks, each a group, a hash and a number, have been taken for something else."""
+        if self.recording and (hashes := [block_hash for group, block_hash, _ in blocks if group == self.group]):
+            self._add(BlockRemoved, KvMedium.DEVICE, hashes)
 
     def kept(self, medium: KvMedium, block_hash: bytes) -> None:
-        """A block can be found outside the pool. Neighbouring news become one event, which repeats no tokens."""
+        """A block can be found outside the pool. Its event repeats no tokens."""
         of_medium = self._kept.setdefault(medium, {})
         if block_hash in of_medium:
             return
         of_medium[block_hash] = None
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlockStored) and last.medium is medium:
-            last.block_hashes.append(block_hash)
-        else:
-            self._events.append(self._kept_event(medium, [block_hash]))
+        if self.recording:
+            self._add(BlockStored, medium, (block_hash,))
 
     def lost(self, medium: KvMedium, block_hash: bytes) -> None:
         """It cannot be found there any more. One that was not there is passed over."""
         of_medium = self._kept.get(medium, {})
         if block_hash in of_medium:
             del of_medium[block_hash]
-            self._add_removed(medium, block_hash)
+            if self.recording:
+                self._add(BlockRemoved, medium, (block_hash,))
 
     def kept_in(self, medium: KvMedium) -> Collection[bytes]:
         """Blocks that can be found there, outside the pool."""
@@ -84,23 +98,37 @@ class KvEventLog:
         """Nothing can be found in the pool any more, so nothing that was not taken yet matters. What can be found elsewhere still
         is told again: the event speaks of all media.
         """
-        self._events = [AllBlocksCleared()]
-        self._events += [self._kept_event(medium, list(hashes)) for medium, hashes in self._kept.items() if hashes]
+        if not self.recording:
+            return
+        self.take()
+        self._events.append(AllBlocksCleared())
+        for medium, hashes in self._kept.items():
+            if hashes:
+                self._add(BlockStored, medium, hashes)
+
+    def record(self, on: bool) -> None:
+        """Record events, or no more, which drops those that were not taken. A log in full always records."""
+        self.recording = on or self._in_full
+        if not self.recording:
+            self.take()
 
     def take(self) -> list[KvCacheEvent]:
         """Events since the last call."""
-        events, self._events = self._events, []
+        events, self._events, self._open = self._events, [], _NOTHING
         return events
 
-    def _kept_event(self, medium: KvMedium, block_hashes: list[bytes]) -> BlockStored:
-        return BlockStored(
-            block_hashes=block_hashes, parent_hash=b"", token_ids=[], block_size=self._block_size, medium=medium
-        )
-
-    def _add_removed(self, medium: KvMedium, block_hash: bytes) -> None:
-        """Neighbouring removals become one event."""
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlockRemoved) and last.medium is medium:
-            last.block_hashes.append(block_hash)
-        else:
-            self._events.append(BlockRemoved(block_hashes=[block_hash], medium=medium))
+    def _add(self, kind: type[BlockStored] | type[BlockRemoved], medium: KvMedium, hashes: Iterable[bytes]) -> None:
+        """Blocks that are told of by their hashes alone. Neighbouring news of a kind become one event."""
+        last_kind, last_medium, block_hashes = self._open
+        if kind is not last_kind or medium is not last_medium:
+            block_hashes = []
+            self._open = kind, medium, block_hashes
+            size = self._block_size
+            self._events.append(
+                BlockRemoved(block_hashes=block_hashes, medium=medium)
+                if kind is BlockRemoved
+                else BlockStored(
+                    block_hashes=block_hashes, parent_hash=b"", token_ids=[], block_size=size, medium=medium
+                )
+            )
+        block_hashes.extend(hashes)

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable
 import msgspec
 
 from penstock_common.block_hash import BlockHasher
-from penstock_common.errors import Unimplemented
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool, KVCacheBlock
@@ -51,7 +50,7 @@ class KVCacheManager:
         self._windows = [(number, group) for number, group in enumerate(groups) if group.is_windowed]
         self.has_windows = bool(self._windows)
         full = [number for number, group in enumerate(groups) if not group.is_windowed]
-        self._events = KvEventLog(config.block_size, group=full[0] if full else 0) if enable_kv_events else None
+        self._events = KvEventLog(config.block_size, group=full[0] if full else 0, in_full=enable_kv_events)
         self.pool = BlockPool(config.num_blocks, len(groups), self._events)
         self.prefix_stats = PrefixCacheStats()
         self.external_stats = PrefixCacheStats()
@@ -154,12 +153,9 @@ class KVCacheManager:
         stored = [
             index[name.hash]
             for name, block_id in places
-            if self.pool.cache(self.pool.blocks[block_id], name.hash, name.group)
-            and self._events is not None
-            and name.group == self._events.group
+            if self.pool.cache(self.pool.blocks[block_id], name.hash, name.group) and name.group == self._events.group
         ]
-        if self._events is not None:
-            self._events.stored(request, sorted(stored))
+        self._events.stored(request, sorted(stored))
 
     def block_ids(self, request: Request) -> tuple[list[int], ...]:
         """The request's block table in each group; 0 is the null block."""
@@ -181,7 +177,7 @@ class KVCacheManager:
                 for index in range(first, full)
                 if table[index] is not pool.null_block and pool.cache(table[index], hashes[index], group)
             ]
-            if events is not None and group == events.group:
+            if group == events.group:
                 events.stored(request, stored)
         self._num_cached[request.key] = full
 
@@ -234,19 +230,22 @@ class KVCacheManager:
         """Forget all cached prefixes. Returns False, and does nothing, while a request holds blocks."""
         return self.pool.forget()
 
+    def record_events(self, on: bool) -> None:
+        """Whether changes of the prefix cache are recorded from now on. Where events are enabled they always are."""
+        self._events.record(on)
+
     def take_events(self) -> list[KvCacheEvent]:
-        """Changes of the prefix cache since the last call, in order; none unless events are enabled."""
-        return [] if self._events is None else self._events.take()
+        """Changes of the prefix cache since the last call, in order; none unless they are recorded."""
+        return self._events.take()
 
     def findable(self, medium: KvMedium, name: BlockName, is_there: bool) -> None:
         """A block can be found outside the pool from now on, or no more."""
-        if self._events is not None and name.group == self._events.group:
+        if name.group == self._events.group:
             (self._events.kept if is_there else self._events.lost)(medium, name.hash)
 
     def cached_blocks(self, part: int, num_parts: int, medium: KvMedium = KvMedium.DEVICE) -> list[bytes]:
         """Hashes of the blocks that can be found in a medium now, as events tell of them: those of one part of ``num_parts``
-        about equally large ones, from 0. A block is in the same part whenever it is asked for. Raises Unimplemented unless events
-        are enabled.
+        about equally large ones, from 0. A block is in the same part whenever it is asked for.
         """
         hashes = self._findable_in(medium)
         if num_parts == 1:
@@ -258,6 +257,4 @@ class KVCacheManager:
         return len(self._findable_in(medium))
 
     def _findable_in(self, medium: KvMedium) -> Collection[bytes]:
-        if self._events is None:
-            raise Unimplemented("the engine's cache.enable_kv_events is false: it does not tell what it has cached")
         return self.pool.hashes(self._events.group) if medium is KvMedium.DEVICE else self._events.kept_in(medium)

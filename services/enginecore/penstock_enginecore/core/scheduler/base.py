@@ -173,16 +173,19 @@ class Scheduler(Protocol):
     def preempt_all(self) -> None:
         """Take every running request's KV blocks; they are computed again."""
 
+    def record_kv_events(self, on: bool) -> None:
+        """Record changes of the prefix cache from now on, or no more; where events are enabled they always are."""
+
     def take_kv_events(self) -> list[KvCacheEvent]:
         """Changes of the prefix cache since the last call."""
 
     def cached_blocks(self, part: int, num_parts: int, medium: KvMedium = KvMedium.DEVICE) -> list[bytes]:
         """Hashes of the blocks that can be found in a medium, of whose changes events tell: those of one of ``num_parts`` parts,
-        from 0. Raises Unimplemented where there are no events.
+        from 0.
         """
 
     def num_cached_blocks(self, medium: KvMedium) -> int:
-        """How many they are, in all parts. Raises Unimplemented."""
+        """How many they are, in all parts."""
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a living request, in seconds since the epoch."""

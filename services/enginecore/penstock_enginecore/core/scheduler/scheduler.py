@@ -252,6 +252,10 @@ class DefaultScheduler(Scheduler):
         """Outputs since the last call, by client id."""
         return self._outputs.take(self.stats(), self._clock()) if self._outputs else {}
 
+    def record_kv_events(self, on: bool) -> None:
+        """Record changes of the prefix cache from now on, or no more."""
+        self.kv_cache.record_events(on)
+
     def take_kv_events(self) -> list[KvCacheEvent]:
         """Changes of the prefix cache since the last call."""
         return self.kv_cache.take_events()

@@ -32,14 +32,18 @@ class GroupsMachine(RuleBasedStateMachine):
         groups=st.lists(GROUPS, min_size=1, max_size=3),
         block_size=st.sampled_from([1, 2, 4]),
         num_blocks=st.integers(3, 60),
+        in_full=st.booleans(),
     )
-    def begin(self, groups, block_size, num_blocks):
+    def begin(self, groups, block_size, num_blocks, in_full):
         config = KVCacheConfig(
             num_blocks=num_blocks, block_size=block_size, groups=tuple(groups), max_model_len=MAX_LEN
         )
         self.groups = groups
         self.block_size = block_size
-        self.manager = KVCacheManager(config, enable_prefix_caching=True, enable_kv_events=True)
+        self.manager = KVCacheManager(config, enable_prefix_caching=True, enable_kv_events=in_full)
+        self.manager.record_events(True)
+        self.in_full = in_full
+        self.nobody_follows = False
         self.requests = []
         self.written = {}
         self.followed = set()
@@ -165,10 +169,15 @@ class GroupsMachine(RuleBasedStateMachine):
     def events_tell_what_can_be_found(self):
         if not hasattr(self, "manager"):
             return
-        for event in self.manager.take_events():
+        events = self.manager.take_events()
+        if self.nobody_follows:
+            assert events == []
+            return
+        for event in events:
             if isinstance(event, BlockStored):
                 assert not self.followed & set(event.block_hashes)
-                assert len(event.token_ids) == len(event.block_hashes) * event.block_size
+                num_told = len(event.block_hashes) if self.in_full else 0
+                assert len(event.token_ids) == num_told * event.block_size
                 self.followed |= set(event.block_hashes)
             elif isinstance(event, BlockRemoved):
                 assert set(event.block_hashes) <= self.followed
@@ -178,6 +187,18 @@ class GroupsMachine(RuleBasedStateMachine):
                 self.followed.clear()
         told = next((number for number, group in enumerate(self.groups) if not group.is_windowed), 0)
         assert self.followed == set(self.manager.pool._by_hash[told])
+
+    @rule()
+    def the_last_follower_leaves(self):
+        self.manager.record_events(False)
+        self.nobody_follows = not self.in_full
+
+    @precondition(lambda self: getattr(self, "nobody_follows", False))
+    @rule()
+    def one_comes_and_asks(self):
+        self.manager.record_events(True)
+        self.nobody_follows = False
+        self.followed = set(self.manager.cached_blocks(0, 1))
 
     def teardown(self):
         if hasattr(self, "manager"):
