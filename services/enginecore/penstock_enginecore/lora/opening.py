@@ -73,9 +73,20 @@ class AdapterFolder:
             return LoraError(LoraReason.PICKLE, "it is a pickle, which may run code", pickles[0], remedy=remedy)
         if name == CONFIG_FILE and "config.json" in held:
             what = "it is missing; the directory holds a model, not an adapter"
+        elif name == CONFIG_FILE and (named := [each for each in sorted(held) if self._is_adapter(each)]):
+            what = "it is missing; adapters that were saved under a name are in"
+            return LoraError(LoraReason.NOT_FOUND, what, name, value=", ".join(str(self._path / n) for n in named[:8]))
         else:
             what = "it is missing"
         return LoraError(LoraReason.NOT_FOUND, what, name, value=str(self._path))
+
+    def _is_adapter(self, name: str) -> bool:
+        """Whether an adapter is in a directory within."""
+        try:
+            os.stat(f"{name}/{CONFIG_FILE}", dir_fd=self._descriptor)
+        except OSError:
+            return False
+        return True
 
 
 def _why(error: Exception) -> str:

@@ -179,6 +179,10 @@ def _surplus(layer: str, name: str, tensors: PeftTensors, target: AdapterTarget)
         return LoraError(LoraReason.SURPLUS_TENSOR, what, TENSORS_FILE, name)
     if why := target.unserved.get(known):
         return LoraError(why.reason, f"its layer is {why.what}", TENSORS_FILE, name)
+    if tensors.naming.of_media and not known:
+        what = "it is of the part of the model that reads media, which takes no adapters"
+        remedy = "train the text model alone: exclude_modules, or an expression for target_modules"
+        return LoraError(LoraReason.MODULE, what, TENSORS_FILE, name, remedy=remedy)
     if ".experts." in f".{layer}.":
         return LoraError(LoraReason.EXPERTS, "it is of experts", TENSORS_FILE, name)
     return LoraError(LoraReason.SURPLUS_TENSOR, "the model has no such layer", TENSORS_FILE, name)

@@ -1,5 +1,6 @@
 """What PEFT writes into ``adapter_config.json``: the settings that are honoured, and a refusal of each that is not."""
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ import msgspec
 from penstock_common.input_files import MAX_DEPTH
 from penstock_common.nesting import nests_deeper
 from penstock_enginecore.lora.errors import LoraError, LoraReason
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20
@@ -26,15 +29,19 @@ _WITHOUT_EFFECT = frozenset(
         "lora_dropout",
         "lora_ga_config",
         "loftq_config",
+        "megatron_config",
         "megatron_core",
         "merge_weights",
         "peft_version",
         "qalora_group_size",
         "revision",
         "runtime_config",
+        "velora_config",
     }
 )
 """Settings of training, of initializations that are looked at by their names, and of variants that have switches of their own."""
+_NOTES = ("_", "unsloth_")
+"""What keys begin with that are no settings of PEFT's: programs that train note down what they are."""
 _HARMLESS_INITS = ("gaussian", "eva", "orthogonal", "mica")
 """Ways to begin that leave the base model's weights as they are, and B A as the update; besides true and false."""
 _NONE: tuple[Any, ...] = (None, False, [], {}, "")
@@ -172,6 +179,9 @@ def _check_init(init: bool | str | None) -> None:
 def _check(key: str, value: Any) -> None:
     """Raises for settings that change what is computed."""
     if key in _Settings.__struct_fields__ or key in _WITHOUT_EFFECT or value in _NONE:
+        return
+    if key.startswith(_NOTES):
+        logger.info("lora: %s: %r is passed over: no setting of PEFT's", CONFIG_FILE, key[:100])
         return
     if key == "bias":
         if value == "none":

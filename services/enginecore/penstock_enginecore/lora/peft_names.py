@@ -9,6 +9,10 @@ from penstock_enginecore.lora.errors import LoraError, LoraReason
 from penstock_enginecore.lora.target import AdapterTarget
 
 _PREFIX = "base_model.model."
+_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+"""What torch's compiler, checkpoints of activations and FSDP put into names of the modules they wrap."""
+_TEXT_MODELS = ("language_model", "text_model")
+"""What transformers calls the text model of a model that takes media."""
 _UPDATE = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _BASE = re.compile(r"(?P<layer>.+?)(?:\.base_layer)?\.(?P<own>weight|bias)")
 _OTHERS = (
@@ -36,27 +40,35 @@ class PeftTensors:
 @dataclass(frozen=True, slots=True)
 class Naming:
     """How names of layers in a file become the model's: an adapter that was trained on a model with a head, say, may be served on
-    one without. ``lost`` is what the file has in front, ``added`` what the model has.
+    one without, and one of a model that takes media on its text model. ``rules``: what a name begins with in the file, and what
+    with in the model; the first that fits holds. ``of_media``: in the file, the text model is a part.
     """
 
-    lost: str = ""
-    added: str = ""
+    rules: tuple[tuple[str, str], ...] = (("", ""),)
+    of_media: bool = False
 
     @classmethod
     def of(cls, layers: Iterable[str], target: AdapterTarget) -> Self:
         """By which most of ``layers`` are the model's."""
+        inner = f"{target.prefix}." if target.prefix else ""
         ways = [cls()]
-        if target.prefix:
-            ways += [cls(added=f"{target.prefix}."), cls(lost=f"{target.prefix}.")]
+        if inner:
+            ways += [cls((("", inner),)), cls(((inner, ""),))]
+        for text in _TEXT_MODELS:
+            for added in dict.fromkeys((inner, "")):  # with a head, and without
+                ways.append(cls(((f"model.{text}.", added), ("lm_head", "lm_head")), of_media=True))
+            # before transformers 4.52, where the text model had the head
+            ways.append(cls(((f"{text}.", ""),), of_media=True))
+            ways.append(cls(((f"{text}.model.", ""),), of_media=True))
         return max(ways, key=lambda way: sum(way.in_model(layer) in target.linears for layer in layers))
 
     def in_model(self, layer: str) -> str:
         """What the model calls it; '' where it has none of that name."""
-        return self.added + layer.removeprefix(self.lost) if layer.startswith(self.lost) else ""
+        return next((into + layer.removeprefix(of) for of, into in self.rules if layer.startswith(of)), "")
 
     def in_file(self, layer: str) -> str:
         """What a file calls it; '' where the model it was trained on had none."""
-        return self.lost + layer.removeprefix(self.added) if layer.startswith(self.added) else ""
+        return next((of + layer.removeprefix(into) for of, into in self.rules if layer.startswith(into)), "")
 
 
 def sort_tensors(names: Iterable[str], target: AdapterTarget, file: str) -> PeftTensors:
@@ -64,7 +76,7 @@ def sort_tensors(names: Iterable[str], target: AdapterTarget, file: str) -> Peft
     updates: dict[str, dict[str, str]] = {}
     others: list[str] = []
     for name in names:
-        found = _UPDATE.fullmatch(name.removeprefix(_PREFIX))
+        found = _UPDATE.fullmatch(_own_name(name))
         if found is None:
             others.append(name)
             continue
@@ -80,7 +92,7 @@ def sort_tensors(names: Iterable[str], target: AdapterTarget, file: str) -> Peft
 
 def is_update(name: str) -> bool:
     """Whether a tensor is called what A and B are called."""
-    return _UPDATE.fullmatch(name.removeprefix(_PREFIX)) is not None
+    return _UPDATE.fullmatch(_own_name(name)) is not None
 
 
 def tensor_name(layer: str, side: str) -> str:
@@ -88,9 +100,18 @@ def tensor_name(layer: str, side: str) -> str:
     return f"{_PREFIX}{layer}.lora_{side}.weight"
 
 
+def without_wrappers(name: str) -> str:
+    """The name that a module has while nothing wraps it or its parents."""
+    return _WRAPPERS.sub("", name)
+
+
+def _own_name(name: str) -> str:
+    return without_wrappers(name).removeprefix(_PREFIX)
+
+
 def _copy(name: str, naming: Naming, target: AdapterTarget, file: str) -> tuple[str, str]:
     """The parameter of the base model that tensor ``name`` is a copy of, and ``name``. Raises LoraError if it cannot be one."""
-    own = name.removeprefix(_PREFIX)
+    own = _own_name(name)
     for pattern, reason, what in _OTHERS:
         if pattern.fullmatch(own):
             raise LoraError(reason, what, file, name)
