@@ -1,6 +1,7 @@
 """What the files of a checkpoint show before anything is loaded. Reads headers only: no weights, no torch, no network."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from penstock_common import input_files
 from penstock_common.errors import nearest
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+_SHARD = re.compile(r".*-\d+-of-\d+\.(safetensors|bin)")
 QUANTIZATIONS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
 """Ways of quantizing weights that are served, by ``quant_method``; not all that checkpoints can say of each."""
 WITH_TOWERS = (
@@ -132,12 +134,26 @@ def _weights(path: str, folder: Path) -> str:
         return f"{path!r}: {len(missing)} weight files are missing, {missing[0]} among them; finish the download"
     if not files:
         return f"{path!r} has no weights; expected *.safetensors or pytorch_model*.bin files"
+    if index := _missing_index(folder, files):
+        return (
+            f"{path!r}: {index} is missing, which says in which of its {len(files)} files ({files[0].name}, ...) each tensor is; "
+            "finish the download"
+        )
     for file in files:
         if _is_pointer(file):
             return _pointer(path, file)
         if file.suffix == ".safetensors" and (reason := _cut_off(file)):
             return f"{path!r}: {file.name} {reason}; download it again"
     return ""
+
+
+def _missing_index(folder: Path, files: list[Path]) -> str:
+    """The name of the index of weights that are in several files; '' if there is one, or none is needed."""
+    first = files[0].name
+    if not _SHARD.fullmatch(first) or (folder / "model.safetensors").is_file():
+        return ""
+    index = "model.safetensors.index.json" if first.endswith(".safetensors") else "pytorch_model.bin.index.json"
+    return "" if (folder / index).is_file() else index
 
 
 def _missing_shards(folder: Path) -> list[str]:

@@ -85,6 +85,16 @@ def test_without_a_cache_there_are_no_models(tmp_path: Path) -> None:
             },
             "1 weight files are missing, 2.safetensors among them; finish the download",
         ),
+        (
+            {
+                **WHOLE,
+                "model.safetensors": None,
+                "model-00001-of-00002.safetensors": WEIGHTS,
+                "model-00002-of-00002.safetensors": WEIGHTS,
+            },
+            "model.safetensors.index.json is missing, which says in which of its 2 files (model-00001-of-00002.safetensors, ...) "
+            "each tensor is; finish the download",
+        ),
     ],
 )
 def test_what_keeps_files_from_being_a_model(tmp_path: Path, files: dict[str, bytes | None], reason: str) -> None:

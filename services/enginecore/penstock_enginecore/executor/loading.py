@@ -29,8 +29,9 @@ from penstock_enginecore.forward.cuda.candidate import kept_weights
 from penstock_enginecore.forward.proof import SpentError
 from penstock_enginecore.forward.stage import StageConfig
 from penstock_enginecore.lora.device_slots import SlotLimits
+from penstock_enginecore.models.checkpoint_files import weight_files
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.loader import LoadedModel, keep_none, load_model, weight_files
+from penstock_enginecore.models.loader import LoadedModel, keep_none, load_model
 from penstock_enginecore.native.backend import multiplies_linears
 from penstock_enginecore.parallel.layers import split_model
 from penstock_enginecore.parallel.part import Part

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import huggingface_hub
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -21,6 +20,7 @@ from penstock_common.memory import in_units
 from penstock_enginecore.attention.kv_cache import NO_SCALES, KVScales
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models import attention_hook
+from penstock_enginecore.models.checkpoint_files import check_shapes, weight_files
 from penstock_enginecore.models.dtypes import Dtypes, resolve_dtypes
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.multimodal.base import MediaEncoder
@@ -257,34 +257,29 @@ def _from_files(
 ) -> Any:
     """The model, and what transformers tells of its weights."""
     hf_config = read_config(config)
-    attention = attention_hook.ATTENTION_NAME
+    attention, directory = attention_hook.ATTENTION_NAME, weight_files(config)
     dtype, scheme = dtypes.computed, quantization_of(hf_config)
     if share is not None:
         if scheme is not None:
             raise ModelLoadError(f"model.path {config.path!r}: {scheme.name} experts are not shared by ranks yet")
-        with open_tensors(weight_files(config)) as stored:
+        with open_tensors(directory) as stored:
             model_class = _model_class(hf_config, config, auto_class)
             return load_share(share, model_class, hf_config, stored, dtype, attention)
     if scheme is None:
+        options = {"attn_implementation": attention, "trust_remote_code": config.trust_remote_code}
+        check_shapes(directory, lambda: auto_class.from_config(hf_config, **options), f"model.path {config.path!r}")
         if device.type == "cuda":
             check_weights_fit(_dense_bytes(config, dtype), config.path, dtype, device)
         with read_to(device):
             return auto_class.from_pretrained(
-                **_source(config), dtype=dtype, attn_implementation=attention, output_loading_info=True
+                **_source(config),
+                dtype=dtype,
+                attn_implementation=attention,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # ``check_weights`` raises
             )
-    found = QuantizedCheckpoint(_model_class(hf_config, config, auto_class), hf_config, weight_files(config), scheme)
+    found = QuantizedCheckpoint(_model_class(hf_config, config, auto_class), hf_config, directory, scheme)
     return load_quantized(found, dtypes.dense, keep=keep(scheme), dtype=dtype, attn_implementation=attention)
-
-
-def weight_files(config: ModelConfig) -> Path:
-    """The directory of the weights; those of a hub id are downloaded."""
-    directory = Path(config.path).expanduser()
-    if directory.is_dir():
-        return directory
-    patterns = ["*.json", WEIGHT_FILES[0]]
-    return Path(
-        huggingface_hub.snapshot_download(config.path, revision=config.revision or None, allow_patterns=patterns)
-    )
 
 
 def _dense_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock_enginecore.config import ModelConfig
+from penstock_enginecore.models.checkpoint_files import mismatch
 from penstock_enginecore.models.errors import ModelLoadError
 
 _SHOWN = 3
@@ -50,12 +51,12 @@ def check_weights(
         pools: Whether the model is used without its head, or with another one than the checkpoint's.
     """
     where = f"model.path {config.path!r}"
-    for problem in ("missing", "mismatched"):
-        keys = [key for key in _names(info[f"{problem}_keys"]) if not key.startswith(optional)]
-        if keys:
-            raise ModelLoadError(
-                f"{where}: {len(keys)} weights are {problem}, {keys[0]} among them; the files do not belong to this configuration"
-            )
+    if missing := [key for key in _names(info["missing_keys"]) if not key.startswith(optional)]:
+        raise ModelLoadError(
+            f"{where}: {len(missing)} weights are missing, {missing[0]} among them; the files do not belong to this configuration"
+        )
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        raise ModelLoadError(mismatch(where, name, found, wanted))
     left = left_over(_names(info["unexpected_keys"]), model.config, pools=pools)
     if left := [key for key in left if not key.startswith(config.unused_weights)]:
         number = "1 tensor" if len(left) == 1 else f"{len(left)} tensors"
@@ -108,5 +109,5 @@ def _remedy(left: Collection[str], config: PretrainedConfig) -> str:
 
 
 def _names(keys: Iterable[Any]) -> list[str]:
-    """Return the names of tensors in order; a name that does not fit comes with the two shapes."""
-    return sorted(str(key[0] if isinstance(key, tuple) else key) for key in keys)
+    """Return the names of tensors in order."""
+    return sorted(map(str, keys))

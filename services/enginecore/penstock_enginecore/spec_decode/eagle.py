@@ -17,8 +17,9 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.scheduler.output import NewRequestData
 from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch, ForwardPass
 from penstock_enginecore.forward.build import ForwardConfig
+from penstock_enginecore.models.checkpoint_files import weight_files
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.loader import LoadedModel, weight_files
+from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.quantization.weights import open_tensors
 from penstock_enginecore.sample.base import FloatArray, RowKinds, Sampler, SamplingInputs
 from penstock_enginecore.spec_decode.arms import Arms
