@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from penstock.common.v1 import finish_pb2
-from penstock_frontend.config import AuthConfig
+from penstock_frontend.config import AuthConfig, ModelConfig
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import eventually
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
@@ -53,7 +53,9 @@ class Api:
 
 
 @asynccontextmanager
-async def serving(model: Path, engine: FakeEngine, key: str = "none", **options: Any) -> AsyncIterator[Api]:
+async def serving(
+    model: Path | ModelConfig, engine: FakeEngine, key: str = "none", **options: Any
+) -> AsyncIterator[Api]:
     async with openai_server(model, engines=[engine.address], **options) as server:
         url = f"http://127.0.0.1:{server.port}"
         plain = anthropic.DefaultAsyncHttpxClient(verify=False)
@@ -130,7 +132,7 @@ async def test_an_answer_is_a_message(api: Api, engine: FakeEngine) -> None:
 
 async def test_thoughts_text_and_calls_are_blocks(api: Api, engine: FakeEngine) -> None:
     says(engine, THOUGHTFUL)
-    answer = await api.create(tools=[WEATHER], thinking={"type": "enabled", "budget_tokens": 1024})
+    answer = await api.create(tools=[WEATHER], thinking={"type": "enabled"})
     thought, text, first, second = answer.content
     assert (thought.type, thought.thinking.strip(), thought.signature) == ("thinking", "A city.", "")
     assert (text.type, text.text) == ("text", "Let me look.")
@@ -139,6 +141,23 @@ async def test_thoughts_text_and_calls_are_blocks(api: Api, engine: FakeEngine) 
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     alone = await api.create(tools=[WEATHER], tool_choice=choice)
     assert [block.type for block in alone.content] == ["thinking", "text", "tool_use"]
+
+
+async def test_a_budget_that_cannot_be_held_is_refused_under_its_name(api: Api) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=r"thinking\.budget_tokens is 1024, but this model's reasoning"):
+        await api.create(thinking={"type": "enabled", "budget_tokens": 1024})
+    with pytest.raises(
+        anthropic.BadRequestError, match=r"budget_tokens is 7 beside thinking\.type 'disabled'; leave it"
+    ):
+        await api.create(thinking={"type": "disabled", "budget_tokens": 7})
+
+
+async def test_a_model_without_thinking_blocks_has_no_thinking_to_bound(chatml: Path, engine: FakeEngine) -> None:
+    says(engine, "Hello!")
+    plain = ModelConfig(path=str(chatml), served_model_name="model", reasoning_parser="none")
+    async with serving(plain, engine) as api:
+        answer = await api.create(thinking={"type": "enabled", "budget_tokens": 1})
+    assert [block.type for block in answer.content] == ["text"]
 
 
 async def test_the_events_of_a_stream_are_those_that_the_client_knows(api: Api, engine: FakeEngine) -> None:

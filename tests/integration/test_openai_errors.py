@@ -112,7 +112,17 @@ async def error_of(api: OpenAIServer, body: Any, path: str = "/v1/completions", 
         ({"priority": 2**40}, "priority", None),
         ({"stream_interval": 0}, "stream_interval", None),
         ({"truncation_side": "right"}, "truncation_side", "truncation_side is 'right'; only 'left' is served"),
-        ({"thinking_token_budget": 5}, "thinking_token_budget", "thinking_token_budget is not served"),
+        (
+            {"thinking_token_budget": 5},
+            "thinking_token_budget",
+            "thinking_token_budget is 5, but this model's reasoning does not stand between two tokens that the server knows "
+            "(model.reasoning_parser); leave it out and set max_tokens",
+        ),
+        (
+            {"thinking_token_budget": -2},
+            "thinking_token_budget",
+            "thinking_token_budget is -2; it must be from -1 to 2147483647",
+        ),
     ],
     ids=str,
 )

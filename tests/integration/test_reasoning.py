@@ -217,3 +217,81 @@ async def test_a_request_that_moves_in_its_reasoning_is_told_so_again(path: Path
         while second.running:
             second.step()
         assert (await call)[-1].finish_reason == finish_pb2.FINISH_REASON_LENGTH
+
+
+def silent(tokenizer: Tokenizer) -> dict[str, Any]:
+    """A push away from every end: what ends the reasoning then is its budget alone."""
+    pushes = {tokenizer.token_to_id("</think>"): -100.0, EOS: -100.0}
+    return {"response_format": None, "bias": pushes, "max_tokens": 40}
+
+
+async def posted(api: OpenAIServer, path: str, body: dict[str, Any]) -> Any:
+    answer = await api.http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7])
+async def test_reasoning_ends_at_its_budget(api: OpenAIServer, tokenizer: Tokenizer, budget: int) -> None:
+    end = tokenizer.token_to_id("</think>")
+    options = {"thinking_token_budget": budget, "return_token_ids": True}
+    answer = await chat(api, n=4, extra_body=options, **silent(tokenizer))
+    for choice in answer.choices:
+        assert choice.token_ids.index(end) == budget
+        assert choice.message.content
+    assert len({tuple(choice.token_ids) for choice in answer.choices}) == 4
+
+
+async def test_a_budget_that_is_not_reached_and_minus_one_change_no_token(
+    api: OpenAIServer, bias: dict[int, float]
+) -> None:
+    plain = await chat(api, bias, response_format=None, extra_body={"return_token_ids": True})
+    for budget in (400, -1):
+        options = {"return_token_ids": True, "thinking_token_budget": budget}
+        same = await chat(api, bias, response_format=None, extra_body=options)
+        assert same.choices[0].token_ids == plain.choices[0].token_ids
+
+
+async def test_a_schema_holds_behind_reasoning_that_its_budget_ended(
+    api: OpenAIServer, bias: dict[int, float], tokenizer: Tokenizer
+) -> None:
+    never = {**bias, tokenizer.token_to_id("</think>"): -100.0}
+    answer = await chat(api, never, n=4, extra_body={"thinking_token_budget": 3, "return_token_ids": True})
+    for choice in answer.choices:
+        assert choice.token_ids.index(tokenizer.token_to_id("</think>")) == 3
+        assert_valid(choice.message.content)
+
+
+async def test_reasoning_that_the_template_has_ended_has_no_budget(api: OpenAIServer, tokenizer: Tokenizer) -> None:
+    extra = {"thinking_token_budget": 2, "return_token_ids": True, "chat_template_kwargs": {"enable_thinking": False}}
+    [choice] = (await chat(api, extra_body=extra, **silent(tokenizer))).choices
+    assert tokenizer.token_to_id("</think>") not in choice.token_ids
+
+
+async def test_a_budget_holds_in_messages_responses_and_completions(api: OpenAIServer, tokenizer: Tokenizer) -> None:
+    bias = {str(token): push for token, push in silent(tokenizer)["bias"].items()}
+    said = {"model": "model", "max_tokens": 30, "messages": [HI]}
+    thinking = {"type": "enabled", "budget_tokens": 5}
+    message = await posted(api, "/v1/messages", {**said, "thinking": thinking})
+    thought = message["content"][0]
+    assert thought["type"] == "thinking"
+    response = await posted(
+        api,
+        "/v1/responses",
+        {"model": "model", "input": "hi", "max_output_tokens": 30, "logit_bias": bias, "thinking_token_budget": 5},
+    )
+    # The tag that ends the reasoning counts as a token of it in usage.
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 6
+    options = {"logit_bias": bias, "thinking_token_budget": 5, "return_token_ids": True, "max_tokens": 30}
+    text = await posted(api, "/v1/completions", {"model": "model", "prompt": "Say it.<think>\n", **options})
+    assert text["choices"][0]["token_ids"].index(tokenizer.token_to_id("</think>")) == 5
+
+
+async def test_a_budget_holds_over_grpc(api: OpenAIServer, tokenizer: Tokenizer) -> None:
+    asked = sampling_pb2.SamplingParams(
+        max_tokens=30, seed=1, logit_bias=silent(tokenizer)["bias"], thinking_token_budget=4
+    )
+    message = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="hi")], sampling_params=asked)
+    outputs = await collect(api.server.stub.Chat(message, timeout=60))
+    token_ids = [token for output in outputs for token in output.token_ids]
+    assert token_ids.index(tokenizer.token_to_id("</think>")) == 4

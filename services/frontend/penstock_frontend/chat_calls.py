@@ -31,6 +31,11 @@ class ChatCalls:
         self._parsers = parsers
         self._tokenizer = tokenizer
 
+    @property
+    def reasons(self) -> bool:
+        """Whether reasoning is looked for in the model's answers."""
+        return self._parsers.reasoning is not None
+
     async def run(self, request: ChatRequest, live: LiveRequest) -> AsyncIterator[ChatOutput]:
         """The outputs of an accepted request (``AsyncLLM.accept``), as its output kind says. Raises RequestFailed."""
         check_deadline(request.context.deadline)

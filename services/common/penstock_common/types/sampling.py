@@ -111,6 +111,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         bad_word_token_ids: ``bad_words`` as engines get them; set by the frontend.
         num_speculative_tokens: Drafted tokens per step at most, on engines that speculate; 0 is none, None leaves it to the
             engine.
+        thinking_token_budget: Reasoning tokens at most, without the tags around the reasoning. At the limit the engine forces the
+            token that ends the reasoning. None is no limit.
     """
 
     n: int = 1
@@ -144,6 +146,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_reading_prefix_cache: bool = False
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
     num_speculative_tokens: int | None = None
+    thinking_token_budget: int | None = None
 
     @property
     def greedy(self) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock_common.errors import RequestFailed, Unimplemented
+from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
 from penstock_common.observability.incidents import incident
 from penstock_common.types.outputs import RequestError
 from penstock_common.types.sampling import StructuredOutput
@@ -184,6 +184,13 @@ class GrammarIntake:
         self._wake()
 
     def _gate(self, request: Request) -> ReasoningGate | None:
+        if self._enable_in_reasoning and request.reasoning_budget is not None:
+            field = "sampling_params.thinking_token_budget"
+            raise InvalidArgument(
+                f"{field} is {request.reasoning_budget.limit} beside structured_output, but this engine's constraints hold in "
+                "the reasoning, too (structured_output.enable_in_reasoning); set one of the two",
+                field=field,
+            )
         if request.reasoning_parser_kwargs is None or self._enable_in_reasoning:
             return None
         prompt = request.all_token_ids[: request.num_prompt_tokens]

@@ -11,6 +11,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.lora.request import LoraRequest, LoraUse
 from penstock_enginecore.core.multimodal.places import Span
+from penstock_enginecore.core.reasoning_budget import ReasoningBudget
 from penstock_enginecore.core.spec_decode.history import DraftHistory
 from penstock_enginecore.core.structured_output.base import Grammar
 
@@ -125,6 +126,7 @@ class Request:
         "prefill_reported",
         "prompt_embeds",
         "queued_time",
+        "reasoning_budget",
         "reasoning_ended",
         "reasoning_parser_kwargs",
         "request_id",
@@ -190,6 +192,7 @@ class Request:
         self.lora_use: LoraUse | None = None
         self.reasoning_parser_kwargs = request.reasoning_parser_kwargs
         self.reasoning_ended = request.reasoning_ended
+        self.reasoning_budget = ReasoningBudget.of(request)
         self.arrival = 0
         self.stop_reason: int | str | None = None
         self.num_computed_tokens = 0

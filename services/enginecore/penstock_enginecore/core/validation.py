@@ -62,6 +62,7 @@ def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
     if request.attempt < 0:
         raise InvalidArgument(f"attempt is {request.attempt}; it must be at least 0", field="attempt")
     _check_reasoning(request, limits.model.vocab_size)
+    _check_reasoning_budget(request)
     _check_prediction(request, limits)
     check_kv_transfer(request)
     _check_context(request.context)
@@ -118,6 +119,19 @@ def _check_reasoning(request: EngineCoreRequest, vocab_size: int) -> None:
         if not 0 <= (token_id := getattr(reasoning, name)) < vocab_size:
             field = f"reasoning_parser_kwargs.{name}"
             raise InvalidArgument(f"{field} is {token_id}; token ids go from 0 to {vocab_size - 1}", field=field)
+
+
+def _check_reasoning_budget(request: EngineCoreRequest) -> None:
+    name, budget = "thinking_token_budget", request.sampling_params.thinking_token_budget
+    if budget is None:
+        return
+    _check_number(name, budget, low=0)
+    if request.reasoning_parser_kwargs is None:
+        raise InvalidArgument(
+            f"sampling_params.{name} is {budget}, but reasoning_parser_kwargs, which names the tokens around the reasoning, is "
+            "not set; set both or none",
+            field=_path(name),
+        )
 
 
 def _check_prediction(request: EngineCoreRequest, limits: RequestLimits) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.reasoning_budget import ReasoningBudget
 from penstock_enginecore.sample.penalties import TokenCounts, has_penalties, join_penalties
 from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules
 
@@ -44,9 +45,11 @@ class RequestRules:
         token_ids: npt.NDArray[np.integer],
         num_prompt_tokens: int,
         eos_token_ids: frozenset[int],
+        reasoning_budget: ReasoningBudget | None = None,
     ) -> None:
         self.params = params
-        self.allowed = np.array(params.allowed_token_ids, dtype=np.int64)
+        self._reasoning_budget = reasoning_budget
+        self._allowed = np.array(params.allowed_token_ids, dtype=np.int64)
         self.bias_token_ids = np.array(list(params.logit_bias), dtype=np.int64)
         self.bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
         self.counts: TokenCounts | None = None
@@ -63,11 +66,12 @@ class RequestRules:
         token_ids: npt.NDArray[np.integer],
         num_prompt_tokens: int,
         eos_token_ids: frozenset[int],
+        reasoning_budget: ReasoningBudget | None = None,
     ) -> Self | None:
         """The rules of a request, or None when it has none."""
         listed = params.allowed_token_ids or params.logit_bias or params.bad_word_token_ids
-        if listed or params.min_tokens > 0 or has_penalties(params):
-            return cls(params, token_ids, num_prompt_tokens, eos_token_ids)
+        if listed or params.min_tokens > 0 or has_penalties(params) or reasoning_budget is not None:
+            return cls(params, token_ids, num_prompt_tokens, eos_token_ids, reasoning_budget)
         return None
 
     def behind(self, output: npt.NDArray[np.integer], num_drafts: int) -> Self:
@@ -83,20 +87,32 @@ class RequestRules:
         if self.counts is not None:
             self.counts.append(token_id)
 
+    def allowed(self, output: npt.NDArray[np.integer]) -> IntArray:
+        """The only tokens that may follow ``output``, none if all may. A token that ends the reasoning goes before the others."""
+        forced = self._forced(output)
+        return self._allowed if forced is None else np.array([forced], dtype=np.int64)
+
     def banned(self, output: npt.NDArray[np.integer]) -> list[int]:
-        """The tokens that must not follow ``output`` ``[tokens]``: ends of bad words, and of a request below min_tokens."""
+        """The tokens that must not follow ``output`` ``[tokens]``: ends of bad words, and of a request below min_tokens.
+        None where the reasoning must end.
+        """
+        if self._forced(output) is not None:
+            return []
         banned = self._bad_words.banned(output)
         return banned + self._ends if len(output) < self.params.min_tokens else banned
+
+    def _forced(self, output: npt.NDArray[np.integer]) -> int | None:
+        return None if self._reasoning_budget is None else self._reasoning_budget.forced(output)
 
 
 def join_rules(
     by_row: Sequence[tuple[int, RequestRules, npt.NDArray[np.integer]]], grammar: GrammarRows | None
 ) -> LogitRules:
     """The rules of a step, from those of its rows, with the output tokens of each."""
-    allowed = [(row, rules.allowed) for row, rules, _ in by_row if len(rules.allowed)]
+    allowed = [(row, only) for row, rules, output in by_row if len(only := rules.allowed(output))]
     biased = [(row, rules) for row, rules, _ in by_row if len(rules.bias)]
     counted = [(row, rules.params, c) for row, rules, _ in by_row if (c := rules.counts) and len(c.token_ids)]
-    banned = [(row, np.array(ids, dtype=np.int64)) for row, rules, output in by_row if (ids := rules.banned(output))]
+    banned = [(row, np.array(bans, np.int64)) for row, rules, output in by_row if (bans := rules.banned(output))]
     return LogitRules(
         grammar=grammar,
         allowed=Entries.join(allowed) if allowed else None,

@@ -50,6 +50,7 @@ def test_a_wrong_request_field_is_named(request_args, field):
         ("n", 2),
         ("num_speculative_tokens", -1),
         ("num_speculative_tokens", 33),
+        ("thinking_token_budget", -1),
         ("max_tokens", 0),
         ("max_tokens", -5),
         ("min_tokens", -1),

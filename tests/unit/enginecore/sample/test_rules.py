@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.reasoning_budget import ReasoningBudget
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.sample.rules import apply_rules
@@ -24,7 +25,14 @@ tokens = st.integers(0, VOCAB - 1)
 token_lists = st.lists(tokens, max_size=12)
 
 
-def add(batch: InputBatch, request_id: str, prompt: list[int], output: list[int], params: SamplingParams) -> None:
+def add(
+    batch: InputBatch,
+    request_id: str,
+    prompt: list[int],
+    output: list[int],
+    params: SamplingParams,
+    budget: ReasoningBudget | None = None,
+) -> None:
     new = NewRequestData(
         request_id=request_id,
         token_ids=[*prompt, *output],
@@ -32,6 +40,7 @@ def add(batch: InputBatch, request_id: str, prompt: list[int], output: list[int]
         num_computed_tokens=0,
         block_ids=([],),
         sampling_params=params,
+        reasoning_budget=budget,
     )
     batch.update(SchedulerOutput(new_requests=[new]))
 
@@ -223,3 +232,33 @@ def critical_value(degrees: int) -> float:
     """What chi-square exceeds with probability 1e-4, after Wilson and Hilferty."""
     spread = 2 / (9 * degrees)
     return degrees * (1 - spread + 3.719 * math.sqrt(spread)) ** 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_at_its_budget_only_the_end_of_the_reasoning_is_chosen_whatever_the_other_rules_say(temperature: float) -> None:
+    params = SamplingParams(
+        temperature=temperature,
+        seed=0,
+        top_k=1,
+        min_tokens=9,
+        stop_token_ids=(3,),
+        allowed_token_ids=(4, 5, 6),
+        bad_word_token_ids=((3,),),
+        logit_bias={3: -100.0},
+        presence_penalty=2.0,
+    )
+    budget = ReasoningBudget(limit=2, begin_token_id=2, end_token_id=3, begun=True)
+    for output, ends in (([4], False), ([4, 5], True), ([4, 5, 3], False)):
+        batch = make_batch()
+        add(batch, "a", [1], output, params, budget)
+        add(batch, "b", [1], output, params)
+        chosen = sample(distinct_logits(2), batch.sampling_inputs(["a", "b"])).token_ids.tolist()
+        assert (chosen[0] == 3) is ends
+        assert chosen[1] in (4, 5, 6)
+
+
+def test_a_budget_alone_is_a_rule() -> None:
+    batch = make_batch()
+    budget = ReasoningBudget(limit=2, begin_token_id=2, end_token_id=3, begun=True)
+    add(batch, "a", [1], [], SamplingParams(temperature=0.0), budget)
+    assert not batch.plain(["a"])

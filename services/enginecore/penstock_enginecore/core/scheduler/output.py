@@ -11,6 +11,7 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.lora.request import LoraRequest
+from penstock_enginecore.core.reasoning_budget import ReasoningBudget
 from penstock_enginecore.core.request import Request
 
 _NO_DRAFTS: list[int] = []
@@ -38,6 +39,7 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     context: RequestContext = RequestContext()
     prediction_token_ids: list[int] = []
     mm_features: list[MultiModalFeature] = []
+    reasoning_budget: ReasoningBudget | None = None
 
 
 class EncoderStart(msgspec.Struct, kw_only=True):
@@ -111,6 +113,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
                 context=request.context,
                 prediction_token_ids=request.prediction_token_ids,
                 mm_features=[_without_large(feature) for feature in features] if features else features,
+                reasoning_budget=request.reasoning_budget,
             )
         )
 

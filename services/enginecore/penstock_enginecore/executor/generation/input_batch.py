@@ -11,7 +11,6 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.generation.batch_layout import LaidOut, lay_out, rows_before
@@ -304,15 +303,15 @@ class InputBatch:
         self._num_computed_tokens[row] = new.num_computed_tokens
         self._num_blocks[row] = 0
         self._append_blocks(row, new.block_ids)
-        self._set_sampling(row, new.sampling_params, vectors)
+        self._set_sampling(row, new, vectors)
 
-    def _set_sampling(self, row: int, params: SamplingParams, vectors: IntArray | None) -> None:
+    def _set_sampling(self, row: int, new: NewRequestData, vectors: IntArray | None) -> None:
+        params, num_prompt_tokens = new.sampling_params, new.num_prompt_tokens
         self._sampling.set(row, params)
         known = self._token_ids[row, : self._num_tokens[row]]
-        num_prompt_tokens = int(self._num_prompt_tokens[row])
         if vectors is not None:  # a vector is no token that could be repeated
             known, num_prompt_tokens = np.delete(known, vectors), num_prompt_tokens - len(vectors)
-        rules = RequestRules.create(params, known, num_prompt_tokens, self._eos_token_ids)
+        rules = RequestRules.create(params, known, num_prompt_tokens, self._eos_token_ids, new.reasoning_budget)
         if rules is not None:
             self._rules[row] = rules
         if params.logprobs is not None:

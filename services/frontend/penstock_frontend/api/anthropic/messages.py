@@ -40,6 +40,7 @@ _NAMES = {
     "prompt": "messages",
     "continue_final_message": "messages",
     "sampling_params.stop": "stop_sequences",
+    "sampling_params.thinking_token_budget": "thinking.budget_tokens",
     "sampling_params.structured_output.json_schema": "output_config.format.schema",
     "sampling_params.structured_output": "output_config.format",
 }
@@ -58,7 +59,7 @@ class Messages:
         model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         check(body)
         turns = turns_of(body)
-        request = _request(body, call, turns, _sampling(body))
+        request = _request(body, call, turns, _sampling(body, reasons=self._chat.reasons))
         demand = demand_of(request)
         self._llm.check_room([demand])
         label = request.context.external_request_id
@@ -123,12 +124,15 @@ def _request(body: ConversationBody, call: Call, turns: Turns, sampling: dict[st
     )
 
 
-def _sampling(body: MessagesBody) -> dict[str, Any]:
+def _sampling(body: MessagesBody, *, reasons: bool) -> dict[str, Any]:
     # Pieces also for an answer in one piece: its blocks are those of the stream.
     values: dict[str, Any] = {"output_kind": OutputKind.DELTA}
     values |= {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     if body.stop_sequences is not None:
         values["stop"] = tuple(body.stop_sequences)
+    # An answer without thinking blocks has no thinking to bound; clients send the budget to any model.
+    if reasons and body.thinking is not None and body.thinking.budget_tokens is not None:
+        values["thinking_token_budget"] = body.thinking.budget_tokens
     format_ = body.output_config.format if body.output_config is not None else None
     if (constraint := format_constraint(format_)) is not None:
         values["structured_output"] = constraint

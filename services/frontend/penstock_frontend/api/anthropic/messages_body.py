@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.errors import Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_frontend.api.openai.body_fields import check_range, refuse_fields
 from penstock_frontend.api.openai.context import GenerationContextFields
 
@@ -62,7 +62,7 @@ class ToolUseChoiceBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThinkingBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the model thinks first, where its template lets a client say so. There is no budget for it."""
+    """Whether the model thinks first, where its template lets a client say so, and for how many tokens at most."""
 
     type: str
     budget_tokens: int | None = None
@@ -122,7 +122,14 @@ def check(body: ConversationBody) -> None:
             raise Unimplemented(
                 "thinking.display is 'omitted'; what the model thinks is shown", field="thinking.display"
             )
-        check_range("thinking.budget_tokens", body.thinking.budget_tokens, 1, _INT32_MAX)
+        budget = body.thinking.budget_tokens
+        check_range("thinking.budget_tokens", budget, 1, _INT32_MAX)
+        if budget is not None and body.thinking.type == "disabled":
+            raise InvalidArgument(
+                f"thinking.budget_tokens is {budget} beside thinking.type 'disabled'; leave it out, or set thinking.type to "
+                "'enabled'",
+                field="thinking.budget_tokens",
+            )
     if isinstance(body, MessagesBody):
         check_range("max_tokens", body.max_tokens, 1, _INT32_MAX)
         check_range("top_k", body.top_k, 0, _INT32_MAX)

@@ -36,6 +36,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (0.0, 1e38),
     "stream_interval": (1, _INT32 - 1),
     "num_speculative_tokens": (0, _INT32 - 1),
+    "thinking_token_budget": (-1, _INT32 - 1),
 }
 """What the engine's contract can carry; the domain's own limits are narrower."""
 _PLAIN = (
@@ -59,6 +60,7 @@ _PLAIN = (
     "truncate_prompt_tokens",
     "stream_interval",
     "num_speculative_tokens",
+    "thinking_token_budget",
 )
 _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 _BLANKS = {kind.name.lower(): kind for kind in JsonWhitespace}
@@ -71,7 +73,6 @@ REFUSED = {
     "logits_processors": "",
     "logprob_token_ids": "",
     "return_tokens_as_token_ids": "return_token_ids",
-    "thinking_token_budget": "",
     "watermarking": "",
     "guided_json": "structured_outputs",
     "guided_regex": "structured_outputs",
@@ -160,6 +161,7 @@ class SamplingFields(GenerationContextFields, kw_only=True):
     truncation_side: str | None = None
     stream_interval: int | None = None
     num_speculative_tokens: int | None = None
+    thinking_token_budget: int | None = None
     prediction: PredictionBody | None = None
     structured_outputs: StructuredOutputs | None = None
     repetition_detection: RepetitionFields | None = None
@@ -172,7 +174,6 @@ class SamplingFields(GenerationContextFields, kw_only=True):
     logits_processors: Any = None
     logprob_token_ids: Any = None
     return_tokens_as_token_ids: Any = None
-    thinking_token_budget: Any = None
     watermarking: Any = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -214,6 +215,8 @@ def values(body: SamplingFields) -> dict[str, Any]:
     found |= {name: tuple(value) for name in _LISTS if (value := getattr(body, name)) is not None}
     if found.get("top_k") == -1:
         found["top_k"] = 0
+    if found.get("thinking_token_budget") == -1:
+        del found["thinking_token_budget"]
     if body.stop is not None:
         found["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
     if (constraint := _constraint(body)) is not None:

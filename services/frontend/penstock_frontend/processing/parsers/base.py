@@ -90,6 +90,8 @@ class ReasoningParser(abc.ABC):
     tags: ClassVar[tuple[str, str]]
     before_calls: ClassVar[str | None] = "\n\n"
     """What stands between ``tags[1]`` and a call that must be made; None: no reasoning comes before such a call."""
+    always: ClassVar[bool] = False
+    """Whether the answer begins with reasoning even without its tag, unless the prompt has ended the reasoning."""
 
     @abc.abstractmethod
     def __init__(self, prompt: str) -> None:

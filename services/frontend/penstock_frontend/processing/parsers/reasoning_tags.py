@@ -30,7 +30,6 @@ class TagReasoningParser(ReasoningParser):
 
     begins: ClassVar[Sequence[str]] = ()
     ends: ClassVar[Sequence[str]] = ()
-    always: ClassVar[bool] = False
     response: ClassVar[tuple[str, str] | None] = None
 
     def __init__(self, prompt: str) -> None:

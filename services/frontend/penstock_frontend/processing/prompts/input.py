@@ -138,7 +138,7 @@ class InputProcessor:
         if params.truncate_prompt_tokens is not None:
             prompt = prompt.last(params.truncate_prompt_tokens)
         prediction = [] if request.prediction is None else await self._prediction(request.prediction, limits)
-        reasoning = self.reasoning if params.structured_output is not None else None
+        reasoning = self._reasoning_for(params)
         return EngineCoreRequest(
             # Unique even where a client uses an id again.
             request_id=f"{request_id}-{next(self._serial):x}",
@@ -147,12 +147,22 @@ class InputProcessor:
             mm_features=list(prompt.features),
             sampling_params=params,
             context=context,
-            reasoning_ended=reasoning.parser.ended_by(text)
-            if reasoning is not None and (text := _text_of(request.prompt))
-            else None,
+            reasoning_ended=None if reasoning is None else reasoning.ended_by(_text_of(request.prompt), params),
             reasoning_parser_kwargs=reasoning.tokens if reasoning is not None else None,
             prediction_token_ids=prediction,
         )
+
+    def _reasoning_for(self, params: SamplingParams) -> Reasoning | None:
+        """How the model reasons, if the parameters are about that. Raises InvalidArgument for a budget that cannot be held."""
+        budget = params.thinking_token_budget
+        if budget is not None and self.reasoning is None:
+            field = "sampling_params.thinking_token_budget"
+            raise InvalidArgument(
+                f"{field} is {budget}, but this model's reasoning does not stand between two tokens that the server knows "
+                "(model.reasoning_parser); leave it out and set max_tokens",
+                field=field,
+            )
+        return self.reasoning if budget is not None or params.structured_output is not None else None
 
     def check(self, request: EngineCoreRequest, limits: ModelLimits) -> None:
         """What depends on the engines: the prompt's length and its token ids."""

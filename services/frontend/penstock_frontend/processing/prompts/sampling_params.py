@@ -29,6 +29,7 @@ _RANGES: dict[str, tuple[float, float | None]] = {
     "stream_interval": (1, None),
     "truncate_prompt_tokens": (1, None),
     "num_speculative_tokens": (0, MAX_SPECULATIVE_TOKENS),
+    "thinking_token_budget": (0, None),
 }
 _MAX_LOGIT_BIAS = 100.0
 _MAX_PATTERN_SIZE = 1000

@@ -288,6 +288,29 @@ def test_constraints_may_be_told_to_hold_in_the_reasoning_too():
     assert_gives(engine, run_to_end(engine, request), request, At.ENDED)
 
 
+def test_a_budget_beside_a_constraint_that_holds_in_the_reasoning_is_refused():
+    grammars = FakeGrammars(VOCAB, EOS)
+    executor = FakeExecutor(vocab_size=VOCAB, eos_token_ids=frozenset({EOS}))
+    config = msgspec.structs.replace(make_config(), structured_output=StructuredOutputConfig(enable_in_reasoning=True))
+    engine = EngineCore(config, executor, progress=lambda _: None, make_grammars=lambda *_, **__: grammars)
+    request = asking(seed=3, **BEGUN)
+    params = msgspec.structs.replace(request.sampling_params, thinking_token_budget=4)
+    engine.add(engine.preprocess("client", msgspec.structs.replace(request, sampling_params=params)))
+    [output] = [output for outputs in engine.step(lambda: None).values() for output in outputs.outputs]
+    assert (output.error.code, output.error.field) == ("INVALID_ARGUMENT", "sampling_params.thinking_token_budget")
+    assert "thinking_token_budget is 4 beside structured_output" in output.error.message
+
+
+def test_a_budget_without_the_tokens_around_the_reasoning_is_refused():
+    request = asking(seed=3, tokens=None)
+    params = msgspec.structs.replace(request.sampling_params, thinking_token_budget=4)
+    with pytest.raises(InvalidArgument, match="thinking_token_budget is 4, but reasoning_parser_kwargs") as error:
+        engine_with(FakeGrammars(VOCAB, EOS)).preprocess(
+            "client", msgspec.structs.replace(request, sampling_params=params)
+        )
+    assert error.value.field == "sampling_params.thinking_token_budget"
+
+
 @pytest.mark.parametrize("name", ["begin_token_id", "end_token_id"])
 @pytest.mark.parametrize("token_id", [-1, VOCAB])
 def test_a_tag_that_is_no_token_is_refused(name, token_id):

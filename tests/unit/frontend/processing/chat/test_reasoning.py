@@ -11,6 +11,7 @@ from penstock_common.types.sampling import StructuredOutput
 from penstock_frontend.call_types import GenerateRequest
 from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.processing.chat.reasoning import reasoning_of
+from penstock_frontend.processing.parsers.deepseek import DeepSeekR1ReasoningParser
 from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
 from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
@@ -72,6 +73,28 @@ async def test_of_token_ids_engines_see_themselves_whether_they_end_it(
 ) -> None:
     request = await sent(inputs, [5, tokens.end_token_id], **CONSTRAINED)
     assert (request.reasoning_parser_kwargs, request.reasoning_ended) == (tokens, None)
+
+
+async def test_engines_are_told_of_a_reasoning_that_has_a_budget(
+    inputs: InputProcessor, tokens: ReasoningTokens
+) -> None:
+    request = await sent(inputs, "hi<think>", thinking_token_budget=3)
+    assert (request.reasoning_parser_kwargs, request.reasoning_ended) == (tokens, False)
+    assert (await sent(inputs, "hi", thinking_token_budget=3)).reasoning_ended is None
+
+
+async def test_a_model_that_always_reasons_begins_with_the_answer_unless_a_constraint_may(tokenizer: Tokenizer) -> None:
+    inputs = InputProcessor(
+        tokenizer,
+        {},
+        model_name="demo",
+        limits=Reread(LimitsConfig()),
+        fairness=Reread(FairnessConfig()),
+        reasoning=reasoning_of(DeepSeekR1ReasoningParser, tokenizer),
+    )
+    assert (await sent(inputs, "hi", thinking_token_budget=3)).reasoning_ended is False
+    assert (await sent(inputs, "hi<think></think>", thinking_token_budget=3)).reasoning_ended is True
+    assert (await sent(inputs, "hi", thinking_token_budget=3, **CONSTRAINED)).reasoning_ended is None
 
 
 async def test_without_a_constraint_there_is_nothing_to_tell(inputs: InputProcessor) -> None:
