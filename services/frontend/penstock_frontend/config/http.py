@@ -1,6 +1,6 @@
 """The HTTP listener."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -107,6 +107,13 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "but those of /health and /ping are refused with 421. Empty: any, except where http.host is a loopback address."
         ),
     ] = ()
+    unknown_fields: Annotated[
+        Literal["ignore", "refuse"],
+        Meta(
+            description="What happens to a field of a body that the server does not know: ignore (it is logged once per client "
+            "and counted) or refuse (400 with the field's place and the nearest known name)."
+        ),
+    ] = "ignore"
     engine_metrics: Annotated[
         bool,
         Meta(

@@ -5,12 +5,14 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
 
+from prometheus_client import CollectorRegistry
 from starlette.types import Receive
 
 from penstock_common.errors import ResourceExhausted
 from penstock_frontend.admission import InFlight
 from penstock_frontend.api.openai.body_fields import decode
 from penstock_frontend.api.openai.errors import HttpError
+from penstock_frontend.api.openai.field_policy import FieldPolicy
 from penstock_frontend.api.openai.json_size import check_json_size
 from penstock_frontend.config import HttpConfig
 
@@ -31,14 +33,16 @@ class Bodies:
     the oldest: so clients that stall cannot keep others out.
     """
 
-    def __init__(self, config: HttpConfig) -> None:
+    def __init__(self, config: HttpConfig, registry: CollectorRegistry | None = None) -> None:
+        """``registry``: for the count of unknown fields; None counts nothing."""
         self.config = config
+        self.policy = FieldPolicy(refuse=config.unknown_fields == "refuse", registry=registry)
         self.in_flight = InFlight()
         self._reading: dict[Body, None] = {}  # the oldest first
 
-    def open(self) -> "Body":
-        """The body of one more call, for a ``with`` block."""
-        return Body(self)
+    def open(self, client: str) -> "Body":
+        """The body of one more call, for a ``with`` block. ``client``: who calls, as ``client_of`` says."""
+        return Body(self, client)
 
     def begin(self, body: "Body") -> None:
         """It is being read from now on."""
@@ -62,13 +66,14 @@ class Bodies:
 
 
 class Body:
-    """``with bodies.open() as body``: ``read`` it, ``decode`` it, ``close`` it as soon as its call is admitted.
+    """``with bodies.open(client) as body``: ``read`` it, ``decode`` it, ``close`` it as soon as its call is admitted.
 
     Until then its bytes count, those of what was made of it as well. Leaving the block closes it.
     """
 
-    def __init__(self, bodies: Bodies) -> None:
+    def __init__(self, bodies: Bodies, client: str) -> None:
         self.size = 0
+        self._client = client
         self._bodies = bodies
         self._parts: list[bytes] = []
         self._read = False
@@ -122,12 +127,14 @@ class Body:
         self._read = True
 
     async def decode(self, kind: type[T]) -> T:
-        """The struct of the body, whose bytes are gone then. Raises InvalidArgument naming the field that is wrong."""
+        """The struct of the body, whose bytes are gone then. Raises InvalidArgument naming the field at fault."""
         data = b"".join(self._parts)
         self._parts.clear()
         config = self._bodies.config
         await check_json_size(data, max_values=config.max_body_values, max_objects=config.max_body_objects)
-        return decode(data, kind)
+        body = decode(data, kind)
+        await self._bodies.policy.check(data, kind, self._client)
+        return body
 
     async def converted(self, convert: Callable[[], T]) -> T:
         """What ``convert`` makes of the decoded body, off the event loop where that is large: it decodes frames of videos."""

@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """The struct of a body that nests no deeper than ``json_size`` lets it. Unknown fields are ignored. Raises InvalidArgument
-    naming the field that is wrong.
+    """The struct of a body that nests no deeper than ``json_size`` lets it. Unknown fields are left to ``FieldPolicy``. Raises
+    InvalidArgument naming the field that is wrong.
     """
     try:
         return msgspec.json.decode(body, type=kind)

@@ -30,10 +30,10 @@ from penstock_frontend.api.openai.pooling.classification import ClassificationBo
 from penstock_frontend.api.openai.pooling.pooled import PooledList, PoolingBody
 from penstock_frontend.api.openai.pooling.reranking import Ranking, RerankBody
 from penstock_frontend.api.openai.pooling.scores import ScoreBody, ScoreList
+from penstock_frontend.api.openai.response_format import ResponseFormat
 from penstock_frontend.api.openai.responses import response
 from penstock_frontend.api.openai.responses.events import Event
 from penstock_frontend.api.openai.responses.response_body import ResponseBody
-from penstock_frontend.api.openai.sampling_fields import ResponseFormat
 from penstock_frontend.api.openai.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
 from penstock_frontend.api.openai.version import Version
 

@@ -16,6 +16,7 @@ from penstock_frontend.admission import InFlight
 from penstock_frontend.api.call_context import context_of_call
 from penstock_frontend.api.openai import errors
 from penstock_frontend.api.openai.bodies import Bodies, Body, ClientGone
+from penstock_frontend.api.openai.field_policy import client_of
 from penstock_frontend.api.openai.http_send import send_json
 from penstock_frontend.api.openai.sse import EventStream
 from penstock_frontend.config import HttpConfig
@@ -100,7 +101,7 @@ class Endpoint:
         request_id = headers.get(REQUEST_ID) or uuid.uuid4().hex
         echo = {REQUEST_ID: request_id, _SHORT_REQUEST_ID: request_id}
         try:
-            with self._bodies.open() as body:
+            with self._bodies.open(client_of(scope)) as body:
                 await body.read(receive, _announced(headers))
                 with self._gate:
                     await _unless_gone(self._answer(headers, scope, request_id, body, send, echo), receive)

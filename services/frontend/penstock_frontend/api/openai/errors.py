@@ -46,6 +46,7 @@ _CODES = {
     "TENANT_QUOTA": "rate_limit_exceeded",
     "INVALID_FIELD": "invalid_value",
     "NOT_SERVED_YET": "unsupported",
+    "UNKNOWN_FIELD": "unknown_parameter",
     "CREDENTIALS_MISSING": "invalid_api_key",
     "CREDENTIALS_WRONG": "invalid_api_key",
 }

@@ -19,6 +19,7 @@ from penstock_frontend.api.openai.body_fields import check_range, refuse_fields,
 from penstock_frontend.api.openai.context import GenerationContextFields
 from penstock_frontend.api.openai.errors import undecodable
 from penstock_frontend.api.openai.prediction import NAMES, PredictionBody
+from penstock_frontend.api.openai.response_format import ResponseFormat
 from penstock_frontend.call_types import Finish, KvParams
 from penstock_frontend.engine.gateway import KvGateway, answer_of
 
@@ -102,21 +103,6 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     json_whitespace: str | None = None
     disable_any_whitespace: bool | None = None
     whitespace_pattern: Any = None
-
-
-class JsonSchemaFormat(msgspec.Struct, frozen=True):
-    """A schema in OpenAI's form. It is always enforced, whatever ``strict`` says."""
-
-    schema: msgspec.Raw
-    name: str = ""
-    strict: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, frozen=True):
-    """The form of the output: ``text``, ``json_object``, ``json_schema``, or ``structural_tag`` as xgrammar writes it."""
-
-    type: str
-    json_schema: JsonSchemaFormat | None = None
 
 
 class RepetitionFields(msgspec.Struct, frozen=True):

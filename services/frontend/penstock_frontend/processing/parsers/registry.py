@@ -76,6 +76,11 @@ def tool_parser_names() -> list[str]:
     return sorted(_known()[0])
 
 
+def reasoning_parser_names() -> list[str]:
+    """The names that ``pick`` knows for reasoning, but ``auto`` and ``none``. Raises ConfigError as it does."""
+    return sorted(_known()[1])
+
+
 def _known() -> tuple[dict[str, type[ToolParser]], dict[str, type[ReasoningParser]]]:
     """All parsers by name. Plugins cannot take the names of the built-in ones."""
     tools, reasonings = dict(_TOOL_PARSERS), dict(_REASONING_PARSERS)

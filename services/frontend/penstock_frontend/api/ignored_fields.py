@@ -1,0 +1,142 @@
+"""Request fields that are accepted and change nothing: the only list of them. docs/openai.md shows the same list as a table.
+
+A field that is in no struct and not in this list is unknown (``openai/field_policy.py``).
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+
+class IgnoredField(NamedTuple):
+    """A field without effect.
+
+    Attributes:
+        protocol: The routes or RPCs that have the field.
+        place: Where its object stands in the body, such as ``messages[].content[]``; empty for the body itself.
+        name: The field.
+        example: A value that clients send.
+        why: Why it has no effect.
+        structs: The structs of the objects that may have the field; empty in gRPC.
+        repeated: Whether the answer repeats the value; it has no other effect.
+    """
+
+    protocol: str
+    place: str
+    name: str
+    example: object
+    why: str
+    structs: tuple[str, ...] = ()
+    repeated: bool = False
+
+    @property
+    def path(self) -> str:
+        """The field's place and name."""
+        return f"{self.place}.{self.name}" if self.place else self.name
+
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES, EMBEDDINGS, POOLING, RERANK = "/v1/messages", "/v1/embeddings", "/pooling", "/rerank"
+SCORES, CLASSIFY, LORA = "/v1/score", "/classify", "/v1/unload_lora_adapter"
+BATCH = "penstock batch, a line"
+INFERENCE, VLLM = "gRPC penstock.inference.v1", "gRPC vllm.grpc.engine"
+
+_NOT_STORED = "the server stores no completions"
+_LABEL = "OpenAI counts and polices users by it; tenants come with the key or a header"
+_CACHED = "every prefix is cached, per tenant"
+_ONE_TIER = "there is one service tier; priority is the field priority"
+_ALWAYS = "schemas are always enforced"
+_REPEATED = "the response repeats it"
+_CHAT, _RESPONSE, _MESSAGES = ("ChatCompletionRequest",), ("ResponseBody",), ("MessagesBody", "ConversationBody")
+_PARTS = ("PartBody",)
+
+
+def _of_openai(protocol: str, structs: tuple[str, ...]) -> tuple[IgnoredField, ...]:
+    """Fields for OpenAI's own service, which all its generating routes have."""
+    return (
+        IgnoredField(protocol, "", "safety_identifier", "u1", _LABEL, structs),
+        IgnoredField(protocol, "", "prompt_cache_key", "k", _CACHED, structs),
+        IgnoredField(protocol, "", "prompt_cache_retention", "24h", _CACHED, structs),
+        IgnoredField(protocol, "", "service_tier", "auto", _ONE_TIER, structs),
+    )
+
+
+IGNORED: tuple[IgnoredField, ...] = (
+    *_of_openai(CHAT, _CHAT),
+    IgnoredField(CHAT, "", "user", "u1", _LABEL, _CHAT),
+    IgnoredField(CHAT, "", "metadata", {"a": "b"}, _NOT_STORED, _CHAT),
+    IgnoredField(CHAT, "", "store", False, _NOT_STORED, _CHAT),
+    IgnoredField(CHAT, "", "verbosity", "low", "templates have no such variable; use chat_template_kwargs", _CHAT),
+    IgnoredField(CHAT, "tools[].function", "strict", True, _ALWAYS, ("FunctionBody",)),
+    IgnoredField(CHAT, "response_format.json_schema", "strict", True, _ALWAYS, ("JsonSchemaFormat",)),
+    IgnoredField(
+        CHAT, "response_format.json_schema", "name", "a", "only the schema is enforced", ("JsonSchemaFormat",)
+    ),
+    IgnoredField(
+        CHAT, "response_format.json_schema", "description", "a", "only the schema is enforced", ("JsonSchemaFormat",)
+    ),
+    IgnoredField(CHAT, "stream_options", "include_obfuscation", False, "streams are not padded", ("StreamOptions",)),
+    IgnoredField(CHAT, "messages[]", "refusal", "no", "answers that clients send back have it", ("MessageBody",)),
+    IgnoredField(CHAT, "messages[]", "annotations", [], "answers that clients send back have it", ("MessageBody",)),
+    IgnoredField(CHAT, "messages[].content[]", "cache_control", {"type": "ephemeral"}, _CACHED, _PARTS),
+    IgnoredField(CHAT, "messages[].tool_calls[]", "index", 0, "calls keep their order", ("ToolCallBody",)),
+    IgnoredField(
+        CHAT, "messages[].content[].image_url", "detail", "low", "the model's processor chooses the size", ("UrlBody",)
+    ),
+    IgnoredField(COMPLETIONS, "", "user", "u1", _LABEL, ("CompletionRequest",)),
+    *_of_openai(RESPONSES, _RESPONSE),
+    IgnoredField(RESPONSES, "", "user", "u1", _REPEATED, _RESPONSE, True),
+    IgnoredField(RESPONSES, "", "metadata", {"a": "b"}, _REPEATED, _RESPONSE, True),
+    IgnoredField(RESPONSES, "tools[]", "strict", True, f"{_ALWAYS}; {_REPEATED}", ("FunctionTool",), True),
+    IgnoredField(RESPONSES, "text.format", "strict", True, f"{_ALWAYS}; {_REPEATED}", ("FormatBody",), True),
+    IgnoredField(
+        RESPONSES, "text.format", "name", "a", f"only the schema is enforced; {_REPEATED}", ("FormatBody",), True
+    ),
+    IgnoredField(
+        RESPONSES, "text.format", "description", "a", f"only the schema is enforced; {_REPEATED}", ("FormatBody",), True
+    ),
+    IgnoredField(
+        RESPONSES, "stream_options", "include_obfuscation", False, "streams are not padded", ("StreamOptions",)
+    ),
+    IgnoredField(RESPONSES, "input[]", "id", "msg_1", "items are known by their order", ("InputItem",)),
+    IgnoredField(RESPONSES, "input[]", "status", "completed", "items are known by their order", ("InputItem",)),
+    IgnoredField(RESPONSES, "input[]", "encrypted_content", "x", "reasoning comes in the clear", ("InputItem",)),
+    IgnoredField(RESPONSES, "input[].content[]", "annotations", [], "outputs that clients send back", ("InputPart",)),
+    IgnoredField(RESPONSES, "input[].content[]", "logprobs", [], "outputs that clients send back", ("InputPart",)),
+    IgnoredField(MESSAGES, "", "metadata", {"user_id": "u1"}, _LABEL, _MESSAGES),
+    IgnoredField(MESSAGES, "", "service_tier", "auto", _ONE_TIER, _MESSAGES),
+    IgnoredField(MESSAGES, "", "cache_control", {"type": "ephemeral"}, _CACHED, _MESSAGES),
+    IgnoredField(MESSAGES, "messages[].content[]", "cache_control", {"type": "ephemeral"}, _CACHED, ("BlockBody",)),
+    IgnoredField(MESSAGES, "system[]", "cache_control", {"type": "ephemeral"}, _CACHED, ("BlockBody",)),
+    IgnoredField(MESSAGES, "tools[]", "cache_control", {"type": "ephemeral"}, _CACHED, ("ClientToolBody",)),
+    IgnoredField(MESSAGES, "tools[]", "strict", True, _ALWAYS, ("ClientToolBody",)),
+    IgnoredField(MESSAGES, "tools[]", "eager_input_streaming", True, "input always streams", ("ClientToolBody",)),
+    IgnoredField(MESSAGES, "messages[].content[]", "signature", "x", "thinking is not signed", ("BlockBody",)),
+    IgnoredField(MESSAGES, "messages[].content[]", "data", "x", "redacted thinking cannot be read", ("BlockBody",)),
+    IgnoredField(MESSAGES, "messages[].content[]", "citations", [], "there are no citations", ("BlockBody",)),
+    IgnoredField(MESSAGES, "messages[].content[]", "is_error", True, "templates have no place for it", ("BlockBody",)),
+    IgnoredField(EMBEDDINGS, "", "user", "u1", _LABEL, ("EmbeddingRequest",)),
+    IgnoredField(POOLING, "", "user", "u1", _LABEL, ("PoolingBody",)),
+    IgnoredField(POOLING, "", "embed_dtype", "float32", "the only value", ("PoolingBody",)),
+    IgnoredField(POOLING, "", "endianness", "little", "the only order of bytes", ("PoolingBody",)),
+    IgnoredField(SCORES, "", "user", "u1", _LABEL, ("ScoreBody",)),
+    IgnoredField(CLASSIFY, "", "user", "u1", _LABEL, ("ClassificationBody",)),
+    IgnoredField(RERANK, "", "user", "u1", _LABEL, ("RerankBody",)),
+    IgnoredField(RERANK, "documents[]", "any but text", "x", "only text is ranked", ("DocumentBody",)),
+    IgnoredField(LORA, "", "lora_int_id", 1, "adapters are known by name", ("UnloadLoraAdapterRequest",)),
+    IgnoredField(BATCH, "", "any key but custom_id, method, url, body", "x", "the body is what is computed"),
+    IgnoredField(INFERENCE, "", "field numbers of later contracts", None, "protobuf skips them"),
+    IgnoredField(VLLM, "tokenized", "original_text", "a", "token_ids are the prompt"),
+    IgnoredField(VLLM, "mm_inputs", "im_token_id", 1, "placeholders say where media are"),
+    IgnoredField(VLLM, "mm_inputs", "mm_hashes", ["a"], "media are known by their content"),
+    IgnoredField(VLLM, "mm_inputs", "keep_on_cpu_keys", ["a"], "engines choose where tensors are"),
+    IgnoredField(
+        VLLM, "sampling_params", "grammar_from_first_token", True, "constraints begin behind the model's reasoning"
+    ),
+    IgnoredField(VLLM, "GetLoads", "include", ["all"], "every load is told"),
+)
+
+
+@cache
+def ignored_in(struct: str) -> frozenset[str]:
+    """Return the fields without effect that objects of a struct may have, by the struct's name."""
+    return frozenset(field.name for field in IGNORED if struct in field.structs)

@@ -1,0 +1,123 @@
+"""Finds fields of a JSON body that its struct does not have, in nested objects too, where their structs are known."""
+
+import typing
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock_frontend.api.ignored_fields import ignored_in
+from penstock_frontend.api.openai.response_format import ResponseFormat
+
+_MOST = 32
+"""Unknown fields of one body that are told, at most."""
+_OPEN = frozenset({"DocumentBody"})
+"""Structs whose objects are a client's own data: their further fields are listed as ignored."""
+_RAW = {"response_format": ResponseFormat}
+"""Structs of fields that bodies keep as text."""
+_NULL = b"null"
+
+
+class UnknownField(NamedTuple):
+    """A field that nobody reads.
+
+    Attributes:
+        path: Where it stands in the body, such as ``messages[2].nmae``.
+        shape: The path without indexes, ``messages[].nmae``.
+        name: Its last part.
+        known: The names of the fields that its object may have.
+    """
+
+    path: str
+    shape: str
+    name: str
+    known: Collection[str]
+
+
+class _Plan(NamedTuple):
+    known: frozenset[str]
+    silent: frozenset[str]
+    objects: Mapping[str, type]
+    lists: Mapping[str, type]
+
+
+def find_unknown(body: bytes, kind: type) -> list[UnknownField]:
+    """Return the unknown fields of a body that was decoded as ``kind``, the first of each shape. Fields that are null are unset
+    and left out, like fields that are listed as ignored.
+    """
+    found: dict[str, UnknownField] = {}
+    for field in _walk(msgspec.json.decode(body, type=dict[str, msgspec.Raw]), kind, "", ""):
+        found.setdefault(field.shape, field)
+        if len(found) == _MOST:
+            break
+    return list(found.values())
+
+
+def _walk(given: Mapping[str, msgspec.Raw], kind: type, path: str, shape: str) -> Iterator[UnknownField]:
+    plan = _plan(kind)
+    if not given.keys() <= plan.silent:
+        for name in given.keys() - plan.silent:
+            if memoryview(given[name]) != _NULL:
+                yield UnknownField(f"{path}{name}", f"{shape}{name}", name, plan.known)
+    for name, of in plan.objects.items():
+        if (raw := given.get(name)) is not None and _begins(raw, b"{"):
+            value = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+            if not (of is ResponseFormat and _is_structural_tag(value)):
+                yield from _walk(value, of, f"{path}{name}.", f"{shape}{name}.")
+    for name, of in plan.lists.items():
+        if (raw := given.get(name)) is not None and _begins(raw, b"["):
+            for index, value in _objects_of(raw):
+                yield from _walk(value, of, f"{path}{name}[{index}].", f"{shape}{name}[].")
+
+
+def _begins(raw: msgspec.Raw, with_: bytes) -> bool:
+    return bytes(memoryview(raw)[:1]) == with_
+
+
+def _objects_of(raw: msgspec.Raw) -> Iterator[tuple[int, Mapping[str, msgspec.Raw]]]:
+    """Yield the objects of a list, with their indexes."""
+    try:
+        yield from enumerate(msgspec.json.decode(raw, type=list[dict[str, msgspec.Raw]]))
+    except msgspec.ValidationError:  # the list has texts or numbers, too
+        for index, value in enumerate(msgspec.json.decode(raw, type=list[msgspec.Raw])):
+            if _begins(value, b"{"):
+                yield index, msgspec.json.decode(value, type=dict[str, msgspec.Raw])
+
+
+def _is_structural_tag(value: Mapping[str, msgspec.Raw]) -> bool:
+    """Whether xgrammar reads the object, whose fields are its own."""
+    return memoryview(value.get("type", msgspec.Raw())) == b'"structural_tag"'
+
+
+@cache
+def _plan(kind: type) -> _Plan:
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    known = frozenset(fields)
+    objects: dict[str, type] = {name: of for name, of in _RAW.items() if name in fields}
+    lists: dict[str, type] = {}
+    for name, of in fields.items():
+        for member in _members(of):
+            if typing.get_origin(member) is list:
+                structs = [each for each in _members(typing.get_args(member)[0]) if _is_struct(each)]
+                if structs:
+                    lists[name] = structs[0]
+            elif _is_struct(member):
+                objects[name] = member
+    return _Plan(known, known | ignored_in(kind.__name__), objects, lists)
+
+
+def _members(of: Any) -> Collection[Any]:
+    """Return the types of a union, or the type alone."""
+    args = typing.get_args(of)
+    return args if args and typing.get_origin(of) is not list and typing.get_origin(of) is not dict else (of,)
+
+
+def _is_struct(of: Any) -> bool:
+    # A struct that forbids unknown fields refuses them itself.
+    return (
+        isinstance(of, type)
+        and issubclass(of, msgspec.Struct)
+        and not of.__struct_config__.forbid_unknown_fields
+        and of.__name__ not in _OPEN
+    )
