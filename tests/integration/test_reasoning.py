@@ -278,11 +278,18 @@ async def test_a_budget_holds_in_messages_responses_and_completions(api: OpenAIS
     response = await posted(
         api,
         "/v1/responses",
-        {"model": "model", "input": "hi", "max_output_tokens": 30, "logit_bias": bias, "thinking_token_budget": 5},
+        {
+            "model": "model",
+            "input": "hi",
+            "max_output_tokens": 30,
+            "seed": 1,
+            "logit_bias": bias,
+            "thinking_token_budget": 5,
+        },
     )
     # The tag that ends the reasoning counts as a token of it in usage.
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 6
-    options = {"logit_bias": bias, "thinking_token_budget": 5, "return_token_ids": True, "max_tokens": 30}
+    options = {"logit_bias": bias, "thinking_token_budget": 5, "return_token_ids": True, "max_tokens": 30, "seed": 1}
     text = await posted(api, "/v1/completions", {"model": "model", "prompt": "Say it.<think>\n", **options})
     assert text["choices"][0]["token_ids"].index(tokenizer.token_to_id("</think>")) == 5
 

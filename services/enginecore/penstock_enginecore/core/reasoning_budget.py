@@ -47,7 +47,8 @@ class ReasoningBudget(msgspec.Struct, frozen=True, kw_only=True):
 
     def forced(self, output: npt.NDArray[np.integer] | Sequence[int]) -> int | None:
         """Return the only token that may follow ``output`` ``[tokens]``, or None if the budget forces none."""
-        first = list(output[:_FIRST])
+        # Reasoning that has begun before the output may repeat its tag, but only at once.
+        first = list(output[: 1 if self.begun else _FIRST])
         if self.begin_token_id in first:
             start = first.index(self.begin_token_id) + 1
         elif self.begun:
