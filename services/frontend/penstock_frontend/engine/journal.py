@@ -144,6 +144,7 @@ class Journal:
                 entry.take_speculation(output)
             if output.finish_reason is not None and (error := _refused(output)) is not None:
                 admitted = output.finish_reason is FinishReason.ABORT or error.code == "INTERNAL"
+                entry.kv_source = output.kv_source or entry.kv_source
                 refusals.append(Refusal(entry, error, admitted))
                 continue
             try:

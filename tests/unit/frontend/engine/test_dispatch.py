@@ -280,13 +280,26 @@ class Simulated:
     def step(self, engine: str, count: int = 1) -> None:
         self.deliver(engine, *[self.advance(engine, request_id, count) for request_id in list(self.running[engine])])
 
-    def refuse(self, engine: str, request_id: str, error: RequestError, *, counts: bool = True) -> None:
+    def refuse(
+        self,
+        engine: str,
+        request_id: str,
+        error: RequestError,
+        *,
+        counts: bool = True,
+        source: KvSource | None = None,
+    ) -> None:
         request, offset = self.running[engine].pop(request_id)
         reason = FinishReason.ABORT if error.code == "UNAVAILABLE" else FinishReason.ERROR
         self.deliver(
             engine,
             EngineCoreOutput(
-                request_id=request_id, attempt=request.attempt, offset=offset, finish_reason=reason, error=error
+                request_id=request_id,
+                attempt=request.attempt,
+                offset=offset,
+                finish_reason=reason,
+                error=error,
+                kv_source=source,
             ),
             counts=counts,
         )
@@ -1536,6 +1549,23 @@ async def test_where_the_engine_of_its_call_takes_no_more_a_sequence_goes_elsewh
     begun = names[2 if how == "full" else 1 :]
     [then] = set(hand_over_one_by_one(world, *begun))
     assert then not in ("a", first)
+
+
+async def test_an_engine_that_leaves_its_group_is_where_the_blocks_of_its_requests_are() -> None:
+    world = Simulated("a", "b", "c")
+    world.add("r0")
+    first = world.where("r0")
+    world.step(first)
+    left = RequestError(code="UNAVAILABLE", message="the rank has left its group", reason="LEFT_GROUP")
+    world.closed.add(first)
+    world.refuse(first, "r0", left, source=source_at(first))
+    engine, request = world.sent[-1]
+    assert (engine != first, request.kv_source, world.num_moved) == (True, source_at(first), 1)
+    world.step(engine)
+    world.kill(engine)
+    assert world.sent[-1][1].kv_source is None
+    world.finish()
+    assert world.ended == {"r0": FinishReason.LENGTH}
 
 
 async def test_a_request_that_is_given_away_unasked_has_moved() -> None:

@@ -169,7 +169,7 @@ class GroupDriver:
             return
         if self._standstill.seconds_since_loss >= self._move_after and self._scheduler.has_requests:
             failure = Unavailable("the group of the rank has lost a member and stands still", reason="GROUP_SUSPENDED")
-            self._scheduler.abort_all(RequestError.from_exception(failure))
+            self._scheduler.abort_all(RequestError.from_exception(failure), keep_blocks=True)
 
     def added(self, epoch: int, wave: int, *, refused: bool = False) -> None:
         """A request has been queued, or refused."""
@@ -342,7 +342,7 @@ class GroupDriver:
         self._leave_experts()
         self.links.close()
         failure = Unavailable("the rank has left its group", reason="LEFT_GROUP")
-        self._scheduler.abort_all(RequestError.from_exception(failure))
+        self._scheduler.abort_all(RequestError.from_exception(failure), keep_blocks=True)
 
     def _leave_experts(self) -> None:
         if self._experts is not None:

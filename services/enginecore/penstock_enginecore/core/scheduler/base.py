@@ -100,8 +100,10 @@ class Scheduler(Protocol):
     def abort_client(self, client_id: str) -> None:
         """End all requests of a client that has gone, without outputs."""
 
-    def abort_all(self, error: RequestError, *, held: bool = True) -> None:
-        """End every request with an ABORT output that carries ``error``; not ``held``: but for those that wait for a resume."""
+    def abort_all(self, error: RequestError, *, held: bool = True, keep_blocks: bool = False) -> None:
+        """End every request with an ABORT output that carries ``error``; not ``held``: but for those that wait for a resume.
+        ``keep_blocks``: the engine lives on and keeps their blocks for the engines that go on with them.
+        """
 
     def end_expired(self) -> None:
         """End requests whose deadline has passed, which ``schedule`` does as well."""

@@ -95,10 +95,12 @@ class RequestLifecycle:
         self.end(self._requests.of_client(client_id), RequestStatus.FINISHED_ABORTED)
         self._outputs.forget(client_id)
 
-    def abort_all(self, error: RequestError, *, held: bool = True) -> None:
-        """End every request with an ABORT output; not ``held``: but for those that wait for a pause to end."""
+    def abort_all(self, error: RequestError, *, held: bool = True, keep_blocks: bool = False) -> None:
+        """End every request with an ABORT output; not ``held``: but for those that wait for a pause to end. ``keep_blocks``: the
+        engine keeps their blocks for the engines that go on with them, as of requests that it hands over.
+        """
         requests = [r for r in self._requests.by_key.values() if held or not r.hold & Hold.PAUSE]
-        self.end(requests, RequestStatus.FINISHED_ABORTED, error)
+        self.end(requests, RequestStatus.FINISHED_ABORTED, error, keep_blocks=keep_blocks)
 
     def abort_expired(self) -> None:
         """End the requests whose deadline has passed, with ABORT outputs."""
@@ -128,8 +130,15 @@ class RequestLifecycle:
         error = RequestError(code="RESOURCE_EXHAUSTED", message=message, reason="KV_CACHE_TOO_SMALL")
         self.end([request], RequestStatus.FINISHED_ERROR, error)
 
-    def end(self, requests: list[Request], status: RequestStatus, error: RequestError | None = None) -> None:
-        """End living requests with one output each."""
+    def end(
+        self,
+        requests: list[Request],
+        status: RequestStatus,
+        error: RequestError | None = None,
+        *,
+        keep_blocks: bool = False,
+    ) -> None:
+        """End living requests with one output each. ``keep_blocks``: for whoever goes on with them."""
         was_running = False
         for request in requests:
             if request.status is RequestStatus.RUNNING:
@@ -138,7 +147,7 @@ class RequestLifecycle:
             else:
                 self._waiting.remove(request)
             request.status = status
-            source = self._keep_blocks(request)
+            source = self._keep_blocks(request, wanted=keep_blocks or status is RequestStatus.HANDED_OVER)
             self._forget(request)
             self._outputs.add_end(request, [], error=error)
             if source is not None:
@@ -150,7 +159,9 @@ class RequestLifecycle:
         """Forget running requests that a step's results have ended, and whose output says so."""
         for request in requests:
             self.finished_keys.append(request.key)
-            if (source := self._keep_blocks(request)) is not None:
+            handed_over = request.status is RequestStatus.HANDED_OVER
+            wanted = handed_over or (request.lease_kv and request.status in _NORMAL_ENDS)
+            if (source := self._keep_blocks(request, wanted=wanted)) is not None:
                 self._outputs.add_source(request, source)
             if self._kv_loads is not None and request.status in _NORMAL_ENDS:
                 self._outputs.add_answer(request, self._kv_loads.answer(request))
@@ -167,9 +178,8 @@ class RequestLifecycle:
         """The earliest deadline of a living request, in seconds since the epoch."""
         return self._deadlines.next_deadline()
 
-    def _keep_blocks(self, request: Request) -> KvSource | None:
+    def _keep_blocks(self, request: Request, *, wanted: bool) -> KvSource | None:
         """Let whoever goes on with a request that ends have its blocks, if they are wanted and can be kept."""
-        wanted = request.status is RequestStatus.HANDED_OVER or (request.lease_kv and request.status in _NORMAL_ENDS)
         if not wanted or (leases := self._leases()) is None or not request.num_processed_tokens:
             return None
         return leases.grant(request)

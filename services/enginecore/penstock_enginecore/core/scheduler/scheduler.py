@@ -160,9 +160,9 @@ class DefaultScheduler(Scheduler):
         """End all requests of a client that has gone, without outputs."""
         self._lifecycle.abort_client(client_id)
 
-    def abort_all(self, error: RequestError, *, held: bool = True) -> None:
+    def abort_all(self, error: RequestError, *, held: bool = True, keep_blocks: bool = False) -> None:
         """End every request with an ABORT output."""
-        self._lifecycle.abort_all(error, held=held)
+        self._lifecycle.abort_all(error, held=held, keep_blocks=keep_blocks)
 
     def end_expired(self) -> None:
         """End the requests whose deadline has passed."""

@@ -5,7 +5,7 @@ import pytest
 
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.kv_transfer import KvSource
-from penstock_common.types.outputs import FinishReason
+from penstock_common.types.outputs import FinishReason, RequestError
 from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import SpeculativeConfig
@@ -154,6 +154,28 @@ def test_blocks_of_a_request_that_is_taken_back_are_kept_too():
     engine.abort(CLIENT, [running.request_id, waiting.request_id], hand_over=True)
     run_to_end(engine, transcript=transcript)
     assert transcript.ends[running.request_id].kv_source.num_tokens == 16
+    assert transcript.ends[waiting.request_id].kv_source is None
+    engine.revoke_leases()
+    assert not leases.blocks
+    assert_nothing_left(engine)
+
+
+@pytest.mark.parametrize("keep_blocks", [True, False])
+def test_an_engine_that_ends_all_requests_and_lives_on_keeps_their_blocks_where_it_is_to(keep_blocks):
+    engine = make_engine()
+    leases = FakeLeases(engine, FakeClock())
+    running, waiting = make_request(14, max_tokens=30), make_request(14, max_tokens=30)
+    transcript = Transcript()
+    add(engine, running)
+    for _ in range(4):
+        step(engine, transcript)
+    add(engine, waiting)
+    error = RequestError(code="UNAVAILABLE", message="it leaves", reason="LEFT_GROUP")
+    engine.scheduler.abort_all(error, keep_blocks=keep_blocks)
+    run_to_end(engine, transcript=transcript)
+    end = transcript.ends[running.request_id]
+    assert (end.finish_reason, end.error) == (FinishReason.ABORT, error)
+    assert (end.kv_source is not None and end.kv_source.num_tokens == 16) == keep_blocks
     assert transcript.ends[waiting.request_id].kv_source is None
     engine.revoke_leases()
     assert not leases.blocks

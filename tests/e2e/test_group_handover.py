@@ -1,0 +1,78 @@
+"""A data-parallel group that shrinks: the requests of the rank that leaves take their keys and values with them."""
+
+import asyncio
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from penstock.inference.v1 import messages_pb2 as pb
+from tests.e2e.test_data_parallel import Expected
+from tests.fakes.models.small_tokenizers import byte_level
+from tests.fakes.processes import Service
+from tests.fakes.systems.cluster import read
+from tests.fakes.systems.rank_group import RankGroup
+from tests.fakes.systems.streams import greedy
+
+BLOCK, LENGTH, COUNT = 16, 40, 300
+PROMPTS = [[1 + i, *range(2, LENGTH + 1)] for i in range(4)]
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Expected]:
+    """A tiny model of experts, and transformers' greedy tokens for the prompts."""
+    from tests.fakes.models.tiny_models import save_tiny_model  # here: torch, of one process that runs tests
+    from tests.fakes.models.transformers_greedy import greedy_tokens
+
+    folder = tmp_path_factory.mktemp("experts")
+    made = save_tiny_model("qwen3_moe", folder)
+    byte_level().save(str(folder / "tokenizer.json"))
+    return folder, [greedy_tokens(made, prompt, COUNT) for prompt in PROMPTS]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["whole models", "shared experts"])
+async def group(request: pytest.FixtureRequest, model: tuple[Path, Expected]) -> AsyncIterator[RankGroup]:
+    """Two ranks, one of which may leave."""
+    shared = {"expert_parallel__enabled": "true", "expert_parallel__slots": 4}
+    flags = shared if request.param == "shared experts" else {}
+    async with RankGroup(
+        model[0],
+        size=2,
+        data_parallel__min_size=1,
+        kv_transfer__transport="grpc",
+        kv_transfer__port=0,
+        kv_transfer__advertise="127.0.0.1",
+        cache__block_size=BLOCK,
+        cache__min_load_tokens=1,
+        **flags,
+    ) as running:
+        yield running
+
+
+def moved(engine: Service, direction: str) -> float:
+    """Blocks that an engine has given (out) or taken (in)."""
+    with urllib.request.urlopen(f"http://{engine.host}:{engine.metrics_port}/metrics") as response:
+        lines = response.read().decode().splitlines()
+    name = "penstock:kv_transfer_blocks_total{"
+    return sum(
+        float(line.rpartition(" ")[2]) for line in lines if line.startswith(name) and f'direction="{direction}"' in line
+    )
+
+
+async def test_requests_of_a_rank_that_leaves_take_their_blocks_with_them(
+    group: RankGroup, model: tuple[Path, Expected]
+) -> None:
+    (stays, _), (leaves, number) = await group.members()
+    streams = [group.stub.Generate(greedy(prompt, COUNT, number)) for prompt in PROMPTS]
+    first = [await stream.read() for stream in streams]
+    assert all(isinstance(piece, pb.GenerateResponse) for piece in first)
+    await group.ask_for(1)
+    answers = await asyncio.gather(*map(read, streams))
+    assert [[*piece.token_ids, *answer.token_ids] for piece, answer in zip(first, answers, strict=True)] == model[1]
+    assert [engine for engine, _ in await group.members()] == [stays]
+    given, taken = [await asyncio.to_thread(moved, *rank) for rank in ((leaves, "out"), (stays, "in"))]
+    assert given == taken >= len(PROMPTS) * (LENGTH // BLOCK)
