@@ -7,7 +7,6 @@ import os
 import queue
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -32,6 +31,8 @@ from tests.fakes.patience import PATIENCE
 
 _LOADING = threading.Lock()
 """transformers loads one model at a time. Threads of an engine that was refused may still do so when the next one starts."""
+
+_CONNECTING = threading.Lock()
 
 
 class Streams:
@@ -179,16 +180,19 @@ def _run(loop: WorkerLoop, failed: Callable[[WorkersGone], None]) -> None:
 
 def use_threads(monkeypatch: pytest.MonkeyPatch) -> Streams:
     """Have executors of this test start threads, which read their weights one after the other. What the first workers of the
-    stages have sent.
+    stages of the first engine have sent.
     """
-    streams: defaultdict[int, Streams] = defaultdict(Streams)
+    first = Streams()
+    streams: dict[tuple[int, int], Streams] = {}
 
     def connect(config: WorkerConfig, device: torch.device) -> Any:
         executor, collectives, links = config.engine.executor, None, None
         if config.exchange is not None:
             collectives = SharedMemoryCollectives(config.exchange, config.tensor_rank, executor.tensor_parallel_size)
         if executor.pipeline_parallel_size > 1:
-            own = streams[config.tensor_rank]
+            with _CONNECTING:
+                is_first = not config.tensor_rank and not any(rank == 0 for _, rank in streams)
+                own = streams.setdefault((config.store, config.tensor_rank), first if is_first else Streams())
             links = StageLinks(ThreadTransport(own, config.stage, executor.pipeline_parallel_size))
         return collectives and TimedCollectives(collectives), links
 
@@ -199,4 +203,4 @@ def use_threads(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(executor_module, "Workers", WorkerThreads)
     monkeypatch.setattr(worker_module, "_connect", connect)
     monkeypatch.setattr(loader_module, "load_weights", load)
-    return streams[0]
+    return first

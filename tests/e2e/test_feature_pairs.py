@@ -1,0 +1,18 @@
+"""Each feature on a data-parallel group of two processes: a plain engine's tokens, also when a rank is killed."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.pairs.features import GROUPS
+from tests.pairs.table import Tested, Two, name_of, pairs
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
+TESTED = [two for two, verdict in pairs() if isinstance(verdict, Tested) and two & GROUPS]
+
+
+@pytest.mark.parametrize("two", [pytest.param(two, id=name_of(two)) for two in TESTED])
+async def test_a_group_gives_what_a_plain_engine_gives_also_when_a_rank_is_killed(two: Two, tmp_path: Path) -> None:
+    from tests.pairs.groups import GroupPair  # here: torch, of one process that runs tests
+
+    await GroupPair(two, tmp_path).check_group()

@@ -1,0 +1,97 @@
+"""What is known of each pair: it is refused, it is the same as another pair, or a test compares it with a plain engine."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from tests.pairs.features import DRAFTS, GROUPS, Feature
+
+Two = frozenset[Feature]
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """An engine with both does not start, or refuses the request. ``message``: what it says, as a regular expression."""
+
+    message: str
+
+
+class SameAs(msgspec.Struct, frozen=True):
+    """There is nothing to test beside another pair, or one of the features alone."""
+
+    why: str
+
+
+class Tested(msgspec.Struct, frozen=True):
+    """Compared with a plain engine, also with a part of it killed where ``kill`` says which."""
+
+    kill: str = ""
+
+
+Verdict = Refused | SameAs | Tested
+
+
+def _refused() -> dict[Two, Refused]:
+    found: dict[Two, Refused] = {}
+    stages = Feature.PIPELINE, Feature.NODES
+    for way in stages:
+        for draft in DRAFTS:
+            found[frozenset({way, draft})] = Refused("engines with drafts have 1 stage")
+        found[frozenset({way, Feature.MEDIA})] = Refused(
+            "executor.pipeline_parallel_size is 2, and the model takes image, video, which is not served so yet"
+        )
+        found[frozenset({way, Feature.POOLING})] = Refused("models that embed are not served in stages yet")
+    for way in (Feature.TENSOR, *stages):
+        found[frozenset({way, Feature.INT8})] = Refused("the executor has 2 workers, and it is tried with one alone")
+    for group in GROUPS:
+        found[frozenset({group, Feature.ASYNC})] = Refused("a rank schedules when a step is over")
+        for way in (Feature.TENSOR, *stages):
+            found[frozenset({group, way})] = Refused("a rank of a group has 1")
+        found[frozenset({group, Feature.SLEEP})] = Refused("ranks of a data-parallel group do not sleep yet")
+    found[frozenset({Feature.GROUP, Feature.POOLING})] = Refused("ranks of a group generate")
+    found[frozenset({Feature.EXPERTS, Feature.POOLING})] = Refused("such models are not shared yet")
+    found[frozenset({Feature.EXPERTS, Feature.MEDIA})] = Refused("experts of such models are not shared by ranks yet")
+    found[frozenset({Feature.EXPERTS, Feature.QUANTIZED})] = Refused("experts are not shared by ranks yet")
+    for draft in DRAFTS:
+        found[frozenset({draft, Feature.POOLING})] = Refused("only models that generate have drafts")
+    found[frozenset({Feature.TIERS, Feature.POOLING})] = Refused("only models that generate keep KV blocks")
+    found[frozenset({Feature.TRANSFER, Feature.POOLING})] = Refused("the model pools: it keeps no keys and values")
+    found[frozenset({Feature.INT8, Feature.QUANTIZED})] = Refused("the checkpoint is quantized already")
+    return found
+
+
+REFUSED: Mapping[Two, Refused] = _refused()
+
+SAME: Mapping[Two, SameAs] = {
+    frozenset({Feature.GROUP, Feature.EXPERTS}): SameAs("Ranks share experts in a group alone."),
+    frozenset({Feature.PIPELINE, Feature.NODES}): SameAs("The nodes of the tests are the stages of a pipeline."),
+    **{
+        frozenset(two): SameAs("An engine has one method of drafting.")
+        for two in itertools.combinations(sorted(DRAFTS), 2)
+    },
+    frozenset({Feature.STRUCTURED, Feature.POOLING}): SameAs("Requests for vectors have no output to constrain."),
+    frozenset({Feature.QUANTIZED, Feature.MEDIA}): SameAs(
+        "Quantized checkpoints with encoders are refused or tested by family, see models.md."
+    ),
+}
+
+
+def pairs() -> Iterator[tuple[Two, Verdict]]:
+    """Every pair, in the order of the table."""
+    for one, other in itertools.combinations(Feature, 2):
+        two = frozenset({one, other})
+        yield two, REFUSED.get(two) or SAME.get(two) or Tested(_killed(two))
+
+
+def _killed(two: Two) -> str:
+    """What is killed in the middle of its requests."""
+    if two & GROUPS:
+        return "a rank"
+    if Feature.NODES in two:
+        return "a node"
+    return "the engine that gives the blocks" if Feature.TRANSFER in two else ""
+
+
+def name_of(two: Two) -> str:
+    """Of a pair, in tests."""
+    return "-".join(feature.value for feature in Feature if feature in two)
