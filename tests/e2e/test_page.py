@@ -412,7 +412,6 @@ async def test_an_address_can_hold_prompt_and_parameters_and_run(browser: Browse
     [
         (400, {}, "temperature is 900; it must be from 0 to 100", "The server refuses this request."),
         (404, {}, "no model 'x'; known: tiny", "The server refuses this request."),
-        (401, {}, "the key is not known", "The server does not let this page in."),
         (429, {"Retry-After": "3"}, "the queue is full", "Try again in 3 s."),
         (503, {}, "engine engine-0 is gone", "The request could not be served."),
         (500, {}, "a defect", "The server failed."),
@@ -579,11 +578,15 @@ async def test_an_answer_waits_for_the_engine_that_died_and_goes_on_when_it_is_b
     assert (await real.text("#output")).startswith(before)
 
 
-async def test_a_key_in_the_address_lets_the_page_in_and_is_not_shown_any_more(
-    browser: Browser, tmp_path: Path
-) -> None:
+KEY = "sk-of-the-page-0123456789"
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def guarded(browser: Browser, tmp_path: Path) -> AsyncIterator[tuple[Tab, str]]:
+    """The page of a real frontend that wants a key, and its address."""
     model = save_model(tmp_path / "model")
-    (tmp_path / "keys").write_text("sk-of-the-page-0123456789\n")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    (tmp_path / "keys").write_text(f"{KEY}\n")
     async with (
         FakeEngine(vocab_size=byte_level().get_vocab_size()) as engine,
         FrontendServer(
@@ -595,15 +598,127 @@ async def test_a_key_in_the_address_lets_the_page_in_and_is_not_shown_any_more(
     ):
         await frontend.until_health(serving=True)
         url = f"http://127.0.0.1:{frontend.frontend.http_port}/"
-        tab = await browser.open(url)
-        await tab.until(shows("#totals", "The server wants a key: add #key="))
-        await tab.value("location.hash = '#key=sk-of-the-page-0123456789'")
-        await tab.until(shows("#status", "serving, 1 engine"))
-        await ask(tab, "hello")
-        await tab.until(f"{IDLE} && document.querySelector('#output').innerText.length > 0")
-        assert await tab.value("location.href") == url
-        assert await tab.value(f"!({SHOWS_ERROR})")
+        yield await browser.open(url), url
         await browser.close_tabs()
+
+
+async def give_key(tab: Tab, key: str) -> None:
+    await tab.write("#key", key)
+    await tab.press("Enter")
+
+
+async def test_a_server_that_wants_a_key_asks_for_it_and_lets_the_page_in(guarded: tuple[Tab, str]) -> None:
+    tab, url = guarded
+    await tab.until(shows("#status", "key needed"))
+    assert await tab.text("#keyProblem") == "This server asks for an API key."
+    assert await tab.value("document.activeElement.id") == "key"
+    await give_key(tab, KEY)
+    await tab.until(shows("#status", "serving, 1 engine"))
+    assert await tab.value("document.querySelector('#access').hidden")
+    assert await tab.value("document.querySelector('[value=chat]').checked")  # the page opens as without a key
+    await ask(tab, "hello")
+    await tab.until(f"{IDLE} && document.querySelector('#output').innerText.length > 0")
+    assert await tab.value(f"!({SHOWS_ERROR})")
+    assert await tab.value("location.href") == url
+    assert KEY not in await tab.value(
+        "document.documentElement.outerHTML + document.cookie + JSON.stringify(localStorage)"
+    )
+
+
+async def test_a_wrong_key_is_told_as_such_and_can_be_replaced(guarded: tuple[Tab, str]) -> None:
+    tab, _ = guarded
+    await tab.until(shows("#status", "key needed"))
+    await give_key(tab, "sk-of-somebody-else-9876543210")
+    await tab.until(shows("#status", "key refused"))
+    assert "The server does not know this key." in await tab.text("#keyProblem")
+    await give_key(tab, KEY)
+    await tab.until(shows("#status", "serving, 1 engine"))
+    await tab.click("#changeKey")
+    await tab.click("#forgetKey")
+    await tab.until(shows("#status", "key needed"))
+    assert await tab.value("sessionStorage.length") == 0
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_request_that_needs_a_key_asks_for_it(tab: Tab, server: PageServer, status: int) -> None:
+    server.refusal = (status, {"message": "no credentials", "type": "error", "param": None, "code": "word"}, {})
+    await ask(tab, "Once")
+    assert "The server does not let this page in. This server asks for an API key." in " ".join(
+        (await error(tab)).split()
+    )
+    assert await tab.text("#keyProblem") == "This server asks for an API key."
+
+
+async def test_a_key_that_no_header_can_hold_is_told(tab: Tab, server: PageServer) -> None:
+    server.refusal = (401, {"message": "no credentials", "type": "error", "param": None, "code": "word"}, {})
+    await ask(tab, "Once")
+    await error(tab)
+    await give_key(tab, "sk-ключ")
+    assert "ASCII" in await tab.text("#keyProblem")
+    assert await tab.value("sessionStorage.length") == 0
+
+
+@pytest.mark.parametrize("mode", ["completion", "chat"])
+async def test_enter_sends_and_shift_enter_begins_a_line(browser: Browser, server: PageServer, mode: str) -> None:
+    tab = await browser.open(f"{server.url}?mode={mode}")
+    await tab.until(CHAT_IS_OFFERED)
+    await tab.write("#prompt", "one")
+    await tab.press("Enter", shift=True)
+    await tab.call("Input.insertText", text="two")
+    assert server.requests == []
+    await tab.press("Enter")
+    await tab.until(output_has("a b c"))
+    body = server.requests[0][1]
+    assert (body["prompt"] if mode == "completion" else body["messages"][0]["content"]) == "one\ntwo"
+
+
+async def test_enter_sends_texts_to_embed(embedding: Tab, server: PageServer) -> None:
+    await embedding.write("#prompt", "The cat sleeps.")
+    await embedding.press("Enter")
+    await embedding.until(output_has("[0.6000, 0.8000]"))
+    assert server.requests[0][1]["input"] == ["The cat sleeps."]
+
+
+async def shown_program(tab: Tab) -> str:
+    await tab.click("[data-form=Python]")
+    shown = await tab.text("#codeTitle") + "\n" + await tab.text("#codeText")
+    await tab.value("document.querySelector('#code').close()")
+    return shown
+
+
+async def test_the_program_is_that_of_the_answered_request_until_something_is_written(
+    tab: Tab, server: PageServer
+) -> None:
+    await tab.click("[value=chat]")
+    await ask(tab, "Hi")
+    await tab.until(f"{IDLE} && {output_has('a b c')}")
+    shown = await shown_program(tab)
+    assert "The last request as Python" in shown
+    assert 'messages=[{"role": "user", "content": "Hi"}]' in shown
+    await tab.write("#prompt", "And?")
+    shown = await shown_program(tab)
+    assert "This request as Python" in shown
+    assert '{"role": "assistant", "content": " a b c"}, {"role": "user", "content": "And?"}]' in shown
+
+
+async def test_tools_are_offered_only_where_the_model_takes_them(browser: Browser) -> None:
+    async with PageServer(tools=False) as server:
+        tab = await browser.open(f"{server.url}?mode=chat&tools=%5B%7B%22name%22%3A%22a%22%7D%5D")
+        await tab.until("document.querySelector('[value=chat]').checked")
+        assert await tab.value("[...document.querySelectorAll('[data-of=tools]')].every((field) => field.hidden)")
+        await ask(tab, "Hi")
+        await tab.until(output_has("a b c"))
+        assert "tools" not in server.requests[0][1]
+
+
+async def test_the_example_of_tools_brings_a_question_for_them(tab: Tab, server: PageServer) -> None:
+    await tab.click("[value=chat]")
+    await tab.click("#example")
+    await tab.click("#run")
+    await tab.until(output_has("a b c"))
+    body = server.requests[0][1]
+    assert body["tools"][0]["function"]["name"] == "get_weather"
+    assert body["messages"] == [{"role": "user", "content": "What is the weather in Oslo?"}]
 
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -620,8 +735,8 @@ PREVIEWS = "document.querySelectorAll('#images img').length"
 IMAGE_URL = f"data:image/png;base64,{PIXEL}"
 
 
-async def give(tab: Tab, how: str, *files: tuple[str, str]) -> None:
-    await tab.value(GIVE_FILES % (json.dumps(files), PIXEL, how))
+async def give(tab: Tab, how: str, *files: tuple[str, str], data: str = PIXEL) -> None:
+    await tab.value(GIVE_FILES % (json.dumps(files), data, how))
 
 
 async def chat_with_images(browser: Browser, server: PageServer) -> Tab:
@@ -676,13 +791,50 @@ async def test_an_image_alone_is_a_message_and_one_that_failed_is_given_back(bro
         assert content == [{"type": "image_url", "image_url": {"url": IMAGE_URL}}]
 
 
-async def test_a_file_that_is_no_image_is_told(browser: Browser) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "data", "words"),
+    [
+        ("a.pdf", "application/pdf", PIXEL, "“a.pdf” is not an image that the model can read."),
+        ("b.png", "image/png", "bm8gaW1hZ2U=", "“b.png” cannot be read: the file is damaged, or is not an image."),
+        ("c.png", "image/png", PIXEL[:48], "“c.png” cannot be read"),
+        ("d.png", "image/png", "", "“d.png” cannot be read"),
+    ],
+)
+async def test_a_file_that_is_no_image_is_told_by_its_name(
+    browser: Browser, name: str, kind: str, data: str, words: str
+) -> None:
     async with PageServer(media=["image"]) as server:
         tab = await chat_with_images(browser, server)
-        await give(tab, DROPPED, ("a.pdf", "application/pdf"))
+        await give(tab, DROPPED, (name, kind), data=data)
         await tab.until(SHOWS_ERROR)
-        assert "1 file cannot be shown" in await tab.text("#error")
+        assert words in await tab.text("#error")
         assert await tab.value(PREVIEWS) == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "words"),
+    [
+        ("media_unreadable", "is a broken PNG file", "“a.png” cannot be read as an image."),
+        ("media_too_large", "has 70000000 pixels", "The server says: the image has 70000000 pixels."),
+        ("media_not_allowed", "is not allowed", "“a.png” was refused by the server."),
+    ],
+)
+async def test_an_image_that_the_server_refuses_is_told_by_its_name(
+    browser: Browser, code: str, message: str, words: str
+) -> None:
+    async with PageServer(media=["image"]) as server:
+        tab = await chat_with_images(browser, server)
+        await ask(tab, "Hi")
+        await tab.until(f"{IDLE} && {output_has('a b c')}")
+        param = "messages[2].content[0].image_url.url"
+        details = {"message": f"{param} {message}", "param": param, "code": code, "type": "invalid_request_error"}
+        server.refusal = (400, details, {})
+        await give(tab, PASTED, ("a.png", "image/png"))
+        await tab.until(f"{PREVIEWS} === 1")
+        await ask(tab, "what is it?")
+        told = await error(tab)
+        assert words in told
+        assert "messages[2]" not in told
 
 
 async def test_a_program_is_shown_without_the_image_itself(browser: Browser) -> None:

@@ -43,6 +43,7 @@ async def test_the_state_names_the_model_and_its_engines(engine: FakeEngine, mod
             "model": "model",
             "capabilities": ["generate"],
             "chat": False,
+            "tools": False,
             "media": [],
             "serving": True,
             "max_model_len": 128,

@@ -163,11 +163,13 @@ class Servers:
         if not self._config.http.page:
             return []
         media = self._assembly.media
+        renderer = self._assembly.chat.renderer
         page = Page(
             self._assembly.engines.view,
             model=self._config.model.name,
             media=media.family.modalities if media is not None else (),
-            chat=bool(self._assembly.chat.renderer.templates.source),
+            chat=bool(renderer.templates.source),
+            tools=bool(renderer.templates.source) and renderer.takes_tools,
             serving=lambda: self._assembly.llm.serving,
             coordinator=self._coordinator_state,
         )

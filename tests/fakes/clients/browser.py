@@ -27,7 +27,7 @@ _START = (
 )
 _START += "os.execvp(sys.argv[3], sys.argv[3:])"
 _KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, "")}
-_CTRL = 2
+_CTRL, _SHIFT = 2, 8
 
 
 class Browser:
@@ -161,10 +161,11 @@ class Tab:
         await self.value(f"(field => {{ field.focus(); field.select(); }})(document.querySelector({selector!r}))")
         await self.call("Input.insertText", text=text)
 
-    async def press(self, key: str, *, ctrl: bool = False) -> None:
+    async def press(self, key: str, *, ctrl: bool = False, shift: bool = False) -> None:
         """A key, in whatever has the focus."""
         code, text = _KEYS[key]
-        common = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": _CTRL if ctrl else 0}
+        modifiers = (_CTRL if ctrl else 0) | (_SHIFT if shift else 0)
+        common = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
         await self.call("Input.dispatchKeyEvent", type="keyDown", **common, **({"text": text} if text else {}))
         await self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 

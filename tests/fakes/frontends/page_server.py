@@ -32,7 +32,7 @@ class PageServer:
     ``engines``, ``serving``, ``capabilities``, ``limits`` are what the cluster is.
     """
 
-    def __init__(self, *, chat: bool = True, media: Sequence[str] = (), port: int = 0) -> None:
+    def __init__(self, *, chat: bool = True, tools: bool = True, media: Sequence[str] = (), port: int = 0) -> None:
         self.pieces: Sequence[str | dict[str, Any]] = (" a", " b", " c")
         self.refusal: tuple[int, dict[str, Any], dict[str, str]] | None = None
         self.broken: dict[str, Any] | None = None
@@ -48,6 +48,7 @@ class PageServer:
             self,  # type: ignore[arg-type]  # the part of an EngineView that the page asks
             model="tiny",
             chat=chat,
+            tools=tools,
             media=media,
             serving=lambda: self.serving,
             coordinator=lambda: "connected",

@@ -37,7 +37,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     """What ``/cluster`` answers, as this frontend sees it.
 
-    ``serving``: a request would be taken now. ``chat``: the model has a chat template; ``media``: what it takes beside text.
+    ``serving``: a request would be taken now. ``chat``: the model has a chat template; ``tools``: conversations may have tools;
+    ``media``: what it takes beside text.
     ``max_model_len`` is in tokens, 0 while no engine is connected; ``coordinator`` is ``connected``, ``disconnected``, or
     ``none`` where there is none.
     """
@@ -45,6 +46,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     capabilities: list[str]
     chat: bool
+    tools: bool
     media: list[str]
     serving: bool
     max_model_len: int
@@ -61,6 +63,7 @@ class Page:
         *,
         model: str,
         chat: bool,
+        tools: bool,
         media: Collection[str],
         serving: Callable[[], bool],
         coordinator: Callable[[], str],
@@ -68,6 +71,7 @@ class Page:
         self._engines = engines
         self._model = model
         self._chat = chat
+        self._tools = tools
         self._media = sorted(media)
         self._serving = serving
         self._coordinator = coordinator
@@ -84,6 +88,7 @@ class Page:
             model=self._model,
             capabilities=list(self._engines.capabilities),
             chat=self._chat,
+            tools=self._tools,
             media=self._media,
             serving=self._serving(),
             max_model_len=limits.max_model_len if limits else 0,

@@ -53,6 +53,11 @@ class ChatRenderer:
         self._family = family
         self._control = control
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether conversations may have tools."""
+        return not self._why_no_tools
+
     async def render(self, request: ChatRequest) -> GenerateRequest:
         """The request with its conversation as a prompt. Raises InvalidArgument."""
         check_conversation(request.messages, request.tools, self._limits.now)
