@@ -28,6 +28,7 @@ from chats import (
 )
 from facts import make_fact
 from stories import make_story, story_question
+from tool_use import no_tool_chat, tool_chat
 from words import pick
 
 BOS, EOS, END = "<s>", "</s>", "<|end|>"
@@ -36,15 +37,34 @@ LONG_PROMPT = 200
 SPECIAL_TOKENS = [BOS, EOS, *ROLE_TOKENS.values(), END]
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
+    "{% if tools %}"
+    "{{ '<|system|>You can call these functions:' }}"
+    "{% for tool in tools %}"
+    "{% set function = tool['function'] %}"
+    "{{ '\n' + function['name'] + '(' }}"
+    "{% for name, schema in (function['parameters']['properties'] or {}).items() %}"
+    "{{ name }}{% if schema['type'] %}{{ ': ' }}{{ schema['type'] }}{% endif %}{% if not loop.last %}{{ ', ' }}{% endif %}"
+    "{% endfor %}"
+    "{{ ')' }}{% if function['description'] %}{{ ': ' + (function['description'] | trim) }}{% endif %}"
+    "{% endfor %}"
+    "{{ '<|end|>' }}"
+    "{% endif %}"
     "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
     "{{ raise_exception('Unknown role: ' + message['role']) }}"
     "{% endif %}"
-    "{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['role'] == 'tool' %}{{ '<|user|><tool_response>\n' }}"
+    "{% else %}{{ '<|' + message['role'] + '|>' }}{% endif %}"
     "{% if message['content'] is string %}{{ message['content'] | trim }}"
-    "{% else %}{% for part in message['content'] %}"
+    "{% elif message['content'] %}{% for part in message['content'] %}"
     "{% if part['type'] == 'text' %}{{ part['text'] | trim }}{% endif %}"
     "{% endfor %}{% endif %}"
+    "{% if message['role'] == 'tool' %}{{ '\n</tool_response>' }}{% endif %}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{% if message['content'] or not loop.first %}{{ '\n' }}{% endif %}"
+    "{{ '<tool_call>\n{\"name\": ' + (call['function']['name'] | tojson) + ', \"arguments\": ' "
+    "+ (call['function']['arguments'] | tojson) + '}\n</tool_call>' }}"
+    "{% endfor %}"
     "{{ '<|end|>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -122,7 +142,8 @@ def long_document(rng: random.Random, words: int) -> Document:
 
 SOURCES: list[tuple[Callable[[random.Random], Document], int]] = [
     (plain_story, 16), (plain_scene, 9), (plain_sums, 45), (plain_questions, 6), (plain_chat, 110), (story_chat, 14),
-    (reading_chat, 7), (memory_chat, 7), (short_chat, 7), (pirate_chat, 3), (named_chat, 3),
+    (reading_chat, 7), (memory_chat, 7), (short_chat, 7), (pirate_chat, 3), (named_chat, 3), (tool_chat, 100),
+    (no_tool_chat, 4),
 ]  # fmt: skip
 
 
