@@ -239,6 +239,55 @@ async def test_a_tenant_at_its_limit_is_named_in_a_quota_failure_and_others_are_
             call.cancel()
 
 
+@pytest.mark.parametrize("limit", ["limits.max_requests", "http.max_requests"])
+async def test_a_flooding_tenant_is_refused_and_another_one_is_served_every_time(
+    engine: FakeEngine, model: Path, limit: str
+) -> None:
+    """Tenant a floods with 50 times what may be in flight, tenant b sends 20 requests one by one."""
+    options: dict[str, Any] = (
+        {"limits": LimitsConfig(max_requests=4)} if limit == "limits.max_requests" else {"http": {"max_requests": 4}}
+    )
+    async with openai_server(model, engines=[engine.address], **options) as server:
+
+        def post(tenant: str, max_tokens: int) -> Awaitable[httpx.Response]:
+            body = {"prompt": "x", "max_tokens": max_tokens, "ignore_eos": True}
+            return server.http.post("/v1/completions", json=body, headers={"x-penstock-tenant": tenant})
+
+        flood = [asyncio.ensure_future(post("a", 1000)) for _ in range(4)]
+        await engine.until(lambda e: len(e.running) == 4)
+        served, refused = [], []
+        for _ in range(20):
+            refused += [(await post("a", 1)).status_code for _ in range(10)]
+            mine = asyncio.ensure_future(post("b", 1))
+            await asyncio.wait(
+                [mine, asyncio.ensure_future(engine.until(lambda e: len(e.running) == 5))],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            engine.step()
+            served.append((await mine).status_code)
+        assert served == [200] * 20
+        assert refused == [429] * 200
+        assert not any(task.done() for task in flood), "nothing that runs is given up"
+        for task in flood:
+            task.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+
+
+async def test_requests_of_one_tenant_that_wait_for_an_engine_leave_room_for_those_of_another(model: Path) -> None:
+    async with FrontendServer(model, engines=["127.0.0.1:1"], max_held_requests=2) as frontend:
+        engines = frontend.frontend._engines
+        waiting = []
+        for tenant in ("a", "a", "b"):
+            routing = pb.RoutingHints(tenant=tenant)
+            waiting.append(asyncio.create_task(collect(frontend.generate(routing=routing))))
+            await eventually(lambda: engines.num_held == len(waiting))
+        error = await failure(frontend.generate(routing=pb.RoutingHints(tenant="a")))
+        assert error.message == "3 requests wait for an engine; max_held_requests is 2"
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
 async def test_a_request_that_comes_too_late_is_not_even_tokenized(
     engine: FakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,9 +7,10 @@ from typing import NamedTuple
 from penstock_common.config.reread import Reread
 from penstock_common.drain_rate import DrainRate, retry_after
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from penstock_common.tenant_room import TenantRoom, reserve_of
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_frontend.call_types import ChatRequest, GenerateRequest, MixedPrompt, Part, PoolingPrompt, PoolingRequest
-from penstock_frontend.config import LimitsConfig
+from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.media_parts import MediaPart
 
 Clock = Callable[[], float]
@@ -70,7 +71,8 @@ class Admission:
     """Bounds requests and the lengths of their prompts, of all tenants and of each. Limits are those of the LimitsConfig.
 
     Any one request is let in where there is no other. Requests without a tenant are of one tenant, the nameless. What is
-    kept of a tenant is forgotten when it has no requests. ``on_full``: called whenever ``full`` has changed.
+    kept of a tenant is forgotten when it has no requests. At the limits of all tenants, those above their fair share are
+    refused, as ``TenantRoom`` says. ``fairness``: the tenants' weights. ``on_full``: called whenever ``full`` has changed.
     """
 
     def __init__(
@@ -78,9 +80,12 @@ class Admission:
         limits: Reread[LimitsConfig],
         clock: Clock = time.monotonic,
         *,
+        fairness: Reread[FairnessConfig] | None = None,
         on_full: Callable[[], None] = lambda: None,
     ) -> None:
         self._limits = limits
+        self._fairness = Reread(FairnessConfig()) if fairness is None else fairness
+        self._room = TenantRoom()
         self._on_full = on_full
         self.full = False
         """Whether all requests, or the lengths of their prompts, have reached their limit, and have not left yet."""
@@ -90,19 +95,21 @@ class Admission:
 
     def check(self, demands: Sequence[Demand]) -> None:
         """Raise ResourceExhausted, with the time until there is room, unless these requests of one tenant may come in."""
-        limits, here = self._limits.now, self._all
+        limits, here, tenant = self._limits.now, self._all, demands[0].tenant if demands else ""
+        weight = self._fairness.now.weight_of(tenant)
         count = here.count + len(demands)
-        if count > limits.max_requests:
+        if not self._room.takes_count(tenant, weight, len(demands), limits.max_requests):
             raise ResourceExhausted(
-                f"{here.count} requests are running; limits.max_requests is {limits.max_requests}",
-                retry_after=here.retry_after(count - limits.max_requests),
+                f"{here.count} requests are running; limits.max_requests is {limits.max_requests}{self._of(tenant)}",
+                retry_after=here.retry_after(max(count - limits.max_requests, 1)),
             )
-        length = here.length + sum(demand.length for demand in demands)
-        if length > limits.max_prompt_length_in_flight and count > 1:
+        added = sum(demand.length for demand in demands)
+        length, most = here.length + added, limits.max_prompt_length_in_flight
+        if count > 1 and not self._room.takes_size(tenant, weight, added, most):
             raise ResourceExhausted(
                 f"prompts of {length} characters and token ids would be in flight; limits.max_prompt_length_in_flight "
-                f"is {limits.max_prompt_length_in_flight}",
-                retry_after=here.retry_after(0, length - limits.max_prompt_length_in_flight),
+                f"is {most}{self._of(tenant)}",
+                retry_after=here.retry_after(0, length - most),
             )
         if limits.max_tenant_requests and demands:
             self._check_tenant(demands)
@@ -111,6 +118,7 @@ class Admission:
         """Let a request in. Raises ResourceExhausted."""
         self.check([demand])
         self._all.enter(demand.length)
+        self._room.enter(demand.tenant, self._fairness.now.weight_of(demand.tenant), demand.length)
         if (there := self._tenants.get(demand.tenant)) is None:
             there = self._tenants[demand.tenant] = InFlight(self._clock)
         there.enter(demand.length, demand.sequences)
@@ -119,6 +127,7 @@ class Admission:
     def leave(self, demand: Demand, *, served: bool) -> None:
         """A request that was let in is over. ``served``: it was begun."""
         self._all.leave(demand.length, served=served)
+        self._room.leave(demand.tenant, demand.length)
         if (there := self._tenants.get(demand.tenant)) is not None:
             there.leave(demand.length, demand.sequences, served=served)
             if not there.count:
@@ -126,9 +135,17 @@ class Admission:
         self.look()
 
     def look(self) -> None:
-        """See whether it is full now: for when the limits have changed, which ends nothing that is in flight."""
+        """See whether it is full now: for when the limits have changed, which ends nothing that is in flight.
+
+        While tenants are named, a frontend is full when its reserve is used up, too: one tenant's flood must not take the
+        frontend away from the others.
+        """
         limits, here = self._limits.now, self._all
-        used = max(here.count / limits.max_requests, here.length / limits.max_prompt_length_in_flight)
+        max_requests, max_length = limits.max_requests, limits.max_prompt_length_in_flight
+        if self._room.named:
+            max_requests += reserve_of(max_requests)
+            max_length += reserve_of(max_length)
+        used = max(here.count / max_requests, here.length / max_length)
         if (full := used > _ROOM if self.full else used >= 1.0) != self.full:
             self.full = full
             self._on_full()
@@ -137,6 +154,13 @@ class Admission:
     def num_tenants(self) -> int:
         """Tenants that something is kept of."""
         return len(self._tenants)
+
+    def _of(self, tenant: str) -> str:
+        """How many requests a tenant has, for a refusal; empty where there are no others."""
+        if len(self._room) <= (tenant in self._room):
+            return ""
+        whose = f"of tenant {tenant!r}" if tenant else "without a tenant"
+        return f", and {self._room.count_of(tenant)} requests are {whose}"
 
     def _check_tenant(self, demands: Sequence[Demand]) -> None:
         limit, tenant = self._limits.now.max_tenant_requests, demands[0].tenant

@@ -124,6 +124,7 @@ def assemble(
         outputs=outputs,
         engines=client,
         limits=settings.limits,
+        fairness=settings.fairness,
         observer=RequestObserver(metrics, settings.log, tracer),
         pooling=_pooling_calls(pooling_inputs, pooled, client, adapter_calls, settings.limits),
         adapters=adapter_calls,

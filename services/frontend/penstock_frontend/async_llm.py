@@ -16,10 +16,11 @@ from penstock_common.errors import (
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
 from penstock_common.types.pooling import PoolingTask
+from penstock_common.types.request_context import RequestContext
 from penstock_frontend.adapter_calls import AdapterCalls
 from penstock_frontend.admission import Admission, Demand, check_deadline, demand_of
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, PoolingRequest, PoolingResult, RequestOutput
-from penstock_frontend.config import LimitsConfig
+from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.engine.gateway import KvGateway
 from penstock_frontend.live_request import LiveRequest
 from penstock_frontend.observe import RequestObserver
@@ -50,6 +51,7 @@ class AsyncLLM:
         outputs: OutputProcessor,
         engines: EngineClient,
         limits: Reread[LimitsConfig],
+        fairness: Reread[FairnessConfig],
         observer: RequestObserver,
         pooling: PoolingCalls,
         adapters: AdapterCalls,
@@ -64,7 +66,7 @@ class AsyncLLM:
         self.gateway = gateway
         self.tokenizer = tokenizer
         self._outputs = outputs
-        self._admission = Admission(limits, on_full=on_full)
+        self._admission = Admission(limits, fairness=fairness, on_full=on_full)
         self._pace = Pace(SEQUENCES_PER_TURN)
         self._observer = observer
         self._metrics = observer.metrics
@@ -203,13 +205,14 @@ class AsyncLLM:
         finally:
             self.release(live)
 
-    async def prompt_room(self, max_tokens: int, deadline: float | None) -> int:
+    async def prompt_room(self, max_tokens: int, context: RequestContext) -> int:
         """The longest prompt that so many tokens may follow, in tokens. Waits for engines as ``reads_pairs`` does."""
-        return max((await self.engines.wait_until_usable(deadline)).max_model_len - max_tokens, 1)
+        limits = await self.engines.wait_until_usable(context.deadline, tenant=context.tenant)
+        return max(limits.max_model_len - max_tokens, 1)
 
-    async def reads_pairs(self, deadline: float | None) -> bool:
-        """Whether the model scores pairs itself. Waits for an engine that can tell, until ``deadline`` (Unix seconds) at most."""
-        await self.engines.wait_until_usable(deadline)
+    async def reads_pairs(self, context: RequestContext) -> bool:
+        """Whether the model scores pairs itself. Waits for an engine that can tell, until its deadline at most."""
+        await self.engines.wait_until_usable(context.deadline, tenant=context.tenant)
         return PoolingTask.SCORE.name.lower() in self.engines.view.capabilities
 
     def abort_ids(self, request_ids: Iterable[str], tenant: str) -> None:
@@ -275,7 +278,7 @@ class AsyncLLM:
     async def _start(self, request: GenerateRequest, live: LiveRequest) -> None:
         await self._pace.take()
         core_request = await self.inputs.process(request, live.request_id, self.engines.view.limits)
-        limits = await self.engines.wait_until_usable(request.context.deadline)
+        limits = await self.engines.wait_until_usable(request.context.deadline, tenant=request.context.tenant)
         check_generates(self.engines.view.capabilities)
         self.inputs.check(core_request, limits)
         live.lora = await self.adapters.of_request(request.context)

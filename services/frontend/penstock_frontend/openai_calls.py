@@ -29,7 +29,8 @@ class OpenAICalls:
             model=model, http=http, engines=("localhost:1",)
         )  # the routes do not look at the engines
         llm, chat, limits = assembly.llm, assembly.chat, assembly.settings.limits
-        routes = app.routes(llm, chat, config, limits, assembly.labels, gate=Gate(http), bodies=Bodies(http))
+        gate = Gate(http, assembly.settings.fairness)
+        routes = app.routes(llm, chat, config, limits, assembly.labels, gate=gate, bodies=Bodies(http))
         self._apps: Mapping[str, ASGIApp] = {
             route.path: route.app for route in routes if route.methods and "POST" in route.methods
         }

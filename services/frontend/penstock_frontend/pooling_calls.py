@@ -47,10 +47,10 @@ class PoolingCalls:
         Raises RequestFailed: the first failure is that of the call.
         """
         if request.truncate_prompt_tokens == _AS_MANY_AS_FIT:
-            known = await self._engines.wait_until_usable(request.context.deadline)
+            known = await self._engines.wait_until_usable(request.context.deadline, tenant=request.context.tenant)
             request = msgspec.structs.replace(request, truncate_prompt_tokens=known.max_model_len)
         core_requests = await self.inputs.process(request, request_id, self._engines.view.limits)
-        limits = await self._engines.wait_until_usable(request.context.deadline)
+        limits = await self._engines.wait_until_usable(request.context.deadline, tenant=request.context.tenant)
         self.inputs.check(request, core_requests, limits, self._engines.view.capabilities)
         size = answer_bytes(request.params, core_requests, limits.embedding_size)
         if (refusal := self._answers.refusal(size)) is not None:

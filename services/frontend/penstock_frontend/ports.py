@@ -141,10 +141,10 @@ class EngineClient(Protocol):
     def usable(self) -> bool:
         """Whether an engine takes requests now."""
 
-    async def wait_until_usable(self, deadline: float | None = None) -> ModelLimits:
+    async def wait_until_usable(self, deadline: float | None = None, *, tenant: str = "") -> ModelLimits:
         """Wait for an engine, until ``deadline`` (Unix seconds) at most. Returns what all of them can take.
 
-        Raises Unavailable, DeadlineExceeded, and ResourceExhausted where too many requests wait already.
+        Raises Unavailable, DeadlineExceeded, and ResourceExhausted where too many requests of ``tenant`` wait already.
         """
 
     def add(self, *requests: EngineCoreRequest) -> None:

@@ -21,7 +21,7 @@ class ScoringCalls:
     async def run(self, request: ScoreRequest) -> ScoreResult:
         """Scores of the pairs: the model's own where it reads pairs, else cosines. Raises RequestFailed."""
         self._llm.inputs.check_model(request.context.model, request.context.lora)
-        if await self._llm.reads_pairs(request.context.deadline):
+        if await self._llm.reads_pairs(request.context):
             result, request_id = await self._llm.run_pooling(_pairs(request))
             scores = [parts.floats(vectors_of(output))[0] for output in result.outputs]
         else:

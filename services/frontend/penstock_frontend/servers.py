@@ -152,7 +152,8 @@ class Servers:
     def _api_routes(self) -> list[Route]:
         config, assembly = self._config, self._assembly
         llm, chat = assembly.llm, assembly.chat
-        gate, bodies = Gate(config.http), Bodies(config.http, assembly.metrics.registry)
+        gate = Gate(config.http, assembly.settings.fairness)
+        bodies = Bodies(config.http, assembly.metrics.registry)
         limits = assembly.settings.limits
         return [
             *openai.routes(llm, chat, config, limits, assembly.labels, gate=gate, bodies=bodies),

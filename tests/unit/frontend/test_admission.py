@@ -1,5 +1,6 @@
 """What a frontend lets in, and what it tells those that it does not."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -77,6 +78,44 @@ def test_a_tenant_at_its_limit_is_told_whose_quota_it_is_and_others_come_in() ->
     assert (error.reason, error.quota_subject) == ("TENANT_QUOTA", "tenant:a")
     admission.enter(Demand())
     assert "1 sequences without a tenant" in refused(lambda: admission.enter(Demand())).message
+
+
+def test_at_the_limit_the_flooding_tenant_is_refused_and_another_one_is_let_in() -> None:
+    admission = Admission(Reread(LimitsConfig(max_requests=4, max_prompt_length_in_flight=100)), FakeClock())
+    served = 0
+    for _ in range(20):
+        for _ in range(10):
+            with contextlib.suppress(ResourceExhausted):
+                admission.enter(Demand("a", length=1))
+        assert refused(lambda: admission.enter(Demand("a"))).reason == "QUEUE_FULL"
+        admission.enter(Demand("b", length=1))
+        admission.leave(Demand("b", length=1), served=True)
+        served += 1
+    assert served == 20
+    admission.enter(Demand("b", length=1))
+    error = refused(lambda: admission.enter(Demand("a")))
+    assert error.message == "5 requests are running; limits.max_requests is 4, and 4 requests are of tenant 'a'"
+
+
+def test_prompt_lengths_at_their_limit_are_shared_by_tenants_weights() -> None:
+    limits = LimitsConfig(max_prompt_length_in_flight=100)
+    fairness = Reread(FairnessConfig(weights={"gold": 3.0}))
+    admission = Admission(Reread(limits), FakeClock(), fairness=fairness)
+    admission.enter(Demand("gold", length=65))
+    admission.enter(Demand("b", length=30))
+    refused(lambda: admission.enter(Demand("b", length=6)))
+    admission.enter(Demand("c", length=8))
+    assert "of tenant 'b'" in refused(lambda: admission.enter(Demand("b", length=6))).message
+
+
+def test_a_frontend_that_one_tenant_has_filled_is_not_full_for_the_others() -> None:
+    admission = Admission(Reread(LimitsConfig(max_requests=20)), FakeClock())
+    for _ in range(20):
+        admission.enter(Demand("a"))
+    assert not admission.full, "balancers would take it away from every tenant"
+    admission.enter(Demand("b"))
+    admission.enter(Demand("c"))
+    assert admission.full
 
 
 def test_a_full_frontend_has_room_again_when_a_tenth_is_free() -> None:

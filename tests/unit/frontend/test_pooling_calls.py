@@ -49,7 +49,7 @@ class SilentEngines:
     def view(self) -> "SilentEngines":
         return self
 
-    async def wait_until_usable(self, deadline: float | None = None) -> ModelLimits:
+    async def wait_until_usable(self, deadline: float | None = None, *, tenant: str = "") -> ModelLimits:
         return self.limits
 
     def add(self, request: EngineCoreRequest) -> None:

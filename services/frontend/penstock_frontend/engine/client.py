@@ -8,6 +8,7 @@ from typing import Any
 from penstock_common.errors import DeadlineExceeded, Internal, RequestFailed, ResourceExhausted, Unavailable
 from penstock_common.observability.incidents import incident
 from penstock_common.security.certificates import Certificates
+from penstock_common.tenant_room import TenantRoom
 from penstock_common.types.cluster import ClusterView
 from penstock_common.types.data_parallel import FirstRequest
 from penstock_common.types.request import EngineCoreRequest
@@ -51,7 +52,8 @@ class GrpcEngineClient:
     ) -> None:
         self._wait_timeout = config.engine_wait_timeout
         self._max_held = config.max_held_requests
-        self._num_waiting = 0
+        self._waiting = TenantRoom()
+        """New requests that wait for an engine."""
         self._tell_change = on_change
         self.on_first_request: Callable[[FirstRequest], None] = lambda _: None
         """Tells the coordinator that a request went to an idle data-parallel group."""
@@ -111,21 +113,22 @@ class GrpcEngineClient:
     @property
     def full(self) -> bool:
         """Whether a new request would be refused, because as many as may wait for an engine do."""
-        return not self._usable.is_set() and self._num_waiting >= self._max_held
+        return not self._usable.is_set() and self._waiting.full(self._max_held)
 
     @property
     def num_held(self) -> int:
         """Requests that wait for an engine: new ones, and sequences that have lost theirs."""
-        return self._num_waiting + self._dispatch.num_held
+        return self._waiting.count + self._dispatch.num_held
 
-    async def wait_until_usable(self, deadline: float | None = None) -> ModelLimits:
+    async def wait_until_usable(self, deadline: float | None = None, *, tenant: str = "") -> ModelLimits:
         """Wait for an engine, ``engine_wait_timeout`` seconds and until ``deadline`` (Unix seconds) at most. Returns what all of
         them can take.
 
-        Raises Unavailable, DeadlineExceeded, and ResourceExhausted where ``max_held_requests`` wait already.
+        Raises Unavailable, DeadlineExceeded, and ResourceExhausted where ``max_held_requests`` wait already and ``tenant`` has
+        its share of them. All tenants have the same share.
         """
         if self._closed or not self._usable.is_set():
-            await self._until_usable(deadline)
+            await self._until_usable(deadline, tenant)
         if self._closed:
             raise Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
         limits = self.view.limits
@@ -133,15 +136,15 @@ class GrpcEngineClient:
             raise Internal("an engine is usable and none is connected")
         return limits
 
-    async def _until_usable(self, deadline: float | None) -> None:
-        if self._num_waiting >= self._max_held:
+    async def _until_usable(self, deadline: float | None, tenant: str) -> None:
+        if not self._max_held or not self._waiting.takes_count(tenant, 1.0, 1, self._max_held):
             raise ResourceExhausted(
-                f"{self._num_waiting} requests wait for an engine; max_held_requests is {self._max_held}",
+                f"{self._waiting.count} requests wait for an engine; max_held_requests is {self._max_held}",
                 retry_after=1.0,
             )
         left = None if deadline is None else deadline - time.time()
         wait = self._wait_timeout if left is None else min(self._wait_timeout, left)
-        self._num_waiting += 1
+        self._waiting.enter(tenant, 1.0)
         self._on_change()
         try:
             async with asyncio.timeout(wait):
@@ -152,7 +155,7 @@ class GrpcEngineClient:
                 raise DeadlineExceeded("the deadline passed while no engine took requests") from None
             raise Unavailable(f"no engine took requests within {self._wait_timeout:g} s", retry_after=1.0) from None
         finally:
-            self._num_waiting -= 1
+            self._waiting.leave(tenant)
             self._on_change()
 
     def add(self, *requests: EngineCoreRequest) -> None:

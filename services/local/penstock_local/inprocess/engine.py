@@ -64,7 +64,7 @@ class InProcessEngine:
         """Whether the engine takes requests: it has not died, and nobody has told it to ``refuse`` them."""
         return self._dead is None and not self._closed
 
-    async def wait_until_usable(self, deadline: float | None = None) -> ModelLimits:
+    async def wait_until_usable(self, deadline: float | None = None, *, tenant: str = "") -> ModelLimits:  # noqa: ARG002 - nothing waits
         """What the engine can take: it is usable at once, or never again. Raises Unavailable and, at the ``deadline`` (Unix
         seconds), DeadlineExceeded; what the engine died of when it did.
         """

@@ -10,7 +10,8 @@ from penstock_enginecore.core.scheduler.waiting import WaitingRequests
 class QueueAdmission:
     """Refuses what would overfill the queue, and measures how fast requests leave it for the model.
 
-    Requests that are held count. An empty queue takes any request.
+    Requests that are held count. An empty queue takes any request. A full queue refuses the tenants above their fair share,
+    and takes requests of the others into a reserve beyond the limits, as ``TenantRoom`` says.
     One that outlived another engine was admitted there: it is never refused, however full this queue is.
     """
 
@@ -33,12 +34,12 @@ class QueueAdmission:
             return
         config = self._config
         num_tokens = self._waiting.num_tokens + request.num_tokens
+        if self._waiting.takes(request, max_requests=config.max_waiting_requests, max_tokens=config.max_waiting_tokens):
+            return
         if num_waiting >= config.max_waiting_requests:
             why = f"{num_waiting} requests are waiting, scheduler.max_waiting_requests is {config.max_waiting_requests}"
-        elif num_tokens > config.max_waiting_tokens:
-            why = f"{num_tokens} tokens would be waiting, scheduler.max_waiting_tokens is {config.max_waiting_tokens}"
         else:
-            return
+            why = f"{num_tokens} tokens would be waiting, scheduler.max_waiting_tokens is {config.max_waiting_tokens}"
         too_many = max(num_waiting + 1 - config.max_waiting_requests, 0)
         seconds = self._rate.time_for(now, too_many, max(num_tokens - config.max_waiting_tokens, 0))
         if seconds is None:

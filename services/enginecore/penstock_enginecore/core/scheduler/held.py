@@ -10,7 +10,6 @@ class HeldRequests:
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
-        self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -21,9 +20,7 @@ class HeldRequests:
     def add(self, request: Request) -> None:
         """Take in a request that is not held."""
         self._requests[request.key] = request
-        self.num_tokens += request.num_tokens
 
     def remove(self, request: Request) -> None:
         """Let go of a request that is held."""
         del self._requests[request.key]
-        self.num_tokens -= request.num_tokens

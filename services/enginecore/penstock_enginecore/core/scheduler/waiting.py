@@ -1,5 +1,6 @@
 """The requests that wait."""
 
+from penstock_common.tenant_room import TenantRoom
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.fair_queue import FairQueue
@@ -13,9 +14,11 @@ class WaitingRequests:
     def __init__(self, *, by_priority: bool, fair: bool) -> None:
         self._queue = FairQueue(by_priority=by_priority, fair=fair)
         self._held = HeldRequests()
+        self._fair = fair
+        self._room = TenantRoom()
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._held)
+        return self._room.count
 
     @property
     def num_held(self) -> int:
@@ -25,7 +28,14 @@ class WaitingRequests:
     @property
     def num_tokens(self) -> int:
         """Tokens of all of them."""
-        return self._queue.num_tokens + self._held.num_tokens
+        return self._room.size
+
+    def takes(self, request: Request, *, max_requests: int, max_tokens: int) -> bool:
+        """Whether a request may wait, too, as ``TenantRoom`` says. Without fairness all requests are of one tenant."""
+        tenant, weight = self._tenant(request), request.context.tenant_weight
+        return self._room.takes_count(tenant, weight, 1, max_requests) and self._room.takes_size(
+            tenant, weight, request.num_tokens, max_tokens
+        )
 
     def rank(self, request: Request) -> Rank:
         """The policy's order, tenants aside: the lowest is the most urgent."""
@@ -41,6 +51,7 @@ class WaitingRequests:
 
     def add(self, request: Request) -> None:
         """Take in a request that has come, or has lost its blocks."""
+        self._room.enter(self._tenant(request), request.context.tenant_weight, request.num_tokens)
         if request.hold:
             self._held.add(request)
         else:
@@ -48,6 +59,7 @@ class WaitingRequests:
 
     def start(self, request: Request) -> None:
         """Take out a request that starts, whatever it was held for."""
+        self._room.leave(self._tenant(request), request.num_tokens)
         if request.hold:
             self._held.remove(request)
             request.hold = Hold.NONE
@@ -56,6 +68,7 @@ class WaitingRequests:
 
     def remove(self, request: Request) -> None:
         """Take out a request that has ended."""
+        self._room.leave(self._tenant(request), request.num_tokens)
         if request.hold:
             self._held.remove(request)
         else:
@@ -84,3 +97,6 @@ class WaitingRequests:
     def charge(self, request: Request) -> None:
         """A request that had started has ended, and is not among them: its tokens count for its tenant's share."""
         self._queue.charge(request)
+
+    def _tenant(self, request: Request) -> str:
+        return request.context.tenant if self._fair else ""

@@ -121,7 +121,7 @@ class ChatCompletions:
         _check(body)
         if body.truncate_prompt_tokens == AS_MANY_AS_FIT:
             most = body.max_completion_tokens or body.max_tokens or 1
-            body.truncate_prompt_tokens = await self._llm.prompt_room(most, call.context.deadline)
+            body.truncate_prompt_tokens = await self._llm.prompt_room(most, call.context)
         kv = sampling_fields.kv_params(body, self._llm.gateway, num_sequences=body.n or 1)
         request = await given.converted(functools.partial(_request, body, call, kv))
         demand = demand_of(request)

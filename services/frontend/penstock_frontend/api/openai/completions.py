@@ -78,7 +78,7 @@ class Completions:
         model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         _check(body)
         if body.truncate_prompt_tokens == prompts.AS_MANY_AS_FIT:
-            room = await self._llm.prompt_room(body.max_tokens or DEFAULT_MAX_TOKENS, call.context.deadline)
+            room = await self._llm.prompt_room(body.max_tokens or DEFAULT_MAX_TOKENS, call.context)
             body.truncate_prompt_tokens = room
         given = prompts.split(body.prompt, self._limits.now.max_prompts)
         self._check_sequences(len(given), body)

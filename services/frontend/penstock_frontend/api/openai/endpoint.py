@@ -1,25 +1,28 @@
 """From an HTTP call to an answer: body, limits, deadline, errors, and what happens when the client hangs up."""
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
 from starlette.datastructures import Headers, QueryParams
 from starlette.types import Receive, Scope, Send
 
+from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted
+from penstock_common.tenant_room import TenantRoom
 from penstock_common.types.request_context import RequestContext
 from penstock_frontend.admission import InFlight
-from penstock_frontend.api.call_context import context_of_call
+from penstock_frontend.api.call_context import context_of_call, tenant_of_call
 from penstock_frontend.api.openai import errors
 from penstock_frontend.api.openai.bodies import Bodies, Body, ClientGone
 from penstock_frontend.api.openai.field_policy import client_of
 from penstock_frontend.api.openai.http_send import send_json
 from penstock_frontend.api.openai.sse import EventStream
-from penstock_frontend.config import HttpConfig
+from penstock_frontend.config import FairnessConfig, HttpConfig
 
 REQUEST_ID = "x-request-id"
 _SHORT_REQUEST_ID = "request-id"
@@ -62,24 +65,33 @@ ErrorShape: TypeAlias = Callable[[Exception, str], errors.ErrorAnswer]
 
 
 class Gate:
-    """Counts the HTTP calls that are being served, from when their bodies are there. Limits are those of the HttpConfig."""
+    """Counts the HTTP calls that are being served, from when their bodies are there. Limits are those of the HttpConfig.
 
-    def __init__(self, config: HttpConfig) -> None:
+    At the limit, the calls of tenants above their fair share are refused, as ``TenantRoom`` says.
+    """
+
+    def __init__(self, config: HttpConfig, fairness: Reread[FairnessConfig]) -> None:
         self._max_requests = config.max_requests
+        self._fairness = fairness
         self._in_flight = InFlight()
+        self._room = TenantRoom()
 
-    def __enter__(self) -> None:
-        """One more. Raises ResourceExhausted at the limit."""
-        if self._in_flight.count >= self._max_requests:
+    @contextlib.contextmanager
+    def open(self, tenant: str) -> Iterator[None]:
+        """Count a call of a tenant while it is served. Raises ResourceExhausted at the limit."""
+        weight = self._fairness.now.weight_of(tenant)
+        if not self._room.takes_count(tenant, weight, 1, self._max_requests):
             raise ResourceExhausted(
                 f"{self._in_flight.count} HTTP requests are being served; http.max_requests is {self._max_requests}",
                 retry_after=self._in_flight.retry_after(1),
             )
+        self._room.enter(tenant, weight)
         self._in_flight.enter()
-
-    def __exit__(self, *_: object) -> None:
-        """One less."""
-        self._in_flight.leave()
+        try:
+            yield
+        finally:
+            self._in_flight.leave()
+            self._room.leave(tenant)
 
 
 class Endpoint:
@@ -103,7 +115,7 @@ class Endpoint:
         try:
             with self._bodies.open(client_of(scope)) as body:
                 await body.read(receive, _announced(headers))
-                with self._gate:
+                with self._gate.open(tenant_of_call(headers)):
                     await _unless_gone(self._answer(headers, scope, request_id, body, send, echo), receive)
         except ClientGone:
             return

@@ -89,7 +89,7 @@ class VllmEngineServicer:
         kv = self._llm.gateway.read_json(said, n=n, field="kv_transfer_params_json")
         converted = msgspec.structs.replace(converted, kv=kv)
         if converted.sampling["truncate_prompt_tokens"] == -1:  # as long as a prompt may be that has an output
-            room = await self._llm.prompt_room(1, converted.context.deadline)
+            room = await self._llm.prompt_room(1, converted.context)
             converted.sampling["truncate_prompt_tokens"] = room
         live = self._llm.accept(converted.context.external_request_id, demand_of(converted), abortable=True)
         # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
@@ -125,7 +125,8 @@ class VllmEngineServicer:
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         """What is served. Waits for an engine: its limits are part of the answer."""
-        limits = await self._llm.engines.wait_until_usable(deadline_after(context.time_remaining()))
+        deadline = deadline_after(context.time_remaining())
+        limits = await self._llm.engines.wait_until_usable(deadline, tenant=requests.tenant_of(context))
         defaults = self._card.sampling_defaults
         return pb.GetModelInfoResponse(
             model_path=self._model.path,

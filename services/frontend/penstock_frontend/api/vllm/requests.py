@@ -9,7 +9,7 @@ from penstock_common.errors import InvalidArgument
 from penstock_common.rpc.sampling import refuse_set
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.sampling import OutputKind, StructuredOutput
-from penstock_frontend.api.call_context import context_of_call
+from penstock_frontend.api.call_context import tenant_of_call
 from penstock_frontend.api.vllm.context import context_of
 from penstock_frontend.api.vllm.media import Anchor, with_references, with_tensors
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, PoolingRequest
@@ -84,7 +84,7 @@ def call_details(context: Any) -> dict[str, Any]:
 
 def tenant_of(context: Any) -> str:
     """Whose requests a call is about."""
-    return context_of_call(_metadata(context)).tenant
+    return tenant_of_call(_metadata(context))
 
 
 def _metadata(context: Any) -> dict[str, str]:

@@ -5,11 +5,13 @@ import pytest
 from penstock_common.errors import ResourceExhausted
 from tests.fakes.engines.engine_harness import (
     FakeClock,
+    Transcript,
     add,
     assert_as_expected,
     make_engine,
     make_request,
     run_to_end,
+    step,
 )
 from tests.fakes.engines.fake_executor import oracle_tokens
 
@@ -71,3 +73,51 @@ def test_a_request_that_other_engines_have_only_refused_may_be_refused_again_and
         add(engine, make_request(5, attempt=1, never_admitted=True))
     assert e.value.retry_after is not None
     assert list(run_to_end(engine).ends) == [first.request_id, passed_on.request_id]
+
+
+def of(tenant: str):
+    return make_request(5, max_tokens=1, tenant=tenant)
+
+
+def serve_beside_a_flood(engine, transcript) -> tuple[int, int]:
+    """Tenant a floods with 50 times the queue of 4, tenant b sends 20 requests one by one. Returns the served of b, the refused
+    of a."""
+    served = refused = 0
+    for _ in range(20):
+        for _ in range(10):
+            try:
+                add(engine, of("a"))
+            except ResourceExhausted:
+                refused += 1
+        mine = of("b")
+        add(engine, mine)
+        for _ in range(10):
+            step(engine, transcript)
+            if mine.request_id in transcript.ends:
+                served += 1
+                break
+    return served, refused
+
+
+def test_a_full_queue_refuses_the_flooding_tenant_and_serves_the_other_one_every_time():
+    engine, transcript = make_engine(max_num_seqs=1, max_waiting_requests=4), Transcript()
+    served, refused = serve_beside_a_flood(engine, transcript)
+    assert served == 20
+    assert refused >= 100
+    run_to_end(engine, transcript=transcript)
+    assert len(transcript.ends) == 220 - refused, "nothing that was taken is lost"
+
+
+def test_without_fairness_a_full_queue_refuses_everybody():
+    engine = make_engine(max_num_seqs=1, max_waiting_requests=2, fairness=False)
+    add(engine, of("a"), of("a"))
+    with pytest.raises(ResourceExhausted, match="max_waiting_requests is 2"):
+        add(engine, of("b"))
+
+
+def test_tokens_of_a_full_queue_are_shared_like_requests():
+    engine = make_engine(max_waiting_tokens=50)
+    add(engine, *(of("a") for _ in range(10)))
+    with pytest.raises(ResourceExhausted, match="max_waiting_tokens is 50"):
+        add(engine, of("a"))
+    add(engine, of("b"))

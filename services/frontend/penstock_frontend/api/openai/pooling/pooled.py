@@ -90,7 +90,8 @@ class Pooling:
         model = self._llm.inputs.check_model(context.model, context.lora)
         inputs, fields = inputs_of(body.input)
         self._llm.pooling.inputs.check_count(len(inputs), field="input")
-        await self._llm.engines.wait_until_usable(context.deadline)  # which know what the model can do
+        # Only an engine knows what the model can do.
+        await self._llm.engines.wait_until_usable(context.deadline, tenant=context.tenant)
         request = PoolingRequest(
             inputs=inputs,
             fields=fields,
