@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock_common.addresses import with_port
 from penstock_common.errors import ConfigError
@@ -66,11 +66,27 @@ def make_app(
     )
     looks = [Route("/health", health), Route("/ping", health, methods=["GET", "POST"]), Route("/metrics", metrics)]
     served = [*looks, *routes]
-    return Starlette(
+    app = Starlette(
         routes=[*served, document.route(served)],
-        middleware=[*([cors] if allowed_origins else []), *middleware],
+        middleware=[Middleware(_WithoutSlash), *([cors] if allowed_origins else []), *middleware],
         exception_handlers=exception_handlers,
     )
+    app.router.redirect_slashes = False
+    return app
+
+
+class _WithoutSlash:
+    """A path with a slash at its end means the one without: clients lose bodies, or methods, when they are redirected."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the call on."""
+        path = scope.get("path", "")
+        if len(path) > 1 and path.endswith("/"):
+            scope = {**scope, "path": path.rstrip("/") or "/"}
+        await self._app(scope, receive, send)
 
 
 class HttpServer:

@@ -1,6 +1,7 @@
 """The bodies of HTTP calls, from their first byte until their calls are admitted."""
 
 import asyncio
+import codecs
 from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
@@ -10,6 +11,7 @@ from starlette.types import Receive
 
 from penstock_common.errors import ResourceExhausted
 from penstock_frontend.admission import InFlight
+from penstock_frontend.api.openai.body_encoding import Decompressor, decompressor_of
 from penstock_frontend.api.openai.body_fields import decode
 from penstock_frontend.api.openai.errors import HttpError
 from penstock_frontend.api.openai.field_policy import FieldPolicy
@@ -100,18 +102,19 @@ class Body:
         self._parts.clear()
         self._bodies.in_flight.leave(self.size, served=self._read)
 
-    async def read(self, receive: Receive, announced: int | None = None) -> None:
-        """Read the whole body. ``announced``: its bytes, as its client says.
+    async def read(self, receive: Receive, announced: int | None = None, encoding: str = "") -> None:
+        """Read the whole body. ``announced``: its bytes, as its client says; ``encoding``: its ``Content-Encoding``.
 
-        Raises HttpError 408 for one that is too slow and 413 for one that is too large, ResourceExhausted for one that had
-        to give way, ClientGone.
+        Raises HttpError 408 for one that is too slow, 413 for one that is too large, 415 and 400 for one that is compressed in an
+        unknown way or damaged, ResourceExhausted for one that had to give way, ClientGone.
         """
+        decompressor = decompressor_of(encoding)
         seconds = self._bodies.config.body_timeout
         if announced is not None:
             self._check_size(f"{announced}", announced)
         try:
             async with asyncio.timeout(seconds) as self._wait:
-                await self._take(receive)
+                await self._take(receive, decompressor)
         except TimeoutError:
             if self._refusal is not None:
                 raise self._refusal from None
@@ -128,7 +131,7 @@ class Body:
 
     async def decode(self, kind: type[T]) -> T:
         """The struct of the body, whose bytes are gone then. Raises InvalidArgument naming the field at fault."""
-        data = b"".join(self._parts)
+        data = b"".join(self._parts).removeprefix(codecs.BOM_UTF8)
         self._parts.clear()
         config = self._bodies.config
         await check_json_size(data, max_values=config.max_body_values, max_objects=config.max_body_objects)
@@ -148,7 +151,7 @@ class Body:
         if self._wait is not None:
             self._wait.reschedule(0)
 
-    async def _take(self, receive: Receive) -> None:
+    async def _take(self, receive: Receive, decompressor: Decompressor | None) -> None:
         limit, more = self._bodies.config.max_body_bytes, True
         while more:
             if self._refusal is not None:
@@ -158,15 +161,28 @@ class Body:
                 raise ClientGone
             part = message.get("body", b"")
             more = message.get("more_body", False)
-            self._check_size(f"more than {limit}", self.size + len(part))
-            self._keep(part)
+            if decompressor is None:
+                self._check_size(f"more than {limit}", self.size + len(part))
+                self._keep(part)
+                continue
+            for piece in decompressor.pieces(part):
+                self._check_size(f"more than {limit}", self.size + len(piece), decompressed=True)
+                self._keep(piece)
+                await asyncio.sleep(0)
+                if self._refusal is not None:
+                    raise self._refusal
+        if decompressor is not None:
+            decompressor.finish()
         if self._refusal is not None:
             raise self._refusal
 
-    def _check_size(self, told: str, size: int) -> None:
+    def _check_size(self, told: str, size: int, *, decompressed: bool = False) -> None:
         limit = self._bodies.config.max_body_bytes
         if size > limit:
-            raise HttpError(413, f"the body has {told} bytes; http.max_body_bytes is {limit}", "request_too_large")
+            when = " when it is decompressed" * decompressed
+            raise HttpError(
+                413, f"the body has {told} bytes{when}; http.max_body_bytes is {limit}", "request_too_large"
+            )
 
     def _keep(self, part: bytes) -> None:
         self._parts.append(part)

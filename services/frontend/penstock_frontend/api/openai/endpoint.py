@@ -114,7 +114,7 @@ class Endpoint:
         echo = {REQUEST_ID: request_id, _SHORT_REQUEST_ID: request_id}
         try:
             with self._bodies.open(client_of(scope)) as body:
-                await body.read(receive, _announced(headers))
+                await body.read(receive, _announced(headers), headers.get("content-encoding", ""))
                 with self._gate.open(tenant_of_call(headers)):
                     await _unless_gone(self._answer(headers, scope, request_id, body, send, echo), receive)
         except ClientGone:
