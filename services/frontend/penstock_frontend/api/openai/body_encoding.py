@@ -19,7 +19,7 @@ else:
     from backports import zstd
 
 PIECE = 256 * 1024
-"""Bytes that are decompressed at once, about; brotli gives up to twice as many."""
+"""Bytes that are decompressed at once, about; brotli gives up to four times as many."""
 _WINDOW_LOG = 23
 """zstd: 8 MiB, the most that HTTP allows (RFC 9659)."""
 

@@ -33,7 +33,7 @@ def decompressed(encoding: str, *parts: bytes) -> bytes:
     decompressor = decompressor_of(encoding)
     assert decompressor is not None
     pieces = [piece for part in parts for piece in decompressor.pieces(part)]
-    assert all(len(piece) <= 2 * PIECE for piece in pieces)
+    assert all(len(piece) <= 4 * PIECE for piece in pieces)
     decompressor.finish()
     return b"".join(pieces)
 
