@@ -40,11 +40,11 @@ USER = {"role": "user", "content": "hi"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "f"}}
 SAMPLING: dict[str, tuple[Any, str]] = {
-    "stop": (["a", "b", "c", "d"], "stop has 4 strings; the limit is 3"),
-    "stop_token_ids": ([5, 6, 7, 8], "stop_token_ids has 4 ids; the limit is 3"),
-    "logit_bias": ({5: 1.0, 6: 1.0, 7: 1.0, 8: 1.0}, "logit_bias has 4 ids; the limit is 3"),
-    "allowed_token_ids": ([5, 6, 7, 8], "allowed_token_ids has 4 ids; the limit is 3"),
-    "bad_words": (["a", "b", "c", "d"], "bad_words has 4 words; the limit is 3"),
+    "stop": (["a", "b", "c", "d"], "stop has 4 strings; limits.max_stop_strings is 3"),
+    "stop_token_ids": ([5, 6, 7, 8], "stop_token_ids has 4 ids; limits.max_stop_token_ids is 3"),
+    "logit_bias": ({5: 1.0, 6: 1.0, 7: 1.0, 8: 1.0}, "logit_bias has 4 ids; limits.max_logit_biases is 3"),
+    "allowed_token_ids": ([5, 6, 7, 8], "allowed_token_ids has 4 ids; limits.max_allowed_token_ids is 3"),
+    "bad_words": (["a", "b", "c", "d"], "bad_words has 4 words; limits.max_bad_words is 3"),
 }
 CONVERSATION: dict[str, tuple[dict[str, Any], str]] = {
     "messages": ({"messages": [USER] * 4}, "messages has 4 entries; limits.max_messages is 3"),
@@ -63,15 +63,15 @@ HTTP: list[tuple[str, dict[str, Any], str, str]] = [
     *(("/v1/chat/completions", body, field, text) for field, (body, text) in CONVERSATION.items()),
     *(("/tokenize", body, field, text) for field, (body, text) in CONVERSATION.items()),
     ("/v1/completions", {"prompt": ["x"] * 4}, "prompt", "prompt has 4 prompts; limits.max_prompts is 3"),
-    ("/v1/completions", {"prompt": [5] * 201}, "prompt", "prompt has 201 ids; the limit is 200"),
+    ("/v1/completions", {"prompt": [5] * 201}, "prompt", "prompt has 201 ids; limits.max_prompt_length is 200"),
     (
         "/v1/completions",
         {"prompt": "x", "structured_outputs": {"choice": ["a", "b", "c", "d"]}},
         "structured_outputs.choice",
-        "structured_outputs.choice has 4 bytes; the limit is 3",
+        "structured_outputs.choice has 4 bytes; limits.max_structured_output_bytes is 3",
     ),
     ("/v1/embeddings", {"input": ["x"] * 4}, "input", "input has 4 entries; limits.max_pooling_inputs is 3"),
-    ("/detokenize", {"tokens": [5] * 201}, "tokens", "tokens has 201 ids; the limit is 200"),
+    ("/detokenize", {"tokens": [5] * 201}, "tokens", "tokens has 201 ids; limits.max_prompt_length is 200"),
 ]
 
 
@@ -89,12 +89,16 @@ def params(name: str, value: Any) -> sampling_pb2.SamplingParams:
 
 LISTS: list[tuple[str, Any, str]] = [
     *((name, value, text) for name, (value, text) in SAMPLING.items()),
-    ("bad_word_token_ids", [{"token_ids": [5]}] * 4, "bad_word_token_ids has 4 sequences; the limit is 3"),
-    ("bad_word_token_ids[0]", [{"token_ids": [5] * 4}], "bad_word_token_ids[0] has 4 ids; the limit is 3"),
+    ("bad_word_token_ids", [{"token_ids": [5]}] * 4, "bad_word_token_ids has 4 sequences; limits.max_bad_words is 3"),
+    (
+        "bad_word_token_ids[0]",
+        [{"token_ids": [5] * 4}],
+        "bad_word_token_ids[0] has 4 ids; limits.max_bad_word_chars is 3",
+    ),
     (
         "structured_output.choice",
         {"choice": {"options": ["a", "b", "c", "d"]}},
-        "structured_output.choice has 4 bytes; the limit is 3",
+        "structured_output.choice has 4 bytes; limits.max_structured_output_bytes is 3",
     ),
 ]
 PART, INPUT = pb.PromptPart(text="x"), pb.PoolingInput(text="x")
@@ -116,7 +120,7 @@ GRPC: list[tuple[str, Any, str, str]] = [
         "Generate",
         pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 201)),
         "token_ids.ids",
-        "token_ids.ids has 201 ids; the limit is 200",
+        "token_ids.ids has 201 ids; limits.max_prompt_length is 200",
     ),
     ("Generate", generate(routing=TRACE), "routing.trace_context", TOO_LONG),
     ("Embed", pb.EmbedRequest(inputs=[INPUT], routing=TRACE), "routing.trace_context", TOO_LONG),
@@ -147,7 +151,7 @@ GRPC: list[tuple[str, Any, str, str]] = [
         "Detokenize",
         pb.DetokenizeRequest(token_ids=[5] * 201),
         "token_ids",
-        "token_ids has 201 ids; the limit is 200",
+        "token_ids has 201 ids; limits.max_prompt_length is 200",
     ),
 ]
 

@@ -8,6 +8,7 @@ from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import PoolingRequest, PoolingResult, Prompt, ScoreRequest, ScoreResult
 from penstock_frontend.pace import NUMBERS_PER_TURN, Pace
+from penstock_frontend.processing.pooling.inputs import check_scores
 from penstock_frontend.processing.pooling.outputs import vectors_of
 
 
@@ -25,9 +26,11 @@ class ScoringCalls:
             result, request_id = await self._llm.run_pooling(_pairs(request))
             scores = [parts.floats(vectors_of(output))[0] for output in result.outputs]
         else:
+            check_scores(self._llm.engines.view.capabilities)
             if not request.use_activation:
                 raise InvalidArgument(
-                    "use_activation is false; the scores of a model that embeds are cosines", field="use_activation"
+                    "use_activation is false, but this model embeds, and its scores are cosines; leave it out",
+                    field="use_activation",
                 )
             result, request_id = await self._llm.run_pooling(_similarity(request))
             scores = await self._cosines(result, len(request.queries))

@@ -24,6 +24,7 @@ from penstock_frontend.api.anthropic.turns import (
 from penstock_frontend.api.media_places import placed
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.context import context_of
+from penstock_frontend.api.openai.conversation import CONVERSATION
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.generation import Generation, Source
@@ -36,6 +37,7 @@ from penstock_frontend.processing.chat.answers import ChatOutput
 EVENTS = StreamForm(named, errors.event)
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k")
 _NAMES = {
+    **CONVERSATION,
     "text": "messages",
     "prompt": "messages",
     "continue_final_message": "messages",

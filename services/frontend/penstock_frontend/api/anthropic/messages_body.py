@@ -120,7 +120,7 @@ def check(body: ConversationBody) -> None:
             )
         if body.thinking.display == "omitted":
             raise Unimplemented(
-                "thinking.display is 'omitted'; what the model thinks is shown", field="thinking.display"
+                "thinking.display is 'omitted', but thinking is always shown; leave it out", field="thinking.display"
             )
         budget = body.thinking.budget_tokens
         check_range("thinking.budget_tokens", budget, 1, _INT32_MAX)

@@ -83,6 +83,8 @@ def choice_of(choice: ToolUseChoiceBody | None, *, tools: bool) -> tuple[str, st
     if choice.type not in _CHOICES:
         known = ", ".join([*_CHOICES, "tool"])
         raise InvalidArgument(f"tool_choice.type is {choice.type!r}; known: {known}", field="tool_choice.type")
+    if choice.type == "any" and not tools:
+        raise InvalidArgument("tool_choice.type is 'any', but there are no tools; set tools", field="tool_choice.type")
     return _CHOICES[choice.type], ""
 
 

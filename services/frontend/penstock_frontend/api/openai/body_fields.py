@@ -9,6 +9,7 @@ from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_frontend.api.openai.errors import undecodable
 
 T = TypeVar("T")
+_INT32_MAX = 2**31 - 1
 
 
 def decode(body: bytes, kind: type[T]) -> T:
@@ -18,7 +19,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise undecodable(e) from None
+        raise undecodable(e, kind=kind) from None
 
 
 def refuse_fields(body: msgspec.Struct, names: Mapping[str, str]) -> None:
@@ -27,13 +28,22 @@ def refuse_fields(body: msgspec.Struct, names: Mapping[str, str]) -> None:
     """
     for name, instead in names.items():
         if getattr(body, name):
-            raise Unimplemented(f"{name} is not served{instead and f'; use {instead}'}", field=name)
+            remedy = f"use {instead}" if instead else "leave it out"
+            raise Unimplemented(f"{name} is not served; {remedy}", field=name)
 
 
 def check_range(name: str, value: float | None, low: float, high: float) -> None:
-    """Raise InvalidArgument unless ``value`` is None or from ``low`` to ``high``."""
+    """Raise InvalidArgument unless ``value`` is None or from ``low`` to ``high``. An upper limit that only the wire's 32 bits set
+    is left out of messages about values that are too small.
+    """
     if value is not None and not low <= value <= high:
-        raise InvalidArgument(f"{name} is {value}; it must be from {low} to {high}", field=name)
+        limit = f"at least {low}" if high == _INT32_MAX and low >= -1 and value < low else f"from {low} to {high}"
+        raise InvalidArgument(f"{name} is {value}; it must be {limit}", field=name)
+
+
+def shown(value: object) -> str:
+    """Return a value of a body as messages show it: a text in quotes, all else as JSON."""
+    return repr(value) if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def text_of(raw: msgspec.Raw, field: str) -> str | None:

@@ -13,11 +13,12 @@ from penstock_common.types.logprobs import Logprobs
 from penstock_frontend.admission import demand_of
 from penstock_frontend.api.openai import sampling_fields
 from penstock_frontend.api.openai.bodies import Body
-from penstock_frontend.api.openai.body_fields import check_range, refuse_fields
+from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, shown
 from penstock_frontend.api.openai.chat_choices import ChatChoice, ChatChoiceWriter, ChatStyle, ChunkChoice
 from penstock_frontend.api.openai.choice_logprobs import PromptLogprobs, prompt_logprobs
 from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.conversation import (
+    CONVERSATION,
     MessageBody,
     NamedToolChoice,
     ToolBody,
@@ -243,7 +244,7 @@ def _check(body: ChatCompletionRequest) -> None:
     sampling_fields.check(body, served=("kv_transfer_params", "mm_processor_kwargs"))
     refuse_fields(body, _REFUSED)
     if body.modalities is not None and body.modalities != ["text"]:
-        raise Unimplemented(f"modalities is {body.modalities}; only ['text'] is served", field="modalities")
+        raise Unimplemented(f'modalities is {shown(body.modalities)}; only ["text"] is served', field="modalities")
     check_range("max_completion_tokens", body.max_completion_tokens, 1, _INT32_MAX)
     check_range("top_logprobs", body.top_logprobs, -1, _INT32_MAX)
     if body.top_logprobs and not body.logprobs:
@@ -276,7 +277,7 @@ def _request(body: ChatCompletionRequest, call: Call, kv: KvParams) -> ChatReque
 
 
 def _names(body: ChatCompletionRequest) -> Mapping[str, str]:
-    names = {"text": "messages", "prompt": "messages", **sampling_fields.names(body)}
+    names = {**CONVERSATION, "text": "messages", "prompt": "messages", **sampling_fields.names(body)}
     if body.max_completion_tokens is not None:
         names["sampling_params.max_tokens"] = "max_completion_tokens"
     if body.top_logprobs is not None:

@@ -256,7 +256,7 @@ def _check(body: CompletionRequest) -> None:
     check_range("logprobs", body.logprobs, -1, _INT32_MAX)
     _check_best_of(body)
     if body.suffix is not None and body.echo:
-        raise InvalidArgument("echo is set; what stands around the gap is not echoed", field="echo")
+        raise InvalidArgument("echo is set beside suffix, which has no echo; leave one of them out", field="echo")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidArgument("max_tokens is 0; it must be at least 1 where echo is not set", field="max_tokens")
     if body.echo and body.stream and body.logprobs is not None and (body.n or 1) > 1:
@@ -265,10 +265,12 @@ def _check(body: CompletionRequest) -> None:
 
 def _check_best_of(body: CompletionRequest) -> None:
     n = body.n or 1
-    check_range("best_of", body.best_of, n, _INT32_MAX)
+    if body.best_of is not None and body.best_of < n:
+        raise InvalidArgument(f"best_of is {body.best_of}; it must be at least n, which is {n}", field="best_of")
+    check_range("best_of", body.best_of, 1, _INT32_MAX)
     if body.stream and body.num_sequences > n:
         raise InvalidArgument(
-            f"best_of is {body.best_of}, n is {n}; the best are known at the end, which a stream does not wait for",
+            f"best_of is {body.best_of}, n is {n}; a stream cannot choose, so set both to the same, or stream to false",
             field="best_of",
         )
 

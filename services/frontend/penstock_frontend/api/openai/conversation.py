@@ -6,11 +6,13 @@ from typing import Any
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_frontend.api.openai.media_fields import MediaFields, MediaOptions, is_media, media_of
+from penstock_frontend.api.openai.media_fields import MEDIA_TYPES, MediaFields, MediaOptions, is_media, media_of
 from penstock_frontend.call_types import ChatMessage, ContentPart, Tool, ToolCall
 from penstock_frontend.processing.chat.tool_choice import named_choice
 
 _NO_OPTIONS = MediaOptions()
+CONVERSATION = {"prompt is": "the conversation with its template and tools is"}
+"""What a prompt is called that a chat template has made."""
 
 
 class FunctionCallBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +126,9 @@ def _message(body: MessageBody, path: str, options: MediaOptions) -> ChatMessage
 def _part(body: PartBody, path: str, options: MediaOptions) -> ContentPart:
     if is_media(body.type):
         return ContentPart(type="media", media=media_of(body.type, body, path, options))
+    if body.type != "text":
+        known = ", ".join(["text", *MEDIA_TYPES])
+        raise InvalidArgument(f"{path}.type is {body.type!r}; known: {known}", field=f"{path}.type")
     return ContentPart(type=body.type, text=body.text)
 
 

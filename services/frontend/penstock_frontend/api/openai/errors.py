@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Mapping
+import typing
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -51,9 +52,12 @@ _CODES = {
     "CREDENTIALS_WRONG": "invalid_api_key",
 }
 """Reasons for which OpenAI has a word; the others are written in lower case."""
-_PLACE = re.compile(r" - at `(?P<key>key in )?\$(?P<path>[^`]*)`$")
+_PLACE = re.compile(r" - at `(?:(?P<key>key)` in `)?\$(?P<path>[^`]*)`$")
 
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
+_PROCESSOR_KWARGS = re.compile(r"(?<![\w.])processor_kwargs\b")
+"""What gRPC calls ``mm_processor_kwargs``."""
 
 
 class ErrorDetails(msgspec.Struct, frozen=True):
@@ -103,24 +107,35 @@ def answer(error: Exception, request_id: str = "") -> ErrorAnswer:
 
 
 def renamed(error: RequestFailed, names: Mapping[str, str]) -> RequestFailed:
-    """The same error, about the fields that the client knows. ``names``: ours (the start of a path) to the client's."""
+    """The same error, about the fields that the client knows. ``names``: ours (the start of a path) to the client's; a key with a
+    space is the begin of a message.
+    """
+    message, field = error.message, error.field
+    for ours, theirs in names.items():
+        if " " in ours and message.startswith(ours):
+            message = message.replace(ours, theirs, 1)
     for ours, theirs in {**names, "sampling_params.": ""}.items():
-        rest = error.field.removeprefix(ours)
-        if rest == error.field or not (ours.endswith(".") or rest[:1] in ("", ".", "[")):
-            continue
-        result = type(error)(
-            error.message.replace(ours, theirs, 1).replace("sampling_params.", ""),
-            field=theirs + rest,
-            reason=error.reason,
-            retry_after=error.retry_after,
-        )
-        result.__cause__ = error
-        return result
-    return error
+        rest = field.removeprefix(ours)
+        if " " not in ours and rest != field and (ours.endswith(".") or rest[:1] in ("", ".", "[")):
+            message, field = message.replace(ours, theirs, 1), theirs + rest
+            break
+    for ours, theirs in names.items():  # other parameters that the message compares with
+        if ours.startswith("sampling_params."):
+            message = message.replace(ours, theirs)
+    message = _PROCESSOR_KWARGS.sub("mm_processor_kwargs", message.replace("sampling_params.", ""))
+    if (message, field) == (error.message, error.field):
+        return error
+    result = type(error)(message, field=field, reason=error.reason, retry_after=error.retry_after)
+    result.__cause__ = error
+    return result
 
 
-def undecodable(error: msgspec.DecodeError | UnicodeDecodeError, path: str = "") -> InvalidArgument:
-    """What is wrong with JSON: its form, or the type of one of its fields. ``path``: where in the body it stands."""
+def undecodable(
+    error: msgspec.DecodeError | UnicodeDecodeError, path: str = "", kind: type | None = None
+) -> InvalidArgument:
+    """What is wrong with JSON: its form, or the type of one of its fields. ``path``: where in the body it stands. ``kind``: the
+    struct of the body, whose fields say which words they take.
+    """
     if not isinstance(error, msgspec.ValidationError):
         return InvalidArgument(f"the body is no valid JSON: {error}", reason="INVALID_JSON")
     text = str(error)
@@ -130,8 +145,21 @@ def undecodable(error: msgspec.DecodeError | UnicodeDecodeError, path: str = "")
     if (missing := _MISSING.fullmatch(what)) is not None:
         field = f"{where}.{missing['name']}".removeprefix(".")
         return InvalidArgument(f"{field} is not set", field=field, reason="MISSING_FIELD")
+    if (unknown := _UNKNOWN.fullmatch(what)) is not None:
+        field = f"{where}.{unknown['name']}".removeprefix(".")
+        return InvalidArgument(f"{field} is not a known field; remove it", field=field, reason="UNKNOWN_FIELD")
+    if what.startswith("Invalid enum value") and (words := _words(kind, where)):
+        value = what.removeprefix("Invalid enum value ")
+        return InvalidArgument(f"{where} is {value}; known: {', '.join(words)}", field=where, reason="INVALID_TYPE")
     subject = f"{'a key of ' if place and place['key'] else ''}{where or 'the body'}"
     return InvalidArgument(f"{subject}: {what[:1].lower()}{what[1:]}", field=where, reason="INVALID_TYPE")
+
+
+def _words(kind: type | None, name: str) -> Sequence[str]:
+    """Return the words that a field of a struct takes; none where it takes any, or is not in the struct itself."""
+    fields = msgspec.structs.fields(kind) if kind is not None and issubclass(kind, msgspec.Struct) else ()
+    types = [member for field in fields if field.name == name for member in (field.type, *typing.get_args(field.type))]
+    return [str(word) for of in types if typing.get_origin(of) is typing.Literal for word in typing.get_args(of)]
 
 
 def _answer(

@@ -84,6 +84,10 @@ def options_of(processor_kwargs: dict[str, Any] | None, io: MediaIoBody | None) 
     return MediaOptions(processor_kwargs=processor_kwargs or {}, fps=io.fps if io is not None else DEFAULT_FPS)
 
 
+MEDIA_TYPES = ("image_url", "input_audio", "audio_url", "video_url")
+"""Types of parts with a medium in chat completions. Responses write ``input_image``."""
+
+
 def is_media(kind: str) -> bool:
     """Whether parts of that type are media, among them those that are refused by name."""
     return kind in _URLS or kind == "input_audio" or kind in _REFUSED

@@ -15,7 +15,7 @@ from penstock_common.types.sampling import (
     RepetitionDetection,
     StructuredOutput,
 )
-from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, text_of
+from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, shown, text_of
 from penstock_frontend.api.openai.context import GenerationContextFields
 from penstock_frontend.api.openai.errors import undecodable
 from penstock_frontend.api.openai.prediction import NAMES, PredictionBody
@@ -65,9 +65,11 @@ _PLAIN = (
 )
 _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 _BLANKS = {kind.name.lower(): kind for kind in JsonWhitespace}
+_THEIRS = {"json_schema": "json"}
+_WITHOUT_JSON = {"regex", "choice", "grammar"}
 REFUSED = {
     "use_beam_search": "",
-    "lora_request": "",
+    "lora_request": "lora",
     "prompt_embeds": "",
     "mm_processor_kwargs": "",
     "kv_transfer_params": "",
@@ -176,7 +178,7 @@ def check(body: SamplingFields, *, served: Collection[str] = ()) -> None:
         check_range(name, getattr(body, name), low, high)
     if body.truncation_side not in (None, "left"):
         raise Unimplemented(
-            f"truncation_side is {body.truncation_side!r}; only 'left' is served", field="truncation_side"
+            f"truncation_side is {shown(body.truncation_side)}; only 'left' is served", field="truncation_side"
         )
     if body.stream_options is not None and not body.stream:
         raise InvalidArgument("stream_options is set; it needs stream", field="stream_options")
@@ -245,7 +247,22 @@ def _constraint(body: SamplingFields) -> StructuredOutput | None:
         "structural_tag": text_of(given.structural_tag, "structured_outputs.structural_tag"),
     }
     constraint = {name: value for name, value in fields.items() if value is not None}
+    if len(constraint) > 1:
+        path = "structured_outputs"
+        known = ", ".join(_THEIRS.get(name, name) for name in CONSTRAINTS)
+        what = " and ".join(_THEIRS.get(name, name) for name in constraint)
+        raise InvalidArgument(f"{path} has {what}; set one of {known}", field=path)
     blanks = _blanks(given)
+    if blanks is not JsonWhitespace.DUMPS and constraint.keys() & _WITHOUT_JSON:
+        field = "structured_outputs." + (
+            "disable_any_whitespace" if given.json_whitespace is None else "json_whitespace"
+        )
+        kind = next(iter(constraint))
+        raise InvalidArgument(
+            f"{field} is set beside structured_outputs.{kind}, which writes no JSON; it goes with json, json_object and "
+            "structural_tag",
+            field=field,
+        )
     if of_format is None:
         return StructuredOutput(**constraint, json_whitespace=blanks)
     if constraint:

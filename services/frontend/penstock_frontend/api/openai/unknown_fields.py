@@ -62,9 +62,9 @@ def _walk(given: Mapping[str, msgspec.Raw], kind: type, path: str, shape: str) -
                 yield UnknownField(f"{path}{name}", f"{shape}{name}", name, plan.known)
     for name, of in plan.objects.items():
         if (raw := given.get(name)) is not None and _begins(raw, b"{"):
-            value = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-            if not (of is ResponseFormat and _is_structural_tag(value)):
-                yield from _walk(value, of, f"{path}{name}.", f"{shape}{name}.")
+            inner = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+            if not (of is ResponseFormat and _is_structural_tag(inner)):
+                yield from _walk(inner, of, f"{path}{name}.", f"{shape}{name}.")
     for name, of in plan.lists.items():
         if (raw := given.get(name)) is not None and _begins(raw, b"["):
             for index, value in _objects_of(raw):
@@ -87,7 +87,7 @@ def _objects_of(raw: msgspec.Raw) -> Iterator[tuple[int, Mapping[str, msgspec.Ra
 
 def _is_structural_tag(value: Mapping[str, msgspec.Raw]) -> bool:
     """Whether xgrammar reads the object, whose fields are its own."""
-    return memoryview(value.get("type", msgspec.Raw())) == b'"structural_tag"'
+    return bytes(value.get("type", msgspec.Raw())) == b'"structural_tag"'
 
 
 @cache

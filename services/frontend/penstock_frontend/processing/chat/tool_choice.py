@@ -67,7 +67,7 @@ def check_choice(tools: Sequence[Tool], choice: str, named: str) -> None:
         known = ", ".join(tool.name for tool in tools) or "none"
         raise InvalidArgument(f"tool_choice names {named!r}; the tools are: {known}", field="tool_choice")
     if choice == "required" and not tools:
-        raise InvalidArgument("tool_choice is 'required'; there are no tools", field="tool_choice")
+        raise InvalidArgument("tool_choice is 'required', but there are no tools; set tools", field="tool_choice")
 
 
 def _tag(begin: str, end: str, tool: Tool) -> dict[str, Any]:

@@ -14,9 +14,11 @@ def unreadable(field: str, why: str) -> InvalidArgument:
     return InvalidArgument(f"{field} {why}", field=field, reason=UNREADABLE)
 
 
-def too_large(field: str, what: str, setting: str, limit: object) -> InvalidArgument:
+def too_large(field: str, what: str, setting: str, limit: float) -> InvalidArgument:
     """``what`` continues the field's name, with the value: ``has 70000000 pixels``."""
-    return InvalidArgument(f"{field} {what}; {setting} is {limit}", field=field, reason=TOO_LARGE)
+    # Limits come from workers as float: 64000000.0 pixels would look odd.
+    number = int(limit) if limit == int(limit) else limit
+    return InvalidArgument(f"{field} {what}; {setting} is {number}", field=field, reason=TOO_LARGE)
 
 
 def too_many(field: str, modality: str, count: int, limit: int) -> InvalidArgument:

@@ -190,6 +190,20 @@ def check_task(task: PoolingTask, capabilities: Sequence[str]) -> None:
         raise _wrong_model(f"the model does not serve {word}; it serves {served(capabilities)}")
 
 
+def check_scores(capabilities: Sequence[str]) -> None:
+    """Raise InvalidArgument, naming what is served, unless engines score pairs themselves or by their vectors."""
+    if not {"score", "embed"} & set(capabilities):
+        raise _wrong_model(
+            f"the model does not score: it serves neither score nor embed; it serves {served(capabilities)}"
+        )
+
+
+def check_pools(capabilities: Sequence[str]) -> None:
+    """Raise InvalidArgument, naming what is served, for engines that do not pool at all."""
+    if not set(POOLING_WORDS) & set(capabilities):
+        raise _wrong_model(f"the model does not pool; it serves {served(capabilities)}")
+
+
 def check_generates(capabilities: Sequence[str]) -> None:
     """Raise InvalidArgument, naming what is served, for engines that pool and do not generate."""
     if "generate" not in capabilities and set(POOLING_WORDS) & set(capabilities):

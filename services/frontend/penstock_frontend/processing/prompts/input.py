@@ -77,7 +77,8 @@ class InputProcessor:
         size = len(given.encode())
         if size > self._limits.now.max_request_id_bytes:
             raise InvalidArgument(
-                f"request_id has {size} bytes; the limit is {self._limits.now.max_request_id_bytes}", field="request_id"
+                f"request_id has {size} bytes; limits.max_request_id_bytes is {self._limits.now.max_request_id_bytes}",
+                field="request_id",
             )
         return given or uuid.uuid4().hex
 
@@ -86,7 +87,7 @@ class InputProcessor:
         size = len(tenant.encode())
         if size > self._limits.now.max_tenant_bytes:
             raise InvalidArgument(
-                f"routing.tenant has {size} bytes; the limit is {self._limits.now.max_tenant_bytes}",
+                f"routing.tenant has {size} bytes; limits.max_tenant_bytes is {self._limits.now.max_tenant_bytes}",
                 field="routing.tenant",
             )
 
@@ -100,7 +101,7 @@ class InputProcessor:
         salt_size = len(context.cache_salt.encode())
         if salt_size > self._limits.now.max_cache_salt_bytes:
             raise InvalidArgument(
-                f"cache_salt has {salt_size} bytes; the limit is {self._limits.now.max_cache_salt_bytes}",
+                f"cache_salt has {salt_size} bytes; limits.max_cache_salt_bytes is {self._limits.now.max_cache_salt_bytes}",
                 field="cache_salt",
             )
         return msgspec.structs.replace(
@@ -187,7 +188,8 @@ class InputProcessor:
         if len(prompt) > self._limits.now.max_prompt_length:
             what = "characters" if isinstance(prompt, str) else "ids"
             raise InvalidArgument(
-                f"{field} has {len(prompt)} {what}; the limit is {self._limits.now.max_prompt_length}", field=field
+                f"{field} has {len(prompt)} {what}; limits.max_prompt_length is {self._limits.now.max_prompt_length}",
+                field=field,
             )
 
     async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:

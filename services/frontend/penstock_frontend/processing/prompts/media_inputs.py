@@ -70,4 +70,4 @@ def check_beside_media(prompt: MixedPrompt, params: SamplingParams) -> None:
 
 def no_media_with(field: str, media_field: str) -> Unimplemented:
     """What is not served of prompts with media."""
-    return Unimplemented(f"{field} is set; it is not served beside media, as {media_field} has", field=field)
+    return Unimplemented(f"{field} is set; it is not served beside media ({media_field}), so leave it out", field=field)

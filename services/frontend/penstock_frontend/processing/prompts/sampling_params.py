@@ -66,15 +66,15 @@ def resolve(given: Mapping[str, Any], defaults: Mapping[str, Any], limits: Limit
     if not 1 <= params.n <= limits.max_n:
         _refuse("n", params.n, f"from 1 to {limits.max_n}")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        _refuse("min_tokens", params.min_tokens, f"at most max_tokens, which is {params.max_tokens}")
+        _refuse("min_tokens", params.min_tokens, f"at most {_PATH}.max_tokens, which is {params.max_tokens}")
     _check_counts(params, limits)
-    _check_texts("stop", params.stop, limits.max_stop_string_chars)
-    _check_texts("bad_words", params.bad_words, limits.max_bad_word_chars)
+    _check_texts("stop", params.stop, "max_stop_string_chars", limits)
+    _check_texts("bad_words", params.bad_words, "max_bad_word_chars", limits)
     if params.stop and not params.detokenize:
         raise InvalidArgument(f"{_PATH}.stop needs {_PATH}.detokenize", field=f"{_PATH}.stop")
     _check_logit_bias(params.logit_bias)
     if params.structured_output is not None:
-        _check_structured_output(params.structured_output, limits.max_structured_output_bytes)
+        _check_structured_output(params.structured_output, limits)
     if params.repetition_detection is not None:
         _check_repetition(params.repetition_detection)
     return params
@@ -115,16 +115,16 @@ def _check_values(params: SamplingParams) -> None:
 def check_lists(params: Any, limits: LimitsConfig) -> None:
     """Raise InvalidArgument for a list with too many entries in parameters, the domain's or those of a message."""
     for name, what, limit in (
-        ("stop", "strings", limits.max_stop_strings),
-        ("stop_token_ids", "ids", limits.max_stop_token_ids),
-        ("logit_bias", "ids", limits.max_logit_biases),
-        ("allowed_token_ids", "ids", limits.max_allowed_token_ids),
-        ("bad_words", "words", limits.max_bad_words),
-        ("bad_word_token_ids", "sequences", limits.max_bad_words),
+        ("stop", "strings", "max_stop_strings"),
+        ("stop_token_ids", "ids", "max_stop_token_ids"),
+        ("logit_bias", "ids", "max_logit_biases"),
+        ("allowed_token_ids", "ids", "max_allowed_token_ids"),
+        ("bad_words", "words", "max_bad_words"),
+        ("bad_word_token_ids", "sequences", "max_bad_words"),
     ):
         count = len(getattr(params, name))
-        if count > limit:
-            raise InvalidArgument(f"{_PATH}.{name} has {count} {what}; the limit is {limit}", field=f"{_PATH}.{name}")
+        if count > getattr(limits, limit):
+            _refuse_size(f"{_PATH}.{name}", count, what, limit, limits)
 
 
 def _check_counts(params: SamplingParams, limits: LimitsConfig) -> None:
@@ -134,18 +134,16 @@ def _check_counts(params: SamplingParams, limits: LimitsConfig) -> None:
         if not token_ids:
             raise InvalidArgument(f"{field} is empty", field=field)
         if len(token_ids) > limits.max_bad_word_chars:
-            raise InvalidArgument(
-                f"{field} has {len(token_ids)} ids; the limit is {limits.max_bad_word_chars}", field=field
-            )
+            _refuse_size(field, len(token_ids), "ids", "max_bad_word_chars", limits)
 
 
-def _check_texts(name: str, texts: Sequence[str], limit: int) -> None:
+def _check_texts(name: str, texts: Sequence[str], limit: str, limits: LimitsConfig) -> None:
     for index, text in enumerate(texts):
         field = f"{_PATH}.{name}[{index}]"
         if not text:
             raise InvalidArgument(f"{field} is empty", field=field)
-        if len(text) > limit:
-            raise InvalidArgument(f"{field} has {len(text)} characters; the limit is {limit}", field=field)
+        if len(text) > getattr(limits, limit):
+            _refuse_size(field, len(text), "characters", limit, limits)
 
 
 def _check_logit_bias(logit_bias: Mapping[int, float]) -> None:
@@ -156,7 +154,7 @@ def _check_logit_bias(logit_bias: Mapping[int, float]) -> None:
             raise InvalidArgument(f"{field} of token id {token_id} is {bias}; it must be {limit}", field=field)
 
 
-def _check_structured_output(structured_output: StructuredOutput, limit: int) -> None:
+def _check_structured_output(structured_output: StructuredOutput, limits: LimitsConfig) -> None:
     field = f"{_PATH}.structured_output"
     try:
         name, value = structured_output.constraint
@@ -167,8 +165,8 @@ def _check_structured_output(structured_output: StructuredOutput, limit: int) ->
     if any(not text for text in texts):
         raise InvalidArgument(f"{field} is empty" if value == "" else f"{field} has an empty option", field=field)
     size = sum(len(text.encode()) for text in texts)
-    if size > limit:
-        raise InvalidArgument(f"{field} has {size} bytes; the limit is {limit}", field=field)
+    if size > limits.max_structured_output_bytes:
+        _refuse_size(field, size, "bytes", "max_structured_output_bytes", limits)
 
 
 def _check_repetition(detection: RepetitionDetection) -> None:
@@ -180,6 +178,10 @@ def _check_repetition(detection: RepetitionDetection) -> None:
         _refuse(f"{name}.max_pattern_size", high, limit)
     if detection.min_count < 2:
         _refuse(f"{name}.min_count", detection.min_count, "at least 2")
+
+
+def _refuse_size(field: str, size: int, what: str, limit: str, limits: LimitsConfig) -> None:
+    raise InvalidArgument(f"{field} has {size} {what}; limits.{limit} is {getattr(limits, limit)}", field=field)
 
 
 def _refuse(name: str, value: object, limit: str) -> None:

@@ -197,8 +197,8 @@ def test_pictures_a_second_have_a_range(fps: float) -> None:
     [
         ({"mm_processor_kwargs": 3}, "mm_processor_kwargs"),
         ({"mm_processor_kwargs": ["a"]}, "mm_processor_kwargs"),
-        ({"media_io_kwargs": {"image": {}}}, "media_io_kwargs"),
-        ({"media_io_kwargs": {"video": {"num_frames": 3}}}, "media_io_kwargs.video"),
+        ({"media_io_kwargs": {"image": {}}}, "media_io_kwargs.image"),
+        ({"media_io_kwargs": {"video": {"num_frames": 3}}}, "media_io_kwargs.video.num_frames"),
         ({"media_io_kwargs": {"video": {"fps": "fast"}}}, "media_io_kwargs.video.fps"),
     ],
 )

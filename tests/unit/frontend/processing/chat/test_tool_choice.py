@@ -94,7 +94,7 @@ def test_reasoning_that_the_prompt_has_ended_is_over() -> None:
     ("tools", "choice", "options", "message"),
     [
         (TOOLS, "any", {}, "tool_choice is 'any'; known: auto, none, required"),
-        ([], "required", {}, "tool_choice is 'required'; there are no tools"),
+        ([], "required", {}, "tool_choice is 'required', but there are no tools; set tools"),
         (TOOLS, "auto", {"named": "x"}, "tool_choice names 'x'; the tools are: weather, \"now\""),
         ([], "auto", {"named": "x"}, "tool_choice names 'x'; the tools are: none"),
     ],

@@ -81,10 +81,14 @@ def test_a_request_without_an_id_gets_a_random_one(inputs: InputProcessor) -> No
     [
         ({"prompt": ""}, "text", "text is empty"),
         ({"prompt": ()}, "token_ids.ids", "is empty"),
-        ({"prompt": "x" * 51}, "text", "51 characters; the limit is 50"),
-        ({"prompt": (1,) * 51}, "token_ids.ids", "51 ids; the limit is 50"),
-        ({"prompt": "x", "cache_salt": "s" * 257}, "cache_salt", "257 bytes; the limit is 256"),
-        ({"prompt": "x", "external_request_id": "é" * 129}, "request_id", "258 bytes; the limit is 256"),
+        ({"prompt": "x" * 51}, "text", "51 characters; limits.max_prompt_length is 50"),
+        ({"prompt": (1,) * 51}, "token_ids.ids", "51 ids; limits.max_prompt_length is 50"),
+        ({"prompt": "x", "cache_salt": "s" * 257}, "cache_salt", "257 bytes; limits.max_cache_salt_bytes is 256"),
+        (
+            {"prompt": "x", "external_request_id": "é" * 129},
+            "request_id",
+            "258 bytes; limits.max_request_id_bytes is 256",
+        ),
     ],
 )
 async def test_what_cannot_be_served_is_refused_before_an_engine_is_needed(

@@ -190,7 +190,9 @@ async def test_an_input_to_embed_may_have_media(inputs: InputProcessor, tokenize
     assert [feature.length for feature in with_image.mm_features] == [ROWS]
     assert not text.mm_features
     assert ids.prompt_token_ids == [5, 6]
-    with pytest.raises(Unimplemented, match=r"truncate_prompt_tokens is set; .* as inputs\[1\]\.mixed has"):
+    with pytest.raises(
+        Unimplemented, match=r"truncate_prompt_tokens is set; .* beside media \(inputs\[1\]\.mixed\), so leave it out"
+    ):
         await pooling.process(msgspec.structs.replace(request, truncate_prompt_tokens=5), "r", LIMITS)
     with pytest.raises(InvalidArgument, match="a pair is read as texts"):
         pair = PoolingRequest(inputs=[mixed], seconds=["b"], fields=["inputs[1].mixed"], params=EMBED)

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_frontend.api.openai.body_fields import check_range, refuse_fields
+from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, shown
 from penstock_frontend.api.openai.context import ContextFields
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.prompts import Given, split
@@ -17,7 +17,6 @@ Input: TypeAlias = str | list[str | TokenId | list[TokenId]]
 _MANY = 2**31
 _REFUSED = {
     "mm_processor_kwargs": "",
-    "messages": "input",
     "chat_template": "",
     "max_tokens_per_doc": "truncate_prompt_tokens",
     "max_tokens_per_query": "truncate_prompt_tokens",
@@ -55,15 +54,17 @@ class PoolingUsage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int = 0
 
 
-def check(body: PoolingFields) -> None:
-    """Raise Unimplemented for a field that is known and not served, InvalidArgument for one that is out of range."""
-    refuse_fields(body, _REFUSED)
+def check(body: PoolingFields, *, inputs: str = "input") -> None:
+    """Raise Unimplemented for a field that is known and not served, InvalidArgument for one that is out of range. ``inputs``: the
+    fields of this body that have its inputs.
+    """
+    refuse_fields(body, {**_REFUSED, "messages": inputs})
     for name in _OLDER:
         if getattr(body, name) is not None:
             raise Unimplemented(f"{name} is not served; use use_activation", field=name)
     if body.truncation_side not in (None, "right"):
         raise Unimplemented(
-            f"truncation_side is {body.truncation_side!r}; only 'right' is served", field="truncation_side"
+            f"truncation_side is {shown(body.truncation_side)}; only 'right' is served", field="truncation_side"
         )
     check_longest(body.truncate_prompt_tokens)
 
@@ -77,7 +78,8 @@ def normalize_of(normalize: bool | None, use_activation: bool | None) -> bool | 
     """Whether vectors get length one; None as the model says. vLLM has had both names. Raises InvalidArgument."""
     if None not in (normalize, use_activation) and normalize != use_activation:
         raise InvalidArgument(
-            f"normalize is {normalize} and use_activation is {use_activation}; of vectors they are the same",
+            f"normalize is {shown(normalize)} and use_activation is {shown(use_activation)}; they are two names of the same, so "
+            "set one",
             field="normalize",
         )
     return use_activation if normalize is None else normalize

@@ -12,7 +12,7 @@ from penstock_common.rpc.outputs import floats
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 from penstock_frontend.api.openai.bodies import Body
-from penstock_frontend.api.openai.body_fields import check_range, refuse_fields
+from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, shown
 from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
@@ -28,6 +28,7 @@ from penstock_frontend.api.openai.pooling.input_fields import (
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import PoolingRequest
 from penstock_frontend.pace import NUMBERS_PER_TURN, Pace
+from penstock_frontend.processing.pooling.inputs import check_pools
 from penstock_frontend.processing.pooling.outputs import vectors_of
 
 _INT32_MAX = 2**31 - 1
@@ -116,6 +117,8 @@ class Pooling:
 
     def _params(self, body: PoolingBody) -> PoolingParams:
         served = self._llm.engines.view.capabilities
+        if body.task is None:
+            check_pools(served)
         unasked = next((task for task in _UNASKED if task.name.lower() in served), PoolingTask.TOKEN_EMBED)
         task = PoolingTask[body.task.upper()] if body.task else unasked
         if task in _VECTORS:
@@ -123,7 +126,9 @@ class Pooling:
             return PoolingParams(task=task, dimensions=body.dimensions, normalize=normalize)
         for name in _OF_VECTORS:
             if (value := getattr(body, name)) is not None:
-                raise InvalidArgument(f"{name} is {value}; it means nothing to {task.name.lower()}", field=name)
+                raise InvalidArgument(
+                    f"{name} is {shown(value)}; it means nothing to {task.name.lower()}, so leave it out", field=name
+                )
         return PoolingParams(task=task, use_activation=body.use_activation is not False)
 
     async def _written(self, outputs: Sequence[EngineCoreOutput], *, as_text: bool) -> list[msgspec.Raw]:

@@ -75,7 +75,7 @@ class Reranking:
     async def __call__(self, call: Call, given: Body) -> Answer:
         """Rank the documents. Raises RequestFailed."""
         body = await given.decode(RerankBody)
-        check(body)
+        check(body, inputs="query and documents")
         refuse_fields(body, _REFUSED)
         check_range("top_n", body.top_n, 0, _INT32_MAX)
         context = context_of(call, "rerank", body)

@@ -69,7 +69,7 @@ class Scores:
     async def __call__(self, call: Call, given: Body) -> Answer:
         """Score the pairs. Raises RequestFailed."""
         body = await given.decode(ScoreBody)
-        check(body)
+        check(body, inputs="queries and documents")
         context = context_of(call, "score", body)
         model = self._llm.inputs.check_model(context.model, context.lora)
         sides = _sides(body)
@@ -120,4 +120,7 @@ def _sides(body: ScoreBody) -> _Sides:
         raise InvalidArgument(f"{missing} is not set", field=missing, reason="MISSING_FIELD")
     known = ", ".join(f"{first} and {second}" for first, second in _NAMES)
     field = given[0] if given else "queries"
-    raise InvalidArgument(f"{', '.join(given) or 'nothing'} is set; one of these pairs must be: {known}", field=field)
+    raise InvalidArgument(
+        f"{' and '.join(given) or 'nothing'} {'are' if len(given) > 1 else 'is'} set; one of these pairs must be: {known}",
+        field=field,
+    )

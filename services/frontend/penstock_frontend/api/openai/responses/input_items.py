@@ -7,6 +7,7 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.sampling import StructuredOutput
+from penstock_frontend.api.openai.conversation import CONVERSATION
 from penstock_frontend.api.openai.media_fields import MediaOptions, is_media, media_of
 from penstock_frontend.api.openai.prediction import NAMES
 from penstock_frontend.api.openai.responses.response_body import (
@@ -115,6 +116,7 @@ def names(body: ResponseBody, of_sampling: Mapping[str, str], places: Sequence[s
     of_format = {f"{path}.json_schema": "text.format.schema", path: "text.format"}
     return {
         **{f"messages[{before + index}]": place for index, place in enumerate(places)},
+        **CONVERSATION,
         "text": "input",
         "prompt": "input",
         "messages": "input",

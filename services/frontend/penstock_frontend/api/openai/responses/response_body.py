@@ -6,7 +6,7 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_frontend.api.openai import sampling_fields
-from penstock_frontend.api.openai.body_fields import check_range, refuse_fields
+from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, shown
 from penstock_frontend.api.openai.media_fields import MediaFields, MediaIoBody
 from penstock_frontend.api.openai.sampling_fields import SamplingFields
 
@@ -139,7 +139,7 @@ def check(body: ResponseBody) -> None:
     sampling_fields.check(body, served=("kv_transfer_params", "mm_processor_kwargs"))
     for name, served in (("background", False), ("truncation", "disabled"), ("n", 1)):
         if (value := getattr(body, name)) not in (None, served):
-            raise Unimplemented(f"{name} is {value!r}; only {served!r} is served", field=name)
+            raise Unimplemented(f"{name} is {shown(value)}; only {shown(served)} is served", field=name)
     check_range("max_output_tokens", body.max_output_tokens, 1, _INT32_MAX)
     check_range("top_logprobs", body.top_logprobs, 0, _INT32_MAX)
     for index, name in enumerate(body.include or ()):
@@ -151,7 +151,9 @@ def check(body: ResponseBody) -> None:
             f"text.verbosity is {body.text.verbosity!r}; only 'medium' is served", field="text.verbosity"
         )
     if body.reasoning is not None and body.reasoning.summary not in (None, "auto"):
-        raise Unimplemented("reasoning.summary is set; reasoning is shown as it is", field="reasoning.summary")
+        raise Unimplemented(
+            "reasoning.summary is set, but reasoning is shown whole; leave it out", field="reasoning.summary"
+        )
     if len(body.metadata or ()) > _MOST_METADATA:
         raise InvalidArgument(
             f"metadata has {len(body.metadata or ())} entries; it may have {_MOST_METADATA}", field="metadata"

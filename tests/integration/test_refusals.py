@@ -1,0 +1,153 @@
+"""What a client reads who sees only its request and the message: the field, value, limit and remedy are those of the request."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
+from tests.fakes.models.chat_templates import save_chat_model
+from tests.fakes.models.small_tokenizers import byte_level
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+HI: Any = {"role": "user", "content": "hi"}
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+TOOL = {"type": "function", "function": {"name": "f", "description": "x" * 200, "parameters": {"type": "object"}}}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[OpenAIServer]:
+    path: Path = save_chat_model(tmp_path_factory.mktemp("models") / "chatml")
+    engine = FakeEngine(vocab_size=byte_level().get_vocab_size())
+    async with engine, openai_server(path, engines=[engine.address]) as server:
+        yield server
+
+
+REFUSALS: list[tuple[str, dict[str, Any], str | None, str]] = [
+    # the field that bounds another one is the client's, not ours
+    (
+        CHAT,
+        {"min_tokens": 5, "max_completion_tokens": 3},
+        "min_tokens",
+        "min_tokens is 5; it must be at most max_completion_tokens, which is 3",
+    ),
+    (
+        RESPONSES,
+        {"min_tokens": 5, "max_output_tokens": 3},
+        "min_tokens",
+        "min_tokens is 5; it must be at most max_output_tokens, which is 3",
+    ),
+    # a limit that is not the real one is not told
+    (
+        CHAT,
+        {"num_speculative_tokens": -1},
+        "num_speculative_tokens",
+        "num_speculative_tokens is -1; it must be at least 0",
+    ),
+    # tools and template count for the length, which messages alone may not explain
+    (
+        CHAT,
+        {"tools": [TOOL]},
+        "messages",
+        "the conversation with its template and tools is ",
+    ),
+    (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": "x" * 200}]},
+        None,
+        "messages: the conversation with its template and tools is ",
+    ),
+    (RESPONSES, {"input": "x" * 200}, "input", "the conversation with its template and tools is "),
+    # a key is named with its object
+    (COMPLETIONS, {"logit_bias": {"a": 1}}, "logit_bias", "a key of logit_bias: expected `int`, got `str`"),
+    # the types that this protocol has, not ours
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "smell"}]}]},
+        "messages[0].content[0].type",
+        "messages[0].content[0].type is 'smell'; known: text, image_url, input_audio, audio_url, video_url",
+    ),
+    # words that a field takes
+    ("/v1/embeddings", {"encoding_format": "hex"}, "encoding_format", "encoding_format is 'hex'; known: float, base64"),
+    (
+        "/pooling",
+        {"task": "plugin"},
+        "task",
+        "task is 'plugin'; known: embed, classify, token_embed, token_classify",
+    ),
+    # a field inside an object
+    (
+        CHAT,
+        {"media_io_kwargs": {"image": {}}},
+        "media_io_kwargs.image",
+        "media_io_kwargs.image is not a known field; remove it",
+    ),
+    # values as the client writes them
+    (RESPONSES, {"background": True}, "background", "background is true; only false is served"),
+    (CHAT, {"modalities": ["text", "audio"]}, "modalities", 'modalities is ["text","audio"]; only ["text"] is served'),
+    (
+        "/v1/embeddings",
+        {"normalize": True, "use_activation": False},
+        "normalize",
+        "normalize is true and use_activation is false; they are two names of the same, so set one",
+    ),
+    # what to use is a field that this route has
+    ("/rerank", {"messages": [HI]}, "messages", "messages is not served; use query and documents"),
+    ("/v1/score", {"messages": [HI]}, "messages", "messages is not served; use queries and documents"),
+    (CHAT, {"lora_request": {"lora_name": "a"}}, "lora_request", "lora_request is not served; use lora"),
+    (CHAT, {"logits_processors": ["a"]}, "logits_processors", "logits_processors is not served; leave it out"),
+    # what was asked for, not what is tried instead
+    ("/rerank", {}, "model", "the model does not score: it serves neither score nor embed; it serves generate"),
+    ("/pooling", {}, "model", "the model does not pool; it serves generate"),
+    # a choice under the client's word
+    (
+        "/v1/messages",
+        {"tool_choice": {"type": "any"}},
+        None,
+        "tool_choice.type is 'any', but there are no tools; set tools",
+    ),
+    (
+        COMPLETIONS,
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        "structured_outputs",
+        "structured_outputs has regex and choice; set one of json, json_object, regex, choice, grammar, structural_tag",
+    ),
+    (
+        COMPLETIONS,
+        {"structured_outputs": {"regex": "a", "json_whitespace": "compact"}},
+        "structured_outputs.json_whitespace",
+        "structured_outputs.json_whitespace is set beside structured_outputs.regex, which writes no JSON; it goes with json, ",
+    ),
+    (
+        "/v1/score",
+        {"text_1": "a", "data_2": "b", "queries": None, "documents": None},
+        "text_1",
+        "text_1 and data_2 are set; one",
+    ),
+]
+BASES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [HI]},
+    COMPLETIONS: {"prompt": "x"},
+    RESPONSES: {"input": "hi"},
+    "/v1/messages": {"messages": [HI], "max_tokens": 5},
+    "/v1/embeddings": {"input": "hi"},
+    "/pooling": {"input": "hi"},
+    "/rerank": {"query": "a", "documents": ["b"]},
+    "/v1/score": {"queries": "a", "documents": ["b"]},
+}
+
+
+@pytest.mark.parametrize(("route", "fields", "param", "message"), REFUSALS, ids=str)
+async def test_a_refusal_speaks_of_the_request(
+    api: OpenAIServer, route: str, fields: dict[str, Any], param: str | None, message: str
+) -> None:
+    response = await api.http.post(route, json={**BASES[route], **fields})
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["message"].startswith(message)
+    assert error.get("param") == param
+    assert "sampling_params" not in error["message"]
