@@ -16,7 +16,7 @@ STARVED = 5.0
 HELD = 2000
 """Milliseconds of its own computing for which one callback may hold an event loop."""
 _DEFECT = re.compile(r"unexpected error|Unexpected \[|\[error *\]|\[critical *\]|never awaited|never retrieved", re.I)
-_LOST = re.compile(r"engine gone.*engine-\d|lost their engine|given up")
+_LOST = re.compile(r"engine lost.*engine-\d|lost their engine|given up")
 _WHY = re.compile(r"\w*(?:Error|Exception)\b|larger than max|QUARANTINED|RETRIES_EXHAUSTED|closed|wedged")
 _FRAME = re.compile(r"[ \t|+]")
 """What a line of a traceback begins with, unless it is the last."""

@@ -6,6 +6,7 @@ import contextlib
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
 
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
@@ -290,6 +291,48 @@ async def test_a_frontend_that_only_says_hello_still_gets_views():
         async with alive(Engine(address_of(coordinator))):
             assert [engine.engine_id for engine in (await session.read()).engines] == ["engine-0"]
         session.cancel()
+
+
+async def test_a_frontend_that_stops_leaves_and_one_that_vanishes_is_lost():
+    with capture_logs() as lines:
+        async with running() as coordinator, connected(address_of(coordinator)) as stub, asyncio.timeout(TIMEOUT):
+            frontend = Frontend(address_of(coordinator))
+            async with alive(frontend):
+                await frontend.engines()
+            await eventually(lambda: any(line["event"] == "frontend left" for line in lines))
+            session = stub.FrontendSession()
+            await session.write(HELLO)
+            await session.read()
+            session.cancel()
+            await eventually(lambda: any(line["event"] == "frontend lost" for line in lines))
+    [lost] = [line for line in lines if line["event"] == "frontend lost"]
+    assert (lost["log_level"], lost["frontend"], lost["why"]) == (
+        "warning",
+        "f",
+        "its stream ended without a goodbye",
+    )
+    assert lost["peer"].startswith("ipv4:127.0.0.1:")
+    assert [line["log_level"] for line in lines if line["event"] == "frontend left"] == ["info"]
+
+
+async def test_a_frontend_whose_report_is_refused_is_lost_for_that_reason():
+    with capture_logs() as lines:
+        async with running() as coordinator, connected(address_of(coordinator)) as stub, asyncio.timeout(TIMEOUT):
+            session = stub.FrontendSession()
+            await session.write(HELLO)
+            await session.write(HELLO)
+            await eventually(lambda: any(line["event"] == "frontend lost" for line in lines))
+    [lost] = [line for line in lines if line["event"] == "frontend lost"]
+    assert lost["why"] == "its report was refused: hello was sent before on this stream"
+
+
+async def test_a_coordinator_that_stops_has_lost_no_frontend():
+    with capture_logs() as lines:
+        async with running() as coordinator, connected(address_of(coordinator)) as stub, asyncio.timeout(TIMEOUT):
+            session = stub.FrontendSession()
+            await session.write(HELLO)
+            await session.read()
+    assert not [line for line in lines if line["event"] == "frontend lost"]
 
 
 @pytest.mark.parametrize("service", ["", SERVICE_NAME])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import msgspec
 import pytest
 from structlog.contextvars import merge_contextvars
@@ -132,6 +133,40 @@ async def test_a_finished_request_is_one_line_with_its_id_and_counts(engine: Fak
     assert line["completion_tokens"] == 3
     assert line["first_token_after"] <= line["seconds"]
     assert "secret" not in str(logs)
+
+
+async def test_lines_of_requests_say_whose_they_are_on_which_route_and_from_where(
+    engine: FakeEngine, model: Path
+) -> None:
+    http = HttpConfig(host="127.0.0.1", port=0)
+    limits = LimitsConfig(max_tenant_requests=1)
+    async with FrontendServer(model, engines=[engine.address], log=LOG, http=http, limits=limits) as frontend:
+        await frontend.until_health(serving=True)
+        url = f"http://127.0.0.1:{frontend.frontend.http_port}"
+        with capture_logs() as logs:
+            await frontend.outputs("a", max_tokens=3, routing=pb.RoutingHints(tenant="acme"))
+            async with httpx.AsyncClient(base_url=url) as client:
+                headers = {"x-penstock-tenant": "beta"}
+                body = {"prompt": ["a", "b"], "max_tokens": 1}
+                assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 429
+                body = {"prompt": "a", "max_tokens": 1, "n": 2}
+                assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 400
+        finished, full, wrong = about_requests(logs)
+    assert (finished["event"], finished["tenant"]) == ("request finished", "acme")
+    assert finished["route"] == "/penstock.inference.v1.InferenceService/Generate"
+    assert finished["client"].startswith("127.0.0.1:")
+    assert (full["event"], full["tenant"], full["route"], full["reason"]) == (
+        "request refused",
+        "beta",
+        "/v1/completions",
+        "TENANT_QUOTA",
+    )
+    assert full["client"].startswith("127.0.0.1:")
+    assert (wrong["event"], wrong["code"], wrong["field"]) == (
+        "request refused",
+        "INVALID_ARGUMENT",
+        "sampling_params.n",
+    )
 
 
 async def test_a_failed_request_is_one_line_with_its_id_and_code(engine: FakeEngine, model: Path) -> None:

@@ -191,6 +191,7 @@ class Frontend:
                 await asyncio.gather(task, return_exceptions=True)
         if left := self._llm.num_live:
             get_logger().warning("ending requests that are still running", count=left)
+        self._llm.tenants.flush()
         self._llm.end_all(ended_by)
         await self._servers.stop(_CLOSE_GRACE)
         if self._assembly.media is not None:

@@ -33,6 +33,7 @@ from penstock_frontend.processing.pooling.inputs import check_generates
 from penstock_frontend.processing.prompts import parallel_sampling
 from penstock_frontend.processing.prompts.input import InputProcessor, check_size, check_token_ids
 from penstock_frontend.processing.prompts.tokenizer import Encoded, Tokenizer
+from penstock_frontend.tenant_refusals import TenantRefusals
 
 
 class AsyncLLM:
@@ -86,6 +87,11 @@ class AsyncLLM:
         """Whether this frontend has as many requests in flight as it may."""
         return self._admission.full
 
+    @property
+    def tenants(self) -> TenantRefusals:
+        """Which tenants are refused."""
+        return self._observer.tenants
+
     def limits_changed(self) -> None:
         """Tell ``on_full`` where there is room now, or none any more."""
         self._admission.look()
@@ -112,10 +118,10 @@ class AsyncLLM:
         try:
             request_id = self._admitted(given_id, demand, name)
         except RequestFailed as e:
-            self._observer.refused(e)
+            self._observer.refused(e, demand.tenant, given_id)
             raise
         try:
-            observed = self._observer.accepted(request_id)
+            observed = self._observer.accepted(request_id, demand.tenant)
         except BaseException:
             self._admission.leave(demand, served=False)
             raise
@@ -132,7 +138,7 @@ class AsyncLLM:
         try:
             self._admission.check(demands)
         except RequestFailed as e:
-            self._observer.refused(e)
+            self._observer.refused(e, demands[0].tenant if demands else "")
             raise
 
     def _admitted(self, given_id: str, demand: Demand, name: tuple[str, str] | None) -> str:

@@ -10,9 +10,11 @@ import structlog
 from penstock_common.config.reread import Reread
 from penstock_common.config.sections import LogConfig
 from penstock_common.errors import RequestFailed
+from penstock_common.observability.caller import current_caller
 from penstock_common.observability.logging import get_logger
 from penstock_common.observability.tracing import Headers, Span, Tracer, current_call, trace_headers
 from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_frontend.auth.principal import current_principal
 from penstock_frontend.call_types import (
     GenerateRequest,
     MixedPrompt,
@@ -24,9 +26,12 @@ from penstock_frontend.call_types import (
 from penstock_frontend.media_parts import MediaPart
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.outputs.processor import RequestState
+from penstock_frontend.tenant_refusals import TenantRefusals
 
 R = TypeVar("R", GenerateRequest, PoolingRequest)
 
+_SHOWN = 256
+"""Characters of a name that a line of the log quotes."""
 _SAMPLING_ATTRIBUTES = {
     "max_tokens": "gen_ai.request.max_tokens",
     "temperature": "gen_ai.request.temperature",
@@ -44,18 +49,24 @@ class RequestObserver:
 
     def __init__(self, metrics: FrontendMetrics, log: Reread[LogConfig], tracer: Tracer | None = None) -> None:
         self.metrics = metrics
+        self.tenants = TenantRefusals(metrics.model, metrics.registry)
         self.log = log
         self.tracer = tracer
 
-    def refused(self, error: RequestFailed) -> None:
-        """A request was not accepted."""
+    def refused(self, error: RequestFailed, tenant: str, request_id: str = "") -> None:
+        """A request was not accepted. ``request_id``: what its client calls it."""
         self.metrics.failed(error.code)
         self.metrics.refused(error.reason)
+        self.tenants.refused(tenant, error)
+        if self.log.now.requests:
+            fields = {"request": request_id} if request_id else {}
+            get_logger().info("request refused", **fields, **_whose(tenant), code=error.code, **_reason(error))
 
-    def accepted(self, request_id: str) -> "ObservedRequest":
+    def accepted(self, request_id: str, tenant: str) -> "ObservedRequest":
         """A request was accepted, in the task that will serve it: the task's lines in the log have its id from now on."""
         structlog.contextvars.bind_contextvars(request=request_id)
-        return ObservedRequest(self, request_id)
+        self.tenants.accepted(tenant)
+        return ObservedRequest(self, request_id, tenant)
 
 
 class ObservedRequest:
@@ -63,10 +74,25 @@ class ObservedRequest:
     ``end`` it however it came to its end.
     """
 
-    __slots__ = ("_code", "_deadline", "_ended", "_error", "_observer", "_request_id", "_span", "_started", "_texts")
+    __slots__ = (
+        "_code",
+        "_deadline",
+        "_ended",
+        "_error",
+        "_observer",
+        "_request_id",
+        "_span",
+        "_started",
+        "_tenant",
+        "_texts",
+        "_whose",
+    )
 
-    def __init__(self, observer: RequestObserver, request_id: str) -> None:
+    def __init__(self, observer: RequestObserver, request_id: str, tenant: str) -> None:
         self._observer = observer
+        self._tenant = tenant
+        # Its end may come in another task than that of its call.
+        self._whose = _whose(tenant) if observer.log.now.requests else {}
         self._request_id = request_id
         self._started = time.monotonic()
         self._deadline: float | None = None
@@ -117,6 +143,8 @@ class ObservedRequest:
         code = "" if done and not self._code else self._code or self._given_up()
         if code:
             self._observer.metrics.failed(code)
+        if self._error is not None and not any(state.text.num_tokens for state in states):
+            self._observer.tenants.refused(self._tenant, self._error)
         if self._observer.log.now.requests:
             self._write(states, code)
         if self._span is not None:
@@ -128,7 +156,11 @@ class ObservedRequest:
         return "DEADLINE_EXCEEDED" if late else "CANCELLED"
 
     def _write(self, states: Sequence[RequestState], code: str) -> None:
-        fields: dict[str, Any] = {"request": self._request_id, "seconds": round(time.monotonic() - self._started, 4)}
+        fields: dict[str, Any] = {
+            "request": self._request_id,
+            **self._whose,
+            "seconds": round(time.monotonic() - self._started, 4),
+        }
         if states:
             first = _first_token_after(states)
             fields |= {"prompt_tokens": states[0].num_prompt, "completion_tokens": _completion_tokens(states)}
@@ -140,10 +172,21 @@ class ObservedRequest:
         texts = self._texts if self._observer.log.now.prompts else {}
         if code:
             if self._error is not None:
-                fields |= {"reason": self._error.reason, "field": self._error.field}
+                fields |= _reason(self._error)
             get_logger().info("request failed", code=code, **fields, **texts)
         else:
             get_logger().info("request finished", finish=_finish_reasons(states), **fields, **texts)
+
+
+def _whose(tenant: str) -> dict[str, str]:
+    """Tenant, route and client of the request that the current task serves: the name of the client's key, or its address."""
+    caller, principal = current_caller.get(), current_principal.get()
+    client = caller.address if principal is None else principal.name
+    return {"tenant": tenant[:_SHOWN], "route": caller.route[:_SHOWN], "client": client}
+
+
+def _reason(error: RequestFailed) -> dict[str, str]:
+    return {"reason": error.reason, "field": error.field}
 
 
 def _attributes(

@@ -134,7 +134,10 @@ class Servers:
             field="admin",
             certificates=self._certificates,
         )
-        admin.add_to_server(operators.server, self._assembly.engines, self._assembly.llm.adapters, self._coordinator)
+        llm, engines = self._assembly.llm, self._assembly.engines
+        admin.add_to_server(
+            operators.server, engines, llm.adapters, self._coordinator, lost=engines.lost, tenants=llm.tenants
+        )
         return operators
 
     def _http_server(self, authenticator: Authenticator | None) -> HttpServer:
@@ -152,7 +155,7 @@ class Servers:
     def _api_routes(self) -> list[Route]:
         config, assembly = self._config, self._assembly
         llm, chat = assembly.llm, assembly.chat
-        gate = Gate(config.http, assembly.settings.fairness)
+        gate = Gate(config.http, assembly.settings.fairness, assembly.llm.tenants)
         bodies = Bodies(config.http, assembly.metrics.registry)
         limits = assembly.settings.limits
         return [

@@ -21,6 +21,7 @@ from penstock_common.types.kv_transfer import EngineRole
 from penstock_local.console import fail
 from penstock_local.drafts_cell import drafts_of
 from penstock_local.failures import of_operators_api, one_line
+from penstock_local.incident_lines import incident_lines
 from penstock_local.rpc.admin import AdminClient, Cluster
 from penstock_local.rpc.health import serving
 from penstock_local.worker_table import device_of
@@ -159,7 +160,9 @@ def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> Renderab
     """Lines on the cluster and a row per engine. ``width`` in characters: a narrow terminal gets fewer columns."""
     engines = snapshot.cluster.engines
     if not engines:
-        return Group(*_summaries(snapshot, options), Text("no engine is known yet", style="yellow"))
+        return Group(
+            *_summaries(snapshot, options), *_incidents(snapshot), Text("no engine is known yet", style="yellow")
+        )
     rows = Table(box=None, pad_edge=False, header_style="dim")
     hidden = len(_WIDE_ONLY) if width < _WIDE else 0 if len({engine.pool for engine in engines}) > 1 else 1
     columns = list(_COLUMNS[: len(_COLUMNS) - hidden])
@@ -183,7 +186,7 @@ def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> Renderab
         if roles:
             cells.insert(role_at, engine.role.name.lower())
         rows.add_row(*cells[: len(columns)])
-    return Group(*_summaries(snapshot, options), *_groups(snapshot), *_variants(snapshot), rows)
+    return Group(*_summaries(snapshot, options), *_groups(snapshot), *_variants(snapshot), rows, *_incidents(snapshot))
 
 
 def _cells(engine: EngineStatus, info: dict[str, Any]) -> list[RenderableType]:
@@ -228,6 +231,8 @@ def as_json(snapshot: Snapshot) -> dict[str, Any]:
             for group in snapshot.cluster.groups
         ],
         "variants": [msgspec.structs.asdict(variant) for variant in snapshot.cluster.variants],
+        "lost_engines": [msgspec.structs.asdict(lost) for lost in snapshot.cluster.lost_engines],
+        "tenant_refusals": [msgspec.structs.asdict(each) for each in snapshot.cluster.tenant_refusals],
         "engines": [
             {
                 **msgspec.to_builtins(engine),
@@ -244,6 +249,10 @@ def as_json(snapshot: Snapshot) -> dict[str, Any]:
 def _summaries(snapshot: Snapshot, options: StatusOptions) -> list[Text]:
     """A line on the cluster, and one for each further frontend."""
     return [_summary(snapshot, options), *(_other(address, seen) for address, seen in snapshot.others.items())]
+
+
+def _incidents(snapshot: Snapshot) -> list[Text]:
+    return incident_lines([snapshot.cluster, *(seen for seen in snapshot.others.values() if seen is not None)])
 
 
 def _other(address: str, seen: Cluster | None) -> Text:

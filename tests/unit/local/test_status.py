@@ -24,11 +24,18 @@ class FakeAdmin(service_pb2_grpc.AdminServiceServicer):
         self.looks = 0
         self.variants: list[messages_pb2.Variant] = []
         self.groups: list[data_parallel_pb2.GroupView] = []
+        self.lost: list[messages_pb2.LostEngine] = []
+        self.refusals: list[messages_pb2.TenantRefusals] = []
 
     async def GetCluster(self, request: Any, context: Any) -> messages_pb2.GetClusterResponse:
         self.looks += 1
         return messages_pb2.GetClusterResponse(
-            engines=self.engines, coordinator_connected=True, variants=self.variants, groups=self.groups
+            engines=self.engines,
+            coordinator_connected=True,
+            variants=self.variants,
+            groups=self.groups,
+            lost_engines=self.lost,
+            tenant_refusals=self.refusals,
         )
 
     async def GetEngineInfo(self, request: Any, context: Any) -> messages_pb2.GetEngineInfoResponse:
@@ -197,6 +204,54 @@ async def test_an_engine_that_does_not_answer_leaves_the_table_whole(
     server.admin.engines, server.admin.infos = [engine(0)], None
     assert await server.run("--once") == 0
     assert "engine-0" in capsys.readouterr().out
+
+
+async def test_engines_that_were_lost_are_told_with_what_became_of_their_requests(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.admin.engines = [engine(0)]
+    for engine_id, seconds, moved in (("engine-1", 12.4, 6), ("engine-0", 301.0, 1)):
+        server.admin.lost.append(
+            messages_pb2.LostEngine(
+                engine_id=engine_id, address=engine_id, reason="it broke", seconds_ago=seconds, num_moved=moved
+            )
+        )
+    assert await server.run("--once") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == [
+        "engine-1 lost 12 s ago, 6 requests moved: it broke",
+        "engine-0 lost 5 min ago, 1 request moved, is back: it broke",
+    ]
+    await server.run("--once", "--admin-address", server.address)
+    said = capsys.readouterr().out.splitlines()
+    assert "engine-1 lost 12 s ago, 12 requests moved: it broke" in said, "as two frontends have moved them"
+    await server.run("--json")
+    [first, _] = json.loads(capsys.readouterr().out)["lost_engines"]
+    assert (first["engine_id"], first["num_moved"], first["reason"]) == ("engine-1", 6, "it broke")
+
+
+async def test_a_lost_engine_is_told_also_where_no_engine_is_left(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.admin.lost.append(messages_pb2.LostEngine(engine_id="engine-0", reason="it broke", seconds_ago=3.0))
+    assert await server.run("--once") == 1
+    assert "engine-0 lost 3 s ago, 0 requests moved: it broke" in capsys.readouterr().out
+
+
+async def test_tenants_that_are_refused_are_told_with_how_often_and_why(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.admin.engines = [engine(0)]
+    for tenant, count in (("acme", 312), ("", 4)):
+        server.admin.refusals.append(messages_pb2.TenantRefusals(tenant=tenant, reason="QUEUE_FULL", num_refused=count))
+    await server.run("--once")
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "tenant acme: 312 refused in the last minute: QUEUE_FULL",
+        "requests without a tenant: 4 refused in the last minute: QUEUE_FULL",
+    ]
+    await server.run("--json")
+    [first, _] = json.loads(capsys.readouterr().out)["tenant_refusals"]
+    assert first == {"tenant": "acme", "reason": "QUEUE_FULL", "num_refused": 312}
 
 
 async def test_further_frontends_have_a_line_each_also_those_that_do_not_answer(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import grpc
 from prometheus_client import CollectorRegistry, Counter
 
+from penstock_common.observability.caller import Caller, current_caller, peer_address
 from penstock_common.observability.tracing import Headers, Span, Tracer, current_call, trace_headers
 from penstock_common.rpc.interceptor import CallEnd, Context
 
@@ -29,6 +30,8 @@ class CallTelemetry:
         """Count a call that begins, and begin its span where it is one request. What is returned is told the status code."""
         _, service, name = method.split("/", 2)
         self._started.labels(kind, service, name).inc()
+        # The task belongs to the call: there is nobody to put the old value back for.
+        current_caller.set(Caller(method, peer_address(context.peer())))
         span = self._span(service, name, request, context) if kind in ("unary", "server_stream") else None
 
         def ended(code: str) -> None:
@@ -44,7 +47,6 @@ class CallTelemetry:
             return None
         attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name}
         span = self._tracer.start(f"{service}/{name}", _parent(request, context), server=True, attributes=attributes)
-        # The task belongs to the call: there is nobody to put the old value back for.
         current_call.set(span.headers)
         return span
 

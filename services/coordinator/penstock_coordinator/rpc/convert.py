@@ -213,9 +213,9 @@ def adapters(registrations: Sequence[LoraRegistration], refused: Sequence[LoraRe
     return pb.ClusterView(loras=loras.registrations_to_proto(registrations, refused)).SerializeToString()
 
 
-def from_frontend(report: pb.FrontendReport) -> int | FirstRequest | list[LoraRegistration]:
-    """The number of requests that a frontend reports to hold, the first request of a group, or what is said of names of adapters.
-    Raises InvalidArgument or Unimplemented for any other message.
+def from_frontend(report: pb.FrontendReport) -> int | FirstRequest | list[LoraRegistration] | None:
+    """The number of requests that a frontend reports to hold, the first request of a group, what is said of names of adapters,
+    or None for a frontend that leaves. Raises InvalidArgument or Unimplemented for any other message.
     """
     kind = report.WhichOneof("message")
     if kind == "demand":
@@ -228,6 +228,9 @@ def from_frontend(report: pb.FrontendReport) -> int | FirstRequest | list[LoraRe
         return FirstRequest(data_parallel.member_from_proto(first.rank), first.group_epoch, wave)
     if kind == "loras":
         return loras.registrations_from_proto(report.loras)
+    if kind == "notification":
+        check_shutdown_complete(report.notification)
+        return None
     if kind is None:
         raise InvalidArgument("the message is empty; it must have demand", field="message")
     if kind == "hello":

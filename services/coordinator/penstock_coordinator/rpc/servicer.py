@@ -10,7 +10,7 @@ import grpc
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
 from penstock_common.config.sections import PeersConfig
-from penstock_common.errors import InvalidArgument, Unavailable
+from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.cluster import view_to_proto
 from penstock_common.rpc.first_message import first_message
@@ -86,8 +86,8 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
     async def FrontendSession(  # type: ignore[override]  # views are encoded once for all streams
         self, request_iterator: AsyncIterator[pb.FrontendReport], context: Context
     ) -> AsyncIterator[bytes]:
-        """Take a hello, then send the view whenever there is a new one, until the stream ends. Yields ``ClusterView`` messages as
-        they go over the wire.
+        """Take a hello, then send the view whenever there is a new one, until the stream ends or the frontend leaves. Yields
+        ``ClusterView`` messages as they go over the wire. A stream that ends before the frontend has said so was lost.
         """
         reports = aiter(request_iterator)
         hello = convert.hello(await self._unless_stopped(first_message(reports, "hello")))
@@ -97,14 +97,12 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         get_logger().info("frontend connected", frontend=hello.frontend_id)
         reader = self._cluster.subscribe(subscription, deltas=deltas)
         link = self._cluster.adapters.connect(subscription.model, reader.wake) if hello.views.loras else None
-        tasks = (
-            asyncio.create_task(self._read_reports(session, hello.frontend_id, link, reports)),
-            asyncio.create_task(self._stopped()),
-        )
+        reading = asyncio.create_task(self._read_reports(session, hello.frontend_id, link, reports))
+        stopped = asyncio.create_task(self._stopped())
         try:
             if link is not None:  # before there is a view
                 yield convert.adapters(link.tell())
-            async with contextlib.aclosing(self._messages_until_failed(reader, link, *tasks)) as messages:
+            async with contextlib.aclosing(self._messages_until_failed(reader, link, reading, stopped)) as messages:
                 async for view in messages:
                     if isinstance(view, bytes):
                         yield view
@@ -113,12 +111,16 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
                     lag = self._cluster.now() - view.since
                     self._metrics.sent(len(view.data), whole=view.whole, lag=lag)
         finally:
-            await _cancel(*tasks)
+            left, why = _end_of(reading)
+            await _cancel(reading, stopped)
             self._cluster.unsubscribe(reader)
             if link is not None:
                 self._cluster.adapters.disconnect(link)
             self._cluster.frontends.disconnect(session, hello.frontend_id)
-            get_logger().info("frontend gone", frontend=hello.frontend_id)
+            if left:
+                get_logger().info("frontend left", frontend=hello.frontend_id)
+            elif not self._stopping.is_set():
+                get_logger().warning("frontend lost", frontend=hello.frontend_id, peer=context.peer(), why=why)
 
     async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.GetClusterResponse:
         """The view as it is now, also in the time after a start when none is sent to frontends."""
@@ -170,9 +172,12 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         frontend_id: str,
         link: AdapterLink | None,
         reports: AsyncIterator[pb.FrontendReport],
-    ) -> None:
+    ) -> bool:
+        """Take the reports until there are no more. Returns whether the frontend leaves."""
         async for report in reports:
             said = convert.from_frontend(report)
+            if said is None:
+                return True
             if isinstance(said, FirstRequest):
                 self._cluster.groups.first_request(said, self._cluster.now())
             elif isinstance(said, list):
@@ -181,19 +186,22 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
                 link.hear(said)
             else:
                 self._cluster.frontends.demand(session, frontend_id, said)
+        return False
 
     async def _messages_until_failed(
-        self, reader: ViewReader, link: AdapterLink | None, *tasks: asyncio.Task[None]
+        self, reader: ViewReader, link: AdapterLink | None, reading: asyncio.Task[bool], stopped: asyncio.Task[NoReturn]
     ) -> AsyncGenerator[EncodedView | bytes, None]:
-        """Every new view, and messages of adapters. Raises what one of the tasks fails with; a task may end without an error."""
-        running = set(tasks)
-        for task in tasks:
+        """Every new view, and messages of adapters, until the frontend leaves, as the task ``reading`` returns. Raises what it or
+        ``stopped`` fails with. A frontend that only closes its side of the stream still gets views.
+        """
+        for task in (reading, stopped):
             task.add_done_callback(lambda _: reader.wake())
         while True:
             await reader.woken()
-            for task in [task for task in running if task.done()]:
-                task.result()
-                running.remove(task)
+            if stopped.done():
+                stopped.result()
+            if reading.done() and reading.result():
+                return
             while link is not None and (registrations := link.tell()):
                 yield convert.adapters(registrations)
             if link is not None and (refused := link.take_refused()):
@@ -256,6 +264,16 @@ def allowed(peers: PeersConfig) -> dict[str, tuple[str, ...]]:
         "Scale": peers.frontends + peers.operators,
     }
     return {f"/{SERVICE_NAME}/{method}": names for method, names in methods.items()}
+
+
+def _end_of(reading: asyncio.Task[bool]) -> tuple[bool, str]:
+    """Whether a frontend whose session is over has said goodbye, and if not, why the session is over."""
+    if reading.done() and not reading.cancelled():
+        if isinstance(error := reading.exception(), RequestFailed):
+            return False, f"its report was refused: {error.message}"
+        if error is None and reading.result():
+            return True, ""
+    return False, "its stream ended without a goodbye"
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> None:

@@ -19,6 +19,7 @@ from penstock_frontend.engine.events import EngineEvents
 from penstock_frontend.engine.kv_events import KvEventListener
 from penstock_frontend.engine.legs import Legs, Planned
 from penstock_frontend.engine.loads import EngineLoads
+from penstock_frontend.engine.lost_engines import LostEngines
 from penstock_frontend.engine.pool import EnginePool
 from penstock_frontend.engine.prefix_caches import PrefixCaches
 from penstock_frontend.engine.router import Router
@@ -52,6 +53,8 @@ class GrpcEngineClient:
     ) -> None:
         self._wait_timeout = config.engine_wait_timeout
         self._max_held = config.max_held_requests
+        self.lost = LostEngines(time.monotonic)
+        """The engines that were lost lately."""
         self._waiting = TenantRoom()
         """New requests that wait for an engine."""
         self._tell_change = on_change
@@ -81,7 +84,15 @@ class GrpcEngineClient:
             on_gap=on_gap,
         )
         self._pool.listen(
-            EngineEvents(self._dispatch, router, self.view, kv_events, caches=follower, on_change=self._engines_changed)
+            EngineEvents(
+                self._dispatch,
+                router,
+                self.view,
+                kv_events,
+                caches=follower,
+                lost=self.lost,
+                on_change=self._engines_changed,
+            )
         )
         self._usable = asyncio.Event()
         self._closed = False

@@ -98,6 +98,11 @@ class EngineConnection:
         return f"{self.ready.engine_id} at {self.address}" if self.ready else f"at {self.address}"
 
     @property
+    def closing(self) -> bool:
+        """Whether this frontend ends the connection itself."""
+        return self._reconnector.closing
+
+    @property
     def group_rank(self) -> str | None:
         """The rank of a data-parallel group that the engine is; None where it computes alone, or nobody knows yet."""
         ready = self.ready
@@ -201,8 +206,10 @@ class EngineConnection:
             return  # it never was up
         self.session = None
         self._in_doubt = not end.by_engine
-        if not self._reconnector.closing:
-            get_logger().warning("engine gone", engine=self.name, reason=end.why)
+        if self.draining:
+            get_logger().info("engine left", engine=self.name, reason=end.why)
+        elif not self.closing:
+            get_logger().warning("engine lost", engine=self.name, reason=end.why)
         self._listener.on_down(self, end)
         self._on_lost(self)
 

@@ -129,21 +129,24 @@ class Dispatch:
         silent = [request_id for request_id in frame.finished_requests if request_id not in told]
         return [Refusal(entry, error, admitted=True) for entry in self._journal.lose(engine, silent)]
 
-    def lose(self, engine: str, why: str, *, in_doubt: bool = False) -> None:
-        """An engine is gone. ``in_doubt``: it may live, and ``acquit`` or ``accuse`` comes when that is known."""
+    def lose(self, engine: str, why: str, *, in_doubt: bool = False) -> int:
+        """An engine is gone. ``in_doubt``: it may live, and ``acquit`` or ``accuse`` comes when that is known.
+        Returns how many of its sequences go on elsewhere.
+        """
         self._drains.forget(engine)
         self._journal.readmit(engine)
         load = self._router.load(engine)
         num_there = load.waiting + load.running
         entries = self._journal.lose(engine)
-        if entries:
-            get_logger().warning("requests lost their engine and go on elsewhere", count=len(entries), why=why)
         for entry in entries:
             entry.admitted = True  # it may have been: what was is never refused again
         is_one_call = len({entry.call for entry in entries}) == 1
         alone = is_one_call and num_there <= len(entries)
         blame = Blame.ALONE if alone else Blame.SHARED
-        self._move([(entry, why, blame) for entry in entries], in_doubt=in_doubt)
+        moved = self._move([(entry, why, blame) for entry in entries], in_doubt=in_doubt)
+        if moved:
+            get_logger().warning("requests lost their engine and go on elsewhere", count=moved, why=why)
+        return moved
 
     def acquit(self, engine: str) -> None:
         """An engine that was lost lives: the network was at fault, and no request."""
@@ -232,8 +235,8 @@ class Dispatch:
         asked = _USUAL_EXCLUSION if error.retry_after is None else error.retry_after
         return min(max(asked, _SHORTEST_EXCLUSION), self._hold_timeout)
 
-    def _move(self, entries: Iterable[tuple[JournalEntry, str, Blame]], *, in_doubt: bool = False) -> None:
-        """Send these elsewhere, as far as they may go on; each with why, and what its engine says of it."""
+    def _move(self, entries: Iterable[tuple[JournalEntry, str, Blame]], *, in_doubt: bool = False) -> int:
+        """Send these elsewhere, as far as they may go on; each with why, and what its engine says of it. Returns how many do."""
         moving = []
         for entry, why, blame in entries:
             if entry.ended:
@@ -248,6 +251,7 @@ class Dispatch:
             self._outputs.moved([entry.request_id for entry in moving])
             self._place(moving)
         self._try_next()
+        return len(moving)
 
     def _place(self, entries: Iterable[JournalEntry]) -> None:
         """Send entries to engines, those of one call to the same; hold those that no engine takes."""

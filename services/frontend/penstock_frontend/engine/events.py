@@ -12,6 +12,7 @@ from penstock_frontend.engine.connection import EngineConnection
 from penstock_frontend.engine.dispatch import Dispatch
 from penstock_frontend.engine.kv_events import KvEventListener
 from penstock_frontend.engine.loads import EngineLoads
+from penstock_frontend.engine.lost_engines import LostEngines
 from penstock_frontend.engine.router import Router
 from penstock_frontend.engine.variants import describe
 from penstock_frontend.rpc.engine_session import SessionEnd
@@ -21,6 +22,7 @@ class EngineEvents:
     """The ConnectionListener of all connections. The order in which dispatch, router and the rest learn of an event matters,
     and stands here alone.
 
+    ``lost``: is told of engines that are lost.
     ``caches``: follows their prefix caches, where requests are routed by them. ``on_change`` is called whenever engines may
     have begun or ceased to take requests.
     """
@@ -33,6 +35,7 @@ class EngineEvents:
         kv_events: KvEventListener,
         *,
         caches: CacheFollower | None,
+        lost: LostEngines,
         on_change: Callable[[], None],
     ) -> None:
         self._dispatch = dispatch
@@ -40,6 +43,7 @@ class EngineEvents:
         self._loads = loads
         self._kv_events = kv_events
         self._caches = caches
+        self._lost = lost
         self._on_change = on_change
         self._variants: list[str] = []
         """The variants that there last were; they stay while no engine is connected."""
@@ -82,7 +86,10 @@ class EngineEvents:
         self._tell_variants()
         self._on_change()
         why = f"engine {connection.name} is gone: {end.why}"
-        self._dispatch.lose(connection.address, why, in_doubt=not end.by_engine)
+        moved = self._dispatch.lose(connection.address, why, in_doubt=not end.by_engine)
+        if not connection.draining and not connection.closing:
+            engine_id = connection.ready.engine_id if connection.ready else ""
+            self._lost.add(engine_id, connection.address, end.why, moved)
         self._router.forget(connection.address)
         self._kv_events.gone(connection.address)
 

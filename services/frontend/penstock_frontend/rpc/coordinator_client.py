@@ -25,6 +25,8 @@ from penstock_frontend.rpc.received_view import ReceivedView
 
 SCALE_TIMEOUT = 20.0
 """Seconds: the coordinator asks an API server twice, and may be at an earlier change of the number."""
+CLOSE_TIMEOUT = 1.0
+"""Seconds that a goodbye may take."""
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 """Codes that a call ends with by itself; the coordinator's own errors have details."""
 
@@ -88,8 +90,11 @@ class CoordinatorClient:
         await self._reconnector.run()
 
     async def close(self) -> None:
-        """End ``run``. Idempotent."""
-        await self._reconnector.close()
+        """Say goodbye and end ``run``, within ``CLOSE_TIMEOUT`` whatever the coordinator does. Idempotent."""
+        closing = asyncio.create_task(self._reconnector.close(grace=CLOSE_TIMEOUT))
+        await asyncio.sleep(0)  # until it counts as closing
+        self._news.set()
+        await closing
 
     def first_request(self, message: FirstRequest) -> None:
         """Tell the coordinator that a request went to a rank of a group believed idle. It is lost where there is none."""
@@ -179,7 +184,7 @@ class CoordinatorClient:
     async def _report(self, call: Session) -> None:
         reported = 0
         self._first_requests.clear()
-        while True:
+        while not self._reconnector.closing:
             self._news.clear()
             if self._num_held != reported:
                 reported = self._num_held
@@ -191,4 +196,6 @@ class CoordinatorClient:
                 await call.write(pb.FrontendReport(first_request=report))
             while self._gossip is not None and (said := self._gossip.tell()):
                 await call.write(pb.FrontendReport(loras=registrations_to_proto(said)))
-            await self._news.wait()
+            if not self._reconnector.closing:
+                await self._news.wait()
+        await call.write(pb.FrontendReport(notification=pb.NOTIFICATION_SHUTDOWN_COMPLETE))

@@ -32,6 +32,25 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """Its values of the settings in which the variants differ, by name."""
 
 
+class LostEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine that the frontend lost lately."""
+
+    engine_id: str
+    address: str
+    reason: str
+    seconds_ago: float
+    num_moved: int
+    """Sequences of the frontend that went on elsewhere."""
+
+
+class TenantRefusals(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests of a tenant that the frontend refused in the last minute. ``tenant``: empty for requests that name none."""
+
+    tenant: str
+    reason: str
+    num_refused: int
+
+
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """A cluster as one frontend sees it."""
 
@@ -42,6 +61,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     variants: tuple[Variant, ...] = ()
     groups: tuple[PoolGroup, ...] = ()
     """Data-parallel groups that engines are ranks of."""
+    lost_engines: tuple[LostEngine, ...] = ()
+    """The latest first."""
+    tenant_refusals: tuple[TenantRefusals, ...] = ()
+    """The most first."""
 
 
 class AdminClient:
@@ -87,6 +110,20 @@ class AdminClient:
             coordinator_connected=response.coordinator_connected,
             variants=variants,
             groups=tuple(map(pool_group_from_proto, response.groups)),
+            lost_engines=tuple(
+                LostEngine(
+                    engine_id=lost.engine_id,
+                    address=lost.address,
+                    reason=lost.reason,
+                    seconds_ago=lost.seconds_ago,
+                    num_moved=lost.num_moved,
+                )
+                for lost in response.lost_engines
+            ),
+            tenant_refusals=tuple(
+                TenantRefusals(tenant=each.tenant, reason=each.reason, num_refused=each.num_refused)
+                for each in response.tenant_refusals
+            ),
         )
 
     async def scale(self, pool: str, replicas: int, *, deadline: float) -> int:

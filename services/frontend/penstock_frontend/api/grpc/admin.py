@@ -22,7 +22,9 @@ from penstock_frontend.api.grpc.lora_messages import lora_info
 from penstock_frontend.api.grpc.unserved import refuses_unserved
 from penstock_frontend.api.grpc.utilities import ask_all
 from penstock_frontend.auth.principal import current_principal
+from penstock_frontend.engine.lost_engines import LostEngines
 from penstock_frontend.ports import Coordinator, EngineClient
+from penstock_frontend.tenant_refusals import TenantRefusals
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 SERVICE_NAME = _SERVICE.full_name
@@ -52,8 +54,18 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
     engine, after all have answered: the others have done what was asked.
     """
 
-    def __init__(self, engines: EngineClient, adapters: AdapterCalls, coordinator: Coordinator | None) -> None:
+    def __init__(
+        self,
+        engines: EngineClient,
+        adapters: AdapterCalls,
+        coordinator: Coordinator | None,
+        *,
+        lost: LostEngines,
+        tenants: TenantRefusals,
+    ) -> None:
         """``coordinator``: None where the engines are those of the configuration."""
+        self._lost = lost
+        self._tenants = tenants
         self._engines = engines
         self._adapters = adapters
         self._coordinator = coordinator
@@ -103,6 +115,20 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
             coordinator_connected=self._coordinator is not None and self._coordinator.connected,
             variants=[pb.Variant(**msgspec.structs.asdict(variant)) for variant in self._engines.view.variants()],
             groups=[pool_group_to_proto(group) for group in self._engines.view.groups()],
+            lost_engines=[
+                pb.LostEngine(
+                    engine_id=lost.engine_id,
+                    address=lost.address,
+                    reason=lost.why,
+                    seconds_ago=seconds,
+                    num_moved=lost.num_moved,
+                )
+                for lost, seconds in self._lost.recent()
+            ],
+            tenant_refusals=[
+                pb.TenantRefusals(tenant=each.tenant, reason=each.reason, num_refused=each.num_refused)
+                for each in self._tenants.recent()
+            ],
         )
 
     async def ResetPrefixCache(
@@ -239,10 +265,16 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
 
 
 def add_to_server(
-    server: grpc.aio.Server, engines: EngineClient, adapters: AdapterCalls, coordinator: Coordinator | None
+    server: grpc.aio.Server,
+    engines: EngineClient,
+    adapters: AdapterCalls,
+    coordinator: Coordinator | None,
+    *,
+    lost: LostEngines,
+    tenants: TenantRefusals,
 ) -> None:
     """Serve the operators' API on ``server``. ``coordinator``: None where the engines are those of the configuration."""
-    servicer = AdminServicer(engines, adapters, coordinator)
+    servicer = AdminServicer(engines, adapters, coordinator, lost=lost, tenants=tenants)
     service_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
 
 

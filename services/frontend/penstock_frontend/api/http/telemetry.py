@@ -4,6 +4,8 @@ from prometheus_client import CollectorRegistry, Counter
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock_common.addresses import with_port
+from penstock_common.observability.caller import Caller, current_caller
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.tracing import Span, Tracer, current_call, trace_headers
 
@@ -29,6 +31,9 @@ class HttpTelemetry:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        host, port = scope.get("client") or ("", 0)
+        # Every request has a task of its own: there is nobody to put the old value back for.
+        current_caller.set(Caller(scope["path"], with_port(host, port) if host else ""))
         span = self._begin(scope)
         status = 500
 
@@ -66,7 +71,6 @@ class HttpTelemetry:
         headers = trace_headers({key.lower(): value for key, value in HTTPConnection(scope).headers.items()})
         attributes = {"http.request.method": scope["method"], "url.path": scope["path"]}
         span = self._tracer.start(f"{scope['method']} {scope['path']}", headers, server=True, attributes=attributes)
-        # Every request has a task of its own: there is nobody to put the old value back for.
         current_call.set(span.headers)
         return span
 

@@ -23,6 +23,7 @@ from penstock_frontend.api.openai.field_policy import client_of
 from penstock_frontend.api.openai.http_send import send_json
 from penstock_frontend.api.openai.sse import EventStream
 from penstock_frontend.config import FairnessConfig, HttpConfig
+from penstock_frontend.tenant_refusals import TenantRefusals
 
 REQUEST_ID = "x-request-id"
 _SHORT_REQUEST_ID = "request-id"
@@ -70,7 +71,9 @@ class Gate:
     At the limit, the calls of tenants above their fair share are refused, as ``TenantRoom`` says.
     """
 
-    def __init__(self, config: HttpConfig, fairness: Reread[FairnessConfig]) -> None:
+    def __init__(self, config: HttpConfig, fairness: Reread[FairnessConfig], tenants: TenantRefusals) -> None:
+        """``tenants``: told of the calls that are refused."""
+        self._tenants = tenants
         self._max_requests = config.max_requests
         self._fairness = fairness
         self._in_flight = InFlight()
@@ -81,10 +84,12 @@ class Gate:
         """Count a call of a tenant while it is served. Raises ResourceExhausted at the limit."""
         weight = self._fairness.now.weight_of(tenant)
         if not self._room.takes_count(tenant, weight, 1, self._max_requests):
-            raise ResourceExhausted(
+            refusal = ResourceExhausted(
                 f"{self._in_flight.count} HTTP requests are being served; http.max_requests is {self._max_requests}",
                 retry_after=self._in_flight.retry_after(1),
             )
+            self._tenants.refused(tenant, refusal)
+            raise refusal
         self._room.enter(tenant, weight)
         self._in_flight.enter()
         try:
