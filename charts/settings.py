@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from charts import config_schema, settings_page, values_table
+from charts import config_schema, settings_page, value_needs, values_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "settings.md"
@@ -22,6 +22,7 @@ def generated() -> dict[Path, str]:
     return {
         PAGE: settings_page.page(),
         values_table.SCHEMA: json.dumps(schema, indent=2) + "\n",
+        value_needs.FILE: value_needs.text(),
         values_table.README: values_table.with_table(readme, schema),
     }
 

@@ -1,8 +1,9 @@
 """``docs/settings.md``: every setting of every service, as the services' own structs declare them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from charts.config_schema import STRUCTS
+from penstock_common.config.needs import Need, needs_of
 from penstock_common.config.settings import Section, Setting, sections_of
 
 _ABOUT = {
@@ -20,7 +21,8 @@ _HEAD = """\
 A service takes its settings from a YAML file (`--config FILE`), then from the environment, then from flags; what comes later
 wins. The dots of a name are sections: `scheduler.max_num_seqs` is the key `max_num_seqs` under `scheduler` in the file,
 `PENSTOCK_SCHEDULER__MAX_NUM_SEQS` in the environment and `--scheduler.max-num-seqs` on the command line. A name that does not
-exist is refused with the nearest one that does, and a value out of its range with the range. `--help` of a service's module
+exist is refused with the nearest one that does, a value out of its range with the range, and a value that has no effect, because
+a setting that it needs is off, with the name of that setting. `--help` of a service's module
 prints what stands here.
 
 `penstock serve` takes all but those that it decides itself, as `--set engine.scheduler.max_num_seqs=64` ([cli.md](cli.md)); the
@@ -40,21 +42,24 @@ def page() -> str:
 def _service(component: str) -> Iterator[str]:
     heading, module = _ABOUT[component]
     yield f"## {heading}\n\nOf `python -m {module}`.\n"
+    needs = needs_of(STRUCTS[component])
     for section in sections_of(STRUCTS[component]):
-        yield from _section(section)
+        yield from _section(section, needs)
 
 
-def _section(section: Section) -> Iterator[str]:
+def _section(section: Section, needs: Mapping[str, tuple[Need, ...]]) -> Iterator[str]:
     if section.key:
         yield f"**`{section.key}`**: {section.description.replace('``', '`')}\n"
     yield "| setting | default | values | meaning |\n|---|---|---|---|"
-    yield from map(_row, section.settings)
+    for setting in section.settings:
+        yield _row(setting, needs.get(setting.key, ()))
     yield ""
 
 
-def _row(setting: Setting) -> str:
+def _row(setting: Setting, needs: Sequence[Need]) -> str:
+    needed = "".join(f" Needs {need.words}." for need in needs)
     default = setting.default_text if setting.required else f"`{setting.default_text}`"
-    return f"| `{setting.key}` | {default} | {_values(setting)} | {setting.kind.description} |"
+    return f"| `{setting.key}` | {default} | {_values(setting)} | {setting.kind.description}{needed} |"
 
 
 def _values(setting: Setting) -> str:

@@ -13,6 +13,7 @@
 {{- include "penstock.check.pool" (dict "root" $ "component" "enginecore" "pool" $pool "values" $values) -}}
 {{- end }}
 {{- include "penstock.check.roles" . -}}
+{{- include "penstock.needs.check" . -}}
 {{- end -}}
 
 {{- define "penstock.check.frontend" -}}

@@ -13,10 +13,12 @@ from msgspec import Meta
 
 from penstock_common.config.checks import ENGINES_DECIDE, check_fields
 from penstock_common.config.kinds import REREAD
+from penstock_common.config.needs import Needs
 from penstock_common.config.sections import LogConfig, MetricsConfig, PeersConfig, ServerConfig, TracingConfig
 from penstock_common.config.sizes import ByteSize
 from penstock_common.errors import ConfigError, nearest
 from penstock_common.types.cluster import DEFAULT_POOL
+from penstock_coordinator.needs import NEEDS
 
 
 class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -163,6 +165,7 @@ class LoraNamesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything the coordinator needs to know."""
 
+    NEEDS: ClassVar[Needs] = NEEDS
     REMOVED: ClassVar[Mapping[str, str]] = {"wedged_after": ENGINES_DECIDE}
 
     lease_seconds: Annotated[

@@ -8,7 +8,7 @@
 {{- with .root -}}
 {{- $own := dict
       "server" (merge (dict "host" "::" "port" 50050) (include "penstock.tls.server" $ | fromYaml))
-      "metrics" (dict "host" "::" "port" (ternary 9100 -1 .Values.metrics.enabled))
+      "metrics" (ternary (dict "host" "::" "port" 9100) (dict "port" -1) .Values.metrics.enabled)
       "log" .Values.log
       "scaling" (dict "pools" (include "penstock.pools" . | fromYaml | keys | sortAlpha))
       "kubernetes" (include "penstock.coordinator.kubernetes" . | fromYaml)

@@ -37,7 +37,7 @@ model: {{ ternary (printf "/var/lib/penstock/model/%s" (trimAll "/" $own.model))
       "pool" $pool
       "coordinator" (merge (dict "address" (include "penstock.coordinator.address" .)) (include "penstock.tls.coordinator" . | fromYaml))
       "server" (merge (dict "host" "::" "port" 50052) (include "penstock.tls.server" $ | fromYaml))
-      "metrics" (dict "host" "::" "port" (ternary 9100 -1 .Values.metrics.enabled))
+      "metrics" (ternary (dict "host" "::" "port" 9100) (dict "port" -1) .Values.metrics.enabled)
       "log" .Values.log
       "tracing" (include "penstock.tracing" (dict "root" . "component" "enginecore") | fromYaml)
       "drain_timeout" $values.drainTimeoutSeconds -}}

@@ -15,6 +15,7 @@ import msgspec
 import yaml
 
 from penstock_common.config.kinds import kind_of, struct_in
+from penstock_common.config.needs import check_needs
 from penstock_common.config.settings import ENV_PREFIX, removed, removed_here, settings_of, with_defaults
 from penstock_common.config.sizes import parse_bytes
 from penstock_common.errors import ConfigError, nearest
@@ -52,11 +53,13 @@ def build(config_type: type[T], values: dict[str, Any], *, strict: bool = True) 
     _refuse_unknown(config_type, values, "")
     _parse_sizes(config_type, values, "")
     try:
-        return msgspec.convert(with_defaults(config_type, values), config_type, strict=strict)
+        config = msgspec.convert(with_defaults(config_type, values), config_type, strict=strict)
     except msgspec.ValidationError as e:
         if isinstance(e.__cause__, ConfigError):
             raise e.__cause__ from None
         raise ConfigError(_outside(config_type, values) or _with_field_first(str(e), values)) from None
+    check_needs(config)
+    return config
 
 
 def hint(key: str, known: Iterable[str], gone: Mapping[str, str]) -> str:

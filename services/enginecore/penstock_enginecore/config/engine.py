@@ -8,7 +8,7 @@ environment names derive from the field names: ``scheduler.max_num_seqs`` is ``-
 
 import os
 import secrets
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +16,7 @@ from msgspec import Meta
 from penstock_common.addresses import with_default_port
 from penstock_common.config.checks import check_fields
 from penstock_common.config.kinds import REREAD
+from penstock_common.config.needs import Needs
 from penstock_common.config.sections import (
     ClientTlsConfig,
     LogConfig,
@@ -36,6 +37,7 @@ from penstock_enginecore.config.kv_transfer import KvTransferConfig
 from penstock_enginecore.config.lora import LoraConfig
 from penstock_enginecore.config.model import ModelConfig
 from penstock_enginecore.config.multimodal import MultimodalConfig
+from penstock_enginecore.config.needs import NEEDS
 from penstock_enginecore.config.parallel import ParallelConfig
 from penstock_enginecore.config.scheduler import SchedulerConfig
 from penstock_enginecore.config.sessions import SessionsConfig
@@ -92,6 +94,8 @@ _OWN_NUMBER = secrets.token_hex(4)
 
 class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything an engine process needs to know."""
+
+    NEEDS: ClassVar[Needs] = NEEDS
 
     model: ModelConfig
     engine_id: Annotated[

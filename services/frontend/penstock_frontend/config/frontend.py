@@ -16,6 +16,7 @@ from msgspec import Meta
 from penstock_common.addresses import split
 from penstock_common.config.checks import ENGINES_DECIDE, check_fields, model_name
 from penstock_common.config.kinds import REREAD
+from penstock_common.config.needs import Needs
 from penstock_common.config.sections import (
     ClientTlsConfig,
     LogConfig,
@@ -33,6 +34,7 @@ from penstock_frontend.config.http import HttpConfig
 from penstock_frontend.config.limits import LimitsConfig
 from penstock_frontend.config.lora import LoraConfig
 from penstock_frontend.config.media import MediaConfig
+from penstock_frontend.config.needs import NEEDS
 from penstock_frontend.config.routing import RoutingConfig
 
 SpecialTokensInContent = Literal["parse", "text"]
@@ -188,6 +190,8 @@ class DetectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything a frontend process needs to know."""
+
+    NEEDS: ClassVar[Needs] = NEEDS
 
     model: ModelConfig
     frontend_id: Annotated[str, Meta(description="Name of the frontend in its cluster; empty: the host's.")] = ""

@@ -1,0 +1,121 @@
+"""Settings that have an effect only together with another one: a table for each service, checked when its settings are loaded."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from penstock_common.config.settings import Setting, settings_of
+from penstock_common.errors import ConfigError
+
+
+class When(msgspec.Struct, frozen=True, kw_only=True):
+    """A condition on one setting, by its dotted key.
+
+    Args:
+        setting: The key.
+        values: The values that meet the condition. Empty: every value but those of ``off``.
+        off: The values that do not meet the condition.
+    """
+
+    setting: str
+    values: tuple[Any, ...] = ()
+    off: tuple[Any, ...] = (None, "", 0, False)
+
+    def holds(self, value: Any) -> bool:
+        """Return whether ``value`` of the setting meets the condition. Empty lists and mappings do not."""
+        if self.values:
+            return value in self.values
+        return value not in self.off and value != () and value != {}
+
+    @property
+    def words(self) -> str:
+        """The condition as it stands behind "needs": ``data_parallel.size above 1``."""
+        if self.values:
+            return f"{self.setting} {' or '.join(map(str, self.values))}"
+        if self.off == ABOVE_ONE:
+            return f"{self.setting} above 1"
+        if self.off == A_PORT:
+            return f"a port in {self.setting}"
+        return self.setting
+
+
+ABOVE_ONE = (1,)
+"""The ``off`` of a number of parts, of which a single one changes nothing."""
+A_PORT = (-1,)
+"""The ``off`` of a port."""
+
+
+class Need(msgspec.Struct, frozen=True):
+    """Settings that have no effect unless one of several conditions holds.
+
+    Args:
+        settings: Their dotted keys. A key that ends in ``.`` stands for all settings of that section.
+        any_of: The conditions.
+    """
+
+    settings: tuple[str, ...]
+    any_of: tuple[When, ...]
+
+    def names(self, key: str) -> bool:
+        """Return whether ``key`` is among the settings. A section's own switch is not: it is what the others need."""
+        if any(when.setting == key for when in self.any_of):
+            return False
+        return any(key.startswith(name) if name.endswith(".") else key == name for name in self.settings)
+
+    @property
+    def words(self) -> str:
+        """The conditions as they stand behind "needs"."""
+        return ", or ".join(condition.words for condition in self.any_of)
+
+
+Needs = tuple[Need, ...]
+
+
+def on(setting: str) -> When:
+    """Return the condition that ``setting`` is set: not empty, not 0 and not false."""
+    return When(setting=setting)
+
+
+def needs_of(config_type: type[msgspec.Struct]) -> Mapping[str, tuple[Need, ...]]:
+    """Return the needs of each setting of a service by its key. They are the class variable ``NEEDS`` of its struct."""
+    table: Needs = getattr(config_type, "NEEDS", ())
+    return {
+        setting.key: found
+        for setting in settings_of(config_type)
+        if (found := tuple(need for need in table if need.names(setting.key)))
+    }
+
+
+def check_needs(config: msgspec.Struct) -> None:
+    """Raise ConfigError for a setting that differs from its default and has no effect with the others as they are."""
+    config_type = type(config)
+    values = {setting.key: _value(config, setting.key) for setting in settings_of(config_type)}
+    for refusal in unmet_needs(config_type, values):
+        raise ConfigError(refusal)
+
+
+def unmet_needs(config_type: type[msgspec.Struct], values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a refusal for each of all ``values`` of a service, by their keys, that has no effect: one for each unmet need."""
+    needs = needs_of(config_type)
+    for setting in settings_of(config_type):
+        value = values[setting.key]
+        if value == setting.default:
+            continue
+        for need in needs.get(setting.key, ()):
+            if not any(when.holds(values[when.setting]) for when in need.any_of):
+                yield (
+                    f"{setting.key} is {_shown(setting, value)}, which has no effect: it needs {need.words}; set that as "
+                    f"well, or leave {setting.key} out"
+                )
+
+
+def _shown(setting: Setting, value: Any) -> str:
+    return msgspec.structs.replace(setting, default=value).default_text or '""'
+
+
+def _value(config: msgspec.Struct, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
