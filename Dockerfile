@@ -10,25 +10,34 @@ ENV PATH=/opt/build/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 RUN python -m venv /opt/build && python -m venv --without-pip /opt/penstock/venv
 COPY constraints.txt ./
-# Set it to install from a package index of your own.
+# Set them to install from package indexes of your own. Builders hand on HTTP_PROXY, HTTPS_PROXY and NO_PROXY without an ARG, and keep
+# them out of the images.
 ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_TRUSTED_HOST
 # It writes down what an environment holds: the bill of materials that each image has in /usr/share/penstock.
 RUN --mount=type=cache,target=/root/.cache/pip pip install --constraint constraints.txt cyclonedx-bom
 
 # Builders differ in whether a stage inherits the arguments of the one it is made from: each stage that uses pip names its own.
 FROM build AS wheels
 ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_TRUSTED_HOST
 COPY protos protos
 COPY services/common services/common
 RUN --mount=type=cache,target=/root/.cache/pip pip wheel --no-deps --wheel-dir /wheels ./protos ./services/common
 
 # hadolint ignore=DL3006
 FROM ${PYTHON_IMAGE} AS runtime
+# In place of http://deb.debian.org: a mirror with debian and debian-security below it. Images keep the sources of their base.
+ARG DEBIAN_MIRROR
 # tini passes signals on: as process 1, Python would not heed a SIGTERM that comes before its handlers are set.
 # The base's own pip goes: nothing is installed into a running image.
 # hadolint ignore=DL3008
-RUN apt-get update \
+RUN if [ -n "$DEBIAN_MIRROR" ]; then sed -i.base "s|http://deb.debian.org|$DEBIAN_MIRROR|" /etc/apt/sources.list.d/debian.sources; fi \
+    && apt-get update \
     && apt-get install --yes --no-install-recommends tini \
+    && if [ -n "$DEBIAN_MIRROR" ]; then mv /etc/apt/sources.list.d/debian.sources.base /etc/apt/sources.list.d/debian.sources; fi \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* \
         /usr/local/bin/pip* /usr/local/lib/python3*/site-packages/* /usr/local/lib/python3*/ensurepip \
     && groupadd --gid 10001 penstock \
@@ -39,6 +48,8 @@ USER 10001:10001
 
 FROM wheels AS coordinator-build
 ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_TRUSTED_HOST
 COPY services/coordinator services/coordinator
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip wheel --no-deps --wheel-dir /wheels ./services/coordinator \
@@ -55,6 +66,8 @@ ENTRYPOINT ["tini", "--", "python", "-m", "penstock_coordinator"]
 
 FROM wheels AS frontend-build
 ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_TRUSTED_HOST
 COPY services/frontend services/frontend
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip wheel --no-deps --wheel-dir /wheels ./services/frontend \
@@ -73,13 +86,17 @@ EXPOSE 50051 8000
 ENTRYPOINT ["tini", "--", "python", "-m", "penstock_frontend"]
 
 FROM build AS torch
+ARG DEBIAN_MIRROR
 ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_TRUSTED_HOST
 # The package index that torch comes from, which decides its build: each CUDA version has one, and so has the CPU build.
 # Empty: the default index, whose torch for x86-64 brings CUDA along.
 ARG TORCH_INDEX_URL=""
 # For the CPU kernels; an image without them would serve on CPUs several times slower.
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+RUN if [ -n "$DEBIAN_MIRROR" ]; then sed -i.base "s|http://deb.debian.org|$DEBIAN_MIRROR|" /etc/apt/sources.list.d/debian.sources; fi \
+    && apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 ENV PENSTOCK_REQUIRE_KERNELS=1
 # First and alone, so that a change of our code does not install it again.
 RUN --mount=type=cache,target=/root/.cache/pip \
@@ -88,6 +105,8 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 
 FROM torch AS enginecore-build
 ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_TRUSTED_HOST
 COPY --from=wheels /wheels /wheels
 COPY services/enginecore services/enginecore
 RUN --mount=type=cache,target=/root/.cache/pip \

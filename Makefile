@@ -24,13 +24,18 @@ WHOLE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 # Images: docker, podman, or buildah, which needs no daemon; a registry in front of their names, as the chart's image.registry.
 IMAGE_BUILDER ?= docker
 REGISTRY ?=
-TAG ?= $(shell sed -n 's/^appVersion: *//p' charts/penstock/Chart.yaml)
+# By default one of the commit, and of the contents of files that differ from it: nodes keep images by their tags.
+TAG ?=
+image_tag = $(or $(TAG),$(eval TAG := $(shell $(PYTHON) charts/image_tag.py))$(TAG))
+# What tells the chart the names of the images that were built last.
+IMAGE_VALUES ?= build/image-values.yaml
 # What the engine's image is called behind its tag: cuda or cpu. It decides nothing: TORCH_INDEX_URL does.
 DEVICE ?= cuda
 REVISION = $(shell git describe --always --abbrev=40 --exclude='*' --dirty)
 # Those of the Dockerfile that are set, here or in the environment.
-IMAGE_ARGS = $(foreach name,PYTHON_IMAGE PIP_INDEX_URL TORCH_INDEX_URL KERNEL_SHAPES KERNEL_CAPABILITIES,$(if $($(name)),--build-arg $(name)="$($(name))"))
-IMAGE_LABELS = --label org.opencontainers.image.version=$(TAG) --label org.opencontainers.image.revision=$(REVISION) \
+IMAGE_ARGS = $(strip $(foreach name,PYTHON_IMAGE DEBIAN_MIRROR PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_TRUSTED_HOST TORCH_INDEX_URL \
+	KERNEL_SHAPES KERNEL_CAPABILITIES HTTP_PROXY HTTPS_PROXY NO_PROXY http_proxy https_proxy no_proxy,$(if $($(name)),--build-arg $(name)="$($(name))")))
+IMAGE_LABELS = --label org.opencontainers.image.version=$(image_tag) --label org.opencontainers.image.revision=$(REVISION) \
 	$(if $(SOURCE),--label org.opencontainers.image.source=$(SOURCE))
 # What the tests of one `make test` have skipped.
 SKIPPED := build/skipped
@@ -196,8 +201,19 @@ images: image-coordinator image-frontend image-enginecore ## Build the images wi
 .PHONY: image-coordinator image-frontend image-enginecore
 image-enginecore: SUFFIX := -$(DEVICE)
 image-coordinator image-frontend image-enginecore: image-%:
-	$(IMAGE_BUILDER) build --target $* --tag $(if $(REGISTRY),$(REGISTRY)/)penstock/$*:$(TAG)$(SUFFIX) \
+	$(IMAGE_BUILDER) build --target $* --tag $(if $(REGISTRY),$(REGISTRY)/)penstock/$*:$(image_tag)$(SUFFIX) \
 		$(IMAGE_ARGS) $(IMAGE_LABELS) $(IMAGE_FLAGS) .
+	@$(MAKE) --no-print-directory image-values TAG=$(image_tag)
+
+.PHONY: image-tag
+image-tag: ## Print the tag that images of the files as they are now get
+	@echo $(image_tag)
+
+.PHONY: image-values
+image-values: ## Write IMAGE_VALUES, values of the chart with the tag and the REGISTRY; after each build of images
+	@mkdir -p $(dir $(IMAGE_VALUES))
+	@printf 'image:\n  registry: "%s"\n  tag: "%s"\n' "$(REGISTRY)" "$(image_tag)" > $(IMAGE_VALUES)
+	@echo "wrote $(IMAGE_VALUES): image.tag $(image_tag)"
 
 .PHONY: cluster-images
 cluster-images: setup ## Build the images of the test cluster (IMAGES chooses some) into build/cluster/images, with buildah as root

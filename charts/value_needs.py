@@ -48,6 +48,8 @@ OF_ALL: Needs = (
     *(Need((f"model.{source}.",), _is("model.source", source)) for source in ("hub", "pvc", "oci", "init", "image")),
     Need(("model.hostPath.",), _is("model.source", "hostPath")),
     Need(("model.hub.tokenSecret.key",), _on("model.hub.tokenSecret.name")),
+    Need(("proxy.",), _is("model.source", "hub", "init")),
+    Need(("proxy.noProxy",), (on("proxy.http"), on("proxy.https"))),
     Need(("serviceAccount.annotations",), _on("serviceAccount.create")),
     Need(("tracing.sampleRatio", "networkPolicy.tracing"), _on("tracing.endpoint")),
     Need(("log.prompts",), _on("log.requests")),

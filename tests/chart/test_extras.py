@@ -7,7 +7,7 @@ from tests.chart.rendering import AUTOSCALED, FETCHED, HUB, SERVICES, release
 
 
 def test_extra_environment_is_added():
-    assert release(AUTOSCALED).env("frontend")["HTTPS_PROXY"]["value"] == "http://proxy.example:3128"
+    assert release(AUTOSCALED).env("frontend")["EXAMPLE"]["value"] == "http://proxy.example:3128"
     assert "valueFrom" in release(AUTOSCALED).env("enginecore")["NCCL_DEBUG"]
 
 

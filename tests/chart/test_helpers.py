@@ -24,6 +24,13 @@ API = {
 
 def test_images_are_named_by_version_device_and_registry():
     assert release(HUB).container("frontend")["image"] == "penstock/frontend:0.1.0"
+    tagged = release(HUB, "image.tag=0.1.0-abc", "coordinator.image.tag=mine")
+    images = {service: tagged.container(service)["image"] for service in ("frontend", "enginecore", "coordinator")}
+    assert images == {
+        "frontend": "penstock/frontend:0.1.0-abc",
+        "enginecore": "penstock/enginecore:0.1.0-abc-cuda",
+        "coordinator": "penstock/coordinator:mine",
+    }
     assert release(HUB).container("enginecore")["image"] == "penstock/enginecore:0.1.0-cuda"
     assert release(DEMO).container("enginecore")["image"] == "penstock/enginecore:0.1.0-cpu"
     assert release(AUTOSCALED).container("coordinator")["image"] == "registry.example/penstock/coordinator:0.1.0"

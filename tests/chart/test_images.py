@@ -3,6 +3,7 @@
 import fnmatch
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import tomllib
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chart.rendering import DEMO, HUB, SERVICES, release
+from charts import lint
+from charts.image_tag import image_tag
+from tests.chart.rendering import DEMO, HUB, SERVICES, VALUE_SETS, release
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "Dockerfile"
@@ -211,7 +214,8 @@ def test_the_base_image_is_pinned_and_no_package_index_is_named():
     (base,) = [rest for name, rest in stages()[""].instructions if name == "ARG"]
     assert re.fullmatch(r"PYTHON_IMAGE=python:3\.11-slim-\w+", base)
     assert {stage.base for stage in stages().values()} - stages().keys() == {"${PYTHON_IMAGE}"}
-    assert "://" not in DOCKERFILE.read_text(encoding="utf-8")
+    # Debian's own, which DEBIAN_MIRROR replaces, is the only address.
+    assert "://" not in DOCKERFILE.read_text(encoding="utf-8").replace("http://deb.debian.org", "")
 
 
 def test_a_frontend_image_with_torch_does_not_build():
@@ -248,7 +252,7 @@ def test_make_images_gives_them_the_names_that_the_chart_looks_for(device: str, 
     command = ["make", "--dry-run", "images", f"DEVICE={device}", "REGISTRY=registry.test/team", "IMAGE_BUILDER=docker"]
     said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     built = dict(re.findall(r"docker build --target (\S+) --tag (\S+)", said))
-    rendered = release(values, "image.registry=registry.test/team")
+    rendered = release(values, "image.registry=registry.test/team", f"image.tag={image_tag(ROOT)}")
     assert built == {service: rendered.container(service)["image"] for service in SERVICES}
 
 
@@ -260,3 +264,70 @@ def test_make_images_passes_on_what_is_set_and_says_where_the_images_come_from()
     assert "TORCH_INDEX_URL" not in said
     assert "--label org.opencontainers.image.source=code.test/penstock" in said
     assert re.search(r"--label org\.opencontainers\.image\.revision=[0-9a-f]{40}(-dirty)? ", said)
+
+
+def test_every_stage_that_installs_debian_packages_takes_a_mirror_and_leaves_none_in_an_image():
+    found = 0
+    for name, stage in stages().items():
+        for word, rest in stage.instructions:
+            if word != "RUN" or "apt-get" not in rest:
+                continue
+            found += 1
+            assert ("ARG", "DEBIAN_MIRROR") in stage.instructions, name
+            assert rest.index("s|http://deb.debian.org|$DEBIAN_MIRROR|") < rest.index("apt-get update"), name
+            if name in {each for service in SERVICES for each in in_image(service)}:
+                assert "mv /etc/apt/sources.list.d/debian.sources.base" in rest, name
+    assert found == 2
+
+
+def test_every_stage_that_uses_pip_takes_the_indexes():
+    for name, stage in stages().items():
+        if any(
+            word == "RUN" and "pip" in rest and "install " in rest and "apt" not in rest
+            for word, rest in stage.instructions
+        ):
+            for argument in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST"):
+                assert ("ARG", argument) in stage.instructions, (name, argument)
+
+
+def make(*arguments: str, **environ: str) -> str:
+    done = subprocess.run(
+        ["make", "--dry-run", "--no-print-directory", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_make_hands_mirrors_and_proxies_to_the_builder():
+    given = {
+        "DEBIAN_MIRROR": "http://mirror",
+        "HTTPS_PROXY": "http://proxy:1",
+        "NO_PROXY": "a,b",
+        "PIP_TRUSTED_HOST": "m",
+    }
+    lines = make("image-frontend", "TAG=1", **given)
+    for name, value in given.items():
+        assert f'--build-arg {name}="{value}"' in lines
+
+
+def test_make_tags_by_what_is_built_and_tells_the_chart(tmp_path: Path):
+    tag = image_tag(ROOT)
+    assert f"penstock/frontend:{tag} " in make("image-frontend", "REGISTRY=")
+    assert f"r/penstock/enginecore:{tag}-cpu " in make("image-enginecore", "REGISTRY=r", "DEVICE=cpu")
+    assert "penstock/frontend:mine " in make("image-frontend", "TAG=mine")
+    values = tmp_path / "values.yaml"
+    subprocess.run(
+        ["make", "-s", "image-values", "REGISTRY=r.example/t", f"IMAGE_VALUES={values}"], cwd=ROOT, check=True
+    )
+    manifests = lint.render(VALUE_SETS[HUB], values)
+    images = {
+        c["image"] for m in manifests if m["kind"] == "Deployment" for c in m["spec"]["template"]["spec"]["containers"]
+    }
+    assert images == {
+        *(f"r.example/t/penstock/{service}:{tag}" for service in ("frontend", "coordinator")),
+        f"r.example/t/penstock/enginecore:{tag}-cuda",
+    }

@@ -43,7 +43,7 @@ def test_a_model_on_a_volume_is_mounted_read_only_and_nothing_is_downloaded(comp
 
 
 def test_a_model_at_the_root_of_a_volume():
-    settings = ("model.source=pvc", "model.pvc.claimName=m", "model.servedName=x")
+    settings = ("model.source=pvc", "model.hub.id=", "model.pvc.claimName=m", "model.servedName=x")
     assert release(HUB, *settings).config("enginecore")["model"]["path"] == VOLUME
 
 
@@ -118,7 +118,9 @@ def test_volumes_from_images_need_a_kubernetes_that_has_them():
 
 @pytest.mark.parametrize("component", READERS)
 def test_a_model_on_the_nodes_is_mounted_read_only(component: str):
-    rendered = release(HUB, "model.source=hostPath", "model.hostPath.path=/srv/models/llama", "model.servedName=chat")
+    rendered = release(
+        HUB, "model.hub.id=", "model.source=hostPath", "model.hostPath.path=/srv/models/llama", "model.servedName=chat"
+    )
     assert rendered.volumes(component)["model"]["hostPath"] == {"path": "/srv/models/llama", "type": "Directory"}
     assert rendered.mounts(component)[VOLUME]["readOnly"] is True
     assert rendered.config(component)["model"]["path"] == VOLUME
@@ -164,3 +166,32 @@ def test_only_what_reads_the_model_fetches_it():
 def test_a_source_without_its_model_is_refused(settings: tuple[str, ...], message: str):
     with pytest.raises(ChartError, match=message):
         release(HUB, *settings, kube_version="1.36")
+
+
+def test_downloads_go_by_the_proxy_and_the_mirror_and_traffic_in_the_cluster_does_not():
+    rendered = release(AUTOSCALED)
+    for service in ("frontend", "enginecore"):
+        env = rendered.env(service)
+        assert env["HF_ENDPOINT"]["value"] == "https://hub.example.internal"
+        assert env["HTTPS_PROXY"]["value"] == "http://proxy.example:3128"
+        assert env["NO_PROXY"]["value"] == "localhost,127.0.0.1,::1,.svc,.cluster.local,.example.internal"
+        # gRPC reads those in small letters.
+        assert not [name for name in env if name.lower() == name]
+        coordinator = rendered.config(service)["coordinator"]["address"]
+        assert coordinator.rpartition(":")[0].endswith(".svc")
+    assert not [name for name in rendered.env("coordinator") if "PROXY" in name]
+    fetch = release(FETCHED, "proxy.https=http://proxy.example:3128").before("enginecore")["fetch"]
+    assert "HTTPS_PROXY" in [entry["name"] for entry in fetch["env"]]
+
+
+def test_without_a_proxy_none_is_set():
+    for service in ("frontend", "enginecore"):
+        assert not [name for name in release(HUB).env(service) if "PROXY" in name or name == "HF_ENDPOINT"]
+
+
+def test_a_proxy_beside_one_in_extra_env_is_refused():
+    with pytest.raises(ChartError, match="enginecore.extraEnv: NO_PROXY is set by the chart"):
+        release(
+            *(HUB, "proxy.http=http://p:1", "enginecore.extraEnv[0].name=NO_PROXY", "enginecore.extraEnv[0].value=a")
+        )
+    release(HUB, "enginecore.extraEnv[0].name=NO_PROXY", "enginecore.extraEnv[0].value=a")

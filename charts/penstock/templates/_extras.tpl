@@ -10,6 +10,7 @@
 {{- $containers = concat $containers (default list .values.initContainers) }}
 {{- if and (eq .root.Values.model.source "init") (ne .component "coordinator") }}
 {{- $env := list (dict "name" "MODEL_DIR" "value" "/var/lib/penstock/model") (dict "name" "COMPONENT" "value" .component) }}
+{{- $env = concat $env (include "penstock.proxy.env" .root | fromYamlArray) }}
 {{- $mounts := list (dict "name" "model" "mountPath" "/var/lib/penstock/model") (dict "name" "tmp" "mountPath" "/tmp") }}
 {{- range .root.Values.model.init.containers }}
 {{- $own := deepCopy . }}
@@ -44,8 +45,9 @@ initContainers:
 
 {{- define "penstock.extraEnv" -}}
 {{- $key := include "penstock.key" . -}}
-{{- $own := list "HOME" "POD_IP" "HF_HOME" "HF_HUB_OFFLINE" "HF_TOKEN" "XDG_CACHE_HOME" "TORCHINDUCTOR_CACHE_DIR" "TRITON_CACHE_DIR" "CUDA_CACHE_PATH" -}}
+{{- $own := list "HOME" "POD_IP" "HF_HOME" "HF_HUB_OFFLINE" "HF_TOKEN" "HF_ENDPOINT" "XDG_CACHE_HOME" "TORCHINDUCTOR_CACHE_DIR" "TRITON_CACHE_DIR" "CUDA_CACHE_PATH" -}}
 {{- if gt (include "penstock.ranks.perPod" . | int) 1 }}{{ $own = append $own "POD_NAME" }}{{ end }}
+{{- if include "penstock.proxy.env" .root }}{{ $own = concat $own (list "HTTP_PROXY" "HTTPS_PROXY" "NO_PROXY") }}{{ end }}
 {{- range .values.extraEnv }}
 {{- if hasPrefix "PENSTOCK_" .name }}
 {{- fail (printf "%s.extraEnv: %s: settings of the service belong in %s.config" $key .name $key) }}

@@ -69,6 +69,7 @@ annotations:
 
 {{- define "penstock.image" -}}
 {{- $image := .values.image -}}
+{{- $tag := default .root.Chart.AppVersion .root.Values.image.tag -}}
 {{- $repository := $image.repository -}}
 {{- with .root.Values.image.registry }}{{ $repository = printf "%s/%s" (trimSuffix "/" .) $repository }}{{ end -}}
 {{- if $image.digest -}}
@@ -76,9 +77,9 @@ annotations:
 {{- else if $image.tag -}}
 {{- printf "%s:%s" $repository $image.tag -}}
 {{- else if eq .component "enginecore" -}}
-{{- printf "%s:%s-%s" $repository .root.Chart.AppVersion (include "penstock.enginecore.device" .) -}}
+{{- printf "%s:%s-%s" $repository $tag (include "penstock.enginecore.device" .) -}}
 {{- else -}}
-{{- printf "%s:%s" $repository .root.Chart.AppVersion -}}
+{{- printf "%s:%s" $repository $tag -}}
 {{- end -}}
 {{- end -}}
 

@@ -52,13 +52,41 @@ revision: {{ .Values.model.hub.revision | quote }}
 {{- if ne $model.source "hub" }}
 - name: HF_HUB_OFFLINE
   value: "1"
-{{- else if $model.hub.tokenSecret.name }}
+{{- else }}
+{{- with $model.hub.endpoint }}
+- name: HF_ENDPOINT
+  value: {{ . | quote }}
+{{- end }}
+{{- if $model.hub.tokenSecret.name }}
 - name: HF_TOKEN
   valueFrom:
     secretKeyRef:
       name: {{ $model.hub.tokenSecret.name }}
       key: {{ $model.hub.tokenSecret.key }}
 {{- end }}
+{{- with include "penstock.proxy.env" .root }}
+{{- . | nindent 0 }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The proxy of downloads. The names are in capitals alone: gRPC reads others, and would connect to engines by way of the proxy. Takes the
+     root. */}}
+{{- define "penstock.proxy.env" -}}
+{{- with .Values.proxy -}}
+{{- if or .http .https -}}
+{{- with .http }}
+- name: HTTP_PROXY
+  value: {{ . | quote }}
+{{- end }}
+{{- with .https }}
+- name: HTTPS_PROXY
+  value: {{ . | quote }}
+{{- end }}
+- name: NO_PROXY
+  value: {{ concat (list "localhost" "127.0.0.1" "::1" ".svc" ".cluster.local") .noProxy | join "," | quote }}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "penstock.model.mounted" -}}
