@@ -1,7 +1,7 @@
-"""Prints a tag for images that no other state of the repository gets: ``python3 charts/image_tag.py``. Needs Python and git alone.
+"""Prints a tag for images that no other state of the repository gets: ``python3 charts/image_tag.py``. Needs Python and git.
 
-The tag is ``VERSION-COMMIT``, and ``VERSION-COMMIT-dirty-HASH`` if files differ from the commit or are untracked. The hash is one of
-the contents of all files. Without git, as in an archive of the sources, the tag is the version alone.
+The tag is ``VERSION-COMMIT``, and ``VERSION-COMMIT-dirty-HASH`` if files differ from the commit or are untracked. The hash is one
+of the contents of all files. Without git, as in an archive of the sources, the tag is the version alone.
 """
 
 import hashlib

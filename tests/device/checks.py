@@ -141,20 +141,39 @@ def invariant(device: str) -> dict[str, Any]:
     return {"ok": crowd == alone, "says": _same(crowd, alone)}
 
 
-def sleeps(device: str) -> dict[str, Any]:
-    """The same tokens behind a sleep of level 1 and of level 2."""
+def sleeps(device: str, keep_addresses: bool = False) -> dict[str, Any]:
+    """The same tokens behind a sleep of level 1 and of level 2. With kept addresses a GPU also gives memory back, and has its
+    graphs when it wakes.
+    """
+    said = _said()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         save_tiny_model("llama", path, **HEADS)
-        engine = _engine(path, device, "bfloat16")
+        engine = _engine(path, device, "bfloat16", executor={"keep_addresses": keep_addresses})
         before = _tokens(engine, "before")
-        control, found, free = EngineControl(engine), [], []
+        control, found, free, graphs = EngineControl(engine), [], [_free(device)], [_captured(engine)]
         for level in (1, 2):
             control.sleep(level)
-            free.append(torch.cuda.mem_get_info()[0] // 2**20 if device == "cuda" else 0)
+            free.append(_free(device))
             control.wake_up([])
+            graphs.append(_captured(engine))
             found.append(_tokens(engine, f"after{level}") == before)
-    return {"ok": all(found), "says": f"{found}, MiB free asleep {free}"}
+        engine.shutdown()
+    ok = all(found)
+    if keep_addresses and device == "cuda":
+        kept = not any("keep_addresses has no effect" in line for line in said.lines)
+        ok = ok and kept and graphs[0] > 0 and set(graphs) == {graphs[0]} and min(free[1:]) > free[0]
+    return {"ok": ok, "says": f"{found}, MiB free awake and asleep {free}, graphs {graphs}", "log": said.lines}
+
+
+def _free(device: str) -> int:
+    """MiB of the device's memory; 0 on a CPU."""
+    return torch.cuda.mem_get_info()[0] // 2**20 if device == "cuda" else 0
+
+
+def _captured(engine: EngineCore) -> int:
+    [stats] = engine.executor.worker_stats()
+    return stats.graphs.captured
 
 
 def eight_bits(device: str) -> dict[str, Any]:
@@ -195,6 +214,7 @@ CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
     **{f"lora bfloat16 {name}": partial(mixed, name, "bfloat16") for name in LORA[:1]},
     "lora alone": alone,
     "sleeps": sleeps,
+    "sleeps with kept addresses": partial(sleeps, keep_addresses=True),
     "eight_bits": eight_bits,
     "recorded": recorded,
     **{f"drafts {method} {heat}": partial(speculation, method, heat) for method in DRAFTERS for heat in (0.0, 0.8)},
