@@ -179,8 +179,9 @@ typecheck: setup ## mypy strict
 	@$(BIN)/mypy
 
 .PHONY: settings
-settings: setup ## Write docs/settings.md and the chart's schema and README anew, after a change of a setting
+settings: setup ## Write docs/settings.md, docs/feature-pairs.md and the chart's schema and README anew, after a change of a setting
 	@$(BIN)/python -m charts.settings
+	@$(BIN)/python -m tests.pairs.page
 
 .PHONY: dashboard
 dashboard: setup ## Write the chart's dashboard anew, after a change of its panels

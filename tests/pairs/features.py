@@ -144,7 +144,7 @@ FACTS: Mapping[Feature, Facts] = {
     Feature.QUANTIZED: Facts(title="Quantized checkpoints", setting="a checkpoint in fp8", is_plain=True),
     Feature.WINDOWS: Facts(title="Sliding windows", setting="a model with windows", is_plain=True),
     Feature.POOLING: Facts(title="Pooling", setting="`model.task` embed", is_plain=True),
-    Feature.SLEEP: Facts(title="Sleep", setting="`penstock sleep`"),
+    Feature.SLEEP: Facts(title="Sleep", setting="`Sleep` of the admin API"),
 }
 
 DRAFTS = frozenset({Feature.NGRAM, Feature.SUFFIX, Feature.DRAFT_MODEL, Feature.HEAD})

@@ -1,5 +1,6 @@
 """The tiny checkpoints that pairs of features are served with, and their requests."""
 
+import json
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import msgspec
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock_common.lora.registration import LoraAdapter
 from penstock_common.types.pooling import PoolingParams, PoolingTask
@@ -15,7 +17,7 @@ from penstock_common.types.sampling import SamplingParams, StructuredOutput
 from tests.fakes.models.adapters import save_adapter
 from tests.fakes.models.heads import random_head, save_head
 from tests.fakes.models.pooling_models import save_pooling_model
-from tests.fakes.models.quantized_models import save_quantized_model
+from tests.fakes.models.quantized_models import FORMATS, is_quantized, save_quantized_model
 from tests.fakes.models.small_tokenizers import byte_level
 from tests.fakes.models.tiny_models import save_tiny_model
 from tests.fakes.multimodal_models import make_image, save_multimodal_model
@@ -28,6 +30,8 @@ LENGTHS = (40, 70, 33, 50, 90, 20)
 NEW_TOKENS = 14
 REGEX = "[a-f]{2,4}-[0-9]{5}"
 EOS = 1
+FORM = "fp8-blocks"
+"""Of quantized checkpoints."""
 ADAPTERS = {"small": 2, "large": 12}
 _SIZES: dict[str, Any] = {
     "hidden_size": HIDDEN,
@@ -61,14 +65,17 @@ class Checkpoint:
 
     def _save(self, features: frozenset[Feature]) -> Any:
         if self.has_media:
-            return save_multimodal_model("gemma3" if Feature.WINDOWS in features else "qwen2_vl", self.path)
+            model = save_multimodal_model("gemma3" if Feature.WINDOWS in features else "qwen2_vl", self.path)
+            if Feature.QUANTIZED in features:
+                _quantize_text_model(self.path)
+            return model
         family = "qwen3_moe" if features & GROUPS else "qwen3"
         if Feature.WINDOWS in features:
             family = "gpt_oss" if Feature.EXPERTS in features else "gemma3"
         sizes = _SIZES | ({"layer_types": _LAYERS} if family == "gemma3" else {})
         if Feature.QUANTIZED in features:
             dense = self._folder / "dense"
-            return save_quantized_model(family, "fp8-blocks", self.path, dense=dense, **sizes)
+            return save_quantized_model(family, FORM, self.path, dense=dense, **sizes)
         if self.pools and family == "qwen3":
             return save_pooling_model("qwen3", self.path, hidden_size=HIDDEN, vocab_size=VOCAB_SIZE, head_dim=16)
         return save_tiny_model(family, self.path, **sizes)
@@ -132,3 +139,14 @@ class Checkpoint:
         else:
             settings |= {"ignore_eos": True, "max_tokens": NEW_TOKENS}
         return msgspec.structs.replace(request, sampling_params=SamplingParams(**settings), lora=lora)
+
+
+def _quantize_text_model(path: Path) -> None:
+    """Store the weights of a checkpoint with encoders in fewer bits, but for those of the encoders."""
+    stored = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        quantized = "visual" not in name and is_quantized(name, tensor, FORM)
+        stored |= FORMATS[FORM].pack(name, tensor)[0] if quantized else {name: tensor}
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": dict(FORMATS[FORM].config)}))

@@ -13,7 +13,9 @@ _HEAD = """# Pairs of engine features
 This page says which features an engine has together. Look here before you turn a second feature on.
 
 A tested pair gives the tokens of one plain engine, greedy and with seeds, and again with cached prefixes. The plain engine has
-one worker, takes one request at a time and reuses nothing. Models are tiny, in float32, on a CPU; [gpu.md](gpu.md) has the
+one worker, takes one request at a time and reuses nothing. It has those of the two features that change tokens.
+
+Models are tiny, in float32, on a CPU; [gpu.md](gpu.md) has the
 checks of GPUs.
 
 | mark | meaning |
@@ -29,6 +31,7 @@ _KILLED = """
 - Several nodes: the second node.
 - Data-parallel group, shared experts: a rank.
 - KV transfer without these: the engine that gives the blocks does not answer any more.
+- Other pairs: the engine. Its process is not killed, but nothing runs it any more, and another engine goes on with the tokens.
 
 Kills at each point of a transfer are in [kv-transfer.md](kv-transfer.md#what-fails), kills of each kind in
 [failure-matrix.md](failure-matrix.md).

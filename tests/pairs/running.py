@@ -1,6 +1,7 @@
 """Runs a pair of features in this process, and a plain engine beside it: what differs is an AssertionError."""
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -112,6 +113,7 @@ class Pair:
 
     def check(self, patch: pytest.MonkeyPatch) -> None:
         """Compare it with the plain engine in the way that it is used in."""
+        self.patch = patch
         patch.setattr(ComputeRate, "pays", lambda *_: True)  # however busy the machine is
         if self.has(Feature.TENSOR, Feature.PIPELINE):
             use_threads(patch)
@@ -122,21 +124,23 @@ class Pair:
         elif self.has(Feature.TRANSFER):
             self.check_transfer()
         else:
-            self.check_engine(patch)
+            self.check_engine()
 
-    def check_engine(self, patch: pytest.MonkeyPatch) -> None:
-        """The same tokens when they are asked for the first time, and with what is kept of that."""
+    def check_engine(self) -> None:
+        """The same tokens the first time, with what is kept of that, and when another engine goes on in the middle."""
         expected = self.expected()
         engine = build_engine(self.checkpoint.path, **self.sections())
-        if self.has(Feature.TIERS):
-            copy_at_once(engine, patch)
         try:
             self.compare(engine, expected)
+            found = self.begun(engine, self.has_all_begun)
         finally:
             engine.shutdown()
+        self.go_on(found, expected, self.sections())
 
     def compare(self, engine: EngineCore, expected: Tokens) -> None:
         """Ask three times, with a sleep of either level in between where that is a feature."""
+        if self.has(Feature.TIERS):
+            copy_at_once(engine, self.patch)
         events, between = Events(engine), self.naps(engine)
         num_drafts = 0
         for turn in range(3):
@@ -265,23 +269,50 @@ class Pair:
 
     def kill(self, engine: EngineCore, node: NodeProcess, expected: Tokens) -> None:
         """Kill a node in the middle of all requests, and have a plain engine go on with them."""
-        found: Tokens = {request.request_id: [] for request in self.requests}
-        engine.scheduler.reset_prefix_cache()
 
-        def stop_there() -> None:
-            if node.popen.poll() is None and all(found.values()):
+        def kill_when_begun(found: Tokens) -> bool:
+            if node.popen.poll() is None and self.has_all_begun(found):
                 node.kill()
+            return False
 
+        found: Tokens = {}
         with pytest.raises(EngineDeadError):
-            step_until_dead(engine, self.requests, found, stop_there)
-        other = build_engine(self.checkpoint.path, **plain(self.features, self.checkpoint))
+            self.begun(engine, kill_when_begun, found)
+        self.go_on(found, expected, plain(self.features, self.checkpoint))
+
+    def has_all_begun(self, found: Tokens) -> bool:
+        """Whether each request has a token."""
+        return all(found.values())
+
+    def begun(self, engine: EngineCore, until: Callable[[Tokens], bool], found: Tokens | None = None) -> Tokens:
+        """Run the requests until something is so of their tokens, or all have ended. Returns the tokens, in ``found``."""
+        found = {} if found is None else found
+        found.update({request.request_id: [] for request in self.requests})
+        engine.scheduler.reset_prefix_cache()
+        woken = threading.Event()
+        engine.wake = woken.set
+        for request in self.requests:
+            engine.add(engine.preprocess(CLIENT, request))
+        while engine.has_requests and not until(found):
+            for frame in engine.step(lambda: None).values():
+                for output in frame.outputs:
+                    assert output.error is None, output.error
+                    found[output.request_id] += output.new_token_ids
+            if engine.stalled and engine.has_requests:  # constraints are being compiled, or adapters read
+                assert woken.wait(PATIENCE), "nothing to do, and nothing comes"
+                woken.clear()
+        return found
+
+    def go_on(self, found: Tokens, expected: Tokens, sections: Sections) -> None:
+        """Another engine goes on with what a killed one has left, as frontends have it."""
         left = [
             request for request in self.requests if len(found[request.request_id]) < len(expected[request.request_id])
         ]
-        assert left, "the node was killed too late"
+        assert left, "it was killed too late"
+        other = build_engine(self.checkpoint.path, **sections)
         rest = answer(other, [going_on(request, found[request.request_id], None) for request in left]).tokens
         other.shutdown()
-        assert {name: tokens + rest.get(name, []) for name, tokens in found.items()} == expected
+        assert {name: tokens + rest.get(name, []) for name, tokens in found.items()} == expected, "behind a kill"
 
 
 class Events:
@@ -310,26 +341,6 @@ class Events:
         kv_cache = self._engine.scheduler.kv_cache
         assert self._num_stored > 0
         assert self._findable == {*kv_cache.pool.hashes(kv_cache.pool._events.group)}
-
-
-def step_until_dead(
-    engine: EngineCore, requests: Sequence[EngineCoreRequest], found: Tokens, after_step: Callable[[], None]
-) -> None:
-    """Collect tokens until the engine raises what ends it."""
-    import threading
-
-    woken = threading.Event()
-    engine.wake = woken.set
-    for request in requests:
-        engine.add(engine.preprocess(CLIENT, request))
-    while engine.has_requests:
-        for frame in engine.step(lambda: None).values():
-            for output in frame.outputs:
-                found[output.request_id] += output.new_token_ids
-        after_step()
-        if engine.stalled and engine.has_requests:
-            woken.wait(PATIENCE)
-            woken.clear()
 
 
 def renamed(requests: Sequence[EngineCoreRequest], turn: int) -> list[EngineCoreRequest]:

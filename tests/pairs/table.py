@@ -70,9 +70,6 @@ SAME: Mapping[Two, SameAs] = {
         for two in itertools.combinations(sorted(DRAFTS), 2)
     },
     frozenset({Feature.STRUCTURED, Feature.POOLING}): SameAs("Requests for vectors have no output to constrain."),
-    frozenset({Feature.QUANTIZED, Feature.MEDIA}): SameAs(
-        "Quantized checkpoints with encoders are refused or tested by family, see models.md."
-    ),
 }
 
 
@@ -89,7 +86,9 @@ def _killed(two: Two) -> str:
         return "a rank"
     if Feature.NODES in two:
         return "a node"
-    return "the engine that gives the blocks" if Feature.TRANSFER in two else ""
+    if Feature.TRANSFER in two:
+        return "the engine that gives the blocks"
+    return "" if Feature.POOLING in two else "the engine"
 
 
 def name_of(two: Two) -> str:
