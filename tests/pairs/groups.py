@@ -4,7 +4,7 @@ import asyncio
 import io
 import json
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +47,26 @@ class GroupPair(Pair):
             for turn in range(2):
                 assert await self.answers(group) == expected, f"turn {turn}"
             await self.until_used(group)
-            ranks = await group.members()
-            calls = [
-                group.stub.Generate(self.message(number, ranks[number % 2][1])) for number in range(len(self.requests))
-            ]
-            firsts = await asyncio.gather(*(call.read() for call in calls))
-            await ranks[1][0].kill()
-            rest = await asyncio.gather(*map(read, calls))
+            if self.has(Feature.TRANSFER):
+                await self.check_middle(group, expected, lambda _: group.ask_for(1))
+                moved = await asyncio.to_thread(total, group.engines, "penstock:kv_transfer_blocks_total")
+                assert moved > 0, "the rank that left has given no blocks"
+                await group.scale(2)
+            await self.check_middle(group, expected, lambda rank: rank.kill())
+
+    async def check_middle(
+        self, group: RankGroup, expected: list[list[int]], strike: Callable[[Service], Awaitable[object]]
+    ) -> None:
+        """Have something happen to the last rank when all requests have begun."""
+        ranks = await group.members()
+        calls = [
+            group.stub.Generate(self.message(number, ranks[number % 2][1])) for number in range(len(self.requests))
+        ]
+        firsts = await asyncio.gather(*(call.read() for call in calls))
+        await strike(ranks[-1][0])
+        rest = await asyncio.gather(*map(read, calls))
         found = [[*first.token_ids, *answer.token_ids] for first, answer in zip(firsts, rest, strict=True)]
-        assert found == expected, "a rank was killed"
+        assert found == expected, "a rank was lost"
 
     def of_plain_engine(self) -> list[list[int]]:
         """By request."""
