@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -56,3 +57,18 @@ def end_with_parent() -> None:
     """Be killed when the thread that started this process ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def limit_memory(beyond: int) -> None:
+    """Let this process ask for ``beyond`` bytes more than it has, and write no file and no core dump."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
+    if pages:
+        limit_resource(resource.RLIMIT_AS, pages * resource.getpagesize() + beyond)
+    limit_resource(resource.RLIMIT_CORE, 0)
+    limit_resource(resource.RLIMIT_FSIZE, 0)
+
+
+def limit_resource(kind: int, soft: int) -> None:
+    """Set a limit of this process, at most to its hard limit. ``kind``: one of ``resource.RLIMIT_*``."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))

@@ -200,6 +200,7 @@ class Frontend:
             await self._coordinator.close()
             await self._coordinator_task
         await self._engines.close()
+        await self._assembly.chat.renderer.close()
         self._assembly.tokenizer.close()
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.stop)

@@ -29,6 +29,7 @@ from penstock_frontend.ports import EngineClient, OutputHandler
 from penstock_frontend.processing.chat.control_tokens import find_control_tokens
 from penstock_frontend.processing.chat.reasoning import reasoning_of
 from penstock_frontend.processing.chat.rendering import ChatRenderer
+from penstock_frontend.processing.chat.template_process import TemplateProcess
 from penstock_frontend.processing.chat.templates import ChatTemplates, load_chat_templates
 from penstock_frontend.processing.media.families.base import Family
 from penstock_frontend.processing.media.families.factory import load_family
@@ -64,7 +65,7 @@ class Assembly(NamedTuple, Generic[E]):
     llm: AsyncLLM
     """Prompts in, outputs and vectors out."""
     chat: ChatCalls
-    """Conversations in, answers out."""
+    """Conversations in, answers out. Its renderer is to be closed after the last request."""
     settings: LiveSettings
     labels: list[str]
     """Names of the model's classes, in order."""
@@ -139,6 +140,7 @@ def assemble(
         tool_parser=model.tool_parser,
         family=family,
         control=find_control_tokens(tokenizer, files.templates) if as_text else None,
+        own_templates=TemplateProcess() if model.request_chat_templates else None,
     )
     return Assembly(
         tokenizer=tokenizer,

@@ -156,6 +156,8 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The tool that must be called, whatever ``tool_choice`` says; empty: no such one."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    template: str = ""
+    """A chat template to use instead of the model's own; empty: the model's."""
     template_kwargs: dict[str, Any] = {}
     """More variables of the chat template, as ``enable_thinking``."""
     sampling: dict[str, Any] = {}

@@ -69,6 +69,10 @@ def check(
             f"--data-parallel-size is {options.data_parallel_size}, and model {options.model} has no experts: nothing is shared "
             f"between its engines; use --engines {options.data_parallel_size}"
         )
+    if template := _chat_template(options).get("chat_template"):
+        from penstock_frontend.processing.chat.templates import given_template  # imports jinja2
+
+        given_template(template, {}, setting="--chat-template")
     if not Path(options.model).expanduser().is_dir():
         check_hub(options.model, str(model.get("revision") or ""))
     public = (options.grpc_port, options.http_port)
@@ -228,7 +232,7 @@ def _frontend(name: str, config: dict[str, Any], address: str, *, plain_health: 
 
 def _frontend_config(options: ServeOptions, coordinator_address: str, admin_port: int) -> dict[str, Any]:
     return {
-        "model": _model_config(options),
+        "model": {**_model_config(options), **_chat_template(options)},
         "coordinator": {"address": coordinator_address},
         # There is no other frontend to go to when all stop.
         "server": {"host": options.host, "port": options.grpc_port, "max_connection_age": 0},
@@ -256,6 +260,13 @@ def _frontend_lora(options: ServeOptions) -> dict[str, Any]:
 def _model_config(options: ServeOptions) -> dict[str, Any]:
     path = Path(options.model).expanduser()
     return {"path": str(path) if path.is_dir() else options.model, "served_model_name": options.model_name}
+
+
+def _chat_template(options: ServeOptions) -> dict[str, Any]:
+    """What frontends alone are told of the model; empty: its own templates are used."""
+    if not options.chat_template:
+        return {}
+    return {"chat_template": str(Path(options.chat_template).expanduser().absolute())}
 
 
 def _tiers(options: ServeOptions, engine_id: str) -> dict[str, Any]:

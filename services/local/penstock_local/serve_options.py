@@ -29,6 +29,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     model: Annotated[str, Meta(description="Directory of a Hugging Face checkpoint, or its id on the hub.")]
     served_model_name: Annotated[str, Meta(description="Name that clients use; empty: the end of MODEL.")] = ""
+    chat_template: Annotated[
+        str,
+        Meta(description="File with a chat template in jinja2, instead of the model's own; empty: the model's own."),
+    ] = ""
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="Type of weights and activations; auto: the checkpoint's own."),

@@ -73,7 +73,19 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "or one that a plugin brings; auto goes by the model's chat template.",
         ),
     ] = "auto"
-
+    chat_template: Annotated[
+        str,
+        Meta(
+            description="File with a chat template in jinja2, used instead of the model's own ones; empty: the model's own ones."
+        ),
+    ] = ""
+    request_chat_templates: Annotated[
+        bool,
+        Meta(
+            description="Requests may bring a chat template of their own (chat_template of chat completions and of tokenization), "
+            "which runs in a sandbox in a process of its own, within 2 seconds; false: such requests are refused."
+        ),
+    ] = False
     special_tokens_in_content: Annotated[
         SpecialTokensInContent,
         Meta(

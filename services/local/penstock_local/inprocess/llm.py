@@ -142,6 +142,7 @@ class LLM:
         tools: Iterable[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         lora: str = "",
@@ -151,11 +152,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer conversations through the model's chat template. ``messages``: one conversation, or a list of them.
 
-        ``tools``: what the model is told that it may call, as OpenAI's protocol has them. The other keywords are those of the
+        ``tools``: what the model is told that it may call, as OpenAI's protocol has them. ``chat_template``: the text of a
+        template to use instead of the model's own; it runs in a process of its own. The other keywords are those of the
         public API's ChatRequest. The texts are all that the model wrote, reasoning and tool calls included. Errors name the
         conversation: ``conversations[3]``.
         """
-        like = _conversation(tools, add_generation_prompt, continue_final_message, chat_template_kwargs, priority, lora)
+        template = (chat_template, chat_template_kwargs)
+        like = _conversation(tools, add_generation_prompt, continue_final_message, template, priority, lora)
         requests = self._requests.chat(messages, sampling_params, like)
         return self._batch(self._answering(), errors, progress, use_tqdm).all(requests)
 
@@ -168,6 +171,7 @@ class LLM:
         tools: Iterable[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         lora: str = "",
@@ -176,7 +180,8 @@ class LLM:
         progress: Shown = False,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """The index of each conversation and its answer, as they end or ``in_order``."""
-        like = _conversation(tools, add_generation_prompt, continue_final_message, chat_template_kwargs, priority, lora)
+        template = (chat_template, chat_template_kwargs)
+        like = _conversation(tools, add_generation_prompt, continue_final_message, template, priority, lora)
         requests = self._requests.chat(messages, sampling_params, like)
         return self._batch(self._answering(), errors, progress).each(requests, in_order=in_order)
 
@@ -309,16 +314,17 @@ def _conversation(
     tools: Iterable[Mapping[str, Any]] | None,
     add_generation_prompt: bool,
     continue_final_message: bool,
-    template_kwargs: Mapping[str, Any] | None,
+    template: tuple[str, Mapping[str, Any] | None],
     priority: int,
     lora: str,
 ) -> ChatRequest:
-    """What all conversations of a call have in common."""
+    """What all conversations of a call have in common. ``template``: their chat template, empty for the model's, and variables."""
     return ChatRequest(
         messages=(),
         tools=tools_of(tools),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
-        template_kwargs=dict(template_kwargs or {}),
+        template=template[0],
+        template_kwargs=dict(template[1] or {}),
         context=context_of(priority=priority, lora=lora),
     )

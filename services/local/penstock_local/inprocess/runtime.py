@@ -132,6 +132,7 @@ class Runtime:
         gc.unfreeze()  # the busy loop had spared what start-up built from the collector; now it may go
         if self.assembly.media is not None:  # first: its workers' tasks end with it alone
             self.submit(self.assembly.media.close).result()
+        self.submit(self.assembly.chat.renderer.close).result()
         self.submit(_last_words).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -145,6 +146,7 @@ def _model(config: EngineCoreConfig) -> ModelConfig:
         path=config.model.path,
         served_model_name=config.model.served_model_name,
         revision=config.model.revision,
+        request_chat_templates=True,  # the caller's own
     )
 
 

@@ -35,7 +35,7 @@ OPTIONS: Mapping[str, str] = {
     "tokenizer_mode": "nothing: all tokenizers are fast ones",
     "generation_config": "the model's own; sampling parameters of a call override it",
     "hf_overrides": "nothing: the checkpoint's config says what the model is",
-    "chat_template": "the model's own chat template",
+    "chat_template": "chat_template of the method chat",
     "disable_log_stats": "Python's logging, e.g. logging.getLogger('penstock_enginecore').setLevel('WARNING')",
     "reasoning_parser": "nothing: texts have all that the model wrote",
 }
@@ -49,7 +49,6 @@ ARGUMENTS: Mapping[str, str] = {
     "tokenization_kwargs": "truncate_prompt_tokens, where the method has it",
     "truncate_prompt_tokens": "the sampling parameter truncate_prompt_tokens",
     "mm_processor_kwargs": 'the key "mm_processor_kwargs" of a prompt',
-    "chat_template": "the model's own chat template",
     "chat_template_content_format": "nothing: parts of messages are read as OpenAI has them",
     "guided_options_request": "sampling_params with structured_output",
     "concurrency_limit": "nothing: the engine schedules by itself",

@@ -46,7 +46,6 @@ _REFUSED = {
     "audio": "",
     "web_search_options": "",
     "documents": "chat_template_kwargs",
-    "chat_template": "the model's own",
     "echo": "",
     "return_prompt_text": "return_token_ids",
 }
@@ -67,6 +66,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: list[str] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
@@ -76,7 +76,6 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     audio: Any = None
     web_search_options: Any = None
     documents: Any = None
-    chat_template: Any = None
     echo: bool | None = None
     return_prompt_text: Any = None
 
@@ -268,6 +267,7 @@ def _request(body: ChatCompletionRequest, call: Call, kv: KvParams) -> ChatReque
         named_tool=named,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
+        template=body.chat_template or "",
         template_kwargs=kwargs,
         sampling=values,
         prediction=text_of(body.prediction),

@@ -26,6 +26,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     tools: list[ToolBody] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     media_io_kwargs: MediaIoBody | None = None
@@ -113,6 +114,7 @@ class Tokenization:
             tools=tools_of(body.tools),
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=bool(body.continue_final_message),
+            template=body.chat_template or "",
             template_kwargs=body.chat_template_kwargs or {},
         )
         return await self._chat.renderer.render(request)

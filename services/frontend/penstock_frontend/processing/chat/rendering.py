@@ -2,17 +2,19 @@
 
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock_common.config.reread import Reread
-from penstock_common.errors import InvalidArgument
+from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_frontend.call_types import ChatRequest, GenerateRequest, MixedPrompt, Tool
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.media_parts import MediaPart
+from penstock_frontend.processing.chat.content_format import ContentFormat
 from penstock_frontend.processing.chat.control_tokens import ControlTokens
 from penstock_frontend.processing.chat.messages import MessageReader, add_text, media_of, size_of
 from penstock_frontend.processing.chat.places import Places
-from penstock_frontend.processing.chat.templates import ChatTemplates
+from penstock_frontend.processing.chat.template_process import TemplateProcess
+from penstock_frontend.processing.chat.templates import ChatTemplates, template_traits
 from penstock_frontend.processing.media.families.base import Family
 from penstock_frontend.processing.parsers import registry
 from penstock_frontend.processing.prompts.counts import check_conversation
@@ -24,7 +26,23 @@ _NOT_SHOWN = (
     "tool_choice to 'none'. Where messages tell the model of its tools, its calls can be read with "
     "--set frontend.model.tool_parser=..., which is one of: "
 )
+MAX_TEMPLATE = 64 << 10
+"""Length limit of a request's own template, in characters."""
+_HIDES_TOOLS = (
+    "tools: the request's chat_template does not show them to the model. Leave them out, or set tool_choice to 'none'"
+)
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+
+
+class _Prepared(NamedTuple):
+    """A conversation between its checks and its prompt."""
+
+    variables: dict[str, Any]
+    form: ContentFormat
+    places: Places | None
+    mark: str
+    """Stands behind the last message, where that one is continued."""
+    control_mark: str
 
 
 class ChatRenderer:
@@ -32,7 +50,8 @@ class ChatRenderer:
 
     ``tool_parser``: the one that the configuration names. Tools that the template cannot show are refused, unless it names one:
     then messages tell the model of its tools. ``family``: None for a model that reads text alone. ``control``: control tokens
-    that texts of clients must not become; None: they may.
+    that texts of clients must not become; None: they may. ``own_templates``: where requests may bring templates of their own,
+    what renders them; None: such requests are refused.
     """
 
     def __init__(
@@ -44,6 +63,7 @@ class ChatRenderer:
         tool_parser: str = registry.AUTO,
         family: Family | None = None,
         control: ControlTokens | None = None,
+        own_templates: TemplateProcess | None = None,
     ) -> None:
         self.templates = templates
         takes_tools = not templates.hides_tools or tool_parser not in (registry.AUTO, registry.NONE)
@@ -52,6 +72,7 @@ class ChatRenderer:
         self._limits = limits
         self._family = family
         self._control = control
+        self._own_templates = own_templates
 
     @property
     def takes_tools(self) -> bool:
@@ -61,9 +82,12 @@ class ChatRenderer:
     async def render(self, request: ChatRequest) -> GenerateRequest:
         """The request with its conversation as a prompt. Raises InvalidArgument."""
         check_conversation(request.messages, request.tools, self._limits.now)
-        if request.may_call and self._why_no_tools:
-            raise InvalidArgument(self._why_no_tools, field="tools")
-        prompt = await self._tokenizer.in_thread(self._prompt, request)
+        if request.template:
+            prompt = await self._by_own_template(request)
+        else:
+            if request.may_call and self._why_no_tools:
+                raise InvalidArgument(self._why_no_tools, field="tools")
+            prompt = await self._tokenizer.in_thread(self._prompt, request)
         return GenerateRequest(
             prompt=prompt,
             add_special_tokens=self._adds_special_tokens(prompt),
@@ -73,6 +97,40 @@ class ChatRenderer:
             context=request.context,
         )
 
+    async def close(self) -> None:
+        """End the process that renders requests' own templates. Idempotent."""
+        if self._own_templates is not None:
+            await self._own_templates.close()
+
+    async def _by_own_template(self, request: ChatRequest) -> str | MixedPrompt:
+        if self._own_templates is None:
+            raise Unimplemented(
+                "chat_template is set; this server takes none from requests unless model.request_chat_templates is true",
+                field="chat_template",
+            )
+        if len(request.template) > MAX_TEMPLATE:
+            raise InvalidArgument(
+                f"chat_template has {len(request.template)} characters; the limit is {MAX_TEMPLATE}",
+                field="chat_template",
+            )
+        prepared = await self._tokenizer.in_thread(self._prepared_for_own, request)
+        prompt = await self._own_templates.render(
+            request.template,
+            self.templates.special_tokens,
+            prepared.variables,
+            max_chars=self._limits.now.max_prompt_length,
+        )
+        return await self._tokenizer.in_thread(self._finished, prepared, prompt)
+
+    def _prepared_for_own(self, request: ChatRequest) -> _Prepared:
+        try:
+            traits = template_traits(request.template)
+        except ValueError as e:
+            raise InvalidArgument(f"chat_template, {e}", field="chat_template") from None
+        if request.may_call and not traits.shows_tools:
+            raise InvalidArgument(_HIDES_TOOLS, field="tools")
+        return self._prepared(request, traits.form)
+
     def _adds_special_tokens(self, prompt: str | MixedPrompt) -> bool:
         """Templates write them. Those of models that take media may leave it to the processor, which sees whether they did."""
         if self._family is None:
@@ -81,10 +139,14 @@ class ChatRenderer:
         return not (self.templates.begin and isinstance(first, str) and first.startswith(self.templates.begin))
 
     def _prompt(self, request: ChatRequest) -> str | MixedPrompt:
+        prepared = self._prepared(request, self.templates.content_format(with_tools=request.may_call))
+        prompt = self.templates.render(prepared.variables, max_chars=self._limits.now.max_prompt_length)
+        return self._finished(prepared, prompt)
+
+    def _prepared(self, request: ChatRequest, form: ContentFormat) -> _Prepared:
         _check_turns(request)
         media = media_of(request.messages)
         check_media(media, self._family)
-        form = self.templates.content_format(with_tools=request.may_call)
         places = Places(self._family, media) if self._family is not None and media else None
         messages = self._messages(request, MessageReader(form, places, by_parts=self._family is not None))
         # A mark that no conversation has shows where the template wrote the end of the last message; the blank behind it,
@@ -104,20 +166,22 @@ class ChatRenderer:
             variables, control_mark = self._control.guarded(variables)
         if places is not None and form.reads_parts:
             variables = places.guarded(variables)
-        prompt = self.templates.render(variables, max_chars=self._limits.now.max_prompt_length)
-        if mark:
-            prompt = _up_to(mark, prompt)
+        return _Prepared(variables, form, places, mark, control_mark)
+
+    def _finished(self, prepared: _Prepared, prompt: str) -> str | MixedPrompt:
+        if prepared.mark:
+            prompt = _up_to(prepared.mark, prompt)
         if not prompt:
             raise InvalidArgument("messages: the model's chat template makes an empty prompt of them", field="messages")
         if not prompt.isascii():
             _check_unicode(prompt)
 
         def guarded(text: str) -> str:
-            return text if self._control is None else self._control.text(text, control_mark)
+            return text if self._control is None else self._control.text(text, prepared.control_mark)
 
-        if places is None:
+        if prepared.places is None:
             return guarded(prompt)
-        parts = places.split(prompt, by_name=not form.reads_parts)
+        parts = prepared.places.split(prompt, by_name=not prepared.form.reads_parts)
         return _mixed([guarded(part) if isinstance(part, str) else part for part in parts])
 
     def _messages(self, request: ChatRequest, reader: MessageReader) -> list[dict[str, Any]]:

@@ -11,13 +11,13 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
-from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -39,13 +39,29 @@ _TOOLS = "tools"
 """The variable of a template that has the tools."""
 
 
+class TemplateTraits(NamedTuple):
+    """What a template's source shows of it, without running any of it."""
+
+    form: ContentFormat
+    looked_for: set[str]
+    """Words that it looks for in the texts that it is given."""
+    shows_tools: bool
+
+
 class ChatTemplates:
     """The templates of one model by name; most have one, ``default``. ``special_tokens``: their texts, as ``bos_token``.
 
     Thread-safe: a conversation is rendered in one of the tokenizer's threads.
     """
 
-    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        *,
+        subject: str = "messages: the model's chat template",
+    ) -> None:
+        """``subject``: what errors call the template, behind the field that they are about."""
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._environment = _Environment()
@@ -53,24 +69,35 @@ class ChatTemplates:
         self._broken: dict[str, str] = {}
         self._showing_tools: set[str] = set()
         self._formats: dict[str, ContentFormat] = {}
+        self._subject = subject
         self.looked_for: set[str] = set()
         """Words that a template looks for in the texts that it is given."""
         for name, source in sources.items():
             try:
                 self._templates[name] = self._environment.from_string(source)
-                tree = self._environment.parse(source)
-                self._formats[name] = content_format(tree)
-                self.looked_for |= looked_for(tree)
-                if any(each.name == _TOOLS and each.ctx == "load" for each in tree.find_all(nodes.Name)):
+                traits = _traits(self._environment, source)
+                self._formats[name] = traits.form
+                self.looked_for |= traits.looked_for
+                if traits.shows_tools:
                     self._showing_tools.add(name)
             except (TemplateError, RecursionError) as e:
-                self._broken[name] = _first_line(e)
-                get_logger().warning("chat template cannot be read", template=name, error=_first_line(e))
+                self._broken[name] = _what_is_wrong(e)
+                get_logger().warning("chat template cannot be read", template=name, error=_what_is_wrong(e))
 
     @property
     def source(self) -> str:
         """All templates' text; empty when the model has none."""
         return "\n".join(self._sources.values())
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The texts of the model's special tokens by the names that templates have for them."""
+        return self._special_tokens
+
+    @property
+    def broken(self) -> str:
+        """Why the template of conversations without tools cannot be read; empty: it can, or there is none."""
+        return self._broken.get(_DEFAULT, "")
 
     @property
     def begin(self) -> str:
@@ -87,12 +114,12 @@ class ChatTemplates:
         """How contents are read by the template that renders conversations with tools, or without."""
         return self._formats.get(self._name_of(with_tools=with_tools), ContentFormat(False, True))
 
-    def render(self, variables: Mapping[str, Any], *, max_chars: int) -> str:
+    def render(self, variables: Mapping[str, Any], *, max_chars: int, seconds: float = TIME_LIMIT) -> str:
         """The prompt. Raises InvalidArgument when there is no template, or it refuses the conversation."""
         template = self._pick(with_tools=bool(variables.get("tools")))
         pieces: list[str] = []
         size = 0
-        self._environment.begin(TIME_LIMIT)
+        self._environment.begin(seconds)
         try:
             for piece in template.generate({**self._special_tokens, **variables}):
                 self._environment.checkpoint()
@@ -106,17 +133,13 @@ class ChatTemplates:
         except InvalidArgument:
             raise
         except Exception as e:  # the template is the model's program: whatever it raises is about this conversation
-            raise InvalidArgument(
-                f"messages: the model's chat template refuses them: {_first_line(e)}", field="messages"
-            ) from e
+            raise InvalidArgument(f"{self._subject} refuses them: {_first_line(e)}", field="messages") from e
         return "".join(pieces)
 
     def _pick(self, *, with_tools: bool) -> jinja2.Template:
         name = self._name_of(with_tools=with_tools)
         if name in self._broken:
-            raise InvalidArgument(
-                f"messages: the model's chat template cannot be read: {self._broken[name]}", field="messages"
-            )
+            raise InvalidArgument(f"{self._subject} cannot be read: {self._broken[name]}", field="messages")
         if name not in self._templates:
             raise InvalidArgument(
                 "messages: the model has no chat template; use Generate with a prompt of your own", field="messages"
@@ -130,6 +153,10 @@ class ChatTemplates:
 def load_chat_templates(config: ModelConfig) -> ChatTemplates:
     """The templates of a directory or hub id; files of their own win over tokenizer_config.json. Raises ConfigError."""
     folder = resolve(config)
+    if config.chat_template:
+        return given_template(
+            config.chat_template, _special_tokens(folder, read_json(folder / "tokenizer_config.json"))
+        )
     tokenizer_config = read_json(folder / "tokenizer_config.json")
     sources = _listed(tokenizer_config.get("chat_template"), folder)
     if isinstance(single := read_json(folder / "chat_template.json").get("chat_template"), str):
@@ -138,8 +165,46 @@ def load_chat_templates(config: ModelConfig) -> ChatTemplates:
         sources[file.stem] = _read(file)
     if os.path.lexists(file := folder / "chat_template.jinja"):
         sources[_DEFAULT] = _read(file)
-    special = read_json(folder / "special_tokens_map.json") | tokenizer_config
-    return ChatTemplates(sources, {name: text for name in _SPECIAL_TOKENS if (text := _token_text(special.get(name)))})
+    return ChatTemplates(sources, _special_tokens(folder, tokenizer_config))
+
+
+def template_traits(source: str) -> TemplateTraits:
+    """What the source of a template shows of it; it is parsed, and nothing of it runs.
+
+    Raises:
+        ValueError: It cannot be read. The text says why, and names the line.
+    """
+    try:
+        return _traits(_Environment(), source)
+    except (TemplateError, RecursionError) as e:
+        raise ValueError(_what_is_wrong(e)) from None
+
+
+def _traits(environment: jinja2.Environment, source: str) -> TemplateTraits:
+    tree = environment.parse(source)
+    shows_tools = any(each.name == _TOOLS and each.ctx == "load" for each in tree.find_all(nodes.Name))
+    return TemplateTraits(content_format(tree), looked_for(tree), shows_tools)
+
+
+def given_template(
+    path: str, special_tokens: Mapping[str, str], *, setting: str = "model.chat_template"
+) -> ChatTemplates:
+    """The template of a file that is used instead of a model's own ones. ``setting``: what errors call it. Raises ConfigError."""
+    try:
+        source = read_input(Path(path), _MAX_TEMPLATE_BYTES).decode()
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{setting} is {path!r}, which cannot be read: {e}") from None
+    if not source.strip():
+        raise ConfigError(f"{setting} is {path!r}: the file is empty")
+    templates = ChatTemplates({_DEFAULT: source}, special_tokens)
+    if templates.broken:
+        raise ConfigError(f"{setting} is {path!r}: {templates.broken}")
+    return templates
+
+
+def _special_tokens(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    special = read_json(folder / "special_tokens_map.json") | dict(tokenizer_config)
+    return {name: text for name in _SPECIAL_TOKENS if (text := _token_text(special.get(name)))}
 
 
 def _listed(value: Any, folder: Path) -> dict[str, str]:
@@ -166,6 +231,13 @@ def _read(file: Path) -> str:
         return read_input(file, _MAX_TEMPLATE_BYTES).decode()
     except (OSError, ValueError) as e:
         raise ConfigError(f"{file} cannot be read: {e}") from None
+
+
+def _what_is_wrong(error: Exception) -> str:
+    """The line and the cause of a template that cannot be read."""
+    if isinstance(error, TemplateSyntaxError):
+        return f"line {error.lineno}: {error.message}"
+    return "it nests too deeply" if isinstance(error, RecursionError) else _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

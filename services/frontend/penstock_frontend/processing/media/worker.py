@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.child_process import end_with_parent
+from penstock_common.child_process import end_with_parent, limit_memory, limit_resource
 from penstock_common.process import name_process
 from penstock_frontend.processing.media.decode import VideoFrames, decode_image, decode_sound, open_image
 from penstock_frontend.processing.media.decode_limits import TooLarge, Unreadable
@@ -62,7 +62,7 @@ class MediaWorker:
             self._channel.sendall(framed(Ready(error=f"{type(e).__name__}: {e}")))
             return
         _say_nothing()
-        _limit_memory(setup.memory)
+        limit_memory(setup.memory)
         self._channel.sendall(framed(Ready()))
         while True:
             job = decode_job(self._head())
@@ -145,24 +145,10 @@ def _say_nothing() -> None:
             os.dup2(nowhere.fileno(), descriptor)
 
 
-def _limit_memory(beyond: int) -> None:
-    """Let the process ask for so many bytes more than it has."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
-    if pages:
-        _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + beyond)
-    _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_FSIZE, 0)
-
-
 def _limit_seconds(seconds: float) -> None:
     """Let the process compute for so long from now on; the frontend looks at the clock, this at a frontend that cannot."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    _limit(resource.RLIMIT_CPU, math.ceil(usage.ru_utime + usage.ru_stime + seconds) + 1)
-
-
-def _limit(kind: int, soft: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+    limit_resource(resource.RLIMIT_CPU, math.ceil(usage.ru_utime + usage.ru_stime + seconds) + 1)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -54,7 +54,7 @@ def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
 
 def test_a_template_that_cannot_be_read_refuses_conversations_alone(tmp_path: Path) -> None:
     save_chat_model(tmp_path, "{% if %}")
-    with pytest.raises(InvalidArgument, match="cannot be read: Expected an expression"):
+    with pytest.raises(InvalidArgument, match="cannot be read: line 1: Expected an expression"):
         loaded(tmp_path)
 
 

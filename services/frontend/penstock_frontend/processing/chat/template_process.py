@@ -1,0 +1,127 @@
+"""Renders chat templates that clients send, in a child process."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from penstock_common.child_process import start_python
+from penstock_common.errors import InvalidArgument, Unavailable
+from penstock_frontend.processing.chat.template_messages import LENGTH, TemplateAnswer, TemplateJob, framed
+
+_MODULE = "penstock_frontend.processing.chat.template_worker"
+_ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "TZ")
+"""What the process gets of the frontend's environment: no keys, no addresses."""
+KILLED_AFTER = 3.0
+"""Seconds after which the process is killed. It looks at the clock itself, but not within one operation."""
+_START_LIMIT = 60.0
+"""Seconds that the start of the process may take."""
+_FIELD = "chat_template"
+
+
+class TemplateProcess:
+    """Renders one template after the other. The process is started when the first one comes, and again after it was killed.
+
+    All calls must come from one event loop. ``variables`` are data of JSON.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+
+    async def render(
+        self, source: str, special_tokens: Mapping[str, str], variables: Mapping[str, Any], *, max_chars: int
+    ) -> str:
+        """The prompt. Raises InvalidArgument for a template that is wrong, or takes too long or too much memory."""
+        job = TemplateJob(
+            source=source, special_tokens=dict(special_tokens), variables=dict(variables), max_chars=max_chars
+        )
+        try:
+            message = framed(job)
+        except UnicodeEncodeError:
+            raise InvalidArgument(
+                "messages, or what is beside them, have half a character, which no template of a request takes",
+                field="messages",
+            ) from None
+        async with self._turn:
+            answer = await self._asked(message)
+        if answer.error:
+            raise InvalidArgument(answer.error, field=answer.field)
+        return answer.prompt
+
+    async def close(self) -> None:
+        """End the process. Idempotent."""
+        async with self._turn:
+            await self._end()
+
+    async def _asked(self, message: bytes) -> TemplateAnswer:
+        channel = await self._started()
+        whole = False
+        try:
+            async with asyncio.timeout(KILLED_AFTER):
+                await asyncio.get_running_loop().sock_sendall(channel, message)
+                answer = await _answer(channel)
+            whole = True
+        except TimeoutError:
+            raise InvalidArgument(
+                f"{_FIELD} takes longer than {KILLED_AFTER:g} s; make the template simpler", field=_FIELD
+            ) from None
+        except (OSError, EOFError, msgspec.MsgspecError):
+            raise InvalidArgument(
+                f"{_FIELD} ended the process that renders it; it needs too much memory", field=_FIELD
+            ) from None
+        finally:
+            if not whole:
+                await self._end()
+        return answer
+
+    async def _started(self) -> socket.socket:
+        if self._channel is not None:
+            return self._channel
+        self._channel, theirs = socket.socketpair()
+        self._channel.setblocking(False)
+        environ = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        with theirs:
+            self._process = start_python(_MODULE, [str(theirs.fileno())], [theirs.fileno()], environ=environ)
+        ready = False
+        try:
+            async with asyncio.timeout(_START_LIMIT):
+                await _answer(self._channel)
+            ready = True
+        except (TimeoutError, OSError, EOFError) as e:
+            raise Unavailable("the process that renders templates of requests could not be started") from e
+        finally:
+            if not ready:
+                await self._end()
+        return self._channel
+
+    async def _end(self) -> None:
+        process, channel = self._process, self._channel
+        self._process = self._channel = None
+        if channel is not None:
+            channel.close()
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await asyncio.shield(asyncio.to_thread(process.wait))
+
+
+async def _answer(channel: socket.socket) -> TemplateAnswer:
+    (length,) = LENGTH.unpack(await _take(channel, LENGTH.size))
+    return msgspec.json.decode(await _take(channel, length), type=TemplateAnswer)
+
+
+async def _take(channel: socket.socket, size: int) -> bytes:
+    loop, taken = asyncio.get_running_loop(), bytearray()
+    while len(taken) < size:
+        piece = await loop.sock_recv(channel, min(size - len(taken), 1 << 20))
+        if not piece:
+            raise EOFError
+        taken += piece
+    return bytes(taken)

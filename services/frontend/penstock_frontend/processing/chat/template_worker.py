@@ -1,0 +1,80 @@
+"""The process that renders clients' chat templates: ``python -m penstock_frontend.processing.chat.template_worker SOCKET``.
+
+A template is a program. Jinja's sandbox keeps it from what is not its own, but bounds neither the memory nor the time of a single
+operation; this process may ask for little memory, and its frontend kills it when it takes too long.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock_common.child_process import end_with_parent, limit_memory
+from penstock_common.errors import InvalidArgument
+from penstock_common.process import name_process
+from penstock_frontend.processing.chat.template_messages import LENGTH, TemplateAnswer, TemplateJob, framed
+from penstock_frontend.processing.chat.templates import ChatTemplates
+
+SECONDS = 2.0
+"""Time limit of one template, in seconds."""
+MEMORY = 256 << 20
+"""Bytes that templates may need beyond what the process has at its start."""
+_NICENESS = 10
+
+
+def answer_to(job: TemplateJob) -> TemplateAnswer:
+    """The prompt, or what is wrong with the template."""
+    templates = ChatTemplates({"default": job.source}, job.special_tokens, subject="chat_template")
+    if templates.broken:
+        return TemplateAnswer(error=f"chat_template, {templates.broken}", field="chat_template")
+    try:
+        prompt = templates.render(job.variables, max_chars=job.max_chars, seconds=SECONDS)
+    except InvalidArgument as e:
+        return TemplateAnswer(
+            error=e.message, field="messages" if e.message.startswith("messages") else "chat_template"
+        )
+    # JSON has no halves of characters; the frontend refuses prompts with such.
+    return TemplateAnswer(prompt=prompt.encode(errors="replace").decode())
+
+
+def serve(channel: socket.socket) -> None:
+    """Answer jobs until the other end closes the socket. Raises EOFError then."""
+    channel.sendall(framed(TemplateAnswer()))
+    while True:
+        (length,) = LENGTH.unpack(_take(channel, LENGTH.size))
+        job = msgspec.json.decode(_take(channel, length), type=TemplateJob)
+        try:
+            answer = framed(answer_to(job))
+        except MemoryError:
+            answer = framed(TemplateAnswer(error="chat_template needs too much memory", field="chat_template"))
+        channel.sendall(answer)
+
+
+def _take(channel: socket.socket, size: int) -> bytes:
+    taken = bytearray(size)
+    view = memoryview(taken)
+    while len(view):
+        if not (count := channel.recv_into(view)):
+            raise EOFError
+        view = view[count:]
+    return bytes(taken)
+
+
+def main(argv: Sequence[str]) -> None:
+    """``argv``: the number of the socket."""
+    end_with_parent()
+    name_process("template-worker")
+    os.nice(_NICENESS)
+    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - clients must not fill logs with what is wrong in templates
+        for descriptor in (1, 2):
+            os.dup2(nowhere.fileno(), descriptor)
+    limit_memory(MEMORY)
+    with socket.socket(fileno=int(argv[0])) as channel, contextlib.suppress(EOFError, ConnectionError):
+        serve(channel)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
