@@ -20,6 +20,7 @@ PenstockError
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -194,3 +195,27 @@ def nearest(word: str, known: Iterable[str]) -> str:
         return ""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean '{matches[0]}'?" if matches else ""
+
+
+LONGEST_QUOTE = 100
+"""Characters that an error quotes of a value that a client sent."""
+LONGEST_PATH = 512
+"""The same of a file's path."""
+_URL = re.compile(r"\s*(data:|[a-z][a-z0-9+.-]{1,15}://)", re.IGNORECASE)
+
+
+def quoted(value: object, limit: int = LONGEST_QUOTE) -> str:
+    """A client's value for an error message: in quotes if it is a text, and cut after ``limit`` characters.
+
+    Of a URL only the scheme is shown: data URLs are media, and other URLs may hold credentials.
+    """
+    if isinstance(value, str):
+        if (url := _URL.match(value)) is not None:
+            return repr(f"{url[1]}...")
+        return repr(value) if len(value) <= limit else f"{value[:limit]!r}..."
+    return excerpt(repr(value), limit)
+
+
+def excerpt(text: str, limit: int = 3 * LONGEST_QUOTE) -> str:
+    """The first ``limit`` characters of a text, of which a client wrote a part."""
+    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -8,6 +8,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import msgspec
 
 from penstock_common.errors import (
+    LONGEST_PATH,
     AlreadyExists,
     FailedPrecondition,
     Internal,
@@ -17,6 +18,7 @@ from penstock_common.errors import (
     RequestFailed,
     Unavailable,
     Unimplemented,
+    quoted,
 )
 from penstock_common.lora.registration import LoraAdapter
 from penstock_common.observability.logging import get_logger
@@ -121,8 +123,8 @@ class AdapterCalls:
             if before is not None and before.adapter.digest != digest and not load_inplace:
                 await self._remove(digest)
                 raise AlreadyExists(
-                    f"name is {name!r}, which an adapter with other content has, of {before.adapter.path}; set load_inplace to "
-                    "have this one take its place",
+                    f"name is {quoted(name)}, which an adapter with other content has, of {before.adapter.path}; set "
+                    "load_inplace to have this one take its place",
                     field="name",
                     reason="LORA_NAME_TAKEN",
                 )
@@ -197,7 +199,9 @@ class AdapterCalls:
         if not self._config.allows(path):
             roots = ", ".join(self._config.roots) or "none, so no adapter may be loaded while requests are served"
             raise PermissionDenied(
-                f"path is {path!r}; it must lie below one of lora.roots: {roots}", field="path", reason="LORA_PATH"
+                f"path is {quoted(path, LONGEST_PATH)}; it must lie below one of lora.roots: {roots}",
+                field="path",
+                reason="LORA_PATH",
             )
 
     async def _read(self, adapter: LoraAdapter) -> LoraAdapter:
@@ -248,7 +252,7 @@ class AdapterCalls:
             failed.field = ""  # theirs is one of requests
         elif len(digests) > 1:
             failed = FailedPrecondition(
-                f"path is {adapter.path!r}, where engines find different adapters: "
+                f"path is {quoted(adapter.path, LONGEST_PATH)}, where engines find different adapters: "
                 + ", ".join(f"{engine} {digest.hex()}" for digest, engine in digests.items()),
                 field="path",
                 reason="LORA_DIFFERS",

@@ -7,12 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 import msgspec
 
 from penstock_common.config.reread import Reread
-from penstock_common.errors import (
-    DeadlineExceeded,
-    InvalidArgument,
-    RequestFailed,
-    Unavailable,
-)
+from penstock_common.errors import DeadlineExceeded, InvalidArgument, RequestFailed, Unavailable, quoted
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
 from penstock_common.types.pooling import PoolingTask
@@ -148,7 +143,7 @@ class AsyncLLM:
             raise _shutting_down(self._ending)
         if name is not None and name in self._by_name:
             raise InvalidArgument(
-                f"request_id is {request_id!r}, which a running request has",
+                f"request_id is {quoted(request_id)}, which a running request has",
                 field="request_id",
                 reason="DUPLICATE_REQUEST_ID",
             )

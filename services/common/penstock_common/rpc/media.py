@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from math import prod
 
 from penstock.common.v1 import media_pb2, tensor_pb2
-from penstock_common.errors import InvalidArgument
+from penstock_common.errors import InvalidArgument, quoted
 from penstock_common.rpc.outputs import Place, TakeShared, TakeTensor, payload, set_payload
 from penstock_common.types.media import DTYPE_BYTES, MODALITIES, MediaLimits, Modality, TensorData, TensorDtype
 
@@ -29,7 +29,7 @@ def modality_from_proto(text: str, *, path: str) -> Modality:
     """The modality of that name. Raises InvalidArgument."""
     known = _MODALITIES.get(text)
     if known is None:
-        raise InvalidArgument(f"{path} is {text[:64]!r}; known: {', '.join(MODALITIES)}", field=path)
+        raise InvalidArgument(f"{path} is {quoted(text)}; known: {', '.join(MODALITIES)}", field=path)
     return known
 
 

@@ -9,7 +9,7 @@ import os
 import stat
 from pathlib import Path
 
-from penstock_common.errors import FailedPrecondition, InvalidArgument
+from penstock_common.errors import FailedPrecondition, InvalidArgument, quoted
 from penstock_common.tensors.shared_memory import ROOT, UNREADABLE, lock_file, owner_of, read_at, unlink
 from penstock_common.tensors.sizes import Buffer
 
@@ -96,7 +96,7 @@ class ArenaReader:
         its end; FailedPrecondition, with reason UNREADABLE, where it is not there or cannot be read.
         """
         if name != self._name:
-            raise InvalidArgument(f"{field}.name is {name[:80]!r}; it is not the arena of this stream", field=field)
+            raise InvalidArgument(f"{field}.name is {quoted(name)}; it is not the arena of this stream", field=field)
         try:
             if self._file < 0:
                 self._file = self._open(field)

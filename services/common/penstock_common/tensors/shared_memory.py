@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock_common.errors import FailedPrecondition, InvalidArgument, RequestFailed, ResourceExhausted
+from penstock_common.errors import FailedPrecondition, InvalidArgument, RequestFailed, ResourceExhausted, quoted
 from penstock_common.observability.logging import get_logger
 from penstock_common.tensors.sizes import MAX_TENSOR_BYTES, Buffer
 
@@ -176,7 +176,7 @@ class SegmentReader:
         """
         match = _SEGMENT.fullmatch(name)
         if match is None or match[1] != self._owner:
-            raise InvalidArgument(f"{field}.name is {name[:80]!r}; it is no segment of this session's", field=field)
+            raise InvalidArgument(f"{field}.name is {quoted(name)}; it is no segment of this session's", field=field)
         if size > self._max_bytes:
             raise ResourceExhausted(f"{field}.size is {size}; the limit is {self._max_bytes} bytes", field=field)
         path = self._root / name

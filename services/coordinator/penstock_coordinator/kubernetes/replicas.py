@@ -3,7 +3,7 @@
 import asyncio
 from typing import Protocol
 
-from penstock_common.errors import FailedPrecondition, InvalidArgument, Unavailable, nearest
+from penstock_common.errors import FailedPrecondition, InvalidArgument, Unavailable, nearest, quoted
 from penstock_common.observability.logging import get_logger
 from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_coordinator.config import KubernetesConfig
@@ -47,13 +47,13 @@ class Replicas:
         self._check_pool(pool)
         if owner := self._config.owners.get(pool):
             raise FailedPrecondition(
-                f"the number of engines of pool {pool!r} belongs to {owner}: change its bounds instead",
+                f"the number of engines of pool {quoted(pool)} belongs to {owner}: change its bounds instead",
                 field="pool",
                 reason="REPLICAS_OWNED",
             )
         if pool in self._config.stateful_sets:
             raise FailedPrecondition(
-                f"pool {pool!r} has no rank yet; ask again when its engines have registered",
+                f"pool {quoted(pool)} has no rank yet; ask again when its engines have registered",
                 field="pool",
                 reason="NO_GROUP",
             )
@@ -79,7 +79,7 @@ class Replicas:
         each = self._config.ranks_per_pod.get(pool, 1)
         if ranks % each:
             raise InvalidArgument(
-                f"replicas is {ranks}; each pod of pool {pool!r} has {each} ranks, so it must be a multiple of {each}",
+                f"replicas is {ranks}; each pod of pool {quoted(pool)} has {each} ranks, so it must be a multiple of {each}",
                 field="replicas",
             )
 
@@ -94,14 +94,14 @@ class Replicas:
         known = self._config.pools
         if known and pool not in known:
             raise InvalidArgument(
-                f"pool is {pool[:100]!r}; pools: {', '.join(sorted(known))}{nearest(pool, known)}", field="pool"
+                f"pool is {quoted(pool)}; pools: {', '.join(sorted(known))}{nearest(pool, known)}", field="pool"
             )
 
     def _check_number(self, pool: str, replicas: int) -> None:
         fewest, most = self._config.min_replicas.get(pool, 0), self._config.max_replicas
         if not fewest <= replicas <= most:
             raise InvalidArgument(
-                f"replicas is {replicas}; it must be from {fewest} to {most} in pool {pool!r}", field="replicas"
+                f"replicas is {replicas}; it must be from {fewest} to {most} in pool {quoted(pool)}", field="replicas"
             )
 
     async def _change(self, api: ScaleApi, workload: Workload, replicas: int) -> int:

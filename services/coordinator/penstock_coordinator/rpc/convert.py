@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
 from penstock_common.addresses import split
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_common.lora.registration import LoraRefusal, LoraRegistration
 from penstock_common.rpc import data_parallel, loras
 from penstock_common.rpc import stats as stats_codec
@@ -85,7 +85,9 @@ def _check_kv(register: pb.Register) -> None:
 def _group(register: pb.Register) -> GroupRegistration:
     group, path = register.group, "register.group"
     if "#" in register.incarnation:
-        raise InvalidArgument(f"register.incarnation is {register.incarnation!r}; that of a rank must have no '#'")
+        raise InvalidArgument(
+            f"register.incarnation is {quoted(register.incarnation)}; that of a rank must have no '#'"
+        )
     if group.size < 2:
         raise InvalidArgument(f"{path}.size is {group.size}; it must be at least 2", field=f"{path}.size")
     if not 1 <= group.min_size <= group.size:
@@ -251,4 +253,4 @@ def _check_address(field: str, value: str) -> None:
     try:
         split(value)
     except ValueError as e:
-        raise InvalidArgument(f"{field} is {value!r}; it {e}", field=field) from None
+        raise InvalidArgument(f"{field} is {quoted(value)}; it {e}", field=field) from None

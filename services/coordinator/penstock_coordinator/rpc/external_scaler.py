@@ -9,7 +9,7 @@ import grpc
 from penstock.keda import externalscaler_pb2 as pb
 from penstock.keda import externalscaler_pb2_grpc
 from penstock_common.config.sections import PeersConfig
-from penstock_common.errors import InvalidArgument, Unavailable
+from penstock_common.errors import InvalidArgument, Unavailable, quoted
 from penstock_coordinator.cluster import Clock
 from penstock_coordinator.config import ScalingConfig
 from penstock_coordinator.scaling.metadata import ScalerMetadata, scaler_metadata
@@ -59,11 +59,12 @@ class ExternalScalerServicer(externalscaler_pb2_grpc.ExternalScalerServicer):
             value = pool.kv_cache_usage
         else:
             raise InvalidArgument(
-                f"metricName is {request.metricName[:100]!r}; known: {LOAD}, {KV_CACHE_USAGE}", field="metricName"
+                f"metricName is {quoted(request.metricName)}; known: {LOAD}, {KV_CACHE_USAGE}", field="metricName"
             )
         if value is None:
             raise Unavailable(
-                f"an engine of pool {metadata.pool!r} does not say how many requests it runs at once: it is of an older release",
+                f"an engine of pool {quoted(metadata.pool)} does not say how many requests it runs at once: "
+                "it is of an older release",
                 reason="LOAD_NOT_KNOWN",
             )
         return pb.GetMetricsResponse(

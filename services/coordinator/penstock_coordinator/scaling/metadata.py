@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, nearest
+from penstock_common.errors import InvalidArgument, nearest, quoted
 from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_coordinator.config import ScalingConfig
 from penstock_coordinator.scaling.wanted import Targets
@@ -62,7 +62,7 @@ def _number(texts: Mapping[str, str], key: str, default: float) -> float:
         value = math.nan
     if not least <= value <= greatest:  # nan is not either
         raise InvalidArgument(
-            f"scalerMetadata.{key} is {text[:100]!r}; it must be a number from {least:g} to {greatest:g}",
+            f"scalerMetadata.{key} is {quoted(text)}; it must be a number from {least:g} to {greatest:g}",
             field=f"scalerMetadata.{key}",
         )
     return value

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from penstock_common.errors import InvalidArgument, Unavailable, nearest
+from penstock_common.errors import InvalidArgument, Unavailable, nearest, quoted
 from penstock_common.types.cluster import ClusterView
 from penstock_coordinator.broadcast import Broadcast
 from penstock_coordinator.config import ScalingConfig
@@ -63,6 +63,6 @@ class ScalingSignals:
         if name not in self._pools:
             known = ", ".join(sorted(self._pools)) or "none"
             raise InvalidArgument(
-                f"scalerMetadata.pool is {name!r}; pools: {known}{nearest(name, self._pools)}",
+                f"scalerMetadata.pool is {quoted(name)}; pools: {known}{nearest(name, self._pools)}",
                 field="scalerMetadata.pool",
             )

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_common.types.media import EMBEDS, MultiModalFeature
 from penstock_common.types.prompt_embeds import ELEMENT_BYTES, EmbedsDtype
 from penstock_common.types.request import EngineCoreRequest
@@ -29,7 +29,7 @@ def check_media(request: EngineCoreRequest, model: ModelInfo, max_items: Mapping
         info = infos.get(feature.modality)
         if info is None:
             raise InvalidArgument(
-                f"{path}.modality is {feature.modality!r}; this engine serves {', '.join(infos)}",
+                f"{path}.modality is {quoted(feature.modality)}; this engine serves {', '.join(infos)}",
                 field=f"{path}.modality",
             )
         if not _IDENTIFIER.fullmatch(feature.identifier):
@@ -60,7 +60,7 @@ def _check_embeds(feature: MultiModalFeature, path: str, model: ModelInfo) -> No
     """Embeddings that come with a request are rows of the model's, finite as the numbers that it computes in."""
     if others := sorted(feature.data.keys() - {EMBEDS}):
         raise InvalidArgument(
-            f"{path}.data has {others[0]!r} beside {EMBEDS!r}, which stands alone", field=f"{path}.data"
+            f"{path}.data has {quoted(others[0])} beside {EMBEDS!r}, which stands alone", field=f"{path}.data"
         )
     tensor, field = feature.data[EMBEDS], f"{path}.data.{EMBEDS}"
     dtype = _FLOATS.get(tensor.dtype)

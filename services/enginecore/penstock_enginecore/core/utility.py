@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, Unimplemented, nearest
+from penstock_common.errors import InvalidArgument, Unimplemented, nearest, quoted
 from penstock_common.nesting import MAX_ARGUMENT_DEPTH, nests_deeper
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -84,7 +84,9 @@ class UtilityRegistry:
     def _check(self, name: str) -> None:
         if name not in self._methods:
             raise Unimplemented(
-                f"no utility method {name!r}{nearest(name, self._methods)}", field="method", reason="UNKNOWN_METHOD"
+                f"no utility method {quoted(name)}{nearest(name, self._methods)}",
+                field="method",
+                reason="UNKNOWN_METHOD",
             )
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 from transformers import PreTrainedModel
 
-from penstock_common.errors import FailedPrecondition, RequestFailed, Unavailable
+from penstock_common.errors import LONGEST_PATH, FailedPrecondition, RequestFailed, Unavailable, quoted
 from penstock_enginecore.config import LoraConfig
 from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest
 from penstock_enginecore.forward.base import AdaptedForward
@@ -104,7 +104,8 @@ class LoraStore:
             adapter = self._read(lora.path)
         if lora.digest and adapter.digest != lora.digest:
             raise FailedPrecondition(
-                f"{_called(lora)} at {lora.path!r} has changed: its digest is {adapter.digest.hex()}, not {lora.digest.hex()}",
+                f"{_called(lora)} at {quoted(lora.path, LONGEST_PATH)} has changed: its digest is {adapter.digest.hex()}, "
+                f"not {lora.digest.hex()}",
                 field="lora",
                 reason="LORA_CHANGED",
             )

@@ -9,7 +9,7 @@ import xgrammar
 from huggingface_hub import hf_hub_download
 from tokenizers import Tokenizer
 
-from penstock_common.errors import Unimplemented
+from penstock_common.errors import LONGEST_PATH, Unimplemented, quoted
 from penstock_common.input_files import read_input
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.structured_output.constraints.source import FIELD
@@ -24,7 +24,9 @@ def check_tokenizer(config: ModelConfig) -> None:
     """Raise Unimplemented when the model's directory holds no tokenizer. Reads nothing; a model of the hub passes."""
     directory = Path(config.path).expanduser()
     if directory.is_dir() and not any((directory / name).is_file() for name in (_FILE, *_OTHER_FILES)):
-        raise Unimplemented(f"this engine has no tokenizer: {config.path!r} holds no {_FILE}", field=FIELD)
+        raise Unimplemented(
+            f"this engine has no tokenizer: {quoted(config.path, LONGEST_PATH)} holds no {_FILE}", field=FIELD
+        )
 
 
 def load_tokenizer_info(config: ModelConfig, vocab_size: int, eos_token_ids: frozenset[int]) -> xgrammar.TokenizerInfo:
@@ -35,7 +37,9 @@ def load_tokenizer_info(config: ModelConfig, vocab_size: int, eos_token_ids: fro
         tokens = token_bytes(_load_tokenizer(config), vocab_size)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as e:
         reason = str(e).strip().split("\n", 1)[0]
-        raise Unimplemented(f"this engine has no usable tokenizer: {config.path!r}: {reason}", field=FIELD) from e
+        raise Unimplemented(
+            f"this engine has no usable tokenizer: {quoted(config.path, LONGEST_PATH)}: {reason}", field=FIELD
+        ) from e
     stop = sorted(token for token in eos_token_ids if token < vocab_size)
     for token in stop:
         tokens[token] = b""

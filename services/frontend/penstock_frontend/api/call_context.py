@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 
 from penstock.inference.v1 import messages_pb2 as pb
-from penstock_common.errors import InvalidArgument
+from penstock_common.errors import InvalidArgument, quoted
 from penstock_common.types.request_context import RequestContext
 from penstock_frontend.auth.principal import tenant_of_caller
 
@@ -60,6 +60,7 @@ def _integer(metadata: Mapping[str, str], key: str, allowed: range) -> int | Non
         value = allowed.stop
     if value not in allowed:
         raise InvalidArgument(
-            f"metadata {key} is {text!r}; it must be an integer from {allowed.start} to {allowed.stop - 1}", field=key
+            f"metadata {key} is {quoted(text)}; it must be an integer from {allowed.start} to {allowed.stop - 1}",
+            field=key,
         )
     return value

@@ -82,8 +82,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     request_chat_templates: Annotated[
         bool,
         Meta(
-            description="Requests may bring a chat template of their own (chat_template of chat completions and of tokenization), "
-            "which runs in a sandbox in a process of its own, within 2 seconds; false: such requests are refused."
+            description="Requests may bring a chat template of their own (chat_template of chat completions and of "
+            "tokenization), which runs in a sandbox in a process of its own, within 2 seconds; false: such requests are refused."
         ),
     ] = False
     special_tokens_in_content: Annotated[

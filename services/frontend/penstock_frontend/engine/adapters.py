@@ -14,6 +14,7 @@ from penstock_common.errors import (
     ResourceExhausted,
     Unimplemented,
     nearest,
+    quoted,
 )
 from penstock_common.lora.registration import LoraAdapter, LoraRegistration
 from penstock_common.lora.registry import LoraRegistry
@@ -105,7 +106,7 @@ class Adapters:
         if (named := self.get(name)) is None:
             names = self.names
             raise NotFound(
-                f"{field} is {name!r}, which is no LoRA adapter; {_some_of(name, names)}",
+                f"{field} is {quoted(name)}, which is no LoRA adapter; {_some_of(name, names)}",
                 field=field,
                 reason="LORA_NOT_FOUND",
             )
@@ -124,12 +125,13 @@ class Adapters:
             hint = nearest(model, [self._model, *names])
             adapters = f" and {len(names)} LoRA adapter{'s' * (len(names) > 1)}" if names else ""
             known = f"known: {self._model}{adapters}{hint}" if hint else _listed([self._model, *names])
-            raise NotFound(f"{field} is {model!r}; {known}", field=field)
+            raise NotFound(f"{field} is {quoted(model)}; {known}", field=field)
         if lora:
             self.named(lora, field="lora")
         if model and lora and model != lora:
             raise InvalidArgument(
-                f"lora is {lora!r} and {field} is {model!r}: both name an adapter, and not the same", field="lora"
+                f"lora is {quoted(lora)} and {field} is {quoted(model)}: both name an adapter, and not the same",
+                field="lora",
             )
         return lora or model
 
@@ -138,10 +140,10 @@ class Adapters:
         if refusal := name_refusal(name):
             raise InvalidArgument(f"name {refusal}", field="name")
         if name == self._model:
-            raise InvalidArgument(f"name is {name!r}, the model's own", field="name")
+            raise InvalidArgument(f"name is {quoted(name)}, the model's own", field="name")
         named = self.get(name)
         if named is not None and named.source is not LoraSource.RUN_TIME:
-            raise AlreadyExists(f"name is {name!r}, which the {_WORDS[named.source]} gives", field="name")
+            raise AlreadyExists(f"name is {quoted(name)}, which the {_WORDS[named.source]} gives", field="name")
         if named is None and (count := len(self.names)) >= self._config.max_registered:
             raise ResourceExhausted(
                 f"{count} LoRA adapters have names; lora.max_registered is {self._config.max_registered}",
@@ -158,7 +160,7 @@ class Adapters:
         named = self.named(name)
         if named.source is not LoraSource.RUN_TIME:
             raise FailedPrecondition(
-                f"name is {name!r}, which the {_WORDS[named.source]} gives: remove it there", field="name"
+                f"name is {quoted(name)}, which the {_WORDS[named.source]} gives: remove it there", field="name"
             )
         self._say(name, unloaded=True)
         return named

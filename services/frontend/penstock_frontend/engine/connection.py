@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from penstock_common.errors import Unavailable
+from penstock_common.errors import Unavailable, quoted
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.reconnect import Reconnector
@@ -186,8 +186,8 @@ class EngineConnection:
     def _up(self, session: EngineSession, ready: EngineReady) -> None:
         if ready.model != self._config.model.name:
             raise Unavailable(
-                f"engine {ready.engine_id} at {self.address} serves model {ready.model!r}; "
-                f"this frontend serves {self._config.model.name!r}"
+                f"engine {ready.engine_id} at {self.address} serves model {quoted(ready.model)}; "
+                f"this frontend serves {quoted(self._config.model.name)}"
             )
         lives = self.ready is not None and self.ready.incarnation == ready.incarnation
         self.ready, self.session, self.draining = ready, session, False

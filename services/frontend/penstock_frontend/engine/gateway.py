@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock_common.addresses import split, with_port
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_common.types.kv_transfer import MAX_PARAMS_BYTES, KvSource
 from penstock_frontend.call_types import Finish, KvParams
 from penstock_frontend.config import DisaggregationConfig
@@ -125,7 +125,7 @@ def _flag(given: dict[str, Any], name: str, field: str) -> bool:
     value = given.get(name)
     if value is None or isinstance(value, bool):
         return bool(value)
-    raise InvalidArgument(f"{field}.{name} is {value!r}; it must be true or false", field=f"{field}.{name}")
+    raise InvalidArgument(f"{field}.{name} is {quoted(value)}; it must be true or false", field=f"{field}.{name}")
 
 
 def _source(given: dict[str, Any], field: str) -> KvSource | None:

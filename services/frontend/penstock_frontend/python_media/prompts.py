@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import LONGEST_PATH, InvalidArgument, Unimplemented, quoted
 from penstock_common.types.media import MODALITIES, Modality
 from penstock_frontend.api.media_sources import source_of_url
 from penstock_frontend.call_types import MixedPrompt
@@ -48,7 +48,7 @@ def unplaced(prompt: str | Sequence[int], data: object, kwargs: object, name: st
     for modality in data:
         if modality not in MODALITIES:
             known = ", ".join(MODALITIES)
-            raise InvalidArgument(f"{field} has {modality!r}; known: {known}", field=field)
+            raise InvalidArgument(f"{field} has {quoted(modality)}; known: {known}", field=field)
         values = data[modality] if _are_several(data[modality], modality) else [data[modality]]
         media += [
             media_part(value, modality, f"{field}.{modality}[{index}]", kwargs) for index, value in enumerate(values)
@@ -145,7 +145,9 @@ def _read(path: Path, field: str) -> bytes:
     try:
         return path.expanduser().read_bytes()
     except OSError as e:
-        raise InvalidArgument(f"{field}: cannot read {str(path)!r}: {e.strerror or e}", field=field) from None
+        raise InvalidArgument(
+            f"{field}: cannot read {quoted(str(path), LONGEST_PATH)}: {e.strerror or e}", field=field
+        ) from None
 
 
 def _picture(value: object) -> bytes | None:
@@ -167,7 +169,9 @@ def _sound(samples: object, rate: object, *, field: str) -> bytes:
     if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.floating) or not array.size:
         raise InvalidArgument(f"{field}: the samples are no floats, [samples] or [samples, channels]", field=field)
     if not isinstance(rate, int) or not 1 <= rate <= _MAX_RATE:
-        raise InvalidArgument(f"{field}: the rate is {rate!r}; it must be in Hz, from 1 to {_MAX_RATE}", field=field)
+        raise InvalidArgument(
+            f"{field}: the rate is {quoted(rate)}; it must be in Hz, from 1 to {_MAX_RATE}", field=field
+        )
     data = np.ascontiguousarray(array, dtype="<f4").tobytes()
     width = 4 * (array.shape[1] if array.ndim == 2 else 1)
     form = struct.pack("<HHIIHH", _WAV_FLOAT, width // 4, rate, rate * width, width, 32)

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from smg_grpc_proto.generated import vllm_engine_pb2
@@ -46,9 +47,13 @@ TYPES = st.sampled_from(
     ]
 )  # fmt: skip
 URL_BODY = st.one_of(
-    URLS, st.fixed_dictionaries({"url": URLS}, optional={"detail": st.sampled_from(["low", "x", None])}), JSON
+    URLS,
+    st.fixed_dictionaries({"url": URLS}, optional={"detail": st.one_of(st.sampled_from(["low", "x", None]), URLS)}),
+    JSON,
 )
-AUDIO = st.one_of(st.fixed_dictionaries({"data": URLS, "format": st.sampled_from(["wav", "x", "mp3"])}), JSON)
+AUDIO = st.one_of(
+    st.fixed_dictionaries({"data": URLS, "format": st.one_of(st.sampled_from(["wav", "x", "mp3"]), URLS)}), JSON
+)
 SOURCE = st.one_of(
     st.fixed_dictionaries(
         {"type": st.sampled_from(["base64", "url", "file", "x"])},
@@ -205,3 +210,33 @@ def test_any_media_of_gateways(fields: dict[str, Any], ids: list[int]) -> None:
 def test_the_strategies_find_what_is_right() -> None:
     body = decode(msgspec.json.encode({"messages": [{"role": "user", "content": []}]}), ChatCompletionRequest)
     assert refused(lambda: messages_of(body.messages)) is None
+
+
+@pytest.mark.parametrize("place", ["detail", "image_url.detail", "format", "type", "media_type", "role"])
+@pytest.mark.parametrize(
+    "value", [f"data:image/png;base64,{SECRET}", f"https://127.0.0.1/?{SECRET}", "x" * 9999 + SECRET]
+)
+def test_no_error_quotes_media_that_stand_at_a_wrong_place(place: str, value: str) -> None:
+    url = f"data:image/png;base64,{SECRET}"
+    image: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
+    parts: dict[str, dict[str, Any]] = {
+        "detail": {**image, "detail": value},
+        "image_url.detail": {"type": "image_url", "image_url": {"url": url, "detail": value}},
+        "format": {"type": "input_audio", "input_audio": {"data": SECRET, "format": value}},
+        "type": {"type": value},
+        "media_type": {"type": "image", "source": {"type": "base64", "media_type": value, "data": SECRET}},
+    }
+    part = parts.get(place, {"type": "text", "text": "x"})
+    turns = [{"role": value if place == "role" else "user", "content": [part]}]
+    decoder, reader = (
+        (ConversationBody, turns_of) if place in ("media_type", "role", "type") else (ChatCompletionRequest, None)
+    )
+
+    def call() -> None:
+        body: Any = decode(text({"messages": turns}), decoder)
+        turns_of(body) if reader is not None else messages_of(body.messages)
+
+    error = refused(call)
+    assert error is not None
+    check(error)
+    assert len(error.message) < 500

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from penstock_common.addresses import split
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_common.types.kv_transfer import MAX_PARAMS_BYTES, KvSource
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.kv_transfer.base import KVConnector
@@ -57,7 +57,9 @@ def _check_source(source: KvSource) -> None:
     try:
         split(source.address)
     except ValueError as e:
-        raise InvalidArgument(f"kv_source.address is {source.address!r}; it {e}", field="kv_source.address") from None
+        raise InvalidArgument(
+            f"kv_source.address is {quoted(source.address)}; it {e}", field="kv_source.address"
+        ) from None
     for name in ("lease_id", "fingerprint"):
         if (size := len(getattr(source, name))) != ID_BYTES:
             raise InvalidArgument(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from penstock_common.errors import InvalidArgument
+from penstock_common.errors import InvalidArgument, quoted
 from penstock_enginecore.core.request import Request
 
 
@@ -26,7 +26,7 @@ class RequestTable:
     def check_unused(self, client_id: str, request_id: str) -> None:
         """Raise InvalidArgument when the client has a living request with this id."""
         if request_id in self._by_client.get(client_id, ()):
-            raise InvalidArgument(f"request_id {request_id!r} is already in use", field="request_id")
+            raise InvalidArgument(f"request_id {quoted(request_id)} is already in use", field="request_id")
 
     def add(self, request: Request) -> None:
         """Take in a request whose id is unused."""

@@ -1,6 +1,6 @@
 """Images as Anthropic's protocol writes them, to the domain's media."""
 
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_frontend.api.anthropic.messages_body import SourceBody
 from penstock_frontend.api.media_sources import source_of_url
 from penstock_frontend.media_parts import MediaPart
@@ -19,7 +19,9 @@ def image_of(source: SourceBody | None, path: str, place: str) -> MediaPart:
         case "base64":
             if source.media_type not in _TYPES:
                 field = f"{where}.media_type"
-                raise InvalidArgument(f"{field} is {source.media_type[:32]!r}; known: {', '.join(_TYPES)}", field=field)
+                raise InvalidArgument(
+                    f"{field} is {quoted(source.media_type)}; known: {', '.join(_TYPES)}", field=field
+                )
             if not source.data:
                 raise InvalidArgument(f"{where}.data is not set", field=f"{where}.data", reason="MISSING_FIELD")
             name, url = "data", f"data:{source.media_type};base64,{source.data}"
@@ -29,7 +31,7 @@ def image_of(source: SourceBody | None, path: str, place: str) -> MediaPart:
             name, url = "url", source.url
         case kind:
             field = f"{where}.type"
-            raise Unimplemented(f"{field} is {kind[:32]!r}; known: base64, url", field=field)
+            raise Unimplemented(f"{field} is {quoted(kind)}; known: base64, url", field=field)
     return MediaPart(
         modality="image", source=source_of_url("image", url, field=f"{where}.{name}"), field=f"{place}.{name}"
     )

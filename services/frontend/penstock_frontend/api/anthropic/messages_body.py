@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_frontend.api.openai.body_fields import check_range, refuse_fields
 from penstock_frontend.api.openai.context import GenerationContextFields
 
@@ -116,7 +116,7 @@ def check(body: ConversationBody) -> None:
     if body.thinking is not None:
         if body.thinking.type not in _THINKING:
             raise Unimplemented(
-                f"thinking.type is {body.thinking.type!r}; known: {', '.join(_THINKING)}", field="thinking.type"
+                f"thinking.type is {quoted(body.thinking.type)}; known: {', '.join(_THINKING)}", field="thinking.type"
             )
         if body.thinking.display == "omitted":
             raise Unimplemented(

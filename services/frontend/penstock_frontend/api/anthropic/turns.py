@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_common.types.sampling import StructuredOutput
 from penstock_frontend.api.anthropic.images import image_of
 from penstock_frontend.api.anthropic.messages_body import (
@@ -49,7 +49,7 @@ def turns_of(body: ConversationBody) -> Turns:
                 found = _question(turn, path)
             case role:
                 known = "user, assistant, system"
-                raise InvalidArgument(f"{path}.role is {role!r}; known: {known}", field=f"{path}.role")
+                raise InvalidArgument(f"{path}.role is {quoted(role)}; known: {known}", field=f"{path}.role")
         messages += found
         places += [path] * len(found)
     if system:
@@ -68,7 +68,7 @@ def tools_of(bodies: Sequence[ClientToolBody] | None) -> list[Tool]:
     for index, body in enumerate(bodies or ()):
         if body.type not in (None, "custom"):
             field = f"tools[{index}].type"
-            raise Unimplemented(f"{field} is {body.type!r}; only 'custom' is served", field=field)
+            raise Unimplemented(f"{field} is {quoted(body.type)}; only 'custom' is served", field=field)
     return [
         Tool(name=body.name, description=body.description or "", parameters=body.input_schema) for body in bodies or ()
     ]
@@ -82,7 +82,7 @@ def choice_of(choice: ToolUseChoiceBody | None, *, tools: bool) -> tuple[str, st
         return named_choice(choice.name, field="tool_choice.name")
     if choice.type not in _CHOICES:
         known = ", ".join([*_CHOICES, "tool"])
-        raise InvalidArgument(f"tool_choice.type is {choice.type!r}; known: {known}", field="tool_choice.type")
+        raise InvalidArgument(f"tool_choice.type is {quoted(choice.type)}; known: {known}", field="tool_choice.type")
     if choice.type == "any" and not tools:
         raise InvalidArgument("tool_choice.type is 'any', but there are no tools; set tools", field="tool_choice.type")
     return _CHOICES[choice.type], ""
@@ -104,7 +104,7 @@ def format_constraint(format_: AnswerFormatBody | None) -> StructuredOutput | No
         return None
     path = "output_config.format"
     if format_.type != "json_schema":
-        raise InvalidArgument(f"{path}.type is {format_.type!r}; known: json_schema", field=f"{path}.type")
+        raise InvalidArgument(f"{path}.type is {quoted(format_.type)}; known: json_schema", field=f"{path}.type")
     if format_.schema is None:
         raise InvalidArgument(f"{path}.schema is not set", field=f"{path}.schema")
     return StructuredOutput(json_schema=msgspec.json.encode(format_.schema).decode())
@@ -187,4 +187,4 @@ def _joined(parts: list[ContentPart]) -> str | list[ContentPart]:
 
 
 def _not_served(kind: str, place: str) -> Unimplemented:
-    return Unimplemented(f"{place}.type is {kind!r}, which is not served here", field=f"{place}.type")
+    return Unimplemented(f"{place}.type is {quoted(kind)}, which is not served here", field=f"{place}.type")

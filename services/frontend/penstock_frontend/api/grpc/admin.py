@@ -10,7 +10,7 @@ import msgspec
 from penstock.admin.v1 import messages_pb2 as pb
 from penstock.admin.v1 import service_pb2, service_pb2_grpc
 from penstock.common.v1 import control_pb2
-from penstock_common.errors import FailedPrecondition, InvalidArgument, NotFound, RequestFailed
+from penstock_common.errors import FailedPrecondition, InvalidArgument, NotFound, RequestFailed, quoted
 from penstock_common.nesting import MAX_ARGUMENT_DEPTH, nests_deeper
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.cluster import engine_to_proto
@@ -92,7 +92,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         for index, tag in enumerate(request.tags):
             if tag not in _WAKE_UP_TAGS:
                 raise InvalidArgument(
-                    f"tags[{index}] is {tag!r}; known: {', '.join(_WAKE_UP_TAGS)}", field=f"tags[{index}]"
+                    f"tags[{index}] is {quoted(tag)}; known: {', '.join(_WAKE_UP_TAGS)}", field=f"tags[{index}]"
                 )
         await self._ask("wake_up", list(request.tags))
         return pb.WakeUpResponse()
@@ -166,7 +166,8 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         known = {status.engine_id: status for status in self._engines.view.cluster()}
         if request.engine_id not in known:
             raise NotFound(
-                f"engine_id is {request.engine_id!r}; engines: {', '.join(sorted(known)) or 'none'}", field="engine_id"
+                f"engine_id is {quoted(request.engine_id)}; engines: {', '.join(sorted(known)) or 'none'}",
+                field="engine_id",
             )
         if not 0 <= request.timeout_seconds <= _MAX_DRAIN_TIMEOUT:  # NaN is not either
             raise InvalidArgument(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from penstock.common.v1 import media_pb2
 from penstock.inference.v1 import messages_pb2 as pb
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_common.rpc.media import modality_from_proto, tensor_from_proto
 from penstock_common.rpc.outputs import prompt_embeds_from_proto
 from penstock_common.types.media import EMBEDS, Modality, TensorData
@@ -74,7 +74,9 @@ def _source(message: media_pb2.Media, kind: str, modality: Modality, field: str)
             return source_of_url(modality, message.url, field=field)
         case "frames":
             if modality != "video":
-                raise InvalidArgument(f"{field} is set; they are of a video, and modality is {modality!r}", field=field)
+                raise InvalidArgument(
+                    f"{field} is set; they are of a video, and modality is {quoted(modality)}", field=field
+                )
             return Frames(_frames(message.frames.frames, f"{field}.frames"))
         case "embeds":
             return Features({EMBEDS: tensor_from_proto(message.embeds, path=field)})

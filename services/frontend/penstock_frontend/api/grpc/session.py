@@ -7,7 +7,7 @@ from typing import NamedTuple
 from penstock.common.v1 import finish_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.config.reread import Reread
-from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted
+from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted, quoted
 from penstock_common.observability.incidents import incident
 from penstock_common.rpc.interceptor import check_response_size
 from penstock_common.rpc.outputs import error_to_proto
@@ -123,7 +123,7 @@ class GenerateSession:
             raise InvalidArgument("request_id is empty; in a session each request must have one", field="request_id")
         if message.generate.request_id in self._running:
             raise InvalidArgument(
-                f"request_id is {message.generate.request_id!r}, which a running request of this session has",
+                f"request_id is {quoted(message.generate.request_id)}, which a running request of this session has",
                 field="request_id",
                 reason="DUPLICATE_REQUEST_ID",
             )

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented, excerpt, quoted
 from penstock_frontend.api.openai.errors import undecodable
 
 T = TypeVar("T")
@@ -38,12 +38,12 @@ def check_range(name: str, value: float | None, low: float, high: float) -> None
     """
     if value is not None and not low <= value <= high:
         limit = f"at least {low}" if high == _INT32_MAX and low >= -1 and value < low else f"from {low} to {high}"
-        raise InvalidArgument(f"{name} is {value}; it must be {limit}", field=name)
+        raise InvalidArgument(f"{name} is {quoted(value)}; it must be {limit}", field=name)
 
 
 def shown(value: object) -> str:
-    """Return a value of a body as messages show it: a text in quotes, all else as JSON."""
-    return repr(value) if isinstance(value, str) else msgspec.json.encode(value).decode()
+    """Return a value of a body as messages show it: a text in quotes, all else as JSON, and no more than an excerpt."""
+    return quoted(value) if isinstance(value, str) else excerpt(msgspec.json.encode(value).decode())
 
 
 def text_of(raw: msgspec.Raw, field: str) -> str | None:

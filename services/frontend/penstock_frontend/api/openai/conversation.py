@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_frontend.api.openai.media_fields import MEDIA_TYPES, MediaFields, MediaOptions, is_media, media_of
 from penstock_frontend.call_types import ChatMessage, ContentPart, Tool, ToolCall
 from penstock_frontend.processing.chat.tool_choice import named_choice
@@ -144,4 +144,4 @@ def _call(body: ToolCallBody, path: str) -> ToolCall:
 
 def _check_function(kind: str, path: str) -> None:
     if kind != "function":
-        raise Unimplemented(f"{path}.type is {kind!r}; only 'function' is served", field=f"{path}.type")
+        raise Unimplemented(f"{path}.type is {quoted(kind)}; only 'function' is served", field=f"{path}.type")

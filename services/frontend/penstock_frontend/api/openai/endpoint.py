@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Receive, Scope, Send
 
 from penstock_common.config.reread import Reread
-from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted
+from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted, quoted
 from penstock_common.tenant_room import TenantRoom
 from penstock_common.types.request_context import RequestContext
 from penstock_frontend.admission import InFlight
@@ -197,6 +197,7 @@ def _deadline(text: str | None) -> float | None:
         seconds = -1.0
     if not 0.0 < seconds <= _MAX_TIMEOUT:
         raise InvalidArgument(
-            f"header {TIMEOUT} is {text!r}; it must be seconds, above 0 and at most {_MAX_TIMEOUT:g}", field=TIMEOUT
+            f"header {TIMEOUT} is {quoted(text)}; it must be seconds, above 0 and at most {_MAX_TIMEOUT:g}",
+            field=TIMEOUT,
         )
     return time.time() + seconds

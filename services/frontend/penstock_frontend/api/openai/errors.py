@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, RequestFailed
+from penstock_common.errors import InvalidArgument, RequestFailed, excerpt
 from penstock_common.observability.incidents import incident
 
 _STATUS = {
@@ -140,7 +140,7 @@ def undecodable(
         return InvalidArgument(f"the body is no valid JSON: {error}", reason="INVALID_JSON")
     text = str(error)
     place = _PLACE.search(text)
-    what = text[: place.start()] if place else text
+    what = excerpt(text[: place.start()] if place else text)
     where = f"{path}{place['path'] if place else ''}".removeprefix(".")
     if (missing := _MISSING.fullmatch(what)) is not None:
         field = f"{where}.{missing['name']}".removeprefix(".")

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_common.types.media import Modality
 from penstock_frontend.api.media_sources import DEFAULT_FPS, check_fps, source_of_url
 from penstock_frontend.media_parts import MediaPart
@@ -99,7 +99,7 @@ def media_of(kind: str, body: MediaFields, path: str, options: MediaOptions) -> 
     Raises InvalidArgument for a field that is missing or wrong, Unimplemented for those that are not served.
     """
     if kind in _REFUSED:
-        raise Unimplemented(f"{path}.type is {kind!r}, which is not served{_REFUSED[kind]}", field=f"{path}.type")
+        raise Unimplemented(f"{path}.type is {quoted(kind)}, which is not served{_REFUSED[kind]}", field=f"{path}.type")
     for name, why in (("uuid", "media are known by their content"), ("file_id", "there are no files; use image_url")):
         if getattr(body, name) is not None:
             raise Unimplemented(f"{path}.{name} is not served: {why}", field=f"{path}.{name}")
@@ -129,7 +129,7 @@ def _sound(body: InputAudioBody | None, path: str, options: MediaOptions) -> Med
         raise InvalidArgument(f"{path} is not set", field=path, reason="MISSING_FIELD")
     if body.format not in _AUDIO_FORMATS:
         field = f"{path}.format"
-        raise InvalidArgument(f"{field} is {body.format[:32]!r}; known: {', '.join(_AUDIO_FORMATS)}", field=field)
+        raise InvalidArgument(f"{field} is {quoted(body.format)}; known: {', '.join(_AUDIO_FORMATS)}", field=field)
     field = f"{path}.data"
     if not body.data:
         raise InvalidArgument(f"{field} is empty", field=field)
@@ -143,4 +143,4 @@ def _sound(body: InputAudioBody | None, path: str, options: MediaOptions) -> Med
 
 def _check_detail(detail: str | None, field: str) -> None:
     if detail is not None and detail not in _DETAILS:
-        raise InvalidArgument(f"{field} is {detail[:32]!r}; known: {', '.join(_DETAILS)}", field=field)
+        raise InvalidArgument(f"{field} is {quoted(detail)}; known: {', '.join(_DETAILS)}", field=field)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 
 NAMES: Mapping[str, str] = {"prediction.text": "prediction.content"}
 """Our names of its fields to the client's."""
@@ -29,11 +29,13 @@ def text_of(prediction: PredictionBody | None) -> str | None:
     if prediction is None:
         return None
     if prediction.type != "content":
-        raise InvalidArgument(f"prediction.type is {prediction.type!r}; it must be 'content'", field="prediction.type")
+        raise InvalidArgument(
+            f"prediction.type is {quoted(prediction.type)}; it must be 'content'", field="prediction.type"
+        )
     if isinstance(prediction.content, str):
         return prediction.content
     for index, part in enumerate(prediction.content):
         if part.type != "text":
             field = f"prediction.content[{index}].type"
-            raise Unimplemented(f"{field} is {part.type!r}; only 'text' is served", field=field)
+            raise Unimplemented(f"{field} is {quoted(part.type)}; only 'text' is served", field=field)
     return "".join(part.text for part in prediction.content)

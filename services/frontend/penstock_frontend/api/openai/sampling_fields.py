@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_common.types.sampling import (
     CONSTRAINTS,
     MAX_SEED,
@@ -280,13 +280,13 @@ def _blanks(given: StructuredOutputs) -> JsonWhitespace:
         raise InvalidArgument(f"{field} is not supported; set {path}.json_whitespace to one of {known}", field=field)
     if name is not None and name not in _BLANKS:
         field = f"{path}.json_whitespace"
-        raise InvalidArgument(f"{field} is {name!r}; known: {known}", field=field)
+        raise InvalidArgument(f"{field} is {quoted(name)}; known: {known}", field=field)
     blanks = JsonWhitespace.DUMPS if name is None else _BLANKS[name]
     if not given.disable_any_whitespace:
         return blanks
     if name is not None and blanks is not JsonWhitespace.COMPACT:
         field = f"{path}.disable_any_whitespace"
-        raise InvalidArgument(f"{field} is true, and {path}.json_whitespace is {name!r}; set one", field=field)
+        raise InvalidArgument(f"{field} is true, and {path}.json_whitespace is {quoted(name)}; set one", field=field)
     return JsonWhitespace.COMPACT
 
 
@@ -312,6 +312,6 @@ def _format_constraint(raw: msgspec.Raw) -> StructuredOutput | None:
             raise InvalidArgument("response_format.json_schema is not set", field="response_format.json_schema")
         case kind:
             raise InvalidArgument(
-                f"response_format.type is {kind!r}; known: text, json_object, json_schema, structural_tag",
+                f"response_format.type is {quoted(kind)}; known: text, json_object, json_schema, structural_tag",
                 field="response_format.type",
             )

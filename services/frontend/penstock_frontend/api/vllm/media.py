@@ -10,7 +10,7 @@ from typing import NamedTuple
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_common.types.media import DTYPE_BYTES, Modality, TensorData, TensorDtype
 from penstock_frontend.api.media_sources import source_of_url
 from penstock_frontend.call_types import MixedPrompt, Part
@@ -165,7 +165,7 @@ def _sizes(given: Mapping[str, TensorData], name: str, field: str, count: int) -
     """Rows of each item of the tensor ``field``."""
     of = given.get(name)
     if of is None or of.dtype not in ("int64", "int32"):
-        raise InvalidArgument(f"{field} is cut by {name[:64]!r}, which is no tensor of integers", field=field)
+        raise InvalidArgument(f"{field} is cut by {quoted(name)}, which is no tensor of integers", field=field)
     numbers = array("q" if of.dtype == "int64" else "i", bytes(of.data))
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -197,7 +197,7 @@ def _tensor(message: pb.TensorData, path: str) -> TensorData:
     dtype = _DTYPES.get(message.dtype)
     if message.dtype != _WIDENED and dtype is None:
         known = ", ".join([*_DTYPES, _WIDENED])
-        raise InvalidArgument(f"{path}.dtype is {message.dtype[:32]!r}; known: {known}", field=f"{path}.dtype")
+        raise InvalidArgument(f"{path}.dtype is {quoted(message.dtype)}; known: {known}", field=f"{path}.dtype")
     size = prod(shape) * (4 if dtype is None else DTYPE_BYTES[dtype])
     if len(data) != size:
         raise InvalidArgument(

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from penstock_common.errors import InvalidArgument
+from penstock_common.errors import InvalidArgument, quoted
 from penstock_frontend.call_types import ChatMessage, ContentPart, ToolCall
 from penstock_frontend.media_parts import MediaPart
 from penstock_frontend.processing.chat.content_format import ContentFormat
@@ -29,12 +29,14 @@ class MessageReader:
     def variable(self, message: ChatMessage, path: str) -> dict[str, Any]:
         """A message as chat templates read it: a key is there only where it says something, ``content`` always."""
         if message.role not in ROLES:
-            raise InvalidArgument(f"{path}.role is {message.role!r}; known: {', '.join(ROLES)}", field=f"{path}.role")
+            raise InvalidArgument(
+                f"{path}.role is {quoted(message.role)}; known: {', '.join(ROLES)}", field=f"{path}.role"
+            )
         variable: dict[str, Any] = {"role": message.role, "content": self._content(message.content, path)}
         if message.tool_calls:
             if message.role != "assistant":
                 raise InvalidArgument(
-                    f"{path}.tool_calls is set; a message with role {message.role!r} has none",
+                    f"{path}.tool_calls is set; a message with role {quoted(message.role)} has none",
                     field=f"{path}.tool_calls",
                 )
             variable["tool_calls"] = [
@@ -93,7 +95,7 @@ def size_of(content: Content) -> int:
 
 def _check_part(part: ContentPart, path: str) -> None:
     if part.type not in ("text", "media"):
-        raise InvalidArgument(f"{path}.type is {part.type!r}; known: text, media", field=f"{path}.type")
+        raise InvalidArgument(f"{path}.type is {quoted(part.type)}; known: text, media", field=f"{path}.type")
     if (part.type == "media") != (part.media is not None):
         raise InvalidArgument(f"{path}: a part has media where its type is 'media'", field=path)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from penstock_common.config.reread import Reread
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_frontend.call_types import ChatRequest, GenerateRequest, MixedPrompt, Tool
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.media_parts import MediaPart
@@ -208,7 +208,7 @@ def tool_variables(tools: Sequence[Tool]) -> list[dict[str, Any]]:
         if not tool.name:
             raise InvalidArgument(f"{field} is empty", field=field)
         if tool.name in names:
-            raise InvalidArgument(f"{field} is {tool.name!r}, which another tool has", field=field)
+            raise InvalidArgument(f"{field} is {quoted(tool.name)}, which another tool has", field=field)
         names.add(tool.name)
         parameters = tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}}
         function = {"name": tool.name, "description": tool.description, "parameters": parameters}
@@ -247,7 +247,7 @@ def _check_turns(request: ChatRequest) -> None:
     if request.continue_final_message and request.messages[-1].role != "assistant":
         index = len(request.messages) - 1
         raise InvalidArgument(
-            f"continue_final_message is set; messages[{index}].role is {request.messages[-1].role!r}, not 'assistant'",
+            f"continue_final_message is set; messages[{index}].role is {quoted(request.messages[-1].role)}, not 'assistant'",
             field="continue_final_message",
         )
 

@@ -21,7 +21,7 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from penstock_common.errors import ConfigError, InvalidArgument
+from penstock_common.errors import ConfigError, InvalidArgument, excerpt
 from penstock_common.input_files import read_input
 from penstock_common.observability.logging import get_logger
 from penstock_frontend.config import ModelConfig
@@ -236,12 +236,12 @@ def _read(file: Path) -> str:
 def _what_is_wrong(error: Exception) -> str:
     """The line and the cause of a template that cannot be read."""
     if isinstance(error, TemplateSyntaxError):
-        return f"line {error.lineno}: {error.message}"
+        return excerpt(f"line {error.lineno}: {error.message}")
     return "it nests too deeply" if isinstance(error, RecursionError) else _first_line(error)
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    return excerpt(next(iter(str(error).splitlines()), "")) or type(error).__name__
 
 
 class _Checked(CodeGenerator):

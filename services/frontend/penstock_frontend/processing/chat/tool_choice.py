@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from penstock_common.errors import InvalidArgument
+from penstock_common.errors import InvalidArgument, excerpt, quoted
 from penstock_common.types.sampling import StructuredOutput
 from penstock_frontend.call_types import Tool
 from penstock_frontend.processing.parsers.base import ReasoningParser, ToolParser
@@ -62,10 +62,10 @@ def named_choice(name: str, *, field: str) -> tuple[str, str]:
 def check_choice(tools: Sequence[Tool], choice: str, named: str) -> None:
     """Raise InvalidArgument for a choice that is not known, or that the tools do not allow."""
     if choice not in CHOICES:
-        raise InvalidArgument(f"tool_choice is {choice!r}; known: {', '.join(CHOICES)}", field="tool_choice")
+        raise InvalidArgument(f"tool_choice is {quoted(choice)}; known: {', '.join(CHOICES)}", field="tool_choice")
     if named and named not in {tool.name for tool in tools}:
-        known = ", ".join(tool.name for tool in tools) or "none"
-        raise InvalidArgument(f"tool_choice names {named!r}; the tools are: {known}", field="tool_choice")
+        known = excerpt(", ".join(tool.name for tool in tools) or "none")
+        raise InvalidArgument(f"tool_choice names {quoted(named)}; the tools are: {known}", field="tool_choice")
     if choice == "required" and not tools:
         raise InvalidArgument("tool_choice is 'required', but there are no tools; set tools", field="tool_choice")
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from penstock_common.errors import quoted
 from penstock_common.types.media import DTYPE_BYTES, TensorData
 from penstock_frontend.processing.media import refusals
 
@@ -24,7 +25,7 @@ def check_tensors(tensors: Mapping[str, TensorData], *, field: str) -> None:
     for name, tensor in tensors.items():
         where = f"{field}.tensors[{name[:64]!r}]"
         if len(tensor.shape) > _MAX_DIMENSIONS or any(length < 0 for length in tensor.shape):
-            raise refusals.unreadable(field, f"has a tensor {name[:64]!r} of the shape {list(tensor.shape[:16])}")
+            raise refusals.unreadable(field, f"has a tensor {quoted(name)} of the shape {list(tensor.shape[:16])}")
         needed = math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
         if len(tensor.data) != needed:
             raise refusals.unreadable(

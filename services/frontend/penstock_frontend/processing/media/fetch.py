@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from penstock_common.errors import ConfigError, ResourceExhausted
+from penstock_common.errors import ConfigError, ResourceExhausted, quoted
 from penstock_frontend.config.media import MediaConfig
 from penstock_frontend.pace import Pace
 from penstock_frontend.processing.media import refusals
@@ -138,7 +138,7 @@ class Fetcher:
             if not addresses:
                 raise refusals.fetch_failed(field, "its host has no address", for_now=True)
         if not all(is_allowed_address(address, self._private) for address in addresses):
-            raise refusals.not_allowed(field, f"is on {target.authority!r}, whose addresses are not public")
+            raise refusals.not_allowed(field, f"is on {quoted(target.authority)}, whose addresses are not public")
         return addresses
 
     async def _resolve(self, host: str, port: int) -> list[str]:

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from typing import NamedTuple
 from urllib.parse import quote, urlsplit
 
-from penstock_common.errors import InvalidArgument
+from penstock_common.errors import InvalidArgument, quoted
 from penstock_frontend.config.media import ANY_DOMAIN, Network
 from penstock_frontend.processing.media import refusals
 
@@ -187,7 +187,7 @@ def check_domain(target: Target, allowed: Sequence[str], *, field: str) -> None:
     if not any(_names(domain, target) for domain in allowed):
         raise refusals.not_allowed(
             field,
-            f"is on {target.authority!r}, which is not in media.allowed_domains"
+            f"is on {quoted(target.authority)}, which is not in media.allowed_domains"
             if allowed
             else "is a URL, and media.allowed_domains is empty: give the file itself, or a data: URL",
         )

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock_common.config.reread import Reread
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
@@ -198,7 +198,9 @@ class InputProcessor:
         for index, token_ids in enumerate(tokenized):
             if not token_ids:
                 field = f"sampling_params.bad_words[{index // 2}]"
-                raise InvalidArgument(f"{field} is {params.bad_words[index // 2]!r}, which has no tokens", field=field)
+                raise InvalidArgument(
+                    f"{field} is {quoted(params.bad_words[index // 2])}, which has no tokens", field=field
+                )
         unique = dict.fromkeys([*params.bad_word_token_ids, *(tuple(token_ids) for token_ids in tokenized)])
         return msgspec.structs.replace(params, bad_word_token_ids=tuple(unique))
 

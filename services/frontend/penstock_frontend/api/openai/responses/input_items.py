@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_common.types.sampling import StructuredOutput
 from penstock_frontend.api.openai.conversation import CONVERSATION
 from penstock_frontend.api.openai.media_fields import MediaOptions, is_media, media_of
@@ -104,7 +104,7 @@ def format_constraint(format_: FormatBody | None) -> StructuredOutput | None:
             raise InvalidArgument("text.format.schema is not set", field="text.format.schema")
         case kind:
             raise InvalidArgument(
-                f"text.format.type is {kind!r}; known: text, json_object, json_schema", field="text.format.type"
+                f"text.format.type is {quoted(kind)}; known: text, json_object, json_schema", field="text.format.type"
             )
 
 
@@ -197,7 +197,7 @@ def _add(turns: _Turns, item: InputItem, path: str, options: MediaOptions) -> No
                 turns.thought(thoughts)
         case kind:
             raise Unimplemented(
-                f"{path}.type is {kind!r}; known: message, function_call, function_call_output, reasoning",
+                f"{path}.type is {quoted(kind)}; known: message, function_call, function_call_output, reasoning",
                 field=f"{path}.type",
             )
 
@@ -219,7 +219,7 @@ def _part(part: InputPart, path: str, place: str, options: MediaOptions) -> Cont
         return ContentPart(type="media", media=relative)
     if part.type not in _TEXT_TYPES:
         field = f"{path}.{place}.type"
-        raise Unimplemented(f"{field} is {part.type!r}; known: input_text, input_image", field=field)
+        raise Unimplemented(f"{field} is {quoted(part.type)}; known: input_text, input_image", field=field)
     return ContentPart(type="text", text=part.text or part.refusal)
 
 
@@ -229,4 +229,4 @@ def _missing(field: str) -> InvalidArgument:
 
 def _check_function(kind: str, path: str) -> None:
     if kind != "function":
-        raise Unimplemented(f"{path}.type is {kind!r}; only 'function' is served", field=f"{path}.type")
+        raise Unimplemented(f"{path}.type is {quoted(kind)}; only 'function' is served", field=f"{path}.type")

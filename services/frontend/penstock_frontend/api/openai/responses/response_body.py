@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_frontend.api.openai import sampling_fields
 from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, shown
 from penstock_frontend.api.openai.media_fields import MediaFields, MediaIoBody
@@ -145,10 +145,10 @@ def check(body: ResponseBody) -> None:
     for index, name in enumerate(body.include or ()):
         if name not in _INCLUDED:
             field = f"include[{index}]"
-            raise Unimplemented(f"{field} is {name!r}; known: {', '.join(_INCLUDED)}", field=field)
+            raise Unimplemented(f"{field} is {quoted(name)}; known: {', '.join(_INCLUDED)}", field=field)
     if body.text is not None and body.text.verbosity not in (None, "medium"):
         raise Unimplemented(
-            f"text.verbosity is {body.text.verbosity!r}; only 'medium' is served", field="text.verbosity"
+            f"text.verbosity is {quoted(body.text.verbosity)}; only 'medium' is served", field="text.verbosity"
         )
     if body.reasoning is not None and body.reasoning.summary not in (None, "auto"):
         raise Unimplemented(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, NotFound
+from penstock_common.errors import InvalidArgument, NotFound, quoted
 from penstock_frontend.api.openai.responses.response import Response
 from penstock_frontend.api.openai.responses.response_body import InputItem
 from penstock_frontend.call_types import ChatMessage
@@ -84,7 +84,9 @@ class ResponseStore:
         self._check_enabled(field)
         of_tenant = self._kept.get(tenant)
         if of_tenant is None or (found := of_tenant.get(response_id)) is None:
-            raise NotFound(f"{field} is {response_id!r}; there is no such response here, or not any more", field=field)
+            raise NotFound(
+                f"{field} is {quoted(response_id)}; there is no such response here, or not any more", field=field
+            )
         return found
 
     def messages(self, tenant: str, response_id: str) -> list[ChatMessage]:

@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.responses import response
@@ -52,7 +52,7 @@ class StoredResponses:
             return msgspec.structs.replace(running.response, status=response.CANCELLED)
         ended = msgspec.json.decode(self._store.get(tenant, response_id).response, type=_Ended)
         raise InvalidArgument(
-            f"response_id is {response_id!r}, which has ended ({ended.status}); one in the making can be cancelled",
+            f"response_id is {quoted(response_id)}, which has ended ({ended.status}); one in the making can be cancelled",
             field="response_id",
         )
 
@@ -71,16 +71,16 @@ def _whose(call: Call) -> tuple[str, str]:
 def _page(items: list[dict[str, Any]], call: Call) -> ItemList:
     order, after, limit = call.query.get("order", "desc"), call.query.get("after", ""), call.query.get("limit", "")
     if order not in _ORDERS:
-        raise InvalidArgument(f"order is {order!r}; known: {', '.join(_ORDERS)}", field="order")
+        raise InvalidArgument(f"order is {quoted(order)}; known: {', '.join(_ORDERS)}", field="order")
     size = int(limit) if limit.isascii() and limit.isdigit() and len(limit) < 4 else 0 if limit else _PAGE
     if not 1 <= size <= _MAX_PAGE:
-        raise InvalidArgument(f"limit is {limit!r}; it must be from 1 to {_MAX_PAGE}", field="limit")
+        raise InvalidArgument(f"limit is {quoted(limit)}; it must be from 1 to {_MAX_PAGE}", field="limit")
     if order == "desc":
         items = items[::-1]
     if after:
         place = next((index for index, item in enumerate(items) if item["id"] == after), None)
         if place is None:
-            raise InvalidArgument(f"after is {after!r}; the response's input has no such item", field="after")
+            raise InvalidArgument(f"after is {quoted(after)}; the response's input has no such item", field="after")
         items = items[place + 1 :]
     page = items[:size]
     return ItemList(
