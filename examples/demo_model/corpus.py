@@ -143,7 +143,7 @@ def long_document(rng: random.Random, words: int) -> Document:
 SOURCES: list[tuple[Callable[[random.Random], Document], int]] = [
     (plain_story, 16), (plain_scene, 9), (plain_sums, 45), (plain_questions, 6), (plain_chat, 110), (story_chat, 14),
     (reading_chat, 7), (memory_chat, 7), (short_chat, 7), (pirate_chat, 3), (named_chat, 3), (tool_chat, 100),
-    (no_tool_chat, 4),
+    (no_tool_chat, 12),
 ]  # fmt: skip
 
 

@@ -201,7 +201,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--vocabulary", type=int, default=2048, help="number of tokens")
     parser.add_argument("--start", type=Path, help="model folder to go on from; give another --seed for fresh text")
-    parser.add_argument("--rate", type=float, default=1.0, help="factor of the learning rates; less than 1 goes on gently")
+    parser.add_argument(
+        "--rate", type=float, default=1.0, help="factor of the learning rates; less than 1 goes on gently"
+    )
     options = parser.parse_args(namespace=Options())
     options.out.mkdir(parents=True, exist_ok=True)
     if options.start is None:

@@ -104,6 +104,49 @@ async def test_a_schema_holds(demo: OpenAIServer) -> None:
     assert person["age"] <= 99
 
 
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city now",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+"""The page's example of a tool."""
+
+
+@pytest.mark.parametrize(
+    "choice",
+    ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}],
+    ids=["auto", "required", "named"],
+)
+async def test_the_pages_example_of_a_tool_is_called_and_its_result_is_answered(
+    demo: OpenAIServer, choice: Any
+) -> None:
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    body: dict[str, Any] = {"model": "model", "tools": [WEATHER], "temperature": 0, "max_tokens": 60}
+    answer = await demo.client.chat.completions.create(**body, messages=messages, tool_choice=choice)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Oslo"})
+    messages += [
+        answer.choices[0].message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"},
+    ]
+    again = await demo.client.chat.completions.create(**body, messages=messages)
+    assert "21 degrees" in (again.choices[0].message.content or "")
+    assert again.usage is not None
+    assert again.usage.prompt_tokens_details is not None
+    assert again.usage.prompt_tokens_details.cached_tokens
+
+
+async def test_with_tools_other_questions_are_answered(demo: OpenAIServer) -> None:
+    body: dict[str, Any] = {"model": "model", "tools": [WEATHER], "temperature": 0, "max_tokens": 60}
+    answer = await demo.client.chat.completions.create(**body, messages=[QUESTION])
+    assert answer.choices[0].message.content == "12 + 30 = 42"
+    assert not answer.choices[0].message.tool_calls
+
+
 async def test_a_prompt_is_scored(demo: OpenAIServer) -> None:
     answer = await demo.client.completions.create(
         model="model", prompt="Once upon a time", echo=True, logprobs=1, max_tokens=0, temperature=0

@@ -300,8 +300,24 @@ def test_a_progress_bar_may_be_anybodys(llm: LLM) -> None:
 
 
 def test_tools_are_shown_to_the_model_or_refused_where_its_template_does_not(llm: LLM) -> None:
-    with pytest.raises(InvalidArgument, match=r"^conversations\[0\]: tools: the model's chat template does not show"):
-        llm.chat(QUESTION, GREEDY, tools=[{"type": "function", "function": {"name": "add"}}])
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    (shown,), (without,) = llm.chat(QUESTION, GREEDY, tools=tools), llm.chat(QUESTION, GREEDY)
+    assert len(shown.prompt_token_ids) > len(without.prompt_token_ids)
+    hides = "{{ messages[0].content }}"
+    with pytest.raises(InvalidArgument, match=r"^conversations\[0\]: tools: the request's chat_template does not show"):
+        llm.chat(QUESTION, GREEDY, tools=tools, chat_template=hides)
+
+
+def test_a_chat_template_of_the_call_is_used_instead_of_the_models(llm: LLM) -> None:
+    question = [{"role": "user", "content": "What is 12 + 30?"}]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    template = "<s>{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
+    (own,), (models,) = llm.chat(question, params, chat_template=template), llm.chat(question, params)
+    assert own.prompt_token_ids == models.prompt_token_ids
+    (other,) = llm.chat(question, params, chat_template="{{ word }}", chat_template_kwargs={"word": "12 + 30 ="})
+    assert len(other.prompt_token_ids) < len(models.prompt_token_ids)
+    with pytest.raises(InvalidArgument, match="chat_template, line 1: "):
+        llm.chat(question, params, chat_template="{% if %}")
 
 
 def test_another_models_tokenizer_is_used_for_texts_and_not_for_constraints() -> None:

@@ -338,3 +338,19 @@ def test_all_engines_get_the_file_of_the_secret_and_one_of_the_user_comes_before
     own = ServeOptions(model="org/name", settings={"engine": {"parallel.secret_file": "/own"}})
     spec = engine_spec(own, 0, 20_001, "127.0.0.1:1", threads=1, secret_file="/tmp/secret")
     assert read(EngineCoreConfig, spec, tmp_path).parallel.secret_file == "/own"
+
+
+def test_frontends_get_the_chat_template_of_the_flag(tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0].content }}")
+    specs_ = specs(chat_template=str(template))
+    assert read(FrontendConfig, specs_["frontend"], tmp_path).model.chat_template == str(template)
+    assert "chat_template" not in specs_["engine-0"].config["model"]
+
+
+def test_a_chat_template_that_cannot_be_read_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("a\n{% if %}")
+    options = ServeOptions(model=str(DEMO_MODEL), chat_template=str(template), grpc_port=23101, http_port=23102, admin_port=23103)
+    with pytest.raises(ConfigError, match="--chat-template is '.*own.jinja': line 2: Expected an expression"):
+        check(options)

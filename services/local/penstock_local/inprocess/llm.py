@@ -318,7 +318,7 @@ def _conversation(
     priority: int,
     lora: str,
 ) -> ChatRequest:
-    """What all conversations of a call have in common. ``template``: their chat template, empty for the model's, and its variables."""
+    """What all conversations of a call have in common. ``template``: their own chat template, if any, and its variables."""
     return ChatRequest(
         messages=(),
         tools=tools_of(tools),

@@ -12,10 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from penstock_frontend.processing.chat.templates import ChatTemplates
 from tests.fakes.example_modules import example_modules
 
 FOLDER = Path(__file__).resolve().parents[4] / "examples" / "demo_model"
-MODULES = ["words", "stories", "facts", "scenes", "tasks", "chats", "corpus"]
+MODULES = ["words", "stories", "facts", "scenes", "tasks", "chats", "tool_use", "corpus"]
 SUM = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)")
 
 
@@ -138,6 +139,39 @@ def test_chat_template_renders_what_training_saw(demo: SimpleNamespace) -> None:
         template.render(messages=parts, bos_token="<s>", add_generation_prompt=True)
         == "<s><|user|>Hi<|end|><|assistant|>"
     )
+
+
+def test_chat_template_renders_tools_calls_and_results_as_training_saw_them(demo: SimpleNamespace) -> None:
+    templates = ChatTemplates({"default": demo.corpus.CHAT_TEMPLATE}, {"bos_token": "<s>"})
+    assert not templates.hides_tools
+    for seed in range(300):
+        talk = demo.tool_use.conversation(random.Random(seed))
+        document = demo.tool_use.document(talk)
+        rendered = templates.render({"tools": talk.tools, "messages": talk.messages}, max_chars=100_000)
+        assert rendered == demo.corpus.render(document)
+
+
+def test_calls_have_arguments_that_fit_the_schema_and_stand_in_the_question(demo: SimpleNamespace) -> None:
+    calls = 0
+    for seed in range(300):
+        talk = demo.tool_use.conversation(random.Random(seed))
+        functions = {tool["function"]["name"]: tool["function"]["parameters"] for tool in talk.tools}
+        for asked, message in itertools.pairwise(talk.messages):
+            for call in message.get("tool_calls", ()):
+                calls += 1
+                arguments = call["function"]["arguments"]
+                assert list(arguments) == functions[call["function"]["name"]]["required"]
+                assert all(str(value).lower() in asked["content"].lower() for value in arguments.values())
+    assert calls > 300
+
+
+def test_chat_template_takes_tools_of_any_schema(demo: SimpleNamespace) -> None:
+    templates = ChatTemplates({"default": demo.corpus.CHAT_TEMPLATE}, {"bos_token": "<s>"})
+    tools = [{"type": "function", "function": {"name": "a", "description": "", "parameters": schema}} for schema in (
+        {}, {"type": "object"}, {"properties": {"x": {}, "y": {"type": ["string", "null"]}, "z": True}},
+    )]  # fmt: skip
+    prompt = templates.render({"tools": tools, "messages": [{"role": "user", "content": "Hi"}]}, max_chars=1000)
+    assert "a()\na()\na(x, y: ['string', 'null'], z)<|end|>" in prompt
 
 
 def test_chat_template_refuses_an_unknown_role(demo: SimpleNamespace) -> None:
