@@ -143,9 +143,12 @@ class _Brotli:
 
     def feed(self, part: bytes) -> Iterator[bytes]:
         """Pieces of what comes of a part that is not empty."""
-        yield self._stream.process(part, output_buffer_limit=PIECE)
-        while not self._stream.can_accept_more_data():
-            yield self._stream.process(b"", output_buffer_limit=PIECE)
+        piece = self._stream.process(part, output_buffer_limit=PIECE)
+        while piece or not self._stream.can_accept_more_data():  # a last piece of nothing may be what finishes the stream
+            yield piece
+            if self._stream.is_finished():
+                return
+            piece = self._stream.process(b"", output_buffer_limit=PIECE)
 
 
 class _Zstd:
