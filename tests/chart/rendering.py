@@ -136,7 +136,7 @@ def notes(tmp_path: Path, name: str, *settings: str) -> str:
     """NOTES.txt of a release; ``helm template`` leaves it out, so that a copy of the chart renders it as a manifest."""
     chart = tmp_path / "chart"
     chart.mkdir()
-    for part in ("Chart.yaml", "values.yaml", "values.schema.json", "templates"):
+    for part in ("Chart.yaml", "values.yaml", "values.schema.json", "values_needs.json", "templates"):
         (chart / part).symlink_to(lint.CHART / part)
     (chart / "templates").unlink()
     (chart / "templates").mkdir()

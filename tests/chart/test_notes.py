@@ -187,7 +187,7 @@ def test_adapters_of_a_pool_are_held_against_its_own_memory(tmp_path: Path):
 
 
 def test_memory_for_adapters_that_nobody_serves_is_none(tmp_path: Path):
-    assert ADAPTERS not in notes(tmp_path, HUB, "enginecore.lora.cpuMemory=40GiB")
+    assert ADAPTERS not in notes(tmp_path, HUB, "enginecore.resources.limits.memory=512Mi")
 
 
 EDGE_TLS, EDGE_KEYS = "frontend.edge.tlsSecretName=edge-cert", "frontend.edge.apiKeysSecretName=keys"

@@ -135,7 +135,7 @@ imagePullSecrets:
   - name: {{ include "penstock.secretName" . }}
   {{- end }}
 {{- end }}
-{{- with .root.Values.podSecurityContext }}
+{{- with include "penstock.podSecurityContext" .root | fromYaml }}
 securityContext:
   {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -157,6 +157,13 @@ tolerations:
 affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- end -}}
+
+{{/* Who pods run as. OpenShift refuses ids that are not the namespace's. Takes the root. */}}
+{{- define "penstock.podSecurityContext" -}}
+{{- $security := default dict .Values.podSecurityContext -}}
+{{- if .Values.openshift }}{{ $security = omit $security "runAsUser" "runAsGroup" "fsGroup" "fsGroupChangePolicy" "supplementalGroups" }}{{ end -}}
+{{- toYaml $security -}}
 {{- end -}}
 
 {{/* The account of the pods; empty: the namespace's own. */}}

@@ -115,8 +115,8 @@ jwks: {{ . }}
 - name: {{ $name }}
   secret:
     secretName: {{ $secret }}
-    {{- if and (eq $name "parallel") (dig "fsGroup" "" (default dict $.root.Values.podSecurityContext)) }}
-    # 0440: of the pod's group, and of nobody else.
+    {{- if and (eq $name "parallel") (or $.root.Values.openshift (dig "fsGroup" "" (default dict $.root.Values.podSecurityContext))) }}
+    # 0440: of the pod's group, and of nobody else. OpenShift sets the group.
     defaultMode: 288
     {{- end }}
 {{- end }}

@@ -46,7 +46,8 @@ def test_operators_scale_the_deployments_of_the_release_and_no_others():
 
 
 def test_operators_scale_engines_of_several_pods_by_their_groups():
-    rendered = release(MULTINODE, SCALE, "enginecore.pools.default.autoscaling.mode=none")
+    mode = "enginecore.pools.default.autoscaling"
+    rendered = release(MULTINODE, SCALE, f"{mode}.mode=none", f"{mode}.minReplicas=1")
     config = rendered.config("coordinator")["kubernetes"]
     groups = {"default": "demo-penstock-enginecore", "wide": "demo-penstock-enginecore-wide"}
     assert config["leader_worker_sets"] == groups

@@ -28,7 +28,7 @@ def frontend_of(rendered: Release, folder: Path) -> FrontendConfig:
 
 
 def test_without_adapters_nothing_is_said_of_them():
-    rendered = release(HUB, CLAIM, "enginecore.lora.directory=.", "enginecore.lora.adapters.x=x")
+    rendered = release(HUB)
     for component in ("enginecore", "frontend"):
         assert "lora" not in rendered.config(component)
         assert "adapters" not in rendered.volumes(component)
@@ -81,7 +81,7 @@ def test_pools_have_the_same_names_and_memory_of_their_own(tmp_path: Path):
         assert engine_of(rendered, tmp_path, component).lora.cpu_memory == memory
         assert rendered.mounts(component)[ROOT] == MOUNT
     assert frontend_of(rendered, tmp_path).lora.adapters == {"pirate": f"{ROOT}/pirate/2"}
-    off = release(POOLS, "enginecore.pools.spot.lora.enabled=false")
+    off = release(POOLS, "enginecore.pools.spot.lora.enabled=false", "enginecore.pools.spot.lora.cpuMemory=1GiB")
     assert not engine_of(off, tmp_path, "enginecore-spot").lora.enabled
     assert "adapters" not in off.volumes("enginecore-spot")
 

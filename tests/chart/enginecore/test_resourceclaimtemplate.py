@@ -40,6 +40,6 @@ def test_every_device_of_the_class_will_do_where_nothing_is_selected():
 def test_nothing_is_claimed_without_a_class_or_without_gpus():
     for name in (HUB, AUTOSCALED):
         assert not release(name).all("ResourceClaimTemplate")
-    cpu = release(HUB, "enginecore.gpu.dra.deviceClassName=gpu.example.com", "enginecore.gpu.count=0")
-    assert not cpu.all("ResourceClaimTemplate")
-    assert "resourceClaims" not in cpu.pod_spec("enginecore")
+    cpu = release(CLAIMED, "enginecore.pools.cpu.gpu.count=0")
+    assert not [t for t in cpu.all("ResourceClaimTemplate") if "-cpu-" in t["metadata"]["name"]]
+    assert "resourceClaims" not in cpu.pod_spec("enginecore-cpu")

@@ -70,7 +70,8 @@ def test_frontends_with_a_certificate_are_asked_over_tls():
 
 
 def test_frontends_alone_are_told_who_asks():
-    settings = ("metrics.podMonitor.authorization.credentials.name=key", "frontend.config.auth.metrics=true")
+    keys = "frontend.edge.apiKeysSecretName=keys"
+    settings = ("metrics.podMonitor.authorization.credentials.name=key", "frontend.config.auth.metrics=true", keys)
     assert endpoint("frontend", *settings)["authorization"] == {"credentials": {"name": "key"}}
     assert "authorization" not in endpoint("enginecore", *settings)
     assert "authorization" not in endpoint("frontend")

@@ -1,0 +1,55 @@
+"""ci/openshift-values.yaml: pods that OpenShift's SCC restricted-v2 admits as they are."""
+
+from typing import Any
+
+import pytest
+
+from charts import lint
+from tests.chart.rendering import DEMO, FETCHED, GROUPS, HUB, VALUE_SETS, Release, release
+
+OPENSHIFT = VALUE_SETS["openshift"]
+VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+"""The kinds that the SCC allows."""
+
+
+def pods(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The specifications of all pods, that of the test included."""
+    found = [m["spec"]["template"]["spec"] for m in manifests if m["kind"] in ("Deployment", "StatefulSet")]
+    return found + [m["spec"] for m in manifests if m["kind"] == "Pod"]
+
+
+@pytest.mark.parametrize("name", [HUB, DEMO, FETCHED, GROUPS])
+def test_restricted_pods_have_no_ids_of_their_own_and_write_to_volumes_alone(name: str):
+    manifests = lint.render(VALUE_SETS[name], settings=["openshift=true"])
+    assert len(pods(manifests)) >= 4
+    for pod in pods(manifests):
+        assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+        assert not pod.keys() & {"hostNetwork", "hostPID", "hostIPC"}
+        for volume in pod.get("volumes", []):
+            assert volume.keys() - {"name"} <= VOLUMES, volume
+        for container in (*pod["containers"], *pod.get("initContainers", [])):
+            security = container["securityContext"]
+            assert not security.keys() & {"runAsUser", "runAsGroup", "privileged"}, container["name"]
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_a_user_without_a_home_writes_to_directories_that_are_volumes():
+    rendered = Release(lint.render(OPENSHIFT))
+    for service in ("frontend", "enginecore", "coordinator"):
+        volumes, env = rendered.volumes(service), rendered.env(service)
+        writable = {path for path, mount in rendered.mounts(service).items() if "emptyDir" in volumes[mount["name"]]}
+        assert rendered.container(service)["securityContext"]["readOnlyRootFilesystem"] is True
+        assert env["HOME"]["value"] in writable
+        for name in ("HF_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"):
+            if name in env:
+                assert any(env[name]["value"].startswith(path) for path in writable), (service, name)
+
+
+def test_the_shared_secret_is_for_the_group_that_the_cluster_chooses():
+    rendered = Release(lint.render(VALUE_SETS[GROUPS], settings=["openshift=true"]))
+    assert rendered.volumes("enginecore")["parallel"]["secret"]["defaultMode"] == 0o440
+
+
+def test_elsewhere_pods_have_ids():
+    assert release(HUB).pod_spec("frontend")["securityContext"]["runAsUser"] == 10001
