@@ -3,7 +3,8 @@
 import asyncio
 import json
 import sys
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -53,6 +54,8 @@ _BAR_WIDTH = 8
 
 class StatusOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The flags of ``penstock status``. Addresses are host:port."""
+
+    IDLE_WITH: ClassVar[Mapping[str, tuple[str, ...]]] = {"interval": ("once", "json")}
 
     admin_address: str
     """Operators' API of the frontend whose cluster is shown."""

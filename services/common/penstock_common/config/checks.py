@@ -2,7 +2,7 @@
 
 import functools
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -23,8 +23,21 @@ def check_fields(section: str, config: msgspec.Struct) -> None:
 
 
 def check_flags(options: msgspec.Struct) -> None:
-    """The same of a command's options, by their flags: ``--max-model-len``."""
-    _check(options, lambda name: f"--{name.replace('_', '-')}")
+    """The same of a command's options, by their flags: ``--max-model-len``.
+
+    Raise ConfigError, too, for a flag that has no effect: ``IDLE_WITH`` of the options names, for a flag, others that take its effect.
+    """
+    _check(options, _flag)
+    idle_with: Mapping[str, tuple[str, ...]] = getattr(options, "IDLE_WITH", {})
+    defaults = {field.name: field.default for field in msgspec.structs.fields(options)}
+    for name, others in idle_with.items():
+        for other in others:
+            if getattr(options, name) != defaults[name] and getattr(options, other) != defaults[other]:
+                raise ConfigError(f"{_flag(name)} has no effect with {_flag(other)}; leave one of them out")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _check(config: msgspec.Struct, key_of: Callable[[str], str]) -> None:

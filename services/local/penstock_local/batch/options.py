@@ -1,6 +1,7 @@
 """What ``penstock batch`` is to do."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -11,6 +12,8 @@ from penstock_common.errors import ConfigError
 
 class BatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """From what is read to what is written, and who computes it. Raises ConfigError."""
+
+    IDLE_WITH: ClassVar[Mapping[str, tuple[str, ...]]] = {"retry_errors": ("overwrite",)}
 
     input: Annotated[
         str, Meta(min_length=1, description="File of requests, a JSON object on each line; or a URL that fsspec opens.")

@@ -25,6 +25,7 @@ _BELONGS_TO = {
     "prefix_repetition_num_prefixes": ("prefix-repetition",),
     "prefix_repetition_output_len": ("prefix-repetition",),
     "num_schemas": ("json-schema",),
+    "end_at_eos": ("random", "sharegpt", "prefix-repetition"),
 }
 """Options that only some datasets look at."""
 
