@@ -25,7 +25,7 @@ def check_fields(section: str, config: msgspec.Struct) -> None:
 def check_flags(options: msgspec.Struct) -> None:
     """The same of a command's options, by their flags: ``--max-model-len``.
 
-    Raise ConfigError, too, for a flag that has no effect: ``IDLE_WITH`` of the options names, for a flag, others that take its effect.
+    Raise ConfigError, too, for a flag that has no effect: ``IDLE_WITH`` of the options names others that take its effect.
     """
     _check(options, _flag)
     idle_with: Mapping[str, tuple[str, ...]] = getattr(options, "IDLE_WITH", {})
