@@ -8,7 +8,8 @@ from penstock_common.lora.registration import LoraAdapter
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.config import LoraConfig
 from penstock_enginecore.core.lora.request import LoadedLora
-from tests.fakes.engines.engine_harness import assert_as_expected, make_request
+from tests.fakes.engines.engine_harness import FakeClock, assert_as_expected, make_request
+from tests.fakes.engines.fake_leases import FakeLeases
 from tests.fakes.engines.rank_threads import running_ranks, wait_until
 
 
@@ -164,6 +165,27 @@ def test_a_group_changes_its_size_between_two_steps(size):
             wait_until(lambda: last.driver.state.rank is None)
         else:
             last.wait_for_ends(requests[1])
+
+
+@pytest.mark.parametrize("how", ["leaves", "stands still"])
+def test_blocks_of_requests_that_leave_a_rank_are_kept_for_the_engines_that_go_on_with_them(how):
+    with running_ranks(2, min_size=1 if how == "leaves" else 2) as ranks:
+        first, last = ranks.all
+        FakeLeases(last.engine, FakeClock())
+        last.driver._move_after = 0.0
+        request = make_request(14, max_tokens=500)
+        last.add(request)
+        last.wait(lambda: last.transcript.tokens[request.request_id])
+        if how == "leaves":
+            ranks.room.then(ranks.room.machine.scale(1))
+        else:
+            ranks.kill(first)
+        last.wait_for_ends(request)
+        end = last.transcript.ends[request.request_id]
+        assert end.finish_reason is FinishReason.ABORT
+        assert end.error.reason == ("LEFT_GROUP" if how == "leaves" else "GROUP_SUSPENDED")
+        assert end.kv_source.num_tokens >= 12
+        last.engine.leases = None
 
 
 LORA = LoraAdapter("a", "/a", b"a" * 16)
