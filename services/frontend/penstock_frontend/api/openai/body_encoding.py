@@ -144,7 +144,9 @@ class _Brotli:
     def feed(self, part: bytes) -> Iterator[bytes]:
         """Pieces of what comes of a part that is not empty."""
         piece = self._stream.process(part, output_buffer_limit=PIECE)
-        while piece or not self._stream.can_accept_more_data():  # a last piece of nothing may be what finishes the stream
+        while (
+            piece or not self._stream.can_accept_more_data()
+        ):  # a last piece of nothing may be what finishes the stream
             yield piece
             if self._stream.is_finished():
                 return

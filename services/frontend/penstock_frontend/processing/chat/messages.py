@@ -53,13 +53,16 @@ class MessageReader:
 
     def _content(self, content: str | Sequence[ContentPart] | None, path: str) -> Content:
         if content is None or isinstance(content, str):
-            text = content or ""
-            return text if not self._by_parts or self._tells_text else [_text_part(text)]
+            return self.text_content(content or "")
         for index, part in enumerate(content):
             _check_part(part, f"{path}.content[{index}]")
         if self._by_parts:
             return [_part_variable(part) for part in content]
         return "\n".join(self._text(part) for part in content)
+
+    def text_content(self, text: str) -> Content:
+        """A text as a content."""
+        return text if not self._by_parts or self._tells_text else [_text_part(text)]
 
     def _text(self, part: ContentPart) -> str:
         if part.media is None or self._places is None:

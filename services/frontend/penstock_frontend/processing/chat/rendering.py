@@ -13,6 +13,7 @@ from penstock_frontend.processing.chat.content_format import ContentFormat
 from penstock_frontend.processing.chat.control_tokens import ControlTokens
 from penstock_frontend.processing.chat.messages import MessageReader, add_text, media_of, size_of
 from penstock_frontend.processing.chat.places import Places
+from penstock_frontend.processing.chat.roles import ShownRoles, as_shown, check_shown, shown_roles
 from penstock_frontend.processing.chat.template_process import TemplateProcess
 from penstock_frontend.processing.chat.templates import ChatTemplates, template_traits
 from penstock_frontend.processing.media.families.base import Family
@@ -73,6 +74,7 @@ class ChatRenderer:
         self._family = family
         self._control = control
         self._own_templates = own_templates
+        self._shown: dict[ContentFormat, ShownRoles] = {}
 
     @property
     def takes_tools(self) -> bool:
@@ -129,7 +131,15 @@ class ChatRenderer:
             raise InvalidArgument(f"chat_template, {e}", field="chat_template") from None
         if request.may_call and not traits.shows_tools:
             raise InvalidArgument(_HIDES_TOOLS, field="tools")
-        return self._prepared(request, traits.form)
+        # It runs in a process of its own, where nothing is tried.
+        shown = ShownRoles(developer="developer" in traits.looked_for)
+        return self._prepared(request, traits.form, shown)
+
+    def _shown_roles(self, form: ContentFormat) -> ShownRoles:
+        if form not in self._shown:
+            reader = MessageReader(form, None, by_parts=self._family is not None)
+            self._shown[form] = shown_roles(self.templates, reader.text_content)
+        return self._shown[form]
 
     def _adds_special_tokens(self, prompt: str | MixedPrompt) -> bool:
         """Templates write them. Those of models that take media may leave it to the processor, which sees whether they did."""
@@ -139,16 +149,18 @@ class ChatRenderer:
         return not (self.templates.begin and isinstance(first, str) and first.startswith(self.templates.begin))
 
     def _prompt(self, request: ChatRequest) -> str | MixedPrompt:
-        prepared = self._prepared(request, self.templates.content_format(with_tools=request.may_call))
+        form = self.templates.content_format(with_tools=request.may_call)
+        prepared = self._prepared(request, form, self._shown_roles(form))
         prompt = self.templates.render(prepared.variables, max_chars=self._limits.now.max_prompt_length)
         return self._finished(prepared, prompt)
 
-    def _prepared(self, request: ChatRequest, form: ContentFormat) -> _Prepared:
+    def _prepared(self, request: ChatRequest, form: ContentFormat, shown: ShownRoles) -> _Prepared:
         _check_turns(request)
         media = media_of(request.messages)
         check_media(media, self._family)
         places = Places(self._family, media) if self._family is not None and media else None
-        messages = self._messages(request, MessageReader(form, places, by_parts=self._family is not None))
+        reader = MessageReader(form, places, by_parts=self._family is not None)
+        messages = as_shown(self._messages(request, reader, shown), shown)
         # A mark that no conversation has shows where the template wrote the end of the last message; the blank behind it,
         # whether the template trims messages.
         mark = uuid.uuid4().hex if request.continue_final_message else ""
@@ -184,12 +196,13 @@ class ChatRenderer:
         parts = prepared.places.split(prompt, by_name=not prepared.form.reads_parts)
         return _mixed([guarded(part) if isinstance(part, str) else part for part in parts])
 
-    def _messages(self, request: ChatRequest, reader: MessageReader) -> list[dict[str, Any]]:
+    def _messages(self, request: ChatRequest, reader: MessageReader, shown: ShownRoles) -> list[dict[str, Any]]:
         limit = self._limits.now.max_prompt_length
         size = 0
         messages = []
         for index, message in enumerate(request.messages):
             messages.append(reader.variable(message, f"messages[{index}]"))
+            check_shown(message.role, f"messages[{index}]", shown)
             size += size_of(messages[-1]["content"])
             if size > limit:
                 field = f"messages[{index}].content"
