@@ -15,7 +15,7 @@ from penstock.inference.v1 import service_pb2_grpc
 from penstock_common.rpc.channel import make_channel
 from tests.fakes.frontends.frontend_server import make_request
 from tests.fakes.patience import PATIENCE
-from tests.fakes.processes import KEPT, Service
+from tests.fakes.processes import Service
 from tests.fakes.systems.cluster_members import address_of, running
 
 pytestmark = pytest.mark.slow
@@ -63,7 +63,7 @@ class Followed:
         self.mounted = Mounted(folder / component, self.config)
         flags: dict[str, Any] = {}
         if component == "frontend":
-            flags = KEPT | {"http__port": -1, "admin__port": 0}
+            flags = {"server__max_connection_age": 0, "http__port": -1, "admin__port": 0}
         self.service = Service(MODULES[component], config=self.mounted.file, **flags)
 
     def change(self, **sections: Any) -> None:

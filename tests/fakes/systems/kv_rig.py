@@ -117,7 +117,7 @@ class Rig:
                 cache__min_load_tokens=1,
                 executor__num_threads=1,
                 kv_transfer__transport=transport,
-                kv_transfer__arena="1MiB",
+                **({} if transport == "grpc" else {"kv_transfer__arena": "1MiB"}),
                 kv_transfer__silence=SILENCE,
                 kv_transfer__lease=LEASE,
                 plugins=json.dumps([NAME]),
