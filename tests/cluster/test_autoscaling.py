@@ -47,7 +47,7 @@ def scaled(mode: str, **changes: Any) -> dict[str, Any]:
             "minReplicas": 1,
             "maxReplicas": 4,
             "scaleDownStabilizationSeconds": 15,
-            "idleSeconds": 10,
+            **({"idleSeconds": 10} if mode == "keda" else {}),
         },
     }
     return oracle({"enginecore": merged(own, changes)})

@@ -198,7 +198,7 @@ def scene(new_release: NewRelease) -> Iterator[Guarded]:
     # The tests' own clients are beside the control plane.
     release.install(guarded(namespace_of(CLIENTS), {"ipBlock": {"cidr": f"{CONTROL_PLANE}/32"}}))
     other = new_release("other", namespace=release.namespace)
-    other.install(merged(guarded(), {"networkPolicy": {"enabled": False}}))
+    other.install(oracle({"frontend": {"replicas": 1}, "enginecore": {"replicas": 1}}))
     made = Guarded(release, other)
     try:
         made.add_others()
