@@ -1,6 +1,7 @@
 """Which tenants are refused, for the log, for metrics and for ``penstock status``."""
 
 import asyncio
+import contextvars
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -73,7 +74,8 @@ class TenantRefusals:
             self._since = self._clock()
         _count(self._now, (tenant, error.reason), 1)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(LOG_INTERVAL, self.flush)
+            # In a context of its own: the lines are of no one request.
+            self._timer = asyncio.get_running_loop().call_later(LOG_INTERVAL, self.flush, context=contextvars.Context())
 
     def flush(self) -> None:
         """Write the lines of the interval that has passed."""

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+import structlog
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
@@ -56,6 +57,25 @@ async def test_the_line_comes_by_itself_when_the_interval_is_over(monkeypatch: p
         assert lines == []
         await asyncio.sleep(0.001)
     assert [line["count"] for line in lines] == [1]
+
+
+async def test_the_line_is_of_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenant_refusals, "LOG_INTERVAL", 0.01)
+    tenants, _ = made(FakeClock())
+    seen: list[dict[str, object]] = []
+
+    class Logger:
+        def warning(self, *_: object, **__: object) -> None:
+            seen.append(structlog.contextvars.get_contextvars())
+
+    monkeypatch.setattr(tenant_refusals, "get_logger", Logger)
+    with structlog.contextvars.bound_contextvars(request="r-1"):
+        tenants.refused("acme", FULL)
+        for _ in range(1000):
+            if seen:
+                break
+            await asyncio.sleep(0.01)
+    assert seen == [{}]
 
 
 async def test_refusals_of_the_last_minute_are_kept_and_older_ones_forgotten() -> None:
