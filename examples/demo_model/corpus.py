@@ -28,7 +28,6 @@ from chats import (
 )
 from facts import make_fact
 from stories import make_story, story_question
-from tool_use import no_tool_chat, tool_chat
 from words import pick
 
 BOS, EOS, END = "<s>", "</s>", "<|end|>"
@@ -142,8 +141,7 @@ def long_document(rng: random.Random, words: int) -> Document:
 
 SOURCES: list[tuple[Callable[[random.Random], Document], int]] = [
     (plain_story, 16), (plain_scene, 9), (plain_sums, 45), (plain_questions, 6), (plain_chat, 110), (story_chat, 14),
-    (reading_chat, 7), (memory_chat, 7), (short_chat, 7), (pirate_chat, 3), (named_chat, 3), (tool_chat, 100),
-    (no_tool_chat, 12),
+    (reading_chat, 7), (memory_chat, 7), (short_chat, 7), (pirate_chat, 3), (named_chat, 3),
 ]  # fmt: skip
 
 

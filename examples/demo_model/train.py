@@ -47,7 +47,6 @@ class Options(argparse.Namespace):
     seed: int
     vocabulary: int
     start: Path | None
-    rate: float
 
 
 def build_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
@@ -142,7 +141,7 @@ def train(model: LlamaForCausalLM, tokenizer: Tokenizer, team: Team, options: Op
             torch.autograd.backward(loss)
             total += loss.detach()
         team.add_up([total, *(weight.grad for weight in weights if weight.grad is not None)])
-        factor = options.rate * rate_factor(progress)
+        factor = rate_factor(progress)
         muon.step(MUON_RATE * factor)
         for group in adam.param_groups:
             group["lr"] = ADAM_RATE * factor
@@ -201,9 +200,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--vocabulary", type=int, default=2048, help="number of tokens")
     parser.add_argument("--start", type=Path, help="model folder to go on from; give another --seed for fresh text")
-    parser.add_argument(
-        "--rate", type=float, default=1.0, help="factor of the learning rates; less than 1 goes on gently"
-    )
     options = parser.parse_args(namespace=Options())
     options.out.mkdir(parents=True, exist_ok=True)
     if options.start is None:

@@ -351,6 +351,8 @@ def test_frontends_get_the_chat_template_of_the_flag(tmp_path: Path) -> None:
 def test_a_chat_template_that_cannot_be_read_is_refused_before_anything_starts(tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
     template.write_text("a\n{% if %}")
-    options = ServeOptions(model=str(DEMO_MODEL), chat_template=str(template), grpc_port=23101, http_port=23102, admin_port=23103)
+    options = ServeOptions(
+        model=str(DEMO_MODEL), chat_template=str(template), grpc_port=23101, http_port=23102, admin_port=23103
+    )
     with pytest.raises(ConfigError, match="--chat-template is '.*own.jinja': line 2: Expected an expression"):
         check(options)

@@ -16,7 +16,7 @@ from penstock_frontend.processing.chat.templates import ChatTemplates
 from tests.fakes.example_modules import example_modules
 
 FOLDER = Path(__file__).resolve().parents[4] / "examples" / "demo_model"
-MODULES = ["words", "stories", "facts", "scenes", "tasks", "chats", "tool_use", "corpus"]
+MODULES = ["words", "stories", "facts", "scenes", "tasks", "chats", "corpus"]
 SUM = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)")
 
 
@@ -141,28 +141,22 @@ def test_chat_template_renders_what_training_saw(demo: SimpleNamespace) -> None:
     )
 
 
-def test_chat_template_renders_tools_calls_and_results_as_training_saw_them(demo: SimpleNamespace) -> None:
+def test_chat_template_renders_tools_calls_and_results(demo: SimpleNamespace) -> None:
     templates = ChatTemplates({"default": demo.corpus.CHAT_TEMPLATE}, {"bos_token": "<s>"})
     assert not templates.hides_tools
-    for seed in range(300):
-        talk = demo.tool_use.conversation(random.Random(seed))
-        document = demo.tool_use.document(talk)
-        rendered = templates.render({"tools": talk.tools, "messages": talk.messages}, max_chars=100_000)
-        assert rendered == demo.corpus.render(document)
-
-
-def test_calls_have_arguments_that_fit_the_schema_and_stand_in_the_question(demo: SimpleNamespace) -> None:
-    calls = 0
-    for seed in range(300):
-        talk = demo.tool_use.conversation(random.Random(seed))
-        functions = {tool["function"]["name"]: tool["function"]["parameters"] for tool in talk.tools}
-        for asked, message in itertools.pairwise(talk.messages):
-            for call in message.get("tool_calls", ()):
-                calls += 1
-                arguments = call["function"]["arguments"]
-                assert list(arguments) == functions[call["function"]["name"]]["required"]
-                assert all(str(value).lower() in asked["content"].lower() for value in arguments.values())
-    assert calls > 300
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "look", "description": "Looks", "parameters": schema}}
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"city": "Oslo"}}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+    ]
+    assert templates.render({"tools": [tool], "messages": messages}, max_chars=1000) == (
+        "<s><|system|>You can call these functions:\nlook(city: string): Looks<|end|><|user|>Hi<|end|>"
+        '<|assistant|><tool_call>\n{"name": "look", "arguments": {"city": "Oslo"}}\n</tool_call><|end|>'
+        "<|user|><tool_response>\nsunny\n</tool_response><|end|>"
+    )
 
 
 def test_chat_template_takes_tools_of_any_schema(demo: SimpleNamespace) -> None:
