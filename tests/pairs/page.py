@@ -45,8 +45,9 @@ make test-slow
 `tests/integration/test_feature_pairs.py` has the pairs without groups, `tests/e2e/test_feature_pairs.py` those with groups.
 Workers of tensor and pipeline parallel engines are threads there; nodes and ranks are processes.
 
-To add a feature, add a member to `Feature` in `tests/pairs/features.py`. Every pair with it is then tested, unless
-`tests/pairs/table.py` names the refusal or the reason. `make settings` writes this page from the same table.
+To add a feature, add a member to `Feature`, and what it sets to `FACTS`, in `tests/pairs/features.py`. Every pair with it is then
+tested, unless `tests/pairs/table.py` names the refusal or the reason. `make test` runs the quick pairs and the refusals, `make
+test-slow` the others. `make settings` writes this page from the same table.
 """
 
 

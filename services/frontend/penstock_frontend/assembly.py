@@ -30,7 +30,7 @@ from penstock_frontend.processing.chat.control_tokens import find_control_tokens
 from penstock_frontend.processing.chat.reasoning import reasoning_of
 from penstock_frontend.processing.chat.rendering import ChatRenderer
 from penstock_frontend.processing.chat.template_process import TemplateProcess
-from penstock_frontend.processing.chat.templates import ChatTemplates, load_chat_templates
+from penstock_frontend.processing.chat.templates import ChatTemplates, given_template, load_chat_templates
 from penstock_frontend.processing.media.families.base import Family
 from penstock_frontend.processing.media.families.factory import load_family
 from penstock_frontend.processing.media.metrics import MediaMetrics
@@ -163,6 +163,11 @@ class _Files(NamedTuple):
     templates: ChatTemplates
     parsers: registry.Parsers
     family: Family | None
+
+
+def check_chat_template(path: str, *, setting: str) -> None:
+    """Read the template of a file as ``model.chat_template`` is read. ``setting``: what errors call it. Raises ConfigError."""
+    given_template(path, {}, setting=setting)
 
 
 def _read(model: ModelConfig, tokenizer_path: str, *, num_threads: int, with_media: bool) -> _Files:

@@ -70,9 +70,9 @@ def check(
             f"between its engines; use --engines {options.data_parallel_size}"
         )
     if template := _chat_template(options).get("chat_template"):
-        from penstock_frontend.processing.chat.templates import given_template  # imports jinja2
+        from penstock_frontend.assembly import check_chat_template  # imports what a frontend is made of
 
-        given_template(template, {}, setting="--chat-template")
+        check_chat_template(template, setting="--chat-template")
     if not Path(options.model).expanduser().is_dir():
         check_hub(options.model, str(model.get("revision") or ""))
     public = (options.grpc_port, options.http_port)

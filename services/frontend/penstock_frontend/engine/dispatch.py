@@ -247,7 +247,8 @@ class Dispatch:
             self._journal.leave(entry)
             moving.append(entry)
         if moving:
-            self._on_moved(len(moving))
+            # One that a full engine refused never had an engine to lose.
+            self._on_moved(sum(entry.admitted for entry in moving))
             self._outputs.moved([entry.request_id for entry in moving])
             self._place(moving)
         self._try_next()

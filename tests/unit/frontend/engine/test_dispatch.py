@@ -495,6 +495,7 @@ async def test_a_queue_that_is_full_everywhere_is_the_clients_to_hear_of() -> No
     error = world.ended["r0"]
     assert isinstance(error, ResourceExhausted)
     assert error.retry_after == 1.5
+    assert world.num_moved == 0, "it never ran anywhere"
 
 
 @pytest.mark.parametrize("code", ["INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "UNIMPLEMENTED"])

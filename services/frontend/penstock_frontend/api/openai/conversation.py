@@ -128,7 +128,7 @@ def _part(body: PartBody, path: str, options: MediaOptions) -> ContentPart:
         return ContentPart(type="media", media=media_of(body.type, body, path, options))
     if body.type != "text":
         known = ", ".join(["text", *MEDIA_TYPES])
-        raise InvalidArgument(f"{path}.type is {body.type!r}; known: {known}", field=f"{path}.type")
+        raise InvalidArgument(f"{path}.type is {quoted(body.type)}; known: {known}", field=f"{path}.type")
     return ContentPart(type=body.type, text=body.text)
 
 
