@@ -12,6 +12,7 @@ from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.scheduler.output import NewRequestData
 from penstock_enginecore.core.step_recovery import EngineDeadError
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.executor.generation.prompt_vectors import PromptVectors
@@ -116,10 +117,10 @@ def layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails in the middle of an update of the batch: some rows are written, others are not."""
     write = InputBatch._set_sampling
 
-    def raising(self: InputBatch, row: int, params: SamplingParams, *rest: Any) -> None:
-        if params.top_k == POISON:
+    def raising(self: InputBatch, row: int, new: NewRequestData, *rest: Any) -> None:
+        if new.sampling_params.top_k == POISON:
             raise KeyError("no such rule")
-        write(self, row, params, *rest)
+        write(self, row, new, *rest)
 
     monkeypatch.setattr(InputBatch, "_set_sampling", raising)
 

@@ -83,7 +83,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def system(chat_model: Path) -> AsyncIterator[System]:
     async with FakeEngine(vocab_size=byte_level().get_vocab_size(), manual=True) as engine:
-        engine.ready.capabilities[:] = ["generate", "embed"]
+        engine.ready.capabilities[:] = ["generate", "embed", "kv_events"]
         async with openai_server(chat_model, engines=[engine.address]) as api:
             yield System(api, engine)
 
@@ -401,10 +401,12 @@ async def test_what_cannot_be_read_beside_the_outputs_of_a_frame_ends_none_of_th
             wrong = stats_pb2.SchedulerStats(kv_cache_usage=7.0)
             session.send(outputs=engine_pb.EngineCoreOutputs(scheduler_stats=wrong))
         else:
-            wrong_result = engine_pb.UtilityOutput(call_id=1, result=b"\xc1")
             system.engine.utilities.clear()
+            calls = system.engine.utility_calls
             system.engine.on_utility = lambda _: session.send(
-                outputs=engine_pb.EngineCoreOutputs(utility_output=wrong_result)
+                outputs=engine_pb.EngineCoreOutputs(
+                    utility_output=engine_pb.UtilityOutput(call_id=len(calls), result=b"\xc1")
+                )
             )
             results = await system.frontend.frontend._engines.call_utility("engine_info")
             [error] = results.values()
