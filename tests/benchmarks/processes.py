@@ -1,7 +1,7 @@
 """An engine and a frontend as processes of their own, for the length of a benchmark."""
 
 from tests.benchmarks.engine_targets import KV_CACHE_MEMORY
-from tests.fakes.processes import KEPT, Service
+from tests.fakes.processes import Service
 
 
 def engine(model: str, threads: int) -> Service:
@@ -17,5 +17,10 @@ def engine(model: str, threads: int) -> Service:
 def frontend(model: str, engine_address: str) -> Service:
     """A public port whose requests go to that engine."""
     return Service(
-        "penstock_frontend", model__path=model, engines=f"[{engine_address!r}]", admin__port=0, http__port=-1, **KEPT
+        "penstock_frontend",
+        model__path=model,
+        engines=f"[{engine_address!r}]",
+        admin__port=0,
+        http__port=-1,
+        server__max_connection_age=0,
     )

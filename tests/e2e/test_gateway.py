@@ -13,7 +13,7 @@ import pytest_asyncio
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.clients.smg import MISSING, SMG, gateway, post, written
 from tests.fakes.patience import PATIENCE
-from tests.fakes.processes import KEPT, Service
+from tests.fakes.processes import Service
 
 CHAT = {"model": "penstock-tiny", "messages": [{"role": "user", "content": "What color is the sky?"}], "temperature": 0}
 COMPLETION = {"model": "penstock-tiny", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
@@ -46,7 +46,7 @@ async def client(log: Path) -> AsyncIterator[httpx.AsyncClient]:
         engines=json.dumps([engine.address]),
         admin__port=0,
         http__port=-1,
-        **KEPT,
+        server__max_connection_age=0,
     )
     async with engine, frontend:
         await engine.serving()
