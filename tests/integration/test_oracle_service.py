@@ -42,7 +42,7 @@ def chart_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StartEngine
         config["model"]["path"] = str(MODEL)
         config["coordinator"]["address"] = coordinator
         if not coordinator:  # where nobody is told of an address, none is said
-            monkeypatch.delenv("PENSTOCK_COORDINATOR__ADVERTISE")
+            monkeypatch.delenv("PENSTOCK_COORDINATOR__ADVERTISE", raising=False)
         config["metrics"]["port"] = free_port()
         file = tmp_path / "config.yaml"
         file.write_text(yaml.safe_dump(config | changes))
