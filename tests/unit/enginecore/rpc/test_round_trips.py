@@ -64,6 +64,7 @@ from penstock_enginecore.core.kv_transfer.copier import BlockFacts, Copy
 from penstock_enginecore.core.lora.request import LoadedLora
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.multimodal.receiver_cache import ReceiverCache
+from penstock_enginecore.core.reasoning_budget import ReasoningBudget
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.multiproc import failures, messages
@@ -221,6 +222,10 @@ def test_a_new_request_has_all_that_the_engine_got() -> None:
     sent = whole(EngineCoreRequest)
     request = Request(sent, client_id="c", max_model_len=2**60)
     request.num_computed_tokens = 2
+    budget = ReasoningBudget(
+        limit=3, begin_token_id=1, end_token_id=2, begun=True
+    )  # made of tags that not every request has
+    request.reasoning_budget = budget
     step = SchedulerOutput()
     step.add_new(request, 1, ([5], [6]))
     [new] = step.new_requests
