@@ -56,7 +56,11 @@ class TenantRoom:
 
         Health checks go by this: one tenant's flood must not take a whole service away from the others.
         """
-        return self.count >= limit + (reserve_of(limit) if limit and self.named else 0)
+        return self.count >= self.most(limit)
+
+    def most(self, limit: int) -> int:
+        """The limit, and the reserve beyond it where a request in the place names a tenant."""
+        return limit + (reserve_of(limit) if limit and self.named else 0)
 
     def enter(self, tenant: str, weight: float, size: int = 0) -> None:
         """Count one more request. ``weight`` is the tenant's from now on."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from penstock_common.config.reread import Reread
 from penstock_common.drain_rate import DrainRate, retry_after
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
-from penstock_common.tenant_room import TenantRoom, reserve_of
+from penstock_common.tenant_room import TenantRoom
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_frontend.call_types import ChatRequest, GenerateRequest, MixedPrompt, Part, PoolingPrompt, PoolingRequest
 from penstock_frontend.config import FairnessConfig, LimitsConfig
@@ -141,10 +141,8 @@ class Admission:
         frontend away from the others.
         """
         limits, here = self._limits.now, self._all
-        max_requests, max_length = limits.max_requests, limits.max_prompt_length_in_flight
-        if self._room.named:
-            max_requests += reserve_of(max_requests)
-            max_length += reserve_of(max_length)
+        max_requests = self._room.most(limits.max_requests)
+        max_length = self._room.most(limits.max_prompt_length_in_flight)
         used = max(here.count / max_requests, here.length / max_length)
         if (full := used > _ROOM if self.full else used >= 1.0) != self.full:
             self.full = full
