@@ -3,6 +3,7 @@
 import importlib
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,25 @@ def test_every_message_field_enum_value_and_rpc_has_a_comment(path: Path) -> Non
     for number, line in enumerate(lines):
         if declaration.match(line):
             assert lines[number - 1].lstrip().startswith("//"), f"{path}:{number + 1} has no comment: {line.strip()}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_every_field_is_named_in_the_services(path: Path) -> None:
+    named = words_of_the_services()
+    unused = [
+        field.full_name
+        for message in messages(descriptor(path))
+        if not message.GetOptions().map_entry
+        for field in message.fields
+        if field.name not in named
+    ]
+    assert not unused, f"no service reads or writes {unused}: remove them, and reserve their names and numbers"
+
+
+@cache
+def words_of_the_services() -> frozenset[str]:
+    services = PROTOS.parent / "services"
+    return frozenset(word for path in services.rglob("*.py") for word in re.findall(r"\w+", path.read_text()))
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)

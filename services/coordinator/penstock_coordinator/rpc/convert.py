@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
 from penstock_common.addresses import split
-from penstock_common.errors import InvalidArgument, Unimplemented, quoted
+from penstock_common.errors import InvalidArgument, quoted
 from penstock_common.lora.registration import LoraRefusal, LoraRegistration
 from penstock_common.rpc import data_parallel, loras
 from penstock_common.rpc import stats as stats_codec
@@ -32,10 +32,6 @@ FINGERPRINT_BYTES = 16
 """Of a KvLayout."""
 MAX_POOLS = 64
 """Of a frontend's subscription."""
-GROUP_FIELDS = ("parallel_config_hash", "rank", "current_wave", "step_counter", "running")
-"""Fields of a register that the coordinator decides, or that register.group has."""
-WAVE_FIELDS = ("wave_complete", "start_wave")
-"""Fields of a report that messages of their own have taken the place of."""
 PLAIN_FIELDS = frozenset({"engine_index", "timestamp", "scheduler_stats"})
 """Fields of a report of loads, of which there are thousands a second."""
 REQUEST_FIELDS = ("outputs", "utility_output", "finished_requests", "kv_events")
@@ -48,7 +44,6 @@ def registration(report: pb.EngineReport | None) -> EngineRegistration:
     if report is None or kind != "register":
         raise InvalidArgument(f"register must be the first message of EngineSession, not {kind}", field="register")
     register = report.register
-    refuse_set(register, GROUP_FIELDS, path="register")
     for name in ("engine_id", "incarnation", "address", "model"):
         _check_name(f"register.{name}", getattr(register, name))
     _check_address("register.address", register.address)
@@ -158,8 +153,6 @@ def load(outputs: enginecore_pb.EngineCoreOutputs) -> SchedulerStats | None:
             raise InvalidArgument(
                 f"outputs.{name} is for frontends; the coordinator takes scheduler_stats", field=f"outputs.{name}"
             )
-    if not present <= PLAIN_FIELDS:
-        refuse_set(outputs, WAVE_FIELDS, path="outputs")
     if "scheduler_stats" not in present:
         return None
     if outputs.scheduler_stats.current_wave:
@@ -176,13 +169,13 @@ def check_draining(draining: enginecore_pb.Draining) -> None:
 
 
 def check_shutdown_complete(notification: pb.Notification.ValueType) -> None:
-    """Raise InvalidArgument or Unimplemented unless ``notification`` is SHUTDOWN_COMPLETE: the others are not served yet."""
-    if notification == pb.NOTIFICATION_SHUTDOWN_COMPLETE:
-        return
-    if notification != pb.NOTIFICATION_UNSPECIFIED and notification in pb.Notification.values():
-        name = pb.Notification.Name(notification)
-        raise Unimplemented(f"notification {name} is not served yet", field="notification")
-    raise InvalidArgument(f"notification is {notification}; it must be a known value", field="notification")
+    """Raise InvalidArgument unless ``notification`` is SHUTDOWN_COMPLETE, the only one there is."""
+    if notification != pb.NOTIFICATION_SHUTDOWN_COMPLETE:
+        raise InvalidArgument(
+            f"notification is {notification}; it must be NOTIFICATION_SHUTDOWN_COMPLETE"
+            f" ({pb.NOTIFICATION_SHUTDOWN_COMPLETE})",
+            field="notification",
+        )
 
 
 def hello(report: pb.FrontendReport | None) -> pb.FrontendHello:
@@ -217,7 +210,7 @@ def adapters(registrations: Sequence[LoraRegistration], refused: Sequence[LoraRe
 
 def from_frontend(report: pb.FrontendReport) -> int | FirstRequest | list[LoraRegistration] | None:
     """The number of requests that a frontend reports to hold, the first request of a group, what is said of names of adapters,
-    or None for a frontend that leaves. Raises InvalidArgument or Unimplemented for any other message.
+    or None for a frontend that leaves. Raises InvalidArgument for any other message.
     """
     kind = report.WhichOneof("message")
     if kind == "demand":
@@ -234,10 +227,10 @@ def from_frontend(report: pb.FrontendReport) -> int | FirstRequest | list[LoraRe
         check_shutdown_complete(report.notification)
         return None
     if kind is None:
-        raise InvalidArgument("the message is empty; it must have demand", field="message")
-    if kind == "hello":
-        raise InvalidArgument("hello was sent before on this stream", field="hello")
-    raise Unimplemented(f"{kind} is not served yet", field=kind)
+        raise InvalidArgument(
+            "the message is empty; it must have demand, first_request, loras or notification", field="message"
+        )
+    raise InvalidArgument("hello was sent before on this stream", field="hello")
 
 
 def _check_name(field: str, value: str) -> None:

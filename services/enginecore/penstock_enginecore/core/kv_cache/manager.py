@@ -207,25 +207,6 @@ class KVCacheManager:
         for table in self._blocks.pop(request.key, ()):
             self.pool.free(table)
 
-    def num_common_prefix_blocks(self, running: list[Request]) -> tuple[int, ...]:
-        """Computed blocks that every running request has at its start, per group; 0 for groups with a window."""
-        return tuple(
-            [
-                0 if group.is_windowed or not running else self._num_common(running, number)
-                for number, group in enumerate(self.groups)
-            ]
-        )
-
-    def _num_common(self, running: list[Request], number: int) -> int:
-        count = 0
-        for block in self._blocks[running[0].key][number]:
-            if block.ref_count != len(running):
-                break
-            count += 1
-        if count:
-            count = min(count, min(request.num_processed_tokens for request in running) // self.block_size)
-        return count
-
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Returns False, and does nothing, while a request holds blocks."""
         return self.pool.forget()

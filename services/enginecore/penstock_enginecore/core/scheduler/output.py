@@ -71,7 +71,6 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
 
     ``finished_request_ids``: ended since the last step, workers drop their state. ``preempted_request_ids``: lost their
     blocks, workers drop their state; they come back as new requests.
-    ``num_common_prefix_blocks``: per KV cache group, blocks every running request shares at its start.
     ``scheduled_spec_decode_tokens``: by request id, the drafts among its tokens, behind those that are final.
     ``num_drafts_wanted``: by request id, how many tokens are to be drafted behind the step, at most. Their blocks are there.
     ``encoder_starts``: items of media that join the queue of those to be encoded, which is in their order. ``encoder_budget``:
@@ -85,7 +84,6 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     cached_requests: CachedRequestData = msgspec.field(default_factory=CachedRequestData)
     num_scheduled_tokens: dict[str, int] = {}
     total_num_scheduled_tokens: int = 0
-    num_common_prefix_blocks: tuple[int, ...] = (0,)
     finished_request_ids: list[str] = []
     preempted_request_ids: list[str] = []
     scheduled_spec_decode_tokens: dict[str, list[int]] = {}

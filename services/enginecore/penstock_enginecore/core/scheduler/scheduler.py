@@ -179,7 +179,6 @@ class DefaultScheduler(Scheduler):
         output.preempted_request_ids = self._preemption.take_preempted_keys()
         if self.pause_state is not PauseState.PAUSED:
             self._step.schedule(output, begin=begin)
-            output.num_common_prefix_blocks = self.kv_cache.num_common_prefix_blocks(self._running.requests)
             if output.num_scheduled_tokens:
                 self._next_step += 1
                 count_as_computed(output, self._requests.by_key, expect_tokens=self._async)

@@ -269,13 +269,6 @@ def test_sharing_a_window_outlives_the_one_that_left_it():
     assert all(manager.pool.blocks[i].ref_count for i in before[1] if i)
 
 
-def test_common_prefix_blocks_are_counted_in_groups_without_a_window():
-    manager = make_manager(FULL, window(6))
-    running = [start(manager, [*range(8), 1, 1]), start(manager, [*range(8), 2, 2])]
-    assert manager.num_common_prefix_blocks(running) == (2, 0)
-    assert manager.num_common_prefix_blocks([]) == (0, 0)
-
-
 def test_reset_forgets_all_groups():
     manager = make_manager(FULL, window(6))
     request = start(manager, range(12))

@@ -133,14 +133,3 @@ def test_full_hits_at_every_block_size(block_size):
     engine = make_engine(block_size=block_size)
     cached_tokens(engine, make_request(PROMPT))
     assert cached_tokens(engine, make_request(PROMPT)) == 15
-
-
-def test_common_prefix_blocks_are_those_of_every_running_request():
-    engine = make_engine()
-    run_to_end(engine, make_request(PROMPT))
-    add(engine, make_request([*PROMPT, 1]), make_request([*PROMPT, 2]))
-    assert engine.scheduler.schedule().num_common_prefix_blocks == (4,)
-    add(engine, make_request([*PROMPT[:8], 1]))
-    assert engine.scheduler.schedule().num_common_prefix_blocks == (2,)
-    add(engine, make_request([1, 2, 3]))
-    assert engine.scheduler.schedule().num_common_prefix_blocks == (0,)

@@ -71,7 +71,6 @@ def step_of(new: NewRequestData) -> SchedulerOutput:
         ),
         num_scheduled_tokens={"a": 1, "b": 1, "r": 3},
         total_num_scheduled_tokens=5,
-        num_common_prefix_blocks=(0, 2),
         finished_request_ids=["gone"],
         preempted_request_ids=["waits"],
     )
