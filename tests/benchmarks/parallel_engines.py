@@ -8,15 +8,18 @@ decodes dealt out. Each row has the largest worker's share of the weights, and t
 import argparse
 import asyncio
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from unittest import mock
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, KernelsConfig, ModelConfig
-from penstock_enginecore.core.scheduler import dealing
+from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.scheduler import scheduler
+from penstock_enginecore.core.scheduler.dealing import DecodeShare
 from penstock_enginecore.executor.factory import make_executor
 from tests.benchmarks import load
 from tests.benchmarks.engine_targets import KV_CACHE_MEMORY, InProcessEngine
@@ -91,15 +94,16 @@ async def measure(model: str, row: Row, item: Load, seed: int) -> Found:
     )
 
 
-@contextmanager
-def _dealing(dealt: bool) -> Iterator[None]:
-    deal = dealing.DecodeDealer.deal
-    if not dealt:
-        dealing.DecodeDealer.deal = lambda self, requests: (requests, None)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        dealing.DecodeDealer.deal = deal  # type: ignore[method-assign]
+def _dealing(dealt: bool) -> AbstractContextManager[object]:
+    whole = partial(_whole_share, DecodeShare)
+    return nullcontext() if dealt else mock.patch.object(scheduler, "DecodeShare", whole)
+
+
+def _whole_share(
+    share: type[DecodeShare], requests: list[Request], step: int, _num_stages: int, *, early: bool
+) -> DecodeShare:
+    """A share with every request that decodes, as with one stage."""
+    return share(requests, step, 1, early=early)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from penstock.common.v1 import finish_pb2
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import SamplingParams as Params
 from penstock_enginecore.core.control import EngineControl
-from penstock_enginecore.core.scheduler.pause import PauseState
+from penstock_enginecore.core.scheduler.base import PauseState
 from tests.fakes.clients.session_client import SessionClient, connected
 from tests.fakes.engines.engine_harness import make_config
 from tests.fakes.engines.engine_server import EngineServer, wait_until

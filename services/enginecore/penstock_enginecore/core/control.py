@@ -17,7 +17,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.lora.intake import LoraIntake
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.multimodal.control import HasMedia, MediaControl
-from penstock_enginecore.core.scheduler.pause import PauseState
+from penstock_enginecore.core.scheduler.base import PauseState
 from penstock_enginecore.core.spec_decode.facts import speculation_facts
 from penstock_enginecore.core.step_counts import StepCounts
 from penstock_enginecore.core.utility import UtilityRegistry, utility

@@ -23,9 +23,8 @@ from penstock_enginecore.core.lora.intake import LoraIntake
 from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.multimodal.sizing import encoder_cache_size
 from penstock_enginecore.core.request import Request
-from penstock_enginecore.core.scheduler.base import Clock, Scheduler, SchedulerContext, create_scheduler
+from penstock_enginecore.core.scheduler.base import Clock, PauseState, Scheduler, SchedulerContext, create_scheduler
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from penstock_enginecore.core.scheduler.pause import PauseState
 from penstock_enginecore.core.settling import check_model, max_steps_of, settled
 from penstock_enginecore.core.spec_decode.step_timing import time_steps
 from penstock_enginecore.core.startup import size_engine

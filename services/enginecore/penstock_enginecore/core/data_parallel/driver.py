@@ -38,8 +38,7 @@ from penstock_enginecore.core.data_parallel.rank import Effects, Phase, Rank
 from penstock_enginecore.core.data_parallel.row_codec import pack_row, unpack_row
 from penstock_enginecore.core.data_parallel.shared_experts import SharedExperts
 from penstock_enginecore.core.data_parallel.standstill import Standstill
-from penstock_enginecore.core.scheduler.base import Clock, Scheduler
-from penstock_enginecore.core.scheduler.pause import PauseState
+from penstock_enginecore.core.scheduler.base import Clock, PauseState, Scheduler
 from penstock_enginecore.core.steps_in_flight import DrainAborts
 
 logger = logging.getLogger(__name__)

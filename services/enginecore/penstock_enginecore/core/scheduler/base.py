@@ -1,5 +1,6 @@
 """What the engine core asks of a scheduler, and how one is chosen by name."""
 
+import enum
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
@@ -19,10 +20,19 @@ from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
-from penstock_enginecore.core.scheduler.pause import PauseState
 
 Clock = Callable[[], float]
 """Seconds from some origin."""
+
+
+class PauseState(enum.Enum):
+    """RUNNING takes and schedules requests. DRAINING schedules those it had when the pause was asked for; later ones wait
+    until it is RUNNING again. PAUSED schedules nothing: what runs keeps its blocks and goes on afterwards.
+    """
+
+    RUNNING = "running"
+    DRAINING = "draining"
+    PAUSED = "paused"
 
 
 class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):

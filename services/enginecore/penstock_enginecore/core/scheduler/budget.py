@@ -18,8 +18,8 @@ class EncoderTurn(Protocol):
     def has_work(self) -> bool:
         """Whether an item is to be encoded."""
 
-    def begin_step(self, *, waits: bool) -> bool:
-        """A step is being scheduled, in which towers compute unless they are to wait. Returns whether they do so far."""
+    def begin_slice(self, *, waits: bool) -> bool:
+        """Begin a step, in which towers compute unless they are to wait. Return whether they compute so far."""
 
 
 class StepBudget:
@@ -69,7 +69,7 @@ class StepBudget:
     def begin_step(self, encoder: EncoderTurn | None, *, decoding: bool) -> None:
         """Of a step in which a request decodes, or none. ``encoder``: of a model with towers."""
         sharing = self._shares and decoding
-        encoding = encoder is not None and encoder.begin_step(
+        encoding = encoder is not None and encoder.begin_slice(
             waits=sharing and (self._prompts_wait or not encoder.has_work)
         )
         self._prompts_wait = False

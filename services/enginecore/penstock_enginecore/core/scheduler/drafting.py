@@ -9,15 +9,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from penstock_common.types.outputs import SpecDecodingStats
-from penstock_enginecore.config import SpeculativeConfig
-from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.request import Request, RequestStatus
-from penstock_enginecore.core.scheduler.base import SchedulerContext
-from penstock_enginecore.core.scheduler.budget import StepBudget
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.resources import StepResource
 from penstock_enginecore.core.scheduler.rows import num_tokens_due
-from penstock_enginecore.core.scheduler.running import RunningRequests
-from penstock_enginecore.core.scheduler.waiting import WaitingRequests
+from penstock_enginecore.core.scheduler.state import SchedulerState
 from penstock_enginecore.core.spec_decode.history import DraftHistory
 from penstock_enginecore.core.spec_decode.policy import DraftPolicy
 from penstock_enginecore.core.spec_decode.step_cost import StepCost
@@ -26,26 +22,19 @@ from penstock_enginecore.core.structured_output.base import allows
 _SHARE_BESIDE_PROMPTS = 8
 
 
-class DraftPlanner:
+class DraftPlanner(StepResource):
     """Belongs to a scheduler. ``failure``: why nothing is drafted any more, empty while that works."""
 
-    def __init__(
-        self,
-        config: SpeculativeConfig,
-        policy: DraftPolicy,
-        *,
-        kv_cache: KVCacheManager,
-        running: RunningRequests,
-        waiting: WaitingRequests,
-        max_num_tokens: int,
-    ) -> None:
+    def __init__(self, state: SchedulerState) -> None:
+        context = state.context
+        config = context.speculative
         self._max_drafts = config.num_speculative_tokens
         self._drafts_ahead = config.has_model
-        self._policy = policy
-        self._kv_cache = kv_cache
-        self._running = running
-        self._waiting = waiting
-        self._max_num_tokens = max_num_tokens
+        self._policy = DraftPolicy(config.num_speculative_tokens, config.adaptive, StepCost(context.step_seconds))
+        self._kv_cache = state.kv_cache
+        self._running = state.running
+        self._waiting = state.waiting
+        self._max_num_tokens = state.budget.max_num_tokens
         self._planned: dict[str, list[int]] = {}
         self._stats = SpecDecodingStats()
         self.failure = ""
@@ -144,8 +133,8 @@ class DraftPlanner:
                 output.num_drafts_wanted[request.key] = count
                 request.unsettled = True
 
-    def begin(self, request: Request) -> None:
-        """A request that has come: how many tokens are drafted of it at most."""
+    def added(self, request: Request) -> None:
+        """Note how many tokens are drafted for a new request at most."""
         asked = request.sampling_params.num_speculative_tokens
         most = self._max_drafts if asked is None else min(asked, self._max_drafts)
         unread = request.prompt_embeds is not None or (request.mm_features and self._drafts_ahead)  # by what drafts
@@ -192,23 +181,6 @@ class DraftPlanner:
                 and key not in step.scheduled_spec_decode_tokens
             ):
                 request.draft_history.passed(1)
-
-
-def plan_drafts(
-    context: SchedulerContext,
-    kv_cache: KVCacheManager,
-    running: RunningRequests,
-    waiting: WaitingRequests,
-    budget: StepBudget,
-) -> DraftPlanner | None:
-    """Of a scheduler; None where nothing is drafted."""
-    config = context.speculative
-    if not config.enabled:
-        return None
-    policy = DraftPolicy(config.num_speculative_tokens, config.adaptive, StepCost(context.step_seconds))
-    return DraftPlanner(
-        config, policy, kv_cache=kv_cache, running=running, waiting=waiting, max_num_tokens=budget.max_num_tokens
-    )
 
 
 def _room(request: Request) -> int:

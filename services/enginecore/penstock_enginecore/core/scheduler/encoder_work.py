@@ -10,14 +10,13 @@ from penstock_enginecore.core.multimodal.encoder_cache import EncoderCache
 from penstock_enginecore.core.multimodal.encoder_queue import EncoderQueue
 from penstock_enginecore.core.multimodal.places import embeds_from, embeds_span, span_around
 from penstock_enginecore.core.request import Request
-from penstock_enginecore.core.scheduler.base import SchedulerContext
-from penstock_enginecore.core.scheduler.budget import StepBudget
 from penstock_enginecore.core.scheduler.media_line import MediaLine, Wanted
 from penstock_enginecore.core.scheduler.output import EncoderStart, SchedulerOutput
-from penstock_enginecore.core.scheduler.waiting import WaitingRequests
+from penstock_enginecore.core.scheduler.resources import StepResource
+from penstock_enginecore.core.scheduler.state import SchedulerState
 
 
-class EncoderWork:
+class EncoderWork(StepResource):
     """Tokens are scheduled only where the rows of every item that they touch are there before the step's forward pass.
 
     A running request pins the items of its next chunk, in the order of their places, until its processed tokens have passed
@@ -30,11 +29,12 @@ class EncoderWork:
     is done before a step's forward pass are in that step.
     """
 
-    def __init__(self, context: SchedulerContext, budget: StepBudget, waiting: WaitingRequests) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         """``context.media`` must not be empty. Raises ConfigError for a model that a step's limits cannot serve."""
+        context = state.context
         self._infos = {info.modality: info for info in context.media}
-        self._waiting = waiting
-        self._budget = budget
+        self._waiting = state.waiting
+        self._budget = state.budget
         self._receiver_cache_bytes = context.receiver_cache_bytes
         self._cache = EncoderCache(context.encoder_cache_size)
         self._queue = EncoderQueue(context.config.max_num_encoder_tokens or context.config.step_tokens)
@@ -67,8 +67,10 @@ class EncoderWork:
                     f"{info.max_tokens}, which see each other and are computed together"
                 )
 
-    def begin(self, request: Request) -> None:
-        """A request with media has come."""
+    def added(self, request: Request) -> None:
+        """Note which tokens of a new request are computed together, and how many embeddings it will ask for."""
+        if not request.mm_features:
+            return
         request.whole_spans = [
             embeds_span(feature) for feature in request.mm_features if self._infos[feature.modality].attends_both_ways
         ]
@@ -81,18 +83,20 @@ class EncoderWork:
         """Whether an item is to be encoded."""
         return bool(self._queue)
 
-    def begin_step(self, *, waits: bool) -> bool:
-        """A step is being scheduled: what it encodes first is known; nothing, also of what comes, while that ``waits``. Returns
-        whether it encodes.
+    def begin_slice(self, *, waits: bool) -> bool:
+        """Choose the items that the step encodes; none, also of those that come later, if the encoder ``waits``. Return whether
+        the step encodes.
         """
         for identifier in self._queue.begin_step(waits=waits):
             self._done(identifier)
         return self._queue.is_used
 
     def fit(self, request: Request, start: int, count: int, output: SchedulerOutput) -> int:
-        """How many of ``count`` tokens from ``start`` on a step takes without parting what is computed together; 0 while it has
-        no room for that. More than ``count``, where that is a limit of one request.
+        """Return how many of ``count`` tokens from ``start`` on the step takes without parting what is computed together; 0 while
+        the step has no room for that. More than ``count``, where that is a limit of one request.
         """
+        if start >= request.media_end:
+            return count
         span = span_around(request.whole_spans, start + count) if request.whole_spans else None
         if span is None:
             return count
@@ -101,10 +105,17 @@ class EncoderWork:
             return begin - start
         return end - start if end - start <= self._budget.max_num_tokens - output.total_num_scheduled_tokens else 0
 
-    def reach(self, request: Request, start: int, count: int) -> int:
-        """How many of ``count`` tokens from ``start`` on of a running request can be computed in this step. It has those rows
-        from now on, and waits for the next.
+    def reach(self, request: Request, count: int, output: SchedulerOutput) -> int:
+        """Return how many of the next ``count`` tokens of a running request the step can compute. The request pins the rows of
+        their media, and waits for the next.
         """
+        start = request.num_computed_tokens
+        if start >= request.media_end:
+            return count
+        count = self.fit(request, start, count, output)
+        return self._pin_rows(request, start, count) if count else 0
+
+    def _pin_rows(self, request: Request, start: int, count: int) -> int:
         pins = self._pins.setdefault(request.key, [])
         for index, position in embeds_from(request.mm_features, start):
             feature = request.mm_features[index]
@@ -118,10 +129,10 @@ class EncoderWork:
                 return position - start
         return count
 
-    def admit(self, request: Request, start: int, count: int) -> int:
-        """How many of ``count`` tokens from ``start`` on of a waiting request can be computed in this step, should it start. 0:
-        it is held from now on.
-        """
+    def claim(self, request: Request, start: int, count: int) -> int:
+        """Return how many of ``count`` tokens from ``start`` on a waiting request can compute in this step. 0: it is held."""
+        if start >= request.media_end:
+            return count
         is_first = True
         for index, position in embeds_from(request.mm_features, start):
             if position >= start + count:
@@ -139,11 +150,14 @@ class EncoderWork:
                 return position - start
         return count
 
-    def started(self, request: Request, start: int, count: int) -> None:
-        """A waiting request has started, with tokens that ``admit`` has let in where it has media from ``start`` on."""
+    def started(self, request: Request, num_computed: int, count: int) -> None:
+        """Pin the items of a request's first tokens."""
+        if not request.mm_features:
+            return
+        start = num_computed
         self._unclaim(request.key)
         if start < request.media_end:
-            self.reach(request, start, count)
+            self._pin_rows(request, start, count)
         features = request.mm_features
         while (index := request.num_asked_media) < len(features) and features[
             index
@@ -151,9 +165,9 @@ class EncoderWork:
             self._num_to_ask -= features[index].num_embeds
             request.num_asked_media += 1
 
-    def serve(self) -> None:
-        """See about the waiting requests in the line: begin what they wait for, while there is nothing to encode. What is small
-        does not pass by what is large, or that might wait for ever.
+    def begin_waiting(self) -> None:
+        """Begin what the waiting requests in the line wait for, while there is nothing to encode. A small item does not pass by a
+        large one, or the large one might wait for ever.
         """
         while self._line:
             request, feature = self._line.head()
@@ -184,8 +198,15 @@ class EncoderWork:
             self._cache.unpin(feature.identifier)
             del pins[0]
 
-    def leave(self, request: Request) -> None:
-        """A request has ended, or lost its turn."""
+    def preempted(self, request: Request) -> None:
+        """Unpin the items of a request that has lost its turn."""
+        self._leave(request)
+
+    def ended(self, request: Request) -> None:
+        """Unpin the items of a request, and do not encode what nobody else needs."""
+        self._leave(request)
+
+    def _leave(self, request: Request) -> None:
         if not request.mm_features:
             return
         self._line.remove(request)
@@ -221,8 +242,8 @@ class EncoderWork:
         for identifier in self._cache.not_pinned:
             self._remove(identifier)
 
-    def begin_again(self) -> None:
-        """Nobody knows what the workers have: forget every item. Running requests wait until theirs are encoded again."""
+    def workers_reset(self) -> None:
+        """Forget every item, since nobody knows what the workers have. Running requests wait until theirs are encoded again."""
         self._pins.clear()
         self._cache.unpin_all()
         self.reset()
@@ -319,11 +340,6 @@ class EncoderWork:
         self._queue.remove(identifier)
         if self._starts.pop(identifier, None) is None:
             self._freed[identifier] = None
-
-
-def plan_encoder_work(context: SchedulerContext, budget: StepBudget, waiting: WaitingRequests) -> EncoderWork | None:
-    """Of a scheduler; None where no request has media."""
-    return EncoderWork(context, budget, waiting) if context.media else None
 
 
 def _unreadable(feature: MultiModalFeature, index: int, why: str) -> RequestError:

@@ -8,7 +8,6 @@ from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_common.types.outputs import KvTransferStats
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.block_pool import BlockLog, KVCacheBlock
-from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.prefix import ComputedBlocks
 from penstock_enginecore.core.kv_transfer.base import KVConnector, LoadEnded, Place
 from penstock_enginecore.core.kv_transfer.lease_seam import KVLeases, kv_transfer_stats
@@ -16,45 +15,33 @@ from penstock_enginecore.core.kv_transfer.loads import Loads
 from penstock_enginecore.core.kv_transfer.plan import LoadPlan
 from penstock_enginecore.core.kv_transfer.rates import ComputeRate
 from penstock_enginecore.core.request import Request
-from penstock_enginecore.core.scheduler.base import Clock, SchedulerContext
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
-from penstock_enginecore.core.scheduler.running import RunningRequests
-from penstock_enginecore.core.scheduler.waiting import WaitingRequests
+from penstock_enginecore.core.scheduler.resources import Admission, StepResource
+from penstock_enginecore.core.scheduler.state import SchedulerState
 
 _MEDIA = (KvMedium.HOST, KvMedium.DISK, KvMedium.PEER)
 
 
-class KvLoads:
+class KvLoads(StepResource):
     """What the scheduler does with a ``KVConnector``.
 
     A request whose blocks are brought waits with ``Hold.KV_TRANSFER``, and has a slot and blocks: it keeps what the pool has
     of its prefix, while the load keeps the blocks that are written. When the load has ended the request keeps what there is, and
     is the next that starts. Until then it can be made to give up its blocks, before requests that run. Others that need the same
-    blocks wait with the same hold, and have none. ``min_tokens``: fewer are computed. ``by_priority``: the least urgent gives up
-    its blocks, else the one that began last.
+    blocks wait with the same hold, and have none. Fewer than ``min_load_tokens`` tokens are computed. Under the priority policy
+    the least urgent gives up its blocks, else the one that began last.
     """
 
-    def __init__(
-        self,
-        connector: KVConnector,
-        kv_cache: KVCacheManager,
-        waiting: WaitingRequests,
-        running: RunningRequests,
-        clock: Clock,
-        *,
-        min_tokens: int,
-        by_priority: bool = False,
-        rate: ComputeRate | None = None,
-    ) -> None:
+    def __init__(self, state: SchedulerState, connector: KVConnector) -> None:
         self._connector = connector
-        self._kv_cache = kv_cache
-        self._pool = kv_cache.pool
-        self._waiting = waiting
-        self._running = running
-        self._clock = clock
-        self._min_tokens = min_tokens
-        self._by_priority = by_priority
-        self._rate = rate or ComputeRate()
+        self._kv_cache = state.kv_cache
+        self._pool = state.kv_cache.pool
+        self._waiting = state.waiting
+        self._running = state.running
+        self._clock = state.clock
+        self._min_tokens = state.context.min_load_tokens
+        self._by_priority = state.by_priority
+        self._rate = ComputeRate()
         self._loads = Loads()
         self._for: dict[int, Request] = {}
         """By load, whom it was begun for, also when that has left."""
@@ -75,8 +62,12 @@ class KvLoads:
         """Requests that have a slot and blocks, and do not run."""
         return len(self._held)
 
+    def holds(self, request: Request) -> bool:
+        """Return whether this request has blocks and does not run."""
+        return request.key in self._held
+
     def has_others(self, request: Request) -> bool:
-        """Whether any but this one are among them."""
+        """Return whether any request but this one has blocks and does not run."""
         return len(self._held) > (request.key in self._held)
 
     def stats(self, leases: KVLeases | None) -> KvTransferStats:
@@ -90,8 +81,8 @@ class KvLoads:
 
     # Requests.
 
-    def opened(self, request: Request) -> None:
-        """A request has come."""
+    def added(self, request: Request) -> None:
+        """Tell the connector about a new request."""
         self._connector.opened(request)
 
     def answer(self, request: Request) -> str:
@@ -99,14 +90,14 @@ class KvLoads:
         said = self._connector.answer(request)
         return "" if said is None else msgspec.json.encode(said).decode()
 
-    def closed(self, request: Request) -> None:
-        """A request has ended, wherever it was."""
+    def ended(self, request: Request) -> None:
+        """Abandon the request's load, and tell the connector that the request has ended."""
         self._leave(request)
         self._connector.closed(request)
 
-    def consider(self, request: Request, computed: ComputedBlocks, reserve: Callable[[int], int]) -> bool | None:
-        """Have the blocks of a waiting request brought whose turn it is, and hold it. ``reserve``: blocks that stay free beside
-        those of so many tokens. None: it should be computed; True: it is held now; False: there is no room yet for what comes.
+    def load(self, request: Request, computed: ComputedBlocks, reserve: Callable[[int], int]) -> Admission | None:
+        """Begin a load of the blocks of the request at the head of the queue, if that is faster than computing them, and hold the
+        request.
         """
         if request.hold or request.skip_reading_prefix_cache or not self._kv_cache.reuses:
             return None
@@ -118,15 +109,15 @@ class KvLoads:
             self._loads.wait(number, request.key)
             self._others[request.key] = request
             self._waiting.hold(request, Hold.KV_TRANSFER)
-            return True
+            return Admission.BLOCKED
         alone = not self._running and not self._held
         spare = 0 if alone else reserve(num_tokens)
         if len(plan.missing) + self._pool.num_free_among(plan.there) + spare > self._pool.num_free_blocks:
-            return None if alone and not self.num_returning else False
+            return None if alone and not self.num_returning else Admission.NO_ROOM
         if not self._rate.pays(self._connector.seconds(request, plan.missing), num_tokens - computed.num_tokens):
             return None
         self._begin(request, plan)
-        return True
+        return Admission.BLOCKED
 
     def _begin(self, request: Request, plan: LoadPlan) -> None:
         self._kv_cache.hold(request, plan.there)
@@ -144,8 +135,8 @@ class KvLoads:
         """Those that wait for nothing but to be started, in order."""
         return [request for request in self._ready.values() if request.hold == Hold.KV_TRANSFER] if self._ready else []
 
-    def started(self, request: Request, num_computed: int) -> None:
-        """A request runs, with so many tokens that it need not compute."""
+    def started(self, request: Request, num_computed: int, count: int) -> None:
+        """Count the tokens that a request need not compute."""
         if request.num_cached_tokens < 0:
             loaded = request.num_loaded_tokens
             self._kv_cache.external_stats.queries += request.num_tokens - num_computed + loaded
@@ -156,8 +147,8 @@ class KvLoads:
     # Room.
 
     def give_up_one(self, *, keep: Request | None = None) -> bool:
-        """Have one of those that do not run give up its blocks; it waits for its turn again. ``keep``: not this one. False when
-        there is none, or all are more urgent than those that run.
+        """Make one request that does not run, other than ``keep``, give up its blocks and wait for its turn again. Return False
+        when there is none, or all are more urgent than those that run.
         """
         held = [request for request in self._held.values() if request is not keep]
         if not held:
@@ -170,6 +161,16 @@ class KvLoads:
                 return False
         self.give_up(victim)
         return True
+
+    @property
+    def returns_blocks(self) -> bool:
+        """Whether blocks that no request has will be free once they have been copied."""
+        return self.num_returning > 0
+
+    def all_preempted(self) -> None:
+        """Make all requests give up their blocks. No step in flight has results any more."""
+        self.give_up_all()
+        self._step_began.clear()
 
     def give_up_all(self) -> None:
         """All of them give up their blocks."""
@@ -234,8 +235,8 @@ class KvLoads:
 
     # Steps.
 
-    def begin_step(self) -> None:
-        """Tell of blocks that have come and gone, and take in the loads that have ended."""
+    def begin_step(self, *, paused: bool) -> None:
+        """Tell the connector which blocks have come and gone, and take in the loads that have ended."""
         if self._log:
             self._tell(self._log.take())
         self._take_ended()
@@ -272,10 +273,6 @@ class KvLoads:
             self._rate.computed(output.total_num_scheduled_tokens, now - max(began, self._last_results))
         self._last_results = now
 
-    def forget_steps(self) -> None:
-        """No step in flight has results any more."""
-        self._step_began.clear()
-
     def _end(self, ended: LoadEnded) -> None:
         load, request = self._loads.end(ended.load_id), self._for.pop(ended.load_id)
         self._kv_cache.arrived(request, [place for place, _ in ended.arrived])
@@ -307,20 +304,3 @@ class KvLoads:
 
 def _place(block: KVCacheBlock, block_hash: bytes) -> Place:
     return Place(BlockName(block.group, block_hash), block.block_id)
-
-
-def plan_kv_loads(
-    context: SchedulerContext, kv_cache: KVCacheManager, waiting: WaitingRequests, running: RunningRequests
-) -> KvLoads | None:
-    """None where nothing brings blocks."""
-    if context.kv_connector is None:
-        return None
-    return KvLoads(
-        context.kv_connector,
-        kv_cache,
-        waiting,
-        running,
-        context.monotonic_clock,
-        min_tokens=context.min_load_tokens,
-        by_priority=context.config.policy == "priority",
-    )

@@ -6,13 +6,12 @@ from penstock_common.errors import InvalidArgument
 from penstock_common.observability.incidents import incident
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import RequestError
-from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.request_log import log_incident
-from penstock_enginecore.core.scheduler.client_outputs import ClientOutputs
 from penstock_enginecore.core.scheduler.drafting import DraftPlanner
 from penstock_enginecore.core.scheduler.encoder_work import EncoderWork
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.state import SchedulerState
 from penstock_enginecore.core.scheduler.stops import append_tokens
 
 
@@ -20,17 +19,12 @@ class StepResults:
     """Takes results in, in the order of the steps."""
 
     def __init__(
-        self,
-        kv_cache: KVCacheManager,
-        outputs: ClientOutputs,
-        eos_token_ids: frozenset[int],
-        drafting: DraftPlanner | None = None,
-        encoder: EncoderWork | None = None,
+        self, state: SchedulerState, drafting: DraftPlanner | None = None, encoder: EncoderWork | None = None
     ) -> None:
         self._encoder = encoder
-        self._kv_cache = kv_cache
-        self._outputs = outputs
-        self._eos_token_ids = eos_token_ids
+        self._kv_cache = state.kv_cache
+        self._outputs = state.outputs
+        self._eos_token_ids = state.context.eos_token_ids
         self._drafting = drafting
 
     def take(self, step: SchedulerOutput, results: ModelRunnerOutput, requests: Mapping[str, Request]) -> list[Request]:

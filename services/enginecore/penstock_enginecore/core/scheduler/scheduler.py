@@ -9,123 +9,276 @@ asynchronous scheduling a request also gets the step behind a token that is not 
 the worker, which runs steps in order, has the token by then.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.kv_transfer import KvMedium
-from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
+from penstock_common.types.outputs import EngineCoreOutputs, EventType, RequestError, SchedulerStats
 from penstock_enginecore.core.hold import Hold
-from penstock_enginecore.core.kv_cache.manager import KVCacheManager
-from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.request import Request, RequestStatus
+from penstock_enginecore.core.request_log import log_incident
 from penstock_enginecore.core.scheduler.admission import QueueAdmission
-from penstock_enginecore.core.scheduler.base import Scheduler, SchedulerContext
-from penstock_enginecore.core.scheduler.budget import budget_of
-from penstock_enginecore.core.scheduler.client_outputs import ClientOutputs
-from penstock_enginecore.core.scheduler.dealing import DecodeDealer
-from penstock_enginecore.core.scheduler.drafting import plan_drafts
-from penstock_enginecore.core.scheduler.encoder_work import plan_encoder_work
-from penstock_enginecore.core.scheduler.kv_loads import plan_kv_loads
+from penstock_enginecore.core.scheduler.base import PauseState, Scheduler, SchedulerContext
+from penstock_enginecore.core.scheduler.dealing import DecodeShare, decodes
+from penstock_enginecore.core.scheduler.drafting import DraftPlanner
+from penstock_enginecore.core.scheduler.encoder_work import EncoderWork
+from penstock_enginecore.core.scheduler.kv_loads import KvLoads
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
-from penstock_enginecore.core.scheduler.pause import PauseState
 from penstock_enginecore.core.scheduler.preemption import Preemption
-from penstock_enginecore.core.scheduler.requests import RequestTable
+from penstock_enginecore.core.scheduler.resources import Admission, LoraSlotResource, StepResource
 from penstock_enginecore.core.scheduler.results import StepResults
-from penstock_enginecore.core.scheduler.rows import count_as_computed, count_as_not_computed, sampled_by_grammar
-from penstock_enginecore.core.scheduler.running import RunningRequests
-from penstock_enginecore.core.scheduler.schedule_running import RunningScheduler
-from penstock_enginecore.core.scheduler.schedule_step import StepScheduler
-from penstock_enginecore.core.scheduler.schedule_waiting import WaitingScheduler
-from penstock_enginecore.core.scheduler.trial import StepTrial
-from penstock_enginecore.core.scheduler.waiting import WaitingRequests
+from penstock_enginecore.core.scheduler.rows import (
+    count_as_computed,
+    count_as_not_computed,
+    num_tokens_due,
+    sampled_by_grammar,
+)
+from penstock_enginecore.core.scheduler.state import SchedulerState
 
 
 class DefaultScheduler(Scheduler):
-    """What ``scheduler.scheduler: default`` names.
+    """The scheduler that ``scheduler.scheduler: default`` names.
 
-    A living request is among the waiting or among the running. Running requests hold KV blocks, others none. When blocks run
-    out, the least urgent of the running gives up its blocks and waits again, ahead of those that came later.
+    A living request is among the waiting or among the running. Running requests hold KV blocks, others none, but for those whose
+    blocks are being loaded. When blocks run out, the least urgent running request gives up its blocks and waits again, ahead of
+    those that came later. Adapters, media, loads and drafts are ``StepResource`` objects, which the two loops of a step ask.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
-        config = context.config
-        self._clock = context.monotonic_clock
-        self._async = bool(config.async_scheduling)
-        budget = budget_of(context)
-        self.kv_cache = kv_cache = KVCacheManager(
-            context.kv_cache,
-            enable_prefix_caching=context.enable_prefix_caching,
-            enable_kv_events=context.enable_kv_events,
-        )
-        by_priority = config.policy == "priority"
-        self._requests = RequestTable()
-        self._waiting = waiting = WaitingRequests(by_priority=by_priority, fair=config.fairness)
-        self._running = running = RunningRequests(waiting.rank if by_priority else None)
-        self._trial = StepTrial()
-        self._outputs = ClientOutputs()
-        self._encoder = encoder = plan_encoder_work(context, budget, waiting)
-        self._drafting = drafting = plan_drafts(context, kv_cache, running, waiting, budget)
-        self._results = StepResults(kv_cache, self._outputs, context.eos_token_ids, drafting, encoder)
-        self._kv_loads = kv_loads = plan_kv_loads(context, kv_cache, waiting, running)
-        admission = QueueAdmission(config, waiting)
-        self._lifecycle = lifecycle = RequestLifecycle(
-            context,
-            requests=self._requests,
-            waiting=waiting,
-            running=running,
-            admission=admission,
-            kv_cache=kv_cache,
-            outputs=self._outputs,
-            encoder=encoder,
-            kv_loads=kv_loads,
-        )
-        self._preemption = Preemption(
-            running=running,
-            waiting=waiting,
-            lifecycle=lifecycle,
-            kv_cache=kv_cache,
-            trial=self._trial,
-            clock=self._clock,
-            lora_slots=context.lora_slots,
-            encoder=encoder,
-            kv_loads=kv_loads,
-            leases=context.leases,
-        )
-        continue_running = RunningScheduler(
-            budget=budget,
-            preemption=self._preemption,
-            lifecycle=lifecycle,
-            dealer=DecodeDealer(context.num_stages),
-            drafting=drafting,
-            encoder=encoder,
-        )
-        start_waiting = WaitingScheduler(
-            budget=budget,
-            waiting=waiting,
-            running=running,
-            admission=admission,
-            lifecycle=lifecycle,
-            kv_cache=kv_cache,
-            watermark_blocks=int(config.watermark * kv_cache.pool.num_usable_blocks),
-            clock=self._clock,
-            lora_slots=context.lora_slots,
-            encoder=encoder,
-            kv_loads=kv_loads,
-            leases=context.leases,
-        )
-        self._step = StepScheduler(
-            requests=self._requests,
-            running=running,
-            trial=self._trial,
-            preemption=self._preemption,
-            continue_running=continue_running,
-            start_waiting=start_waiting,
-            drafting=drafting,
-        )
-        self._lora_stats = context.lora_stats
-        self._leases = context.leases
-        self._next_step = 0
-        self.pause_state = PauseState.RUNNING
+        self._state = state = SchedulerState(context)
+        self.kv_cache = state.kv_cache
+        self._requests, self._waiting, self._running = state.requests, state.waiting, state.running
+        self._lora = None if context.lora_slots is None else LoraSlotResource(state, context.lora_slots)
+        self._encoder = EncoderWork(state) if context.media else None
+        self._drafting = DraftPlanner(state) if context.speculative.enabled else None
+        self._kv_loads = None if context.kv_connector is None else KvLoads(state, context.kv_connector)
+        optional: tuple[StepResource | None, ...] = (self._kv_loads, self._lora, self._encoder, self._drafting)
+        self._resources = [resource for resource in optional if resource is not None]
+        self._admission = QueueAdmission(context.config, state.waiting)
+        self._lifecycle = RequestLifecycle(state, self._resources, self._admission, self._kv_loads)
+        self._preemption = Preemption(state, self._resources, self._lifecycle)
+        self._results = StepResults(state, self._drafting, self._encoder)
+        self._num_stages = context.num_stages
+        self._watermark_blocks = int(context.config.watermark * state.kv_cache.pool.num_usable_blocks)
+        self._async = bool(context.config.async_scheduling)
+
+    # A step.
+
+    def schedule(self, *, begin: bool = True) -> SchedulerOutput:
+        """See ``Scheduler``."""
+        state = self._state
+        self._lifecycle.abort_expired()
+        output = SchedulerOutput(step=state.next_step, num_scheduled_tokens={})
+        output.preempted_request_ids = self._preemption.take_preempted_keys()
+        paused = state.pause_state is PauseState.PAUSED
+        for resource in self._resources:
+            resource.begin_step(paused=paused)
+        if not paused:
+            state.budget.begin_step(self._encoder, decoding=any(map(decodes, self._running)))
+            for running, waiting in self._turns(output, begin=begin):
+                num_preemptions = self._preemption.num_preemptions
+                left_out = self._continue_running(running, output)
+                if self._preemption.num_preemptions == num_preemptions:
+                    self._start_waiting(waiting, output)
+                if left_out and not output.num_scheduled_tokens:
+                    self._continue_running(running, output, early=True)
+                if output.num_scheduled_tokens:
+                    state.next_step += 1
+                    count_as_computed(output, self._requests.by_key, expect_tokens=self._async)
+                    if self._drafting is not None:
+                        self._drafting.want(output, self._requests.by_key)
+                    break
+        output.finished_request_ids = self._lifecycle.take_finished_keys()
+        for resource in self._resources:
+            resource.end_step(output)
+        return output
+
+    def _continue_running(self, requests: list[Request], output: SchedulerOutput, *, early: bool = False) -> bool:
+        """The loop over running requests: add the tokens that each can compute, as far as the budget and the KV blocks go.
+
+        An exception ends the request that it concerns. Hot: the body runs once per request and step.
+
+        Args:
+            requests: The running requests that may be in the step.
+            output: The step.
+            early: Include requests whose last token is still on its way through the stages of a pipeline.
+
+        Returns:
+            Whether a request was left out because it is early.
+        """
+        budget, drafting, encoder = self._state.budget, self._drafting, self._encoder
+        if drafting is not None and not early:
+            drafting.plan(requests)
+        share = DecodeShare(requests, output.step, self._num_stages, early=early)
+        max_num_tokens, spread = budget.max_num_tokens, share.is_limited
+        for request in share.requests:
+            if output.total_num_scheduled_tokens >= max_num_tokens:
+                break
+            try:
+                count = num_tokens_due(request)
+                if (
+                    count == 0 or request.status is not RequestStatus.RUNNING
+                ):  # its token is on its way, or it was preempted
+                    continue
+                if count > 1:
+                    count = budget.tokens_for(count, output)
+                elif spread and share.leaves_out(request):
+                    continue
+                if encoder is not None and count:
+                    count = encoder.reach(request, count, output)
+                if count == 0:
+                    continue
+                block_ids = self._preemption.make_room(request, count, output)
+                if block_ids is None:  # it gave up its own blocks, or ended
+                    continue
+                if drafting is not None and count == 1:
+                    drafting.add(request, block_ids, output)
+                else:
+                    output.add_known(request, count, block_ids)
+            except Exception as e:
+                output.remove(request)
+                self._lifecycle.fail(request, log_incident(request, e, doing="scheduling the request"))
+        return share.has_early
+
+    def _start_waiting(self, requests: Iterator[Request], output: SchedulerOutput) -> None:
+        """The loop over waiting requests: start them in the order of the policy until one has no room."""
+        for request in requests:
+            while self._try_start(request, output) is Admission.NO_ROOM:
+                if not self._free_blocks_for(request, output):
+                    return
+
+    def _try_start(self, request: Request, output: SchedulerOutput) -> Admission:
+        """Start a waiting request if there is room, and allocate its blocks. An exception ends the request."""
+        kv_cache, budget = self.kv_cache, self._state.budget
+        try:
+            if kv_cache.num_blocks_for(request.num_tokens) > kv_cache.pool.num_usable_blocks:
+                self._lifecycle.fail_too_long(request)
+                return Admission.ENDED
+            if not all(resource.may_start(request) for resource in self._resources):
+                return Admission.BLOCKED
+            computed = kv_cache.get_computed_blocks(request)
+            for resource in self._resources:
+                admission = resource.load(request, computed, lambda count: self._reserve(request, count))
+                if admission is not None:
+                    return admission
+            start, missing = computed.num_tokens, request.num_tokens - computed.num_tokens
+            if not budget.may_join(missing, output):
+                return Admission.NO_ROOM
+            count = budget.tokens_for(missing, output)
+            if count == 0 or (count < missing and not budget.chunked_prefill):
+                return Admission.NO_ROOM
+            for resource in self._resources:
+                if (count := resource.fit(request, start, count, output)) == 0:
+                    return Admission.NO_ROOM
+                if (count := resource.claim(request, start, count)) == 0:
+                    return Admission.BLOCKED
+            beside_others = self._running or any(resource.has_others(request) for resource in self._resources)
+            reserve = self._reserve(request, start + count) if beside_others else 0
+            if not kv_cache.admit(request, computed, count, reserve=reserve):
+                return Admission.NO_ROOM
+            self._waiting.start(request)
+            self._start(request, start, count, output)
+        except Exception as e:
+            self._end_failed_start(request, e, output)
+            return Admission.ENDED
+        return Admission.STARTED
+
+    def _reserve(self, request: Request, num_tokens: int) -> int:
+        """Return how many blocks must stay free when a request gets blocks for ``num_tokens`` beside others: those for its other
+        tokens, and the watermark.
+        """
+        rest = self.kv_cache.num_blocks_for(request.num_tokens) - self.kv_cache.num_blocks_for(num_tokens)
+        return rest + self._watermark_blocks
+
+    def _start(self, request: Request, num_computed: int, count: int, output: SchedulerOutput) -> None:
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = request.num_processed_tokens = num_computed
+        for resource in self._resources:
+            resource.started(request, num_computed, count)
+        now = self._state.clock()
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = num_computed
+            self._admission.started(request, now)
+        request.record_event(EventType.SCHEDULED, now)
+        self._running.add(request)
+        output.add_new(request, count, self.kv_cache.block_ids(request))
+
+    def _end_failed_start(self, request: Request, exception: Exception, output: SchedulerOutput) -> None:
+        """End a request whose start raised ``exception``."""
+        output.remove(request)
+        error = log_incident(request, exception, doing="scheduling the request")
+        unknown_to_workers = request.status is RequestStatus.RUNNING
+        self._lifecycle.fail(request, error)
+        if unknown_to_workers:  # so they need not forget it
+            self._lifecycle.finished_keys.remove(request.key)
+
+    def _turns(self, output: SchedulerOutput, *, begin: bool) -> Iterator[tuple[list[Request], Iterator[Request]]]:
+        """Yield the running and the waiting requests that may be in the step, until a pair has something to compute.
+
+        Mostly all of them. While the failure of a step is looked into: the suspects, and all others, in turns.
+        """
+        trial = self._state.trial
+        if trial:
+            trial.settle(self._requests.by_key)
+        if not trial:
+            yield self._running.requests.copy(), self._heads(output) if begin else iter(())
+            return
+        suspects, suspects_turn = trial.subset, trial.next_turn()
+        for of_suspects in (suspects_turn, not suspects_turn):
+            running = [request for request in self._running if (request.key in suspects) is of_suspects]
+            yield running, self._suspects(output) if of_suspects else self._others(output)
+
+    def _suspects(self, output: SchedulerOutput) -> Iterator[Request]:
+        """Yield the waiting requests that are tried now, until the step is full."""
+        for request in self._waiting_suspects():
+            if not self._has_room(output):
+                return
+            yield request
+
+    def _others(self, output: SchedulerOutput) -> Iterator[Request]:
+        """Yield the waiting requests that are not tried now; none while one that is tried waits, or it might wait for ever."""
+        if not self._waiting_suspects():
+            yield from self._heads(output)
+
+    def _heads(self, output: SchedulerOutput) -> Iterator[Request]:
+        """Yield the waiting requests whose turn it is, those whose blocks were loaded first, until the step is full.
+
+        Each must have started, ended or be held before the next is asked for.
+        """
+        for resource in self._resources:
+            resource.begin_waiting()
+        for request in self._kv_loads.ready if self._kv_loads is not None else ():
+            if not self._state.budget.has_room(output, len(self._running)):
+                return
+            yield request
+            if self._kv_loads is not None and request.hold and not request.finished:
+                self._kv_loads.give_up(request)  # another resource blocks it, and others may need its blocks
+        while self._has_room(output) and (head := self._waiting.head()) is not None:
+            yield head
+
+    def _has_room(self, output: SchedulerOutput) -> bool:
+        """Whether another request can start in the step, KV blocks aside."""
+        num_loading = 0 if self._kv_loads is None else len(self._kv_loads)
+        return self._state.budget.has_room(output, len(self._running) + num_loading)
+
+    def _free_blocks_for(self, request: Request, output: SchedulerOutput) -> bool:
+        """Free blocks for a waiting request where nothing runs that would: end a lease, or a load of another request. Return
+        False if there is none, or if something runs.
+        """
+        if self._running or output.num_scheduled_tokens:
+            return False
+        leases = self._state.leases
+        if leases is not None and leases.revoke_one():
+            return True
+        loads = self._kv_loads
+        return loads is not None and loads.holds(request) and loads.give_up_one(keep=request)
+
+    def _waiting_suspects(self) -> list[Request]:
+        requests = self._requests.by_key
+        return [
+            requests[key] for key in self._state.trial.subset if key in requests and requests[key].hold == Hold.TRIAL
+        ]
 
     # Requests come and go.
 
@@ -135,9 +288,7 @@ class DefaultScheduler(Scheduler):
 
     def add_request(self, request: Request, hold: Hold = Hold.NONE) -> None:
         """Queue a request; one whose prior output has reached a stop ends at once."""
-        if self._drafting is not None:
-            self._drafting.begin(request)
-        self._lifecycle.add(request, hold if self.pause_state is PauseState.RUNNING else hold | Hold.PAUSE)
+        self._lifecycle.add(request, hold if self._state.pause_state is PauseState.RUNNING else hold | Hold.PAUSE)
 
     def release(self, request: Request, hold: Hold) -> None:
         """Take a reason to wait away; without another one the request takes its turn."""
@@ -146,7 +297,7 @@ class DefaultScheduler(Scheduler):
 
     def hold_back(self, request: Request, hold: Hold) -> None:
         """Preempt a running request and hold it."""
-        self._preemption.hold_back(request, hold, self._next_step)
+        self._preemption.hold_back(request, hold)
 
     def fail(self, request: Request, error: RequestError) -> bool:
         """End a request that cannot be served, with an ERROR output; one that has ended is left alone."""
@@ -168,28 +319,7 @@ class DefaultScheduler(Scheduler):
         """End the requests whose deadline has passed."""
         self._lifecycle.abort_expired()
 
-    # A step.
-
-    def schedule(self, *, begin: bool = True) -> SchedulerOutput:
-        """See ``Scheduler``. Who is in the step is told by ``StepScheduler``."""
-        self._lifecycle.abort_expired()
-        if self._kv_loads is not None:
-            self._kv_loads.begin_step()
-        output = SchedulerOutput(step=self._next_step, num_scheduled_tokens={})
-        output.preempted_request_ids = self._preemption.take_preempted_keys()
-        if self.pause_state is not PauseState.PAUSED:
-            self._step.schedule(output, begin=begin)
-            if output.num_scheduled_tokens:
-                self._next_step += 1
-                count_as_computed(output, self._requests.by_key, expect_tokens=self._async)
-                if self._drafting is not None:
-                    self._drafting.want(output, self._requests.by_key)
-        output.finished_request_ids = self._lifecycle.take_finished_keys()
-        if self._encoder is not None:
-            self._encoder.end_step(output)
-        if self._kv_loads is not None:
-            self._kv_loads.end_step(output)
-        return output
+    # Results of a step.
 
     def constrained(self, scheduler_output: SchedulerOutput) -> list[Request]:
         """Requests of a step that get a token which a grammar decides on, in batch order."""
@@ -197,7 +327,7 @@ class DefaultScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
         """Append the sampled tokens, check stops, and make computed blocks findable."""
-        self._trial.step_done()
+        self._state.trial.step_done()
         if self._kv_loads is not None:
             self._kv_loads.stepped(scheduler_output)
         if self._encoder is not None and model_output.encoder_failures:
@@ -220,8 +350,8 @@ class DefaultScheduler(Scheduler):
     def roll_back(self, scheduler_output: SchedulerOutput) -> None:
         """Its tokens count as computed no more."""
         count_as_not_computed(scheduler_output, self._requests.by_key)
-        if self._encoder is not None:
-            self._encoder.begin_again()
+        for resource in self._resources:
+            resource.workers_reset()
 
     def step_failed(self, scheduler_output: SchedulerOutput) -> Request | None:
         """All requests are computed again, those of the step in subsets. Text is not to blame for what is encoded beside it."""
@@ -230,12 +360,12 @@ class DefaultScheduler(Scheduler):
         began = {new.request_id for new in scheduler_output.new_requests}
         may_blame = not scheduler_output.encoder_budget or any(requests[key].mm_features for key in targets)
         alone = len(scheduler_output.num_scheduled_tokens) == 1 and may_blame
-        culprit = self._trial.failed(targets, new=began, alone=alone)
+        culprit = self._state.trial.failed(targets, new=began, alone=alone)
         self.preempt_all()
-        if self._encoder is not None:
-            self._encoder.begin_again()
+        for resource in self._resources:
+            resource.workers_reset()
         for key in targets:  # also those that had lost their blocks while the step was in flight
-            if key in self._trial:
+            if key in self._state.trial:
                 self._waiting.hold(requests[key], Hold.TRIAL)
         # The workers know no request any more.
         self._lifecycle.take_finished_keys()
@@ -245,11 +375,11 @@ class DefaultScheduler(Scheduler):
     @property
     def num_unexplained_failures(self) -> int:
         """Times in a row that a step failed, and then each of its requests passed alone."""
-        return self._trial.num_unexplained
+        return self._state.trial.num_unexplained
 
     def take_outputs(self) -> dict[str, EngineCoreOutputs]:
         """Outputs since the last call, by client id."""
-        return self._outputs.take(self.stats(), self._clock()) if self._outputs else {}
+        return self._state.outputs.take(self.stats(), self._state.clock()) if self._state.outputs else {}
 
     def record_kv_events(self, on: bool) -> None:
         """Record changes of the prefix cache from now on, or no more."""
@@ -282,14 +412,14 @@ class DefaultScheduler(Scheduler):
     @property
     def num_held_by_pause(self) -> int:
         """Of these, those that came after a pause was asked for."""
-        if self.pause_state is PauseState.RUNNING:
+        if self._state.pause_state is PauseState.RUNNING:
             return 0
         return sum(bool(request.hold & Hold.PAUSE) for request in self._requests.by_key.values())
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        if self._requests or self._lifecycle.finished_keys or self._preemption.preempted_keys or self._outputs:
+        if self._requests or self._lifecycle.finished_keys or self._preemption.preempted_keys or self._state.outputs:
             return True
         return self._kv_loads is not None and self._kv_loads.has_news
 
@@ -297,9 +427,14 @@ class DefaultScheduler(Scheduler):
         """The earliest deadline of a living request, in seconds since the epoch."""
         return self._lifecycle.next_deadline()
 
+    @property
+    def pause_state(self) -> PauseState:  # type: ignore[override]
+        """Whether work is handed out."""
+        return self._state.pause_state
+
     def pause(self, state: PauseState) -> None:
         """Change to ``state``. RUNNING lets those go on that came meanwhile."""
-        self.pause_state = state
+        self._state.pause_state = state
         if state is PauseState.RUNNING:
             self._waiting.release_all(Hold.PAUSE)
 
@@ -310,7 +445,7 @@ class DefaultScheduler(Scheduler):
 
     def preempt_all(self) -> None:
         """Take every running request's blocks; all are computed again."""
-        self._preemption.preempt_all(self._next_step)
+        self._preemption.preempt_all()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, if no request is running; one may hold no block, when all of them left its windows."""
@@ -334,9 +469,9 @@ class DefaultScheduler(Scheduler):
             prefix_cache_queries=prefix.queries,
             prefix_cache_hits=prefix.hits,
             num_preemptions=self._preemption.num_preemptions,
-            step_counter=self._next_step,
+            step_counter=self._state.next_step,
             spec_decoding_stats=None if self._drafting is None else self._drafting.stats(),
-            lora=self._lora_stats(),
+            lora=self._state.context.lora_stats(),
             media=None if self._encoder is None else self._encoder.stats(),
-            kv_transfer=None if self._kv_loads is None else self._kv_loads.stats(self._leases()),
+            kv_transfer=None if self._kv_loads is None else self._kv_loads.stats(self._state.leases),
         )

@@ -1,11 +1,33 @@
 """The requests that wait."""
 
+from collections.abc import Iterator
+
 from penstock_common.tenant_room import TenantRoom
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.fair_queue import FairQueue
-from penstock_enginecore.core.scheduler.held import HeldRequests
 from penstock_enginecore.core.scheduler.queue import Rank
+
+
+class HeldRequests:
+    """Requests with a ``Hold``, in the order in which they came. Every operation costs O(1)."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def add(self, request: Request) -> None:
+        """Add a request that is not held."""
+        self._requests[request.key] = request
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that is held."""
+        del self._requests[request.key]
 
 
 class WaitingRequests:

@@ -13,7 +13,7 @@ from penstock_enginecore.config import MultimodalConfig, SpeculativeConfig
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
 from penstock_enginecore.core.model_info import MediaInfo
-from penstock_enginecore.core.scheduler.pause import PauseState
+from penstock_enginecore.core.scheduler.base import PauseState
 from tests.fakes.engines.engine_harness import (
     CLIENT,
     FakeClock,

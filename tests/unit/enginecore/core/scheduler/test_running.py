@@ -2,7 +2,7 @@
 
 from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.scheduler.queue import rank
-from penstock_enginecore.core.scheduler.running import RunningRequests
+from penstock_enginecore.core.scheduler.state import RunningRequests
 from tests.fakes.engines.engine_harness import make_request, prepared
 
 
