@@ -21,6 +21,7 @@ class Preemption:
 
     def __init__(self, state: SchedulerState, resources: Sequence[StepResource], lifecycle: RequestLifecycle) -> None:
         self._state = state
+        self._allocate = state.kv_cache.allocate_slots
         self._resources = resources
         self._lifecycle = lifecycle
         self.preempted_keys: list[str] = []
@@ -33,9 +34,8 @@ class Preemption:
         blocks already, or because blocks come back soon that are being copied: it gets its own in another step. Those preempted
         are taken out of the step.
         """
-        running = self._state.running
-        while (new_block_ids := self._state.kv_cache.allocate_slots(request, num_new_tokens)) is None:
-            leases = self._state.leases
+        while (new_block_ids := self._allocate(request, num_new_tokens)) is None:
+            running, leases = self._state.running, self._state.leases
             if leases is not None and leases.revoke_one():
                 continue
             if any(resource.give_up_one() for resource in self._resources):
