@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock_enginecore.forward.base import AdaptedForward, ForwardBatch
+from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.cuda.adapters import DeviceAdapters
 from penstock_enginecore.forward.cuda.buffers import padded_shape
-from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate
+from penstock_enginecore.lora.adapter import AdaptedForward, LoraAdapter, LoraSegment, LowRankUpdate
 from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.lora.slot_memory import Place
 from tests.benchmarks.gpu import interpreter, machine

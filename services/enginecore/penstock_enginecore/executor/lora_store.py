@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 from penstock_common.errors import LONGEST_PATH, FailedPrecondition, RequestFailed, Unavailable, quoted
 from penstock_enginecore.config import LoraConfig
 from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest
-from penstock_enginecore.forward.base import AdaptedForward
-from penstock_enginecore.lora.adapter import LoraAdapter, TakeAdapter
+from penstock_enginecore.lora.adapter import AdaptedForward, LoraAdapter, TakeAdapter
 from penstock_enginecore.lora.errors import LoraError, LoraReason
 from penstock_enginecore.lora.peft_adapter import LoraLimits, adapter_bytes, read_adapter
 from penstock_enginecore.lora.read_before import ReadBefore

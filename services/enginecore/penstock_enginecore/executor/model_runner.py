@@ -12,7 +12,7 @@ from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitm
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.executor.completion import Late
 from penstock_enginecore.executor.generation.graph_capture import GraphCapture
-from penstock_enginecore.forward.base import AdaptedForward
+from penstock_enginecore.lora.adapter import AdaptedForward
 
 
 class ModelRunner(Protocol):

@@ -13,7 +13,7 @@ from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.attention.kv_memory import KVMemory
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.upload import to_device
-from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, TakeAdapter
+from penstock_enginecore.lora.adapter import LoraSegment
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
 
@@ -118,22 +118,6 @@ class KeptWeights(Protocol):
 
     def read(self, model: LoadedModel) -> None:
         """Copy the weights of ``model``, the same checkpoint on the host, to where these are. It is used up."""
-
-
-@runtime_checkable
-class AdaptedForward(Protocol):
-    """What a pass does besides whose steps may have adapters."""
-
-    def prepare_adapter(self, adapter: LoraAdapter) -> TakeAdapter:
-        """Have its matrices as the pass reads them, while steps run, on any thread. Raises ValueError for what is no update of
-        the model's layers.
-        """
-
-    def add_adapter(self, adapter: LoraAdapter) -> None:
-        """Prepare and take it, between steps. Raises as ``prepare_adapter``."""
-
-    def remove_adapter(self, digest: bytes) -> None:
-        """Let go of its memory, between steps. KeyError where it is not there."""
 
 
 class ForwardPass(Protocol):

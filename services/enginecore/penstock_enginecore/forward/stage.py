@@ -10,10 +10,11 @@ from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
-from penstock_enginecore.forward.base import AdaptedForward, ForwardBatch, ForwardOutput, ForwardPass
+from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.forward.proof import TOLERANCES, distance
+from penstock_enginecore.lora.adapter import AdaptedForward
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.placement import place
 from penstock_enginecore.parallel.stage_links import StageLinks

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -57,3 +57,20 @@ class LoraSegment:
     digest: bytes
     first: int
     end: int
+
+
+@runtime_checkable
+class AdaptedForward(Protocol):
+    """A forward pass whose steps may have adapters."""
+
+    def prepare_adapter(self, adapter: LoraAdapter) -> TakeAdapter:
+        """Convert the adapter's matrices to the form that the pass reads, while steps run, on any thread.
+
+        Raises ValueError when the adapter does not update the model's layers.
+        """
+
+    def add_adapter(self, adapter: LoraAdapter) -> None:
+        """Prepare and take an adapter, between steps. Raises as ``prepare_adapter``."""
+
+    def remove_adapter(self, digest: bytes) -> None:
+        """Free the memory of an adapter, between steps. KeyError for one that is not there."""

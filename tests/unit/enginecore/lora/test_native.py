@@ -10,11 +10,10 @@ import torch
 
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import KernelsConfig, ModelConfig
-from penstock_enginecore.forward.base import AdaptedForward
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.forward.native import NativeForward
-from penstock_enginecore.lora.adapter import LoraAdapter
+from penstock_enginecore.lora.adapter import AdaptedForward, LoraAdapter
 from penstock_enginecore.models.loader import LoadedModel, load_model
 from penstock_enginecore.native.int8 import round_to_int8
 from tests.emulation.build import pretend

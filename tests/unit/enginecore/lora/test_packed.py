@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from penstock_enginecore.config import KernelsConfig
-from penstock_enginecore.forward.base import AdaptedForward, ForwardPass
+from penstock_enginecore.forward.base import ForwardPass
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
 from penstock_enginecore.forward.modules import ModulesForward
-from penstock_enginecore.lora.adapter import LowRankUpdate
+from penstock_enginecore.lora.adapter import AdaptedForward, LowRankUpdate
 from penstock_enginecore.native.library import NativeLibrary, open_library
 from penstock_enginecore.native.linear import PackedLinear
 from tests.fakes.engines.instruction_sets import runnable

@@ -33,9 +33,10 @@ from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, 
 from penstock_enginecore.executor.generation.step_sampling import StepSampling
 from penstock_enginecore.executor.towers import Towers
 from penstock_enginecore.experts.group_experts import GroupExperts
-from penstock_enginecore.forward.base import AdaptedForward, Choice, ForwardBatch, KeptWeights
+from penstock_enginecore.forward.base import Choice, ForwardBatch, KeptWeights
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.forward.probe import Probe, probe_logits
+from penstock_enginecore.lora.adapter import AdaptedForward
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.sample.base import LaunchedTokens, SamplingInputs
 from penstock_enginecore.spec_decode.base import Drafter

@@ -17,9 +17,9 @@ from penstock_enginecore.executor.generation.step_media import StepMedia
 from penstock_enginecore.executor.pooling.batch import PoolingBatch, PoolingInputs
 from penstock_enginecore.executor.towers import Towers
 from penstock_enginecore.forward.backbone import BackboneBatch, probe_states
-from penstock_enginecore.forward.base import AdaptedForward
 from penstock_enginecore.forward.build import BuiltBackbone
 from penstock_enginecore.forward.probe import Probe
+from penstock_enginecore.lora.adapter import AdaptedForward
 from penstock_enginecore.pooling.embedder import PoolingModel
 from penstock_enginecore.pooling.pooler import Pooler
 
