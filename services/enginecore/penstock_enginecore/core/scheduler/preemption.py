@@ -21,7 +21,7 @@ class Preemption:
 
     def __init__(self, state: SchedulerState, resources: Sequence[StepResource], lifecycle: RequestLifecycle) -> None:
         self._state = state
-        self._allocate = state.kv_cache.allocate_slots
+        self._kv_cache = state.kv_cache
         self._resources = resources
         self._lifecycle = lifecycle
         self.preempted_keys: list[str] = []
@@ -34,7 +34,7 @@ class Preemption:
         blocks already, or because blocks come back soon that are being copied: it gets its own in another step. Those preempted
         are taken out of the step.
         """
-        while (new_block_ids := self._allocate(request, num_new_tokens)) is None:
+        while (new_block_ids := self._kv_cache.allocate_slots(request, num_new_tokens)) is None:
             running, leases = self._state.running, self._state.leases
             if leases is not None and leases.revoke_one():
                 continue
@@ -80,7 +80,7 @@ class Preemption:
         not count for it.
         """
         state = self._state
-        state.kv_cache.free(request)
+        self._kv_cache.free(request)
         for resource in self._resources:
             resource.preempted(request)
         request.status = RequestStatus.PREEMPTED
