@@ -130,6 +130,12 @@ async def test_an_answer_is_a_message(api: Api, engine: FakeEngine) -> None:
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.5, 7, 0.5, 1000)
 
 
+async def test_minus_one_switches_top_k_off(api: Api, engine: FakeEngine) -> None:
+    says(engine, "Hello!")
+    await api.create(extra_body={"top_k": -1})
+    assert engine.requests[0].sampling_params.top_k == 0
+
+
 async def test_thoughts_text_and_calls_are_blocks(api: Api, engine: FakeEngine) -> None:
     says(engine, THOUGHTFUL)
     answer = await api.create(tools=[WEATHER], thinking={"type": "enabled"})
@@ -344,7 +350,7 @@ async def test_a_key_is_asked_for_in_the_protocols_own_header(engine: FakeEngine
         ({"container": "c"}, "container is not served; leave it out"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"temperature": -1}, "temperature"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"messages": [{"role": "user", "content": "a " * 300}]}, "messages"),
     ],
     ids=str,

@@ -159,6 +159,11 @@ async def test_the_end_of_sequence_is_a_stop_without_a_reason(api: OpenAIServer,
     assert (choice.text, choice.finish_reason, choice.stop_reason) == ("bye", "stop", None)
 
 
+async def test_minus_one_switches_top_k_off(api: OpenAIServer, engine: FakeEngine) -> None:
+    await complete(api, extra={"top_k": -1})
+    assert engine.requests[0].sampling_params.top_k == 0
+
+
 async def test_every_sampling_parameter_reaches_the_engine(api: OpenAIServer, engine: FakeEngine) -> None:
     extra: dict[str, Any] = {
         "top_k": 5,

@@ -34,8 +34,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="File with a chat template in jinja2, instead of the model's own; empty: the model's own."),
     ] = ""
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="Type of weights and activations; auto: the checkpoint's own."),
+        Literal["auto", "float32", "bfloat16", "float16", "float", "half"],
+        Meta(description="Type of weights and activations; auto: the checkpoint's own; float: float32; half: float16."),
     ] = "auto"
     quantization: Annotated[
         Literal["auto", "int8"],

@@ -160,3 +160,8 @@ def test_settings_of_blocks_that_cannot_be_are_named_with_their_values(settings,
     with pytest.raises(ConfigError) as refused:
         load(EngineCoreConfig, overrides={"model.path": "m", **settings}, environ={})
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(("given", "dtype"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
+def test_names_of_types_that_vllm_has_are_those_of_torch(given, dtype):
+    assert ModelConfig(path="m", dtype=given).dtype == dtype

@@ -81,7 +81,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         n: Outputs per prompt.
         temperature: 0 is greedy; higher values draw less likely tokens more often.
         top_p: Draw among the likeliest tokens whose probabilities sum up to this; 1 switches the filter off.
-        top_k: Draw among this many likeliest tokens; 0 switches the filter off.
+        top_k: Draw among this many likeliest tokens; 0 switches the filter off, and so does -1 in what clients send.
         min_p: Drop tokens less likely than this share of the likeliest token's probability.
         presence_penalty: Subtracted from the logits of tokens that the output has.
         frequency_penalty: Subtracted from the logits of tokens once per occurrence in the output.

@@ -1,5 +1,6 @@
 """Which checkpoint is served, and how it is computed."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -7,7 +8,9 @@ from msgspec import Meta
 
 from penstock_common.config.checks import check_fields, model_name
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "float", "half"]
+_DTYPES: Mapping[str, Dtype] = {"float": "float32", "half": "float16"}
+"""Other names of types, as vLLM has them."""
 Device = Literal["auto", "cpu", "cuda"]
 Task = Literal["auto", "generate", "embed", "classify"]
 LoadFormat = Literal["auto", "dummy"]
@@ -27,9 +30,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dtype: Annotated[
         Dtype,
         Meta(
-            description="Type of weights and activations; auto: the checkpoint's own. The kernels for CPUs compute all in "
-            "float32, by weights of 16 bits, too, and bfloat16, asked for by name, lets matrix units round activations. Without "
-            "kernels a CPU computes bfloat16 where it has instructions for it, and float16 never."
+            description="Type of weights and activations; auto: the checkpoint's own; float: float32; half: float16. The kernels "
+            "for CPUs compute all in float32, by weights of 16 bits, too, and bfloat16, asked for by name, lets matrix units "
+            "round activations. Without kernels a CPU computes bfloat16 where it has instructions for it, and float16 never."
         ),
     ] = "auto"
     quantization: Annotated[
@@ -91,6 +94,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         check_fields("model", self)
+        msgspec.structs.force_setattr(self, "dtype", _DTYPES.get(self.dtype, self.dtype))
 
     @property
     def name(self) -> str:

@@ -132,4 +132,4 @@ def check(body: ConversationBody) -> None:
             )
     if isinstance(body, MessagesBody):
         check_range("max_tokens", body.max_tokens, 1, _INT32_MAX)
-        check_range("top_k", body.top_k, 0, _INT32_MAX)
+        check_range("top_k", body.top_k, -1, _INT32_MAX)

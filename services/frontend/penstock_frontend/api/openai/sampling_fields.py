@@ -201,8 +201,6 @@ def values(body: SamplingFields) -> dict[str, Any]:
     """The sampling parameters that are set, under the names of ``SamplingParams``. Raises InvalidArgument."""
     found: dict[str, Any] = {name: value for name in _PLAIN if (value := getattr(body, name)) is not None}
     found |= {name: tuple(value) for name in _LISTS if (value := getattr(body, name)) is not None}
-    if found.get("top_k") == -1:
-        found["top_k"] = 0
     if found.get("thinking_token_budget") == -1:
         del found["thinking_token_budget"]
     if body.stop is not None:

@@ -34,6 +34,8 @@ _RANGES: dict[str, tuple[float, float | None]] = {
 _MAX_LOGIT_BIAS = 100.0
 _MAX_PATTERN_SIZE = 1000
 """Tokens of the longest repeated pattern that engines look for."""
+_TOP_K_OFF = -1
+"""How vLLM spells a ``top_k`` that is switched off."""
 _PATH = "sampling_params"
 
 
@@ -49,6 +51,7 @@ def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
         defaults["repetition_penalty"] = generation_config["repetition_penalty"]
     if generation_config.get("max_new_tokens") is not None:
         defaults["max_tokens"] = generation_config["max_new_tokens"]
+    defaults = _with_top_k(defaults)
     try:
         _check_values(SamplingParams(**defaults))
     except (InvalidArgument, TypeError) as e:
@@ -61,7 +64,7 @@ def resolve(given: Mapping[str, Any], defaults: Mapping[str, Any], limits: Limit
 
     Raises InvalidArgument naming the field, the value and the limit.
     """
-    params = SamplingParams(**{"seed": random.getrandbits(63), **defaults, **given})
+    params = SamplingParams(**_with_top_k({"seed": random.getrandbits(63), **defaults, **given}))
     _check_values(params)
     if not 1 <= params.n <= limits.max_n:
         _refuse("n", params.n, f"from 1 to {limits.max_n}")
@@ -78,6 +81,10 @@ def resolve(given: Mapping[str, Any], defaults: Mapping[str, Any], limits: Limit
     if params.repetition_detection is not None:
         _check_repetition(params.repetition_detection)
     return params
+
+
+def _with_top_k(values: dict[str, Any]) -> dict[str, Any]:
+    return {**values, "top_k": 0} if values.get("top_k") == _TOP_K_OFF else values
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:

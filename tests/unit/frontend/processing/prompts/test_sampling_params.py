@@ -19,6 +19,11 @@ def test_what_is_given_wins_over_the_model_and_the_model_over_ours() -> None:
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.max_tokens) == (0.0, 0.9, 20, 0.0, 64)
 
 
+def test_the_spelling_of_vllm_switches_top_k_off_in_requests_and_models() -> None:
+    assert sampling_params.resolve({"top_k": -1}, sampling_params.model_defaults(MODEL), LIMITS).top_k == 0
+    assert sampling_params.resolve({}, sampling_params.model_defaults(MODEL | {"top_k": -1}), LIMITS).top_k == 0
+
+
 def test_a_model_that_does_not_sample_gives_no_filters() -> None:
     defaults = sampling_params.model_defaults(MODEL | {"do_sample": False})
     assert defaults == {"max_tokens": 64}
