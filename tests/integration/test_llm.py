@@ -23,7 +23,7 @@ from penstock_common.errors import ConfigError, Internal, InvalidArgument, Unava
 from penstock_common.types.outputs import FinishReason as EngineFinishReason
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.executor.uniproc import UniprocExecutor
-from penstock_local import LLM, FinishReason, Interrupted, SamplingParams, StructuredOutput
+from penstock_local import LLM, BeamSearchParams, FinishReason, Interrupted, SamplingParams, StructuredOutput
 from penstock_local.inprocess.options import engine_config
 from tests.fakes.engines.engine_server import EngineServer
 from tests.fakes.frontends.frontend_server import FrontendServer
@@ -161,15 +161,11 @@ def test_a_schema_may_be_given_as_a_dict(llm: LLM) -> None:
 
 
 def test_arguments_of_vllm_are_refused_with_what_to_use(llm: LLM) -> None:
-    with pytest.raises(
-        TypeError, match=r"generate\(\) has no argument 'lora_request'; vLLM's lora_request is here lora, the name"
-    ):
+    with pytest.raises(TypeError, match=r"generate\(\) has no argument 'lora_request'; use lora, the name"):
         llm.generate("x", lora_request=None)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"embed\(\) has no argument 'prompts'; vLLM's prompts is here texts"):
+    with pytest.raises(TypeError, match=r"embed\(\) has no argument 'prompts'; use texts"):
         llm.embed(prompts=["x"])  # type: ignore[call-arg]
-    with pytest.raises(
-        ConfigError, match="LLM has no option 'enforce_eager'; vLLM's enforce_eager is here nothing: no model"
-    ):
+    with pytest.raises(ConfigError, match="LLM has no option 'enforce_eager'; leave it out: no model"):
         LLM(str(DEMO), enforce_eager=True)
 
 
@@ -334,8 +330,35 @@ def test_the_tokenizer_and_the_defaults_can_be_had(llm: LLM) -> None:
     assert llm.get_default_sampling_params() == SamplingParams()
 
 
+def test_the_defaults_can_be_changed_in_place_as_in_vllm(llm: LLM) -> None:
+    params = llm.get_default_sampling_params()
+    params.temperature = 0.0
+    params.max_tokens = 6
+    assert llm.generate("A fox", params)[0].text == llm.generate("A fox", GREEDY.clone(max_tokens=6))[0].text
+    assert llm.get_default_sampling_params() == SamplingParams(), "each call has an object of its own"
+    with pytest.raises(AttributeError, match="temprature"):
+        params.temprature = 1.0  # type: ignore[attr-defined]
+
+
+def test_beams_are_searched_with_a_mapping_too(llm: LLM) -> None:
+    (given,) = llm.beam_search("A fox", {"beam_width": 2, "max_tokens": 3})
+    (same,) = llm.beam_search("A fox", BeamSearchParams(beam_width=2, max_tokens=3))
+    assert given.beams == same.beams
+    for params, said in (
+        (
+            {"beam_width": 2, "max_tokens": 3, "temperature": 1.0},
+            "params: BeamSearchParams has no 'temperature'; leave",
+        ),
+        ({"beam_width": 2}, "params: Object missing required field `max_tokens`"),
+        ({"beam_width": 0, "max_tokens": 3}, r"params: Expected `int` >= 1 - at `\$.beam_width`"),
+        (SamplingParams(n=2), "params is of type SamplingParams; it must be BeamSearchParams or a mapping"),
+    ):
+        with pytest.raises(InvalidArgument, match=said):
+            llm.beam_search("A fox", params)  # type: ignore[arg-type]
+
+
 def test_errors_of_sampling_parameters_name_the_field(llm: LLM) -> None:
-    with pytest.raises(InvalidArgument, match=r"there is no 'temprature'; did you mean 'temperature'\?"):
+    with pytest.raises(InvalidArgument, match=r"SamplingParams has no 'temprature'; did you mean 'temperature'\?"):
         llm.generate("a", {"temprature": 1})
     with pytest.raises(InvalidArgument, match=r"^sampling_params\[1\]: Expected `float`, got `str`"):
         llm.generate(["a", "b"], [GREEDY, {"top_p": "high"}])

@@ -193,7 +193,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the known word nearest to a misspelt one, or ``""``."""
     if len(word) > _LONGEST_WORD:
         return ""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean '{matches[0]}'?" if matches else ""
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock_common.types.outputs import RequestError
-    from penstock_common.types.sampling import JsonWhitespace, OutputKind, SamplingParams, StructuredOutput
+    from penstock_common.types.sampling import JsonWhitespace, OutputKind
     from penstock_local.inprocess.async_engine import AsyncLLMEngine
     from penstock_local.inprocess.batch import Interrupted
     from penstock_local.inprocess.beam_search import BeamSearchParams
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         RequestOutput,
         ScoringOutput,
     )
+    from penstock_local.inprocess.parameters import SamplingParams, StructuredOutput
 
 __all__ = [
     "LLM",
@@ -53,7 +54,7 @@ __all__ = [
 
 _HOMES = {
     "penstock_common.types.outputs": ("RequestError",),
-    "penstock_common.types.sampling": ("JsonWhitespace", "OutputKind", "SamplingParams", "StructuredOutput"),
+    "penstock_common.types.sampling": ("JsonWhitespace", "OutputKind"),
     "penstock_local.inprocess.async_engine": ("AsyncLLMEngine",),
     "penstock_local.inprocess.batch": ("Interrupted",),
     "penstock_local.inprocess.beam_search": ("BeamSearchParams",),
@@ -71,15 +72,27 @@ _HOMES = {
         "RequestOutput",
         "ScoringOutput",
     ),
+    "penstock_local.inprocess.parameters": ("SamplingParams", "StructuredOutput"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import one of the names of ``__all__``."""
+    """Import one of the names of ``__all__``. Raises ImportError for a name of vLLM, with the name to use."""
     home = next((module for module, names in _HOMES.items() if name in names), None)
     if home is None:
+        if hint := _replacement(name):
+            # An AttributeError's text would be lost: "from ... import" writes one of its own.
+            raise ImportError(f"cannot import name {name!r} from {__name__!r}{hint}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(home), name)
+
+
+def _replacement(name: str) -> str:
+    if name.startswith("_"):  # what Python itself looks for, at every start of the command
+        return ""
+    from penstock_local.inprocess import vllm_names
+
+    return vllm_names.replacement(name, vllm_names.TYPES)
 
 
 def __dir__() -> list[str]:

@@ -15,6 +15,7 @@ from penstock_local.inprocess.outputs import RequestOutput
 from penstock_local.inprocess.pieces import pieces
 from penstock_local.inprocess.requests import Requests
 from penstock_local.inprocess.runtime import Runtime
+from penstock_local.inprocess.vllm_names import ENGINE_ARGUMENTS, names_replacements
 
 
 class AsyncLLMEngine:
@@ -40,6 +41,7 @@ class AsyncLLMEngine:
         """End what runs and release the model. Idempotent."""
         await asyncio.to_thread(self._close)
 
+    @names_replacements(ENGINE_ARGUMENTS)
     async def generate(
         self,
         prompt: Prompt,

@@ -6,7 +6,7 @@ that an end-of-sequence token ends are set aside.
 
 import asyncio
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -18,12 +18,17 @@ from penstock_frontend.call_types import GenerateRequest, MixedPrompt
 from penstock_local.inprocess.calls import Calls, Prepared
 from penstock_local.inprocess.outputs import Beam, BeamSearchOutput, FinishReason
 from penstock_local.inprocess.runtime import Runtime
+from penstock_local.inprocess.vllm_names import BEAM_SEARCH, NamesReplacements
 
 
-class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BeamSearchParams(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=NamesReplacements
+):
     """How to search: ``beam_width`` sequences of up to ``max_tokens`` tokens. ``length_penalty``: scores are the sum of
     log-probabilities over the length to this power, so that more than 0 favours long ones. Raises InvalidArgument.
     """
+
+    replacements = BEAM_SEARCH
 
     beam_width: Annotated[int, Meta(ge=1)]
     max_tokens: Annotated[int, Meta(ge=1)]
@@ -34,6 +39,24 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         for name in ("beam_width", "max_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} is {getattr(self, name)}; it must be at least 1", field=name)
+
+
+def beam_search_params(given: object) -> BeamSearchParams:
+    """Return the parameters of a search that were given as such or as a mapping. Raises InvalidArgument."""
+    if isinstance(given, BeamSearchParams):
+        return given
+    if not isinstance(given, Mapping):
+        kind = type(given).__name__
+        raise InvalidArgument(
+            f"params is of type {kind}; it must be BeamSearchParams or a mapping of its fields", field="params"
+        )
+    for name in given:
+        if refusal := BeamSearchParams.refusal(str(name)):
+            raise InvalidArgument(f"params: {refusal}", field="params")
+    try:
+        return msgspec.convert(dict(given), BeamSearchParams)
+    except msgspec.ValidationError as e:
+        raise InvalidArgument(f"params: {e}", field="params") from None
 
 
 class _Sequence(msgspec.Struct, frozen=True):

@@ -7,11 +7,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, RequestFailed, nearest
+from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_common.types.sampling import OutputKind, SamplingParams
 from penstock_frontend.call_types import ChatMessage, Tool
 from penstock_frontend.python_media.messages import contents_of
 from penstock_frontend.python_media.prompts import UnplacedPrompt, unplaced
+from penstock_local.inprocess import parameters
 
 T = TypeVar("T")
 
@@ -243,7 +244,7 @@ def _fields(sampling: object, name: str) -> dict[str, Any]:
         given["stop"] = (given["stop"],)
     plain = msgspec.to_builtins(given)
     if isinstance(plain.get("structured_output"), dict):
-        plain["structured_output"] = _with_json_as_text(plain["structured_output"])
+        plain["structured_output"] = _with_json_as_text(plain["structured_output"], name)
     try:
         checked = msgspec.convert(plain, SamplingParams)
     except msgspec.ValidationError as e:
@@ -251,11 +252,14 @@ def _fields(sampling: object, name: str) -> dict[str, Any]:
     return {**{field: getattr(checked, field) for field in given}, "output_kind": OutputKind.FINAL}
 
 
-def _with_json_as_text(constraint: dict[str, Any]) -> dict[str, Any]:
-    """A constraint whose JSON may be given as the mapping that it is."""
+def _with_json_as_text(constraint: dict[str, Any], name: str) -> dict[str, Any]:
+    """A constraint whose JSON may be given as the mapping that it is. Raises InvalidArgument for an unknown field."""
+    for field in constraint:
+        if refusal := parameters.StructuredOutput.refusal(str(field)):
+            raise InvalidArgument(f"{name}.structured_output: {refusal}", field=name)
     return {
-        name: json.dumps(value) if name in ("json_schema", "structural_tag") and isinstance(value, dict) else value
-        for name, value in constraint.items()
+        kind: json.dumps(value) if kind in ("json_schema", "structural_tag") and isinstance(value, dict) else value
+        for kind, value in constraint.items()
     }
 
 
@@ -272,7 +276,6 @@ def _given(sampling: object, name: str) -> dict[str, Any]:
     else:
         values = sampling
         for field in values:
-            if field not in SamplingParams.__struct_fields__:
-                hint = nearest(str(field), SamplingParams.__struct_fields__)
-                raise InvalidArgument(f"{name}: there is no {field!r}{hint}", field=name)
+            if refusal := parameters.SamplingParams.refusal(str(field)):
+                raise InvalidArgument(f"{name}: {refusal}", field=name)
     return {field: value for field, value in values.items() if value is not None}

@@ -7,10 +7,9 @@ from typing import Any, Self
 
 from penstock_common.errors import InvalidArgument, Unavailable
 from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.call_types import ChatRequest
 from penstock_local.inprocess.batch import Batch, Errors, Job
-from penstock_local.inprocess.beam_search import BeamSearch, BeamSearchParams
+from penstock_local.inprocess.beam_search import BeamSearch, BeamSearchParams, beam_search_params
 from penstock_local.inprocess.calls import Calls
 from penstock_local.inprocess.inputs import Message, Prompt, Sampling, tools_of
 from penstock_local.inprocess.options import adapter_paths, engine_config, media_config, media_limits
@@ -22,6 +21,7 @@ from penstock_local.inprocess.outputs import (
     RequestOutput,
     ScoringOutput,
 )
+from penstock_local.inprocess.parameters import SamplingParams
 from penstock_local.inprocess.progress import Shown
 from penstock_local.inprocess.requests import Requests, context_of
 from penstock_local.inprocess.runtime import Runtime
@@ -98,10 +98,13 @@ class LLM:
         )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What holds where nothing is said: the model's own (generation_config.json), and ours."""
+        """Return the parameters of requests that name none: those of the model's generation_config.json, then our defaults.
+
+        Each call returns an object of its own, whose fields may be set.
+        """
         return SamplingParams(**self._runtime.llm.inputs.defaults)
 
-    @names_replacements
+    @names_replacements()
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -117,7 +120,7 @@ class LLM:
         requests = self._requests.generate(prompts, sampling_params, priority=priority, lora=lora)
         return self._batch(self._generation(), errors, progress, use_tqdm).all(requests)
 
-    @names_replacements
+    @names_replacements()
     def generate_iter(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -133,7 +136,7 @@ class LLM:
         requests = self._requests.generate(prompts, sampling_params, priority=priority, lora=lora)
         return self._batch(self._generation(), errors, progress).each(requests, in_order=in_order)
 
-    @names_replacements
+    @names_replacements()
     def chat(
         self,
         messages: Iterable[Message] | Iterable[Iterable[Message]],
@@ -162,7 +165,7 @@ class LLM:
         requests = self._requests.chat(messages, sampling_params, like)
         return self._batch(self._answering(), errors, progress, use_tqdm).all(requests)
 
-    @names_replacements
+    @names_replacements()
     def chat_iter(
         self,
         messages: Iterable[Iterable[Message]],
@@ -185,7 +188,7 @@ class LLM:
         requests = self._requests.chat(messages, sampling_params, like)
         return self._batch(self._answering(), errors, progress).each(requests, in_order=in_order)
 
-    @names_replacements
+    @names_replacements()
     def embed(
         self,
         texts: Prompt | Iterable[Prompt],
@@ -209,7 +212,7 @@ class LLM:
         requests = self._requests.pool(texts, params, truncate_prompt_tokens=truncate_prompt_tokens, lora=lora)
         return self._batch(job, errors, progress, use_tqdm).all(requests)
 
-    @names_replacements
+    @names_replacements()
     def classify(
         self,
         texts: Prompt | Iterable[Prompt],
@@ -229,7 +232,7 @@ class LLM:
         requests = self._requests.pool(texts, params, truncate_prompt_tokens=truncate_prompt_tokens, lora=lora)
         return self._batch(job, errors, progress, use_tqdm).all(requests)
 
-    @names_replacements
+    @names_replacements()
     def score(
         self,
         queries: Prompt | Iterable[Prompt],
@@ -255,7 +258,7 @@ class LLM:
         )
         return self._batch(job, errors, progress, use_tqdm).all(requests)
 
-    @names_replacements
+    @names_replacements()
     def encode(
         self,
         texts: Prompt | Iterable[Prompt],
@@ -281,18 +284,21 @@ class LLM:
         requests = self._requests.pool(texts, params, truncate_prompt_tokens=truncate_prompt_tokens, lora=lora)
         return self._batch(job, errors, progress, use_tqdm).all(requests)
 
-    @names_replacements
+    @names_replacements()
     def beam_search(
         self,
         prompts: Prompt | Iterable[Prompt],
-        params: BeamSearchParams,
+        params: BeamSearchParams | Mapping[str, Any],
         *,
         errors: Errors = "raise",
         progress: Shown = True,
         use_tqdm: Shown | None = None,
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of prompts that a search keeping ``beam_width`` of them at each token finds."""
-        search = BeamSearch(self._calls, self._runtime, params)
+        """Return the likeliest continuations of prompts that a search finds, keeping ``beam_width`` of them at each token.
+
+        ``params``: BeamSearchParams, or a mapping of its fields.
+        """
+        search = BeamSearch(self._calls, self._runtime, beam_search_params(params))
         job = Job("prompts", self._calls.prepare, search.run, BeamSearchOutput)
         return self._batch(job, errors, progress, use_tqdm).all(self._requests.generate(prompts, None))
 

@@ -19,6 +19,7 @@ from penstock_local.inprocess.outputs import RequestOutput
 from penstock_local.inprocess.pieces import pieces
 from penstock_local.inprocess.requests import Requests
 from penstock_local.inprocess.runtime import Runtime
+from penstock_local.inprocess.vllm_names import ENGINE_ARGUMENTS, names_replacements
 
 
 class LLMEngine:
@@ -46,6 +47,7 @@ class LLMEngine:
         """End what runs and release the model. Idempotent."""
         self._close()
 
+    @names_replacements(ENGINE_ARGUMENTS)
     def add_request(
         self,
         request_id: str,
