@@ -193,6 +193,7 @@ class BusyLoop:
         if block:
             self.last_step_time = self._clock()
             self._idle = False
+            self._engine.log_steps()
         while message is not None:
             self._handle(message)
             message = self._queues.get(block=False, timeout=None)
@@ -209,8 +210,8 @@ class BusyLoop:
         return self._engine.has_work and not self._engine.stalled
 
     def _time_to_next_event(self) -> float | None:
-        """Seconds to the nearest deadline, of a request or of the shutdown; None when there is none."""
-        times = [self._engine.time_to_next_deadline()]
+        """Return the seconds to the nearest deadline, of a request, a log line or the shutdown; None when there is none."""
+        times = [self._engine.time_to_next_deadline(), self._engine.seconds_to_log_line]
         if self._group is not None:
             times.append(self._group.seconds_to_repeat)
         if self._shutdown.deadline is not None:

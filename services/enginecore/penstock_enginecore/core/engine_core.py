@@ -249,7 +249,7 @@ class EngineCore:
         ``stalled`` says whether there was nothing to do: another step is of use only once something has changed.
         Raises EngineDeadError.
         """
-        self._log.begin(self.scheduler.stats)
+        self._log.begin()
         steps = self._steps
         steps.take_drafts(wait=not steps)
         self._grammars.take()
@@ -267,7 +267,7 @@ class EngineCore:
         """One forward pass, also where there is nothing to compute: all ranks of the group are in it. ``begin``: whether waiting
         requests may begin in it. Raises EngineDeadError, and CollectiveBroken where other ranks are lost or this one failed them.
         """
-        self._log.begin(self.scheduler.stats)
+        self._log.begin()
         self._steps.take_drafts(wait=True)
         self._grammars.take()
         self.loras.take()
@@ -303,6 +303,15 @@ class EngineCore:
     def _count_step(self, scheduled: SchedulerOutput, results: ModelRunnerOutput) -> None:
         self._log.count(scheduled, results)
         self.counts.count(scheduled, results)
+
+    @property
+    def seconds_to_log_line(self) -> float | None:
+        """Seconds until a line on the steps so far is due in the log, or None if every step has been logged."""
+        return self._log.seconds_to_line
+
+    def log_steps(self) -> None:
+        """Write the line on the steps so far if it is due."""
+        self._log.tick_idle(self.scheduler.stats)
 
     def record_kv_events(self, on: bool) -> None:
         """Record changes of the prefix cache from now on, or no more; with cache.enable_kv_events they always are."""

@@ -11,25 +11,23 @@ logger = logging.getLogger(__name__)
 
 
 class IterationLog:
-    """A line now and then on what the steps did. ``interval`` in seconds, 0 for none.
+    """Logs what the steps did, one line per interval in which there were steps. ``interval`` in seconds, 0 for none.
 
-    A line averages from the first step behind the line before it, so that it does not count time without requests. If there
-    was no step for an interval, the line ends with the last step.
+    A line averages from the first step after the line before it, to the last step. Its preemptions are those since the line
+    before it. After the last step of a burst the caller waits ``seconds_to_line``, then calls ``tick_idle``: so the line appears
+    soon after the steps, not when the next burst begins.
     """
 
     def __init__(self, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval = interval
         self._clock = clock
         self._since = self._until = clock()
-        self._steps = self._computed = self._sampled = 0
+        self._steps = self._computed = self._sampled = self._preemptions = 0
 
-    def begin(self, stats: Callable[[], SchedulerStats]) -> None:
-        """A step begins. ``stats``: what the scheduler has now."""
-        now = self._clock()
-        if self._steps and self._interval and now - self._until >= self._interval:
-            self._log(stats())
+    def begin(self) -> None:
+        """Note that a step begins."""
         if not self._steps:
-            self._since = now
+            self._since = self._clock()
 
     def count(self, scheduled: SchedulerOutput, results: ModelRunnerOutput) -> None:
         """Add a step."""
@@ -38,10 +36,19 @@ class IterationLog:
         self._sampled += sum(map(len, results.sampled_token_ids))
 
     def tick(self, stats: Callable[[], SchedulerStats]) -> None:
-        """A step has ended: log if it is time, and if there were steps. ``stats``: what the scheduler has now."""
+        """Note that a step has ended, and log if it is time. ``stats``: returns the scheduler's state."""
         self._until = self._clock()
-        if self._interval and self._steps and self._until - self._since >= self._interval:
+        self.tick_idle(stats)
+
+    def tick_idle(self, stats: Callable[[], SchedulerStats]) -> None:
+        """Log if there were steps and it is time. ``stats``: returns the scheduler's state."""
+        if (left := self.seconds_to_line) is not None and left <= 0:
             self._log(stats())
+
+    @property
+    def seconds_to_line(self) -> float | None:
+        """Seconds until the next line is due, or None if no step is unlogged."""
+        return self._since + self._interval - self._clock() if self._interval and self._steps else None
 
     def _log(self, now_there: SchedulerStats) -> None:
         seconds = max(self._until - self._since, 1e-6)
@@ -56,6 +63,7 @@ class IterationLog:
             now_there.num_skipped_reqs,
             100 * now_there.kv_cache_usage,
             100 * now_there.prefix_cache_hits / max(now_there.prefix_cache_queries, 1),
-            now_there.num_preemptions,
+            now_there.num_preemptions - self._preemptions,
         )
+        self._preemptions = now_there.num_preemptions
         self._steps = self._computed = self._sampled = 0

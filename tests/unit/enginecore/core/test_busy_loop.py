@@ -4,6 +4,7 @@ import contextlib
 import gc
 import itertools
 import os
+import queue
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 
 from penstock_common.types.outputs import FinishReason
+from penstock_enginecore.core import iteration_log
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.step_recovery import EngineDeadError
@@ -154,6 +156,17 @@ def test_an_idle_loop_does_nothing():
         assert calls == []
         assert not rig.loop.has_work
         assert rig.loop.seconds_since_last_step() == 0
+
+
+def test_an_idle_loop_logs_the_steps_before_it(monkeypatch):
+    lines = queue.SimpleQueue()
+    monkeypatch.setattr(iteration_log.logger, "info", lambda text, *values: lines.put(text % values))
+    with running(iteration_log_interval=0.2) as rig:
+        request = make_request()
+        rig.loop.add(CLIENT, request)
+        rig.sink.wait_for_ends(request)
+        assert "0 running, 0 waiting" in lines.get(timeout=TIMEOUT)
+        assert rig.engine.seconds_to_log_line is None
 
 
 def test_an_engine_is_wedged_once_a_step_has_taken_wedged_after_seconds():
