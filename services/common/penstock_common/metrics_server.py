@@ -8,7 +8,9 @@ import ssl
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -19,7 +21,11 @@ from penstock_common.errors import ConfigError
 from penstock_common.listening import resolve, take_both_families, warn_of_plaintext
 from penstock_common.observability.logging import get_logger
 from penstock_common.security.certificates import Certificates
+from penstock_common.security.cross_site import CallerRules, caller_rules, refusal
 from penstock_common.security.tls import server_context
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication
 
 _READ_TIMEOUT = 10.0
 """Seconds that a client may be silent, in its TLS handshake too."""
@@ -46,9 +52,9 @@ class MetricsServer:
         else:
             context = server_context(config.tls, field="metrics.tls", certificates=certificates)
         try:
-            self._server = make_server(
-                config.host, config.port, make_wsgi_app(registry), server_class=_Server, handler_class=_Handler
-            )
+            rules = caller_rules("metrics", config.host, config.allowed_hosts)
+            app = _WithoutPages(make_wsgi_app(registry), rules)
+            self._server = make_server(config.host, config.port, app, server_class=_Server, handler_class=_Handler)
         except OSError as e:
             raise ConfigError(
                 f"metrics.port {config.port} on {config.host}: {e.strerror or e}; set another port, or -1 for none"
@@ -65,6 +71,31 @@ class MetricsServer:
             self._server.server_close()
             self._thread.join()
             self._server = None
+
+
+class _WithoutPages:
+    """Wraps an application: calls that a browser makes for a page of another origin end here. Scrapers send no such headers."""
+
+    def __init__(self, app: "WSGIApplication", rules: CallerRules) -> None:
+        self._app = app
+        self._rules = rules
+
+    def __call__(self, environ: dict[str, Any], start_response: "StartResponse") -> Iterable[bytes]:
+        """Serve or refuse one request."""
+        headers = [
+            (name.removeprefix("HTTP_").replace("_", "-").lower().encode(), value.encode("latin-1"))
+            for name, value in environ.items()
+            if name.startswith("HTTP_")
+        ]
+        refused = refusal(environ["REQUEST_METHOD"], headers, self._rules)
+        if refused is None:
+            return self._app(environ, start_response)
+        body = f"{refused.message}\n".encode()
+        start_response(
+            f"{refused.status} {HTTPStatus(refused.status).phrase}",
+            [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))],
+        )
+        return [body]
 
 
 class _Handler(WSGIRequestHandler):

@@ -12,10 +12,10 @@ from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.guard import CallerGuard, PeerGuard
 from penstock_common.rpc.server import RpcServer
 from penstock_common.security.certificates import Certificates
+from penstock_common.security.cross_site import caller_rules
 from penstock_frontend.api.anthropic import app as anthropic
 from penstock_frontend.api.authentication import OPERATORS_METHODS, HttpAuthentication, grpc_check
 from penstock_frontend.api.grpc import admin, inference
-from penstock_frontend.api.http.cross_site import caller_rules
 from penstock_frontend.api.http.page import Page
 from penstock_frontend.api.http.server import HttpServer, make_app
 from penstock_frontend.api.http.telemetry import HttpTelemetry
@@ -201,7 +201,8 @@ def _admin_guards(config: FrontendConfig, authenticator: Authenticator | None) -
 
 
 def _http_guards(config: FrontendConfig, authenticator: Authenticator | None) -> list[Middleware]:
-    pages = Middleware(WebCallers, caller_rules(config.http))
+    http = config.http
+    pages = Middleware(WebCallers, caller_rules("http", http.host, http.allowed_hosts, http.allowed_origins))
     if authenticator is None:
         return [pages]
     # The page itself is the same for everybody; what it shows is at /cluster.

@@ -4,6 +4,7 @@ import errno
 import socket
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,10 +23,12 @@ from tests.fakes.patience import PATIENCE
 
 
 @contextmanager
-def serving(tls: TlsConfig | None = None) -> Iterator[int]:
+def serving(
+    tls: TlsConfig | None = None, *, host: str = "127.0.0.1", allowed_hosts: tuple[str, ...] = ()
+) -> Iterator[int]:
     registry = CollectorRegistry()
     Counter("answered", "Answered questions", registry=registry)
-    config = MetricsConfig(host="127.0.0.1", port=(port := free_port()), tls=tls or TlsConfig())
+    config = MetricsConfig(host=host, port=(port := free_port()), allowed_hosts=allowed_hosts, tls=tls or TlsConfig())
     server = MetricsServer(config, registry)
     yield port
     server.stop()
@@ -41,6 +44,50 @@ def scrape(port: int) -> bytes:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as answer:
         body: bytes = answer.read()
     return body
+
+
+def status(port: int, **headers: str) -> tuple[int, str]:
+    """The status and the body of a scrape with such headers."""
+    url = f"http://127.0.0.1:{port}/metrics"
+    sent = {name.replace("_", "-"): value for name, value in headers.items()}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=sent), timeout=PATIENCE) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as e:
+        return e.code, e.read().decode()
+
+
+@pytest.mark.parametrize(
+    ("headers", "refused", "said"),
+    [
+        ({"Origin": "https://evil.example"}, 403, "Origin is 'https://evil.example', which is not this server's own"),
+        ({"Sec_Fetch_Site": "cross-site"}, 403, "pages of other origins may not call this port"),
+        ({"Host": "evil.example"}, 421, "Host is 'evil.example', which is not in metrics.allowed_hosts; add"),
+    ],
+)
+def test_pages_of_browsers_do_not_read_metrics(port: int, headers: dict[str, str], refused: int, said: str) -> None:
+    got, body = status(port, **headers)
+    assert got == refused
+    assert said in body
+    assert "answered_total" not in body
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"Host": "localhost:1"}, {"Sec_Fetch_Site": "none"}, {"Sec_Fetch_Site": "same-origin"}]
+)
+def test_scrapers_and_people_read_metrics(port: int, headers: dict[str, str]) -> None:
+    got, body = status(port, **headers)
+    assert got == 200
+    assert "answered_total" in body
+
+
+def test_a_listener_for_other_machines_is_scraped_by_any_address_unless_hosts_are_listed() -> None:
+    with serving(host="0.0.0.0") as port:
+        assert status(port, Host="10.1.2.3:9090")[0] == 200
+        assert status(port, Origin="https://evil.example", Host="10.1.2.3")[0] == 403
+    with serving(host="0.0.0.0", allowed_hosts=("10.0.0.0/8",)) as port:
+        assert status(port, Host="10.1.2.3:9090")[0] == 200
+        assert status(port, Host="evil.example")[0] == 421
 
 
 def test_silent_connections_are_limited_and_the_oldest_gives_way(port: int) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from penstock_common.config.allowed_hosts import AllowedHosts
 from penstock_common.config.checks import check_fields, check_reuse_port
 from penstock_common.config.sizes import ByteSize
 from penstock_common.errors import ConfigError
@@ -135,10 +136,19 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     host: Annotated[str, Meta(description="Interface to listen on.")] = "0.0.0.0"
     port: Annotated[int, Meta(ge=-1, le=65_535, description="Port to listen on; 0: one that is free; -1: none.")] = -1
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Names in the Host header under which scrapers may call, beside localhost, loopback addresses and "
+            "metrics.host: metrics.example.org, *.example.org (every name below it), 10.0.0.0/8 (a network), or * for any. "
+            "Other calls are refused with 421. Empty: any, except where metrics.host is a loopback address."
+        ),
+    ] = ()
     tls: TlsConfig = TlsConfig()
 
     def __post_init__(self) -> None:
         check_fields("metrics", self)
+        AllowedHosts(self.allowed_hosts, field="metrics.allowed_hosts")
 
 
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -3,8 +3,8 @@
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from penstock_common.security.cross_site import CallerRules, refusal
 from penstock_frontend.api.anthropic import errors as anthropic
-from penstock_frontend.api.http.cross_site import CallerRules, refusal
 from penstock_frontend.api.openai import errors as openai
 from penstock_frontend.api.openai.endpoint import REQUEST_ID, send_error
 
@@ -22,10 +22,12 @@ class WebCallers:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or refuse one request."""
         if scope["type"] == "http" and scope["path"] not in PROBES:
-            error = refusal(scope["method"], scope["headers"], self._rules)
-            if error is not None:
+            refused = refusal(scope["method"], scope["headers"], self._rules)
+            if refused is not None:
                 request_id = Headers(scope=scope).get(REQUEST_ID)
                 shape = anthropic.answer if anthropic.is_anthropic(scope["path"]) else openai.answer
-                await send_error(send, error, {REQUEST_ID: request_id} if request_id else {}, shape)
+                await send_error(
+                    send, openai.HttpError(*refused), {REQUEST_ID: request_id} if request_id else {}, shape
+                )
                 return
         await self._app(scope, receive, send)

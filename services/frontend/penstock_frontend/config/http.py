@@ -5,11 +5,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from penstock_common.config.allowed_hosts import AllowedHosts
+from penstock_common.config.allowed_origins import AllowedOrigins
 from penstock_common.config.checks import check_fields, check_range, check_reuse_port
 from penstock_common.config.sections import TlsConfig
 from penstock_common.config.sizes import ByteSize
-from penstock_frontend.config.allowed_hosts import AllowedHosts
-from penstock_frontend.config.allowed_origins import AllowedOrigins
 
 
 class ResponsesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,6 +127,6 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         check_fields("http", self)
         check_reuse_port("http.reuse_port", self.reuse_port)
-        AllowedHosts(self.allowed_hosts)
+        AllowedHosts(self.allowed_hosts, field="http.allowed_hosts")
         AllowedOrigins(self.allowed_origins)
         check_range("http.max_body_bytes_in_flight", self.max_body_bytes_in_flight, low=self.max_body_bytes)

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock_common.addresses import with_port
+from penstock_common.config.allowed_origins import AllowedOrigins
 from penstock_common.errors import ConfigError
 from penstock_common.listening import resolve, take_both_families, warn_of_plaintext
 from penstock_common.observability.logging import get_logger
@@ -25,7 +26,6 @@ from penstock_common.security.tls import server_context
 from penstock_frontend.api.http.connection import HttpConnection, connection_class
 from penstock_frontend.api.openai import document
 from penstock_frontend.config import HttpConfig
-from penstock_frontend.config.allowed_origins import AllowedOrigins
 
 _KEEP_ALIVE = 75
 """Seconds that an idle connection is kept: longer than clients and balancers keep theirs, so that they close first."""

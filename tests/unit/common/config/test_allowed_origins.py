@@ -4,9 +4,8 @@ import re
 
 import pytest
 
+from penstock_common.config.allowed_origins import AllowedOrigins
 from penstock_common.errors import ConfigError
-from penstock_frontend.config import HttpConfig
-from penstock_frontend.config.allowed_origins import AllowedOrigins
 
 
 def test_origins_are_listed_one_by_one_or_by_scheme() -> None:
@@ -42,4 +41,4 @@ def test_a_star_allows_any(origin: str) -> None:
 )
 def test_another_entry_is_refused(entry: str) -> None:
     with pytest.raises(ConfigError, match=r"http\.allowed_origins: .* must be an origin in lower case without a path"):
-        HttpConfig(allowed_origins=(entry,))
+        AllowedOrigins((entry,))

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock_frontend.api.http.cross_site import caller_rules, refusal
-from penstock_frontend.config import HttpConfig
+from penstock_common.security.cross_site import caller_rules, refusal
 
 HOST = "127.0.0.1:8000"
 JSON = {"content-type": "application/json", "content-length": "2"}
@@ -22,8 +21,8 @@ def status(
         for name, values in listed.items()
         for each in ((values,) if isinstance(values, str) else values)
     ]
-    http = HttpConfig(**{"host": "127.0.0.1", **(config or {})})
-    error = refusal(method, sent, caller_rules(http))
+    settings = {"host": "127.0.0.1", "allowed_hosts": (), "allowed_origins": (), **(config or {})}
+    error = refusal(method, sent, caller_rules("http", **settings))
     return None if error is None else error.status
 
 
@@ -231,7 +230,7 @@ def test_programs_may_send_json_as_anything(kind: str | tuple[str, ...]) -> None
 
 
 def test_messages_name_the_setting_and_quote_little() -> None:
-    rules = caller_rules(HttpConfig(host="127.0.0.1"))
+    rules = caller_rules("http", "127.0.0.1", (), ())
     errors = [
         refusal("GET", [(b"host", b"e" * 10_000)], rules),
         refusal("GET", [(b"host", HOST.encode()), (b"origin", b"e" * 10_000)], rules),
@@ -239,3 +238,13 @@ def test_messages_name_the_setting_and_quote_little() -> None:
     messages = [error.message for error in errors if error is not None]
     assert ["http.allowed_hosts" in messages[0], "http.allowed_origins" in messages[1]] == [True, True]
     assert all(len(message) < 600 for message in messages)
+
+
+@pytest.mark.parametrize("headers", [{"origin": "https://page.example"}, {"sec_fetch_site": "cross-site"}])
+def test_a_listener_without_pages_names_no_setting_for_them(headers: dict[str, str]) -> None:
+    assert status(config={"allowed_origins": None}, **headers) == 403
+    sent = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    refused = refusal("GET", sent, caller_rules("metrics", "0.0.0.0", ()))
+    assert refused is not None
+    assert refused.message.endswith("; pages of other origins may not call this port")
+    assert refusal("GET", [(b"host", b"10.1.2.3:9090")], caller_rules("metrics", "0.0.0.0", ())) is None

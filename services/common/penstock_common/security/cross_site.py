@@ -7,14 +7,12 @@ page cannot change them.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from penstock_common.config.allowed_hosts import AllowedHosts, canonical_host
+from penstock_common.config.allowed_origins import AllowedOrigins
 from penstock_common.listening import is_loopback, resolve
-from penstock_frontend.api.openai.errors import HttpError
-from penstock_frontend.config.allowed_hosts import AllowedHosts, canonical_host
-from penstock_frontend.config.allowed_origins import AllowedOrigins
-from penstock_frontend.config.http import HttpConfig
 
 _HEADERS = frozenset(
     (
@@ -35,24 +33,43 @@ _READING = ("GET", "HEAD")
 _JSON = re.compile(r"application/json|[^/\s]+/[^/\s]+\+json", re.IGNORECASE)
 _SHOWN = 200
 """Characters of a header that a message quotes."""
+_NO_PAGES = "pages of other origins may not call this port"
 
 
 class CallerRules(NamedTuple):
-    """What a listener lets browsers do. ``hosts``: the names under which it may be called; None: any."""
+    """What a listener lets browsers do.
 
+    Args:
+        section: The section of the listener's settings, for messages.
+        hosts: The names under which the listener may be called; None: any.
+        origins: Pages that may call; None: none but the listener's own, and no setting lists others.
+    """
+
+    section: str
     hosts: AllowedHosts | None
-    origins: AllowedOrigins
+    origins: AllowedOrigins | None
 
 
-def caller_rules(config: HttpConfig) -> CallerRules:
-    """The rules of a listener. On loopback, or where ``http.allowed_hosts`` is set, hosts are checked."""
-    checks_hosts = bool(config.allowed_hosts) or _binds_loopback(config.host)
-    hosts = AllowedHosts(config.allowed_hosts, bound=config.host) if checks_hosts else None
-    return CallerRules(None if hosts is None or hosts.any else hosts, AllowedOrigins(config.allowed_origins))
+class Refusal(NamedTuple):
+    """Why a call is not served: the status of the answer, its message and a code for programs."""
+
+    status: int
+    message: str
+    code: str
 
 
-def refusal(method: str, headers: Iterable[tuple[bytes, bytes]], rules: CallerRules) -> HttpError | None:
-    """Why a call must not be served, or None. ``headers``: the call's, as ASGI has them, with names in lower case.
+def caller_rules(
+    section: str, host: str, allowed_hosts: Sequence[str], allowed_origins: Sequence[str] | None = None
+) -> CallerRules:
+    """Return the rules of a listener on ``host``. On loopback, or where there are ``allowed_hosts``, hosts are checked."""
+    checks_hosts = bool(allowed_hosts) or _binds_loopback(host)
+    hosts = AllowedHosts(allowed_hosts, field=f"{section}.allowed_hosts", bound=host) if checks_hosts else None
+    origins = None if allowed_origins is None else AllowedOrigins(allowed_origins)
+    return CallerRules(section, None if hosts is None or hosts.any else hosts, origins)
+
+
+def refusal(method: str, headers: Iterable[tuple[bytes, bytes]], rules: CallerRules) -> Refusal | None:
+    """Return why a call must not be served, or None. ``headers``: the call's, as ASGI has them, with names in lower case.
 
     The status is 421 (or 400) for a wrong ``Host``, 403 for a page of another origin, 415 for a body from a page that is not
     declared as JSON: a browser asks before it sends JSON to another origin, and does not ask before it sends plain text.
@@ -64,22 +81,22 @@ def refusal(method: str, headers: Iterable[tuple[bytes, bytes]], rules: CallerRu
     # No browser leaves Host out, so a call without it (HTTP/1.0) is no page's.
     hosts = given.get(b"host", [])
     if len(hosts) > 1:
-        return HttpError(400, f"the call has {len(hosts)} Host headers; send one", "host_repeated")
+        return Refusal(400, f"the call has {len(hosts)} Host headers; send one", "host_repeated")
     host = hosts[0] if hosts else None
     if rules.hosts is not None and host is not None and _host_of(host) not in rules.hosts:
-        return HttpError(
+        return Refusal(
             421,
-            f"Host is {host[:_SHOWN]!r}, which is not in http.allowed_hosts; add the name there if clients reach this server "
-            "by it",
+            f"Host is {host[:_SHOWN]!r}, which is not in {rules.section}.allowed_hosts; add the name there if clients reach this "
+            "server by it",
             "host_not_allowed",
         )
-    return _foreign(method, given, host, rules.origins) or _not_json(method, given)
+    return _foreign(method, given, host, rules) or _not_json(method, given)
 
 
-def _foreign(method: str, given: dict[bytes, list[str]], host: str | None, allowed: AllowedOrigins) -> HttpError | None:
+def _foreign(method: str, given: dict[bytes, list[str]], host: str | None, rules: CallerRules) -> Refusal | None:
     """A refusal if the call is from a page of another origin that is not allowed."""
-    site = _last(given, b"sec-fetch-site")
-    if site == "same-origin" or allowed.any:
+    site, allowed = _last(given, b"sec-fetch-site"), rules.origins
+    if site == "same-origin" or (allowed is not None and allowed.any):
         # The browser compared the page's origin with the URL that it calls. A proxy may have changed Host on the way here.
         return None
     origins = given.get(b"origin", [])
@@ -89,19 +106,25 @@ def _foreign(method: str, given: dict[bytes, list[str]], host: str | None, allow
         what = (
             f"the call is from a page of another origin (Sec-Fetch-Site is {site[:_SHOWN]!r}, and there is no Origin)"
         )
-        return HttpError(403, f"{what}; http.allowed_origins lists pages that may call, by fetch", "origin_not_allowed")
+        listed = (
+            f"{rules.section}.allowed_origins lists pages that may call, by fetch" if allowed is not None else _NO_PAGES
+        )
+        return Refusal(403, f"{what}; {listed}", "origin_not_allowed")
     origin = ", ".join(origins)
-    if origin in allowed or (host is not None and _is_own(origin, host)):
+    if (allowed is not None and origin in allowed) or (host is not None and _is_own(origin, host)):
         return None
-    return HttpError(
+    own = f"this server's own ({(host or 'no Host')[:_SHOWN]})"
+    if allowed is None:
+        return Refusal(403, f"Origin is {origin[:_SHOWN]!r}, which is not {own}; {_NO_PAGES}", "origin_not_allowed")
+    return Refusal(
         403,
-        f"Origin is {origin[:_SHOWN]!r}, which is neither this server's own ({(host or 'no Host')[:_SHOWN]}) nor in "
-        "http.allowed_origins; add it there to let its pages call this server",
+        f"Origin is {origin[:_SHOWN]!r}, which is neither {own} nor in {rules.section}.allowed_origins; add it there to let its "
+        "pages call this server",
         "origin_not_allowed",
     )
 
 
-def _not_json(method: str, given: dict[bytes, list[str]]) -> HttpError | None:
+def _not_json(method: str, given: dict[bytes, list[str]]) -> Refusal | None:
     """A refusal if the call is from a page and its body may have been sent without asking."""
     if b"origin" not in given or method in _READING:
         return None
@@ -110,7 +133,7 @@ def _not_json(method: str, given: dict[bytes, list[str]]) -> HttpError | None:
     types = given.get(b"content-type", [""])
     if all(_JSON.fullmatch(each.partition(";")[0].strip()) for each in types):
         return None
-    return HttpError(
+    return Refusal(
         415,
         f"Content-Type is {', '.join(types)[:_SHOWN]!r}; a call with an Origin must say application/json",
         "json_required",

@@ -1,4 +1,4 @@
-"""The names under which clients may reach a listener, as ``http.allowed_hosts`` lists them."""
+"""The names under which clients may reach a listener, as a setting ``allowed_hosts`` lists them."""
 
 import ipaddress
 import re
@@ -19,8 +19,9 @@ class AllowedHosts:
     An entry is a name, ``*.NAME`` (every name below it), an IP address, a network as ``10.0.0.0/8``, or ``*`` (any host).
     """
 
-    def __init__(self, entries: Sequence[str], *, bound: str = "") -> None:
-        """Raises ConfigError, naming ``http.allowed_hosts``, for an entry of another form."""
+    def __init__(self, entries: Sequence[str], *, field: str, bound: str = "") -> None:
+        """Raises ConfigError, naming ``field``, for an entry of another form."""
+        self._field = field
         self.any = ANY_HOST in entries
         self._names: set[str] = set()
         self._suffixes: list[str] = []
@@ -48,7 +49,7 @@ class AllowedHosts:
         except ValueError:
             if _NAME.fullmatch(entry) is None or _is_numeric(entry):
                 raise ConfigError(
-                    f"http.allowed_hosts: {entry!r} must be a host in lower case without a port, *.HOST, an IP address, a "
+                    f"{self._field}: {entry!r} must be a host in lower case without a port, *.HOST, an IP address, a "
                     "network as 10.0.0.0/8, or *"
                 ) from None
             if entry.startswith("*."):
