@@ -7,10 +7,13 @@ from typing import Any, ClassVar
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.common.v1 import finish_pb2
 from penstock.inference.v1 import messages_pb2 as pb
+from penstock_common.config.sections import LogConfig
 from penstock_frontend.config import LimitsConfig
+from penstock_frontend.tenant_refusals import Refused
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import FrontendServer, eventually, make_request
 
@@ -77,7 +80,8 @@ def finish(output: Output) -> str:
 async def stepped(manual: FakeEngine, model: Path) -> AsyncIterator[FrontendServer]:
     """A frontend in front of ``manual``."""
     limits = LimitsConfig(max_session_requests=3)
-    async with FrontendServer(model, engines=[manual.address], limits=limits) as frontend:
+    log = LogConfig(requests=True)
+    async with FrontendServer(model, engines=[manual.address], limits=limits, log=log) as frontend:
         await frontend.until_health(serving=True)
         yield frontend
         while Client.open:
@@ -209,9 +213,13 @@ async def test_a_request_that_fails_leaves_the_others_alone(
 
 async def test_a_session_has_a_limit_of_requests(stepped: FrontendServer, manual: FakeEngine) -> None:
     session = Client(stepped)
-    for index in range(4):
-        await session.generate(f"r{index}", max_tokens=1)
-    refused = await session.last("r3")
+    with capture_logs() as lines:
+        for index in range(4):
+            await session.generate(f"r{index}", max_tokens=1, routing=pb.RoutingHints(tenant=f"t{index}"))
+        refused = await session.last("r3")
+    [line] = [line for line in lines if line["event"] == "request refused"]
+    assert (line["request"], line["tenant"], line["code"]) == ("r3", "t3", "RESOURCE_EXHAUSTED")
+    assert stepped.frontend._llm.tenants.recent() == [Refused("t3", "QUEUE_FULL", 1)]
     assert error(refused).code == "RESOURCE_EXHAUSTED"
     assert error(refused).retry_after > 0
     assert "limits.max_session_requests is 3" in error(refused).message

@@ -8,8 +8,10 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
+from structlog.testing import capture_logs
 
 from penstock.common.v1 import finish_pb2
+from penstock_common.config.sections import LogConfig
 from penstock_frontend.config import LimitsConfig
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
@@ -197,11 +199,22 @@ async def test_a_body_that_is_too_large_is_refused(engine: FakeEngine, model: Pa
 
 
 async def test_too_many_calls_are_told_when_to_retry(manual: FakeEngine, model: Path) -> None:
-    async with openai_server(model, engines=[manual.address], http={"max_requests": 1}) as api:
-        running = asyncio.create_task(api.client.completions.create(model="model", prompt="x", max_tokens=1, seed=10))
+    log = LogConfig(requests=True)
+    async with openai_server(model, engines=[manual.address], http={"max_requests": 1}, log=log) as api:
+        of_acme = {"x-penstock-tenant": "acme"}
+        call = api.client.completions.create(model="model", prompt="x", max_tokens=1, seed=10, extra_headers=of_acme)
+        running = asyncio.create_task(call)
         await manual.until(lambda e: e.running)
-        response = await api.http.post("/v1/completions", json={"prompt": "x"})
+        headers = {"x-request-id": "late", **of_acme}
+        with capture_logs() as lines:
+            response = await api.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
         assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+        [line] = [line for line in lines if line["event"] == "request refused"]
+        assert (line["request"], line["tenant"], line["reason"]) == ("late", "acme", "QUEUE_FULL")
+        assert (
+            'requests_refused_total{model_name="model",reason="QUEUE_FULL"} 1.0'
+            in (await api.http.get("/metrics")).text
+        )
         assert response.json()["error"]["message"] == "1 HTTP requests are being served; http.max_requests is 1"
         manual.step()
         assert (await running).choices[0].finish_reason == "length"

@@ -128,6 +128,10 @@ class AsyncLLM:
         self._metrics.set_in_flight(len(self._live))
         return live
 
+    def refused(self, error: RequestFailed, tenant: str, given_id: str = "") -> None:
+        """Count and log a request that its protocol refused before ``accept``. ``given_id``: its client's label."""
+        self._observer.refused(error, tenant, given_id)
+
     def check_room(self, demands: Sequence[Demand]) -> None:
         """Raise ResourceExhausted unless requests of one tenant would be accepted now: for what is to be done before that."""
         try:

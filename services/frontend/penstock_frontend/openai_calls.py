@@ -29,7 +29,7 @@ class OpenAICalls:
             model=model, http=http, engines=("localhost:1",)
         )  # the routes do not look at the engines
         llm, chat, limits = assembly.llm, assembly.chat, assembly.settings.limits
-        gate = Gate(http, assembly.settings.fairness, llm.tenants)
+        gate = Gate(http, assembly.settings.fairness, llm.refused)
         routes = app.routes(llm, chat, config, limits, assembly.labels, gate=gate, bodies=Bodies(http))
         self._apps: Mapping[str, ASGIApp] = {
             route.path: route.app for route in routes if route.methods and "POST" in route.methods

@@ -155,7 +155,7 @@ class Servers:
     def _api_routes(self) -> list[Route]:
         config, assembly = self._config, self._assembly
         llm, chat = assembly.llm, assembly.chat
-        gate = Gate(config.http, assembly.settings.fairness, assembly.llm.tenants)
+        gate = Gate(config.http, assembly.settings.fairness, assembly.llm.refused)
         bodies = Bodies(config.http, assembly.metrics.registry)
         limits = assembly.settings.limits
         return [

@@ -6,11 +6,20 @@ from collections.abc import Callable
 MAX_LABELS = 20
 """Tenants with a series of their own."""
 OTHER = "other"
-"""The label of all other tenants. A tenant of this name is always counted there."""
+"""The label of all other tenants. No tenant has it: see ``own_label``."""
+_PREFIX = "tenant:"
 _MAX_KNOWN = 1000
 """Tenants whose traffic is followed at once."""
 _HALF_LIFE = 60.0
 """Seconds after which traffic counts half."""
+
+
+def own_label(tenant: str) -> str:
+    """Return the label that stands for one tenant alone: its name, behind ``tenant:`` where it could be mistaken.
+
+    Names are the clients' to choose, ``other`` too. A name that begins with ``tenant:`` gets a further one.
+    """
+    return f"{_PREFIX}{tenant}" if tenant == OTHER or tenant.startswith(_PREFIX) else tenant
 
 
 class TenantLabels:
@@ -30,13 +39,13 @@ class TenantLabels:
         self._labelled: set[str] = set()
 
     def seen(self, tenant: str) -> None:
-        """Count one request of a tenant."""
+        """Count one request of a tenant. ``tenant``: as ``own_label`` returns it."""
         if (now := self._clock()) - self._halved_at >= _HALF_LIFE:
             self._halve(now)
         if tenant not in self._traffic and len(self._traffic) >= _MAX_KNOWN:
             return  # until those with a single request have been forgotten
         self._traffic[tenant] = traffic = self._traffic.get(tenant, 0.0) + 1.0
-        if tenant in self._labelled or tenant == OTHER:
+        if tenant in self._labelled:
             return
         if len(self._labelled) < MAX_LABELS:
             self._labelled.add(tenant)

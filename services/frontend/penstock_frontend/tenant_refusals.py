@@ -12,7 +12,7 @@ from prometheus_client import Counter as Metric
 
 from penstock_common.errors import RequestFailed
 from penstock_common.observability.logging import get_logger
-from penstock_frontend.tenant_labels import OTHER, TenantLabels
+from penstock_frontend.tenant_labels import OTHER, TenantLabels, own_label
 
 LOG_INTERVAL = 10.0
 """Seconds that one line of the log covers."""
@@ -27,7 +27,10 @@ _SHOWN = 20
 
 
 class Refused(NamedTuple):
-    """How many requests of a tenant were refused for a reason. ``tenant``: empty for requests that name none."""
+    """How many requests of a tenant were refused for a reason.
+
+    ``tenant``: its ``own_label``; empty for requests that name none, OTHER for all tenants that are not shown apart.
+    """
 
     tenant: str
     reason: str
@@ -59,13 +62,13 @@ class TenantRefusals:
 
     def accepted(self, tenant: str) -> None:
         """A request of a tenant was accepted."""
-        self._labels.seen(tenant)
+        self._labels.seen(own_label(tenant[:_MAX_NAME]))
 
     def refused(self, tenant: str, error: RequestFailed) -> None:
         """A request of a tenant ends with an error before it has begun. Only those at a limit count."""
         if error.code != "RESOURCE_EXHAUSTED":
             return
-        tenant = tenant[:_MAX_NAME]  # it may not have been checked yet
+        tenant = own_label(tenant[:_MAX_NAME])  # it may not have been checked yet
         self._labels.seen(tenant)
         label = self._labels.label_of(tenant)
         self._reasons.setdefault(label, set()).add(error.reason)

@@ -9,6 +9,8 @@ from penstock_local.rpc.admin import Cluster
 
 _SHOWN = 10
 """Lines of each kind; ``--json`` has all."""
+_OTHER = "other"
+"""What frontends call all tenants that they do not show apart; no tenant is called so."""
 
 
 def incident_lines(clusters: Sequence[Cluster]) -> list[Text]:
@@ -38,7 +40,7 @@ def _refused(clusters: Sequence[Cluster]) -> Iterable[Text]:
         for each in cluster.tenant_refusals:
             counts[each.tenant, each.reason] += each.num_refused
     for (tenant, reason), count in counts.most_common(_SHOWN):
-        whose = f"tenant {tenant}" if tenant else "requests without a tenant"
+        whose = "other tenants" if tenant == _OTHER else f"tenant {tenant}" if tenant else "requests without a tenant"
         yield Text(f"{whose}: {count} refused in the last minute: {reason}", style="yellow")
 
 

@@ -1,6 +1,6 @@
 """Which tenants have a series of their own."""
 
-from penstock_frontend.tenant_labels import MAX_LABELS, OTHER, TenantLabels
+from penstock_frontend.tenant_labels import MAX_LABELS, OTHER, TenantLabels, own_label
 from tests.fakes.engines.engine_harness import FakeClock
 
 
@@ -51,11 +51,16 @@ def test_old_traffic_counts_less_so_that_a_new_flood_gets_its_label() -> None:
     assert len(ended) == 1
 
 
-def test_a_tenant_named_other_is_counted_among_the_others() -> None:
-    made, _ = labels()
-    see(made, OTHER, 100)
-    made.seen("a")
-    assert (made.label_of(OTHER), made.label_of("a")) == (OTHER, "a")
+def test_no_tenant_is_mistaken_for_all_others_or_for_another_one() -> None:
+    names = ["other", "tenant:other", "tenant:tenant:other", "tenant:", "a", ""]
+    assert [own_label(name) for name in names] == [
+        "tenant:other",
+        "tenant:tenant:other",
+        "tenant:tenant:tenant:other",
+        "tenant:tenant:",
+        "a",
+        "",
+    ]
 
 
 def test_names_that_are_made_up_take_a_bounded_amount_of_memory() -> None:

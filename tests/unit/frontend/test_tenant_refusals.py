@@ -111,6 +111,20 @@ async def test_many_tenants_are_summed_in_the_log_in_the_table_and_in_metrics() 
     assert counted(registry, OTHER) == 2980
 
 
+async def test_a_tenant_named_other_is_not_summed_with_all_others() -> None:
+    tenants, registry = made(FakeClock())
+    tenants.accepted("other")
+    for _ in range(5):
+        tenants.refused("other", FULL)
+    for number in range(30):
+        tenants.refused(f"t{number}", FULL)
+    assert counted(registry, "tenant:other") == 5
+    assert counted(registry, OTHER) == 11
+    recent = {each.tenant: each.num_refused for each in tenants.recent()}
+    assert (recent["tenant:other"], recent[OTHER]) == (5, 11)
+    tenants.flush()
+
+
 async def test_a_series_stands_for_one_tenant_and_ends_with_its_label() -> None:
     tenants, registry = made(FakeClock())
     for number in range(20):

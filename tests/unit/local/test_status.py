@@ -242,15 +242,17 @@ async def test_tenants_that_are_refused_are_told_with_how_often_and_why(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.admin.engines = [engine(0)]
-    for tenant, count in (("acme", 312), ("", 4)):
+    for tenant, count in (("acme", 312), ("other", 9), ("tenant:other", 7), ("", 4)):
         server.admin.refusals.append(messages_pb2.TenantRefusals(tenant=tenant, reason="QUEUE_FULL", num_refused=count))
     await server.run("--once")
-    assert capsys.readouterr().out.splitlines()[-2:] == [
+    assert capsys.readouterr().out.splitlines()[-4:] == [
         "tenant acme: 312 refused in the last minute: QUEUE_FULL",
+        "other tenants: 9 refused in the last minute: QUEUE_FULL",
+        "tenant tenant:other: 7 refused in the last minute: QUEUE_FULL",
         "requests without a tenant: 4 refused in the last minute: QUEUE_FULL",
     ]
     await server.run("--json")
-    [first, _] = json.loads(capsys.readouterr().out)["tenant_refusals"]
+    first = json.loads(capsys.readouterr().out)["tenant_refusals"][0]
     assert first == {"tenant": "acme", "reason": "QUEUE_FULL", "num_refused": 312}
 
 

@@ -29,7 +29,7 @@ def context_of_call(
         priority=hints.priority
         if hints.HasField("priority")
         else _integer(metadata, "x-penstock-priority", _INT32) or 0,
-        tenant=tenant_of_caller(hints.tenant) if hints.tenant else tenant_of_call(metadata),
+        tenant=tenant_of_message(hints, metadata),
         trace_context=dict(hints.trace_context) or {k: metadata[k] for k in _TRACE_HEADERS if k in metadata},
         deadline=deadline,
     )
@@ -38,6 +38,11 @@ def context_of_call(
 def tenant_of_call(metadata: Mapping[str, str]) -> str:
     """The tenant of a call whose message has not been read: that of the caller, or the one that its ``metadata`` names."""
     return tenant_of_caller(metadata.get("x-penstock-tenant", ""))
+
+
+def tenant_of_message(hints: pb.RoutingHints, metadata: Mapping[str, str]) -> str:
+    """Return the tenant of a message with such ``hints``, or of its call where they name none."""
+    return tenant_of_caller(hints.tenant) if hints.tenant else tenant_of_call(metadata)
 
 
 def deadline_after(time_left: float | None) -> float | None:

@@ -13,6 +13,7 @@ from penstock_common.rpc.interceptor import check_response_size
 from penstock_common.rpc.outputs import error_to_proto
 from penstock_common.types.outputs import RequestError
 from penstock_frontend.admission import InFlight, demand_of
+from penstock_frontend.api.call_context import tenant_of_message
 from penstock_frontend.api.grpc import generate_messages
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import GenerateRequest
@@ -128,10 +129,13 @@ class GenerateSession:
                 reason="DUPLICATE_REQUEST_ID",
             )
         if len(self._running) >= (limit := self._limits.now.max_session_requests):
-            raise ResourceExhausted(
+            refusal = ResourceExhausted(
                 f"{len(self._running)} requests of this session are running; limits.max_session_requests is {limit}",
                 retry_after=self._in_flight.retry_after(1),
             )
+            tenant = tenant_of_message(message.generate.routing, self._metadata)
+            self._llm.refused(refusal, tenant, message.generate.request_id)
+            raise refusal
         request = generate_messages.generate_request(
             message.generate, metadata=self._metadata, time_left=self._time_left(), limits=self._limits.now
         )

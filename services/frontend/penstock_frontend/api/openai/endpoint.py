@@ -23,7 +23,6 @@ from penstock_frontend.api.openai.field_policy import client_of
 from penstock_frontend.api.openai.http_send import send_json
 from penstock_frontend.api.openai.sse import EventStream
 from penstock_frontend.config import FairnessConfig, HttpConfig
-from penstock_frontend.tenant_refusals import TenantRefusals
 
 REQUEST_ID = "x-request-id"
 _SHORT_REQUEST_ID = "request-id"
@@ -71,9 +70,14 @@ class Gate:
     At the limit, the calls of tenants above their fair share are refused, as ``TenantRoom`` says.
     """
 
-    def __init__(self, config: HttpConfig, fairness: Reread[FairnessConfig], tenants: TenantRefusals) -> None:
-        """``tenants``: told of the calls that are refused."""
-        self._tenants = tenants
+    def __init__(
+        self,
+        config: HttpConfig,
+        fairness: Reread[FairnessConfig],
+        on_refused: Callable[[ResourceExhausted, str, str], None],
+    ) -> None:
+        """``on_refused``: called with the error, the tenant and the id of each call that is refused at a limit."""
+        self.on_refused = on_refused
         self._max_requests = config.max_requests
         self._fairness = fairness
         self._in_flight = InFlight()
@@ -84,12 +88,10 @@ class Gate:
         """Count a call of a tenant while it is served. Raises ResourceExhausted at the limit."""
         weight = self._fairness.now.weight_of(tenant)
         if not self._room.takes_count(tenant, weight, 1, self._max_requests):
-            refusal = ResourceExhausted(
+            raise ResourceExhausted(
                 f"{self._in_flight.count} HTTP requests are being served; http.max_requests is {self._max_requests}",
                 retry_after=self._in_flight.retry_after(1),
             )
-            self._tenants.refused(tenant, refusal)
-            raise refusal
         self._room.enter(tenant, weight)
         self._in_flight.enter()
         try:
@@ -125,6 +127,8 @@ class Endpoint:
         except ClientGone:
             return
         except (ResourceExhausted, errors.HttpError) as e:
+            if isinstance(e, ResourceExhausted):
+                self._gate.on_refused(e, tenant_of_call(headers), headers.get(REQUEST_ID) or "")
             await send_error(send, e, echo, self._shape)
 
     async def _answer(
