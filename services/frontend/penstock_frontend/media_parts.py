@@ -15,9 +15,14 @@ class EncodedFile(msgspec.Struct, frozen=True, tag=True):
 
 
 class Url(msgspec.Struct, frozen=True, tag=True):
-    """Where the file is: ``data:``, ``https:`` or ``http:``."""
+    """Where the file is: ``data:``, ``https:`` or ``http:``.
+
+    ``unwritten``: characters at the start of a ``data:`` URL that the protocol's code put there and the client did not write;
+    errors count positions without them.
+    """
 
     url: str
+    unwritten: int = 0
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -62,7 +67,7 @@ class MediaPart(msgspec.Struct, frozen=True, kw_only=True):
         match self.source:
             case EncodedFile(data):
                 return len(data)
-            case Url(url):
+            case Url(url=url):
                 return len(url)
             case Frames(frames):
                 return sum(len(frame.data) for frame in frames)

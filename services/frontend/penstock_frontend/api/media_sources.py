@@ -1,15 +1,19 @@
 """Where clients say that media are, whatever protocol they say it in, to the domain's sources."""
 
-import base64
-import binascii
+import itertools
 import math
+import re
 
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.media import Modality
 from penstock_frontend.media_parts import Frame, Frames, Source, Url
+from penstock_frontend.processing.media.data_urls import DataUrlError, decode_base64, is_data_url
 
 _JPEG_FRAMES = "data:video/jpeg;base64,"
 """What a video as pictures begins with, as vLLM has it; the pictures follow, with commas between."""
+_FRAMES_HEAD = re.compile(r"[ \t\r\n\f]*" + _JPEG_FRAMES, re.IGNORECASE)
+_COMMA = re.compile(",|%2[Cc]")
+_BARE = "data:;base64,"
 MAX_FRAMES = 4096
 """Pictures of a video that are looked at, before the frontend's own limit is applied."""
 DEFAULT_FPS = 1.0
@@ -25,13 +29,18 @@ def source_of_url(modality: Modality, url: str, *, field: str, fps: float = DEFA
         raise InvalidArgument(f"{field} is empty", field=field)
     if modality != "video":
         return Url(url)
-    if not url.startswith(_JPEG_FRAMES):
+    if (head := _FRAMES_HEAD.match(url)) is None:
         raise Unimplemented(
             f"{field} is no {_JPEG_FRAMES}...; video files are not read: give the frames as JPEG files in base64, with commas "
             "between",
             field=field,
         )
-    return Frames(_frames(url, field, fps))
+    return Frames(_frames(url, head.end(), field, fps))
+
+
+def source_of_base64(text: str) -> Source:
+    """Return the source of a file that a client gives in base64; a ``data:`` URL in its place is taken, too."""
+    return Url(text) if is_data_url(text) else Url(_BARE + text, unwritten=len(_BARE))
 
 
 def check_fps(fps: float, field: str) -> float:
@@ -41,20 +50,17 @@ def check_fps(fps: float, field: str) -> float:
     return fps
 
 
-def _frames(url: str, field: str, fps: float) -> list[Frame]:
-    frames = url[len(_JPEG_FRAMES) :].split(",", MAX_FRAMES)
-    if len(frames) > MAX_FRAMES:
+def _frames(url: str, start: int, field: str, fps: float) -> list[Frame]:
+    ends = [comma.span() for comma in itertools.islice(_COMMA.finditer(url, start), MAX_FRAMES)]
+    if len(ends) == MAX_FRAMES:
         raise InvalidArgument(
             f"{field} has more than {MAX_FRAMES} frames, the limit", field=field, reason="MEDIA_TOO_LARGE"
         )
-    return [Frame(_decoded(text, index, field), index / fps) for index, text in enumerate(frames)]
-
-
-def _decoded(text: str, index: int, field: str) -> bytes:
-    try:
-        data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):  # whose text may quote the media
-        raise InvalidArgument(f"{field}: frame {index} is no base64", field=field, reason="MEDIA_UNREADABLE") from None
-    if not data:
-        raise InvalidArgument(f"{field}: frame {index} is empty", field=field, reason="MEDIA_UNREADABLE")
-    return data
+    frames = []
+    for index, (end, next_start) in enumerate([*ends, (len(url), len(url))]):
+        try:
+            frames.append(Frame(decode_base64(url, start, end), index / fps))
+        except DataUrlError as e:
+            raise InvalidArgument(f"{field}: frame {index} {e}", field=field, reason="MEDIA_UNREADABLE") from None
+        start = next_start
+    return frames

@@ -2,7 +2,7 @@
 
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_frontend.api.anthropic.messages_body import SourceBody
-from penstock_frontend.api.media_sources import source_of_url
+from penstock_frontend.api.media_sources import source_of_base64, source_of_url
 from penstock_frontend.media_parts import MediaPart
 
 _TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
@@ -24,14 +24,12 @@ def image_of(source: SourceBody | None, path: str, place: str) -> MediaPart:
                 )
             if not source.data:
                 raise InvalidArgument(f"{where}.data is not set", field=f"{where}.data", reason="MISSING_FIELD")
-            name, url = "data", f"data:{source.media_type};base64,{source.data}"
+            name, found = "data", source_of_base64(source.data)
         case "url":
             if not source.url:
                 raise InvalidArgument(f"{where}.url is not set", field=f"{where}.url", reason="MISSING_FIELD")
-            name, url = "url", source.url
+            name, found = "url", source_of_url("image", source.url, field=f"{where}.url")
         case kind:
             field = f"{where}.type"
             raise Unimplemented(f"{field} is {quoted(kind)}; known: base64, url", field=field)
-    return MediaPart(
-        modality="image", source=source_of_url("image", url, field=f"{where}.{name}"), field=f"{place}.{name}"
-    )
+    return MediaPart(modality="image", source=found, field=f"{place}.{name}")

@@ -7,7 +7,7 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_common.types.media import Modality
-from penstock_frontend.api.media_sources import DEFAULT_FPS, check_fps, source_of_url
+from penstock_frontend.api.media_sources import DEFAULT_FPS, check_fps, source_of_base64, source_of_url
 from penstock_frontend.media_parts import MediaPart
 
 _URLS: Mapping[str, tuple[str, Modality]] = {
@@ -135,7 +135,7 @@ def _sound(body: InputAudioBody | None, path: str, options: MediaOptions) -> Med
         raise InvalidArgument(f"{field} is empty", field=field)
     return MediaPart(
         modality="audio",
-        source=source_of_url("audio", f"data:audio/{body.format};base64,{body.data}", field=field),
+        source=source_of_base64(body.data),
         field=field,
         processor_kwargs=options.processor_kwargs,
     )

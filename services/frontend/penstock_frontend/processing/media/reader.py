@@ -11,12 +11,17 @@ from penstock_common.in_flight import BytesInFlight, Held
 from penstock_frontend.config import MediaConfig
 from penstock_frontend.media_parts import EncodedFile, Features, Frames, MediaPart, Url
 from penstock_frontend.processing.media import refusals
+from penstock_frontend.processing.media.data_urls import (
+    DataUrlError,
+    decode_data_url,
+    is_data_url,
+    parse_data_url,
+)
 from penstock_frontend.processing.media.features import check_tensors
 from penstock_frontend.processing.media.fetch import Fetcher, Resolver
 from penstock_frontend.processing.media.identity import Content
 from penstock_frontend.processing.media.metrics import MediaMetrics
 from penstock_frontend.processing.media.sniff import FORMATS, is_of
-from penstock_frontend.processing.media.sources import data_url_size, is_data_url, read_data_url
 
 T = TypeVar("T")
 
@@ -103,7 +108,7 @@ class MediaReader:
             counted(size_of(source))
             return source
         if isinstance(source, Url):
-            data = await self._url(part, source.url, counted)
+            data = await self._url(part, source, counted)
         else:
             data = source.data
             self._check_size(len(data), part.field)
@@ -113,16 +118,28 @@ class MediaReader:
         self._check_format(part, data)
         return EncodedFile(data)
 
-    async def _url(self, part: MediaPart, url: str, counted: "Counted") -> bytes:
-        if is_data_url(url):
-            size = data_url_size(url, field=part.field)
-            self._check_size(size, part.field)
-            counted(size)
-            self._check_open()
-            return await read_data_url(url, field=part.field, thread=self._thread)
+    async def _url(self, part: MediaPart, source: Url, counted: "Counted") -> bytes:
+        if is_data_url(source.url):
+            return await self._data_url(part, source, counted)
         started = time.perf_counter()
-        data = await self._fetcher.fetch(url, field=part.field, counted=counted)
+        data = await self._fetcher.fetch(source.url, field=part.field, counted=counted)
         self._metrics.took(part.modality, "fetch", time.perf_counter() - started)
+        return data
+
+    async def _data_url(self, part: MediaPart, source: Url, counted: "Counted") -> bytes:
+        try:
+            url = parse_data_url(source.url)
+            counted(url.most_bytes)
+            if url.most_bytes <= _LONG:
+                data = decode_data_url(url, unwritten=source.unwritten)
+            else:
+                self._check_open()
+                data = await asyncio.get_running_loop().run_in_executor(
+                    self._thread, lambda: decode_data_url(url, unwritten=source.unwritten)
+                )
+        except DataUrlError as e:
+            raise refusals.unreadable(part.field, str(e)) from None
+        self._check_size(len(data), part.field)
         return data
 
     def _check_open(self) -> None:

@@ -1,12 +1,8 @@
-"""Where media may be: ``data:`` URLs, and hosts that the configuration names at addresses that are public."""
+"""Where media may be fetched: from hosts that the configuration names, at addresses that are public."""
 
-import asyncio
-import binascii
 import ipaddress
 import re
-import time
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from typing import NamedTuple
 from urllib.parse import quote, urlsplit
 
@@ -16,9 +12,6 @@ from penstock_frontend.processing.media import refusals
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-_DATA = re.compile(r"data:[\x21-\x2b\x2d-\x7e]{0,256}?;base64,", re.IGNORECASE)
-_SLICE = 128 * 1024
-"""Characters of base64 that are decoded in one go, a multiple of four: they take half a millisecond of the interpreter."""
 _LONGEST_URL = 8192
 _PORTS = {"https": 443, "http": 80}
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
@@ -87,48 +80,6 @@ class Target(NamedTuple):
         return f"{self.scheme}://{self.authority}{self.path}"
 
 
-def is_data_url(url: str) -> bool:
-    """Whether the medium is in the URL itself."""
-    return url[:5].lower() == "data:"
-
-
-def data_url_size(url: str, *, field: str) -> int:
-    """The bytes in a ``data:`` URL, before they are decoded. Raises InvalidArgument for what is not in base64, or empty."""
-    if (match := _DATA.match(url)) is None:
-        raise refusals.unreadable(field, "is no data: URL with ;base64,")
-    if not (length := len(url) - match.end()):
-        raise refusals.unreadable(field, "is empty")
-    return length // 4 * 3 - url.count("=", len(url) - 2)
-
-
-async def read_data_url(url: str, *, field: str, thread: Executor | None = None) -> bytes:
-    """The bytes in a ``data:`` URL. What it says of their type is not looked at: the bytes show it.
-
-    ``thread``: where long ones are decoded; None: on one of the loop's. Raises InvalidArgument for what is not base64 to the
-    letter (RFC 4648: no line breaks, padded).
-    """
-    size, start = data_url_size(url, field=field), url.index(",") + 1
-    if len(url) - start <= _SLICE:
-        data = _decode(url, start)
-    else:
-        data = await asyncio.get_running_loop().run_in_executor(thread, _decode, url, start)
-    if data is None or len(data) != size:
-        raise refusals.unreadable(field, "is not base64")
-    return data
-
-
-def _decode(url: str, start: int) -> bytes | None:
-    decoded: list[bytes] = []
-    try:
-        for begin in range(start, len(url), _SLICE):
-            if decoded:
-                time.sleep(0)  # let others have the interpreter
-            decoded.append(binascii.a2b_base64(url[begin : begin + _SLICE], strict_mode=True))
-    except ValueError:
-        return None
-    return decoded[0] if len(decoded) == 1 else b"".join(decoded)
-
-
 def read_url(url: str, *, field: str) -> Target:
     """What an ``http:`` or ``https:`` URL asks for. Raises PermissionDenied for other schemes and credentials, InvalidArgument
     for what is no URL: also hosts with characters beyond ASCII, which are to be written as in DNS (``xn--``).
@@ -144,7 +95,7 @@ def read_url(url: str, *, field: str) -> Target:
         raise _no_url(field) from None
     scheme = parts.scheme.lower()
     if scheme not in _PORTS:
-        raise refusals.not_allowed(field, "must be a URL with data:, https: or http:")
+        raise refusals.not_allowed(field, "must be a URL with data:, https: or http:; write base64 as data:;base64,...")
     if "@" in parts.netloc:
         raise refusals.not_allowed(field, "is a URL with credentials, which are never sent")
     if (host := _host(parts.netloc)) is None or port == 0:

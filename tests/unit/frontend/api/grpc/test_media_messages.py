@@ -70,7 +70,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"modality": "video", "data": b"\0\0\0 ftyp"}, "data", "is a video file, which is not read: give its frames"),
     ({"modality": "video", "url": "https://a/b.mp4"}, "url", "video files are not read"),
     ({"modality": "video", "url": "data:video/mp4;base64,AA=="}, "url", "video files are not read"),
-    ({"modality": "video", "url": "data:video/jpeg;base64,A"}, "url", "frame 0 is no base64"),
+    ({"modality": "video", "url": "data:video/jpeg;base64,A"}, "url", "frame 0 has 1 characters of base64"),
     ({"modality": "image", "frames": frames(0)}, "frames", "they are of a video, and modality is 'image'"),
     ({"modality": "video", "frames": frames()}, "frames.frames", "is empty: there is no picture"),
     ({"modality": "video", "frames": frames(0, data=b"")}, "frames.frames[0].data", "is empty"),

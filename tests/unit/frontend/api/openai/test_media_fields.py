@@ -62,7 +62,7 @@ def test_text_and_media_keep_their_order() -> None:
         (
             {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}},
             "audio",
-            Url("data:audio/wav;base64,UklGRg=="),
+            Url("data:;base64,UklGRg==", unwritten=13),
             "input_audio.data",
         ),
         (
@@ -144,9 +144,17 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"type": "video_url", "video_url": "data:image/gif;base64,AAAA"}, "video_url", "video files are not read"),
     ({"type": "video_url", "video_url": "data:video/jpeg;base64,"}, "video_url", "frame 0 is empty"),
     ({"type": "video_url", "video_url": f"{VIDEO},"}, "video_url", "frame 3 is empty"),
-    ({"type": "video_url", "video_url": f"{VIDEO},a"}, "video_url", "frame 3 is no base64"),
-    ({"type": "video_url", "video_url": f"{VIDEO},/9j/\u00e4"}, "video_url", "frame 3 is no base64"),
-    ({"type": "video_url", "video_url": f"{VIDEO},/9 j"}, "video_url", "frame 3 is no base64"),
+    ({"type": "video_url", "video_url": f"{VIDEO},a"}, "video_url", "frame 3 has 1 characters of base64"),
+    (
+        {"type": "video_url", "video_url": f"{VIDEO},/9j/\u00e4"},
+        "video_url",
+        f"frame 3 has 'ä' at character {len(VIDEO) + 6}, which is not base64",
+    ),
+    (
+        {"type": "video_url", "video_url": f"{VIDEO},/9*j"},
+        "video_url",
+        f"frame 3 has '*' at character {len(VIDEO) + 4}",
+    ),
     ({"type": "image_embeds", "image_embeds": "gASV"}, "type", "is not served; gRPC's Media.embeds takes embeddings"),
     ({"type": "audio_embeds", "audio_embeds": "gASV"}, "type", "is not served; gRPC's Media.embeds takes embeddings"),
     ({"type": "video_embeds", "video_embeds": "gASV"}, "type", "is not served"),

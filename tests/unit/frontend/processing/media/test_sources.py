@@ -1,63 +1,14 @@
-import base64
 import ipaddress
 
 import pytest
 
-from penstock_common.errors import ConfigError, InvalidArgument, PermissionDenied, RequestFailed
+from penstock_common.errors import ConfigError, PermissionDenied, RequestFailed
 from penstock_frontend.config import MediaConfig
 from penstock_frontend.processing.media.sources import (
     check_domain,
-    data_url_size,
     is_allowed_address,
-    is_data_url,
-    read_data_url,
     read_url,
 )
-
-
-async def read(url: str) -> bytes:
-    return await read_data_url(url, field="url")
-
-
-@pytest.mark.parametrize("prefix", ["data:image/png;base64,", "data:;base64,", "DATA:image/x;charset=utf-8;BASE64,"])
-async def test_a_data_url_is_its_bytes_whatever_type_it_says(prefix: str) -> None:
-    assert is_data_url(prefix)
-    assert await read(prefix + base64.b64encode(b"some bytes").decode()) == b"some bytes"
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 1024 * 1024, 3 * 1024 * 1024 // 4, 2_500_001])
-async def test_a_data_url_of_any_length_is_decoded(size: int) -> None:
-    data = bytes(range(256)) * (size // 256 + 1)
-    assert await read("data:;base64," + base64.b64encode(data[:size]).decode()) == data[:size]
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "data:image/png,abcd",
-        "data:image/png;base64,",
-        "data:image/png;base64,ab\ncd",
-        "data:image/png;base64,abc",
-        "data:image/png;base64,ab-_",
-        "data:image/png;base64,abcd====",
-        "data:image/png;base64,ab==cd==",
-        "data:image/png;base64," + "A" * (1024 * 1024 - 4) + "AA==" + "AAAA",
-        "data:image/png;base64,\u00e9\u00e9\u00e9\u00e9",
-        "data:" + "x" * 1000 + ";base64,abcd",
-        "data:base64,abcd",
-    ],
-    ids=lambda url: url[:30],
-)
-async def test_what_is_not_base64_to_the_letter_is_unreadable(url: str) -> None:
-    with pytest.raises(InvalidArgument) as error:
-        await read(url)
-    assert error.value.reason == "MEDIA_UNREADABLE"
-    assert "abc" not in error.value.message
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 1000, 1001, 1002])
-def test_the_size_of_a_data_url_is_known_before_it_is_decoded(size: int) -> None:
-    assert data_url_size("data:;base64," + base64.b64encode(bytes(size)).decode(), field="url") == size
 
 
 @pytest.mark.parametrize(
