@@ -18,6 +18,8 @@ _URLS: Mapping[str, tuple[str, Modality]] = {
 }
 """Types of parts with a URL: its field, and what it is of."""
 _AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
+_OTHER_NAMES = {"wave": "wav", "vnd.wave": "wav", "mpeg": "mp3", "mpga": "mp3", "oga": "ogg"}
+"""What programs call these formats besides, in lower case and without ``audio/`` and ``x-``."""
 _DETAILS = ("auto", "low", "high", "original")
 _REFUSED = {
     "image_embeds": "; gRPC's Media.embeds takes embeddings",
@@ -127,7 +129,7 @@ def media_of(kind: str, body: MediaFields, path: str, options: MediaOptions) -> 
 def _sound(body: InputAudioBody | None, path: str, options: MediaOptions) -> MediaPart:
     if body is None:
         raise InvalidArgument(f"{path} is not set", field=path, reason="MISSING_FIELD")
-    if body.format not in _AUDIO_FORMATS:
+    if _audio_format(body.format) not in _AUDIO_FORMATS:
         field = f"{path}.format"
         raise InvalidArgument(f"{field} is {quoted(body.format)}; known: {', '.join(_AUDIO_FORMATS)}", field=field)
     field = f"{path}.data"
@@ -139,6 +141,14 @@ def _sound(body: InputAudioBody | None, path: str, options: MediaOptions) -> Med
         field=field,
         processor_kwargs=options.processor_kwargs,
     )
+
+
+def _audio_format(name: str) -> str:
+    """Return a format's name as OpenAI writes it, of a name in any case or of a media type with its parameters."""
+    kind, slash, subtype = name.strip().lower().partition("/")
+    short = subtype.partition(";")[0].strip() if slash and kind == "audio" else name.strip().lower()
+    short = short.removeprefix("x-")
+    return _OTHER_NAMES.get(short, short)
 
 
 def _check_detail(detail: str | None, field: str) -> None:

@@ -15,6 +15,7 @@ from penstock_frontend.processing.media.decode_limits import DecodeLimits, TooLa
 from penstock_frontend.processing.media.flatten import flattened, transparent_colour
 from penstock_frontend.processing.media.resample import resampled
 from penstock_frontend.processing.media.sniff import image_format, sound_format
+from penstock_frontend.processing.media.wav import with_size
 
 Pillow.MAX_IMAGE_PIXELS = None  # ours is looked at before any pixel is decoded
 
@@ -95,7 +96,7 @@ def decode_sound(data: bytes, sampling_rate: int, limits: DecodeLimits) -> npt.N
     if (kind := sound_format(data)) is None:
         raise Unreadable("is no WAV, FLAC, Ogg or MP3 file")
     try:
-        with soundfile.SoundFile(BytesIO(data)) as file:
+        with soundfile.SoundFile(BytesIO(with_size(data) if kind == "WAV" else data)) as file:
             if file.format not in _SOUND_FORMATS[kind]:
                 raise Unreadable(f"is no {kind} file")
             samples, rate = _read(file, limits), file.samplerate

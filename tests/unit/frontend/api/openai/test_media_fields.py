@@ -99,6 +99,31 @@ def test_what_a_part_is_of_is_kept_when_a_response_is() -> None:
     assert msgspec.json.decode(kept, type=list[ContentPart]) == content
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "WAV",
+        " wav ",
+        "wave",
+        "audio/wav",
+        "Audio/X-WAV",
+        "audio/vnd.wave",
+        "x-wav",
+        "audio/mpeg",
+        "mp3",
+        "audio/ogg; codecs=opus",
+    ],
+)
+def test_formats_of_sound_are_taken_by_every_name(name: str) -> None:
+    sound = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": name}}
+    assert only(sound).source == Url("data:;base64,UklGRg==", unwritten=13)
+
+
+def test_a_data_url_is_taken_as_data_of_a_sound() -> None:
+    url = "data:audio/wav;base64,UklGRg=="
+    assert only({"type": "input_audio", "input_audio": {"data": url, "format": "wav"}}).source == Url(url)
+
+
 BROKEN: list[tuple[dict[str, Any], str, str]] = [
     # the part, the field behind that of the part, what the message says
     ({"type": "image_url"}, "image_url", "is not set"),

@@ -60,10 +60,23 @@ class Windows(NamedTuple):
             raise ValueError(f"{_MASK} leaves {length} steps of sound, which must stand first and make an embedding")
         return rows
 
+    @property
+    def least_samples(self) -> int:
+        """Of the shortest clip, of which the encoder makes one embedding."""
+        if self.rows_of_window:
+            return 1
+        steps = next(length for length in range(1, self.steps + 1) if _masked_rows(length) > 0)
+        return (steps - 1) * (self.samples // self.steps) + 1
+
     def check(self, num_samples: int) -> None:
-        """Raise ValueError for more sound than a clip may have, or none."""
-        most = self.samples * self.max_windows
-        if not 0 < num_samples <= most:
+        """Raise ValueError for more sound than a clip may have, or less than an embedding is made of."""
+        most, least = self.samples * self.max_windows, self.least_samples
+        if num_samples < least:
+            raise ValueError(
+                f"it has {num_samples / self.sampling_rate:.4f} s of sound ({num_samples} samples at {self.sampling_rate} Hz); "
+                f"the model hears no clip of less than {least / self.sampling_rate:.4f} s ({least} samples)"
+            )
+        if num_samples > most:
             raise ValueError(
                 f"it has {num_samples / self.sampling_rate:.1f} s of sound; the model hears up to "
                 f"{most / self.sampling_rate:.0f} s at once"

@@ -121,7 +121,11 @@ async def test_voxtral_is_as_transformers_has_it(voxtral: Path, make_inputs: Any
 
 
 @pytest.mark.parametrize(
-    ("seconds", "message"), [(0.001, "make an embedding"), (2.1, "2.1 s of sound; the model hears up to 2 s")]
+    ("seconds", "message"),
+    [
+        (320 / 16_000, r"0.0200 s of sound \(320 samples at 16000 Hz\).* less than 0.0201 s \(321 samples\)"),
+        (2.1, "2.1 s of sound; the model hears up to 2 s"),
+    ],
 )
 async def test_too_much_sound_or_too_little_is_refused(
     qwen2_audio: Path, make_inputs: Any, seconds: float, message: str
@@ -129,6 +133,12 @@ async def test_too_much_sound_or_too_little_is_refused(
     inputs, _ = make_inputs(qwen2_audio)
     with pytest.raises(ValueError, match=message):
         await process(inputs, sound(make_sound(seconds)))
+
+
+async def test_the_shortest_sound_is_heard(qwen2_audio: Path, voxtral: Path, make_inputs: Any) -> None:
+    for folder, samples in ((qwen2_audio, 321), (voxtral, 1)):
+        inputs, _ = make_inputs(folder)
+        assert (await process(inputs, sound(make_sound(1.0)[:samples]))).mm_features[0].length >= 1
 
 
 def test_sound_that_a_client_processed_is_looked_at(qwen2_audio: Path, voxtral: Path, make_inputs: Any) -> None:
