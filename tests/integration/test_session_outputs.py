@@ -14,6 +14,7 @@ from penstock.common.v1 import control_pb2, sampling_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.config.sections import LogConfig
+from penstock_common.errors import Internal
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.revision import PROTOCOL_REVISION
 from penstock_common.tensors.sizes import Limits
@@ -39,9 +40,9 @@ VOCAB = byte_level().get_vocab_size()
 
 
 class NanExecutor(FakeExecutor):
-    """Sees two NaN logits whenever it samples a token, but for the first of a request, unless it is told not to."""
+    """Sees two NaN logits whenever it samples a token, but for the first of a request, once it is told to."""
 
-    sees_nan = True
+    sees_nan = False
 
     def _sample(self, step: SchedulerOutput, grammar: GrammarBitmask | None) -> ModelRunnerOutput:
         output = super()._sample(step, grammar)
@@ -69,20 +70,12 @@ def _asked(request_id: str, max_tokens: int = 4) -> EngineCoreRequest:
     return EngineCoreRequest(request_id=request_id, prompt_token_ids=[1, 2, 3], sampling_params=params)
 
 
-async def test_nan_logits_of_an_engine_are_counted_and_warned_of_at_the_frontend(
-    engine: EngineServer, model: Path
-) -> None:
-    with structlog.testing.capture_logs() as logs:
-        async with FrontendServer(model, engines=[engine.address]) as frontend:
+async def test_nan_logits_end_their_call_with_an_incident(engine: EngineServer, model: Path) -> None:
+    engine.executor.sees_nan = True  # type: ignore[attr-defined]
+    async with FrontendServer(model, engines=[engine.address]) as frontend:
+        await frontend.until_health(serving=True)
+        with pytest.raises(Internal, match="whose logits are NaN or infinite, failed unexpectedly; .* incident"):
             await frontend.outputs(max_tokens=4, request_id="r1")
-            counted = [
-                sample.value
-                for metric in frontend.frontend._metrics.registry.collect()
-                for sample in metric.samples
-                if sample.name == "penstock:nan_logits_total"
-            ]
-    assert counted == [6]
-    assert sum("NaN logits" in line["event"] for line in logs) == 1
 
 
 async def test_a_preemption_is_told_to_the_frontend(engine: EngineServer) -> None:
@@ -138,7 +131,6 @@ async def test_frames_name_the_index_that_the_coordinator_gave_the_engine() -> N
 
 
 async def test_new_tokens_of_numbered_requests_come_in_columns(engine: EngineServer) -> None:
-    engine.executor.sees_nan = False  # type: ignore[attr-defined]
     async with paired(engine.address) as pair:
         for name in ("a", "b"):
             pair.add(_asked(name, max_tokens=30))
@@ -151,7 +143,6 @@ async def test_new_tokens_of_numbered_requests_come_in_columns(engine: EngineSer
 
 
 async def test_a_frontend_of_the_first_revision_gets_every_output_as_a_message(engine: EngineServer) -> None:
-    engine.executor.sees_nan = False  # type: ignore[attr-defined]
     async with make_channel(engine.address) as channel:
         call = service_pb2_grpc.EngineCoreServiceStub(channel).Session()
         await call.write(pb.SessionRequest(hello=pb.Hello(protocol_revision=1, frontend_id="old")))

@@ -63,7 +63,9 @@ class EngineCollector(Collector):
         for level, name in enumerate(_SLEEP_STATES):
             sleep.add_metric([*labels, name], level == state.sleep_level)
         yield sleep
-        nans = CounterMetricFamily("penstock:nan_logits", "Logits of sampled rows that were NaN", labels=LABELS)
+        nans = CounterMetricFamily(
+            "penstock:nan_logits", "Logits of sampled rows that were NaN or infinity", labels=LABELS
+        )
         nans.add_metric(labels, state.num_nan_logits)
         yield nans
         if state.drafter_failure is not None:

@@ -25,8 +25,8 @@ class TorchSampling:
     ) -> None:
         assert len(logits) <= self.max_rows
         value = logits.float()
-        num_nans.copy_(value.isnan().sum(dim=1))
         peaks.copy_(value.amax(dim=1))
+        num_nans.copy_((value.isnan() | (value == torch.inf)).sum(dim=1) + (peaks == -torch.inf))
         is_peak = torch.where(peaks.isnan()[:, None], value.isnan(), value == peaks[:, None])
         columns = torch.arange(value.shape[1])
         token_ids.copy_(torch.where(is_peak, columns, value.shape[1]).amin(dim=1))

@@ -103,7 +103,7 @@ class PlainDraws:
 @dataclass(frozen=True, slots=True)
 class LaunchedTokens:
     """What a device was told to choose: ``results`` int32 ``[2, num_rows and more]`` on it, the token of each row, and how
-    many of its logits are NaN.
+    many of its logits are NaN or infinity, or 1 if all are minus infinity.
     """
 
     results: torch.Tensor
@@ -117,7 +117,9 @@ class LaunchedTokens:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """``token_ids`` int64 ``[rows]``. ``num_nans`` int64 ``[rows]``, or None when no logit is NaN that might be chosen."""
+    """``token_ids`` int64 ``[rows]``. ``num_nans`` int64 ``[rows]``: how many logits are NaN or infinity, and all of them in rows
+    without rules that are minus infinity throughout; None when no row has any. Only logits that might be chosen count.
+    """
 
     token_ids: npt.NDArray[np.int64]
     num_nans: npt.NDArray[np.int64] | None

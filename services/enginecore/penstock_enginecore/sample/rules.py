@@ -60,6 +60,13 @@ class LogitRules:
     def __bool__(self) -> bool:
         return any(rule is not None for rule in (self.grammar, self.allowed, self.bias, self.penalties, self.banned))
 
+    @property
+    def rows(self) -> IntArray:
+        """The rows that have a rule, int64, unsorted, some of them several times."""
+        biased = None if self.bias is None else self.bias[0]
+        rules = (self.grammar, self.allowed, biased, self.penalties, self.banned)
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(rule.rows for rule in rules if rule is not None)])
+
 
 def apply_rules(logits: torch.Tensor, rules: LogitRules, mask: "Masking | None" = None) -> torch.Tensor | None:
     """Change ``logits`` float32 ``[rows, vocab]`` in place. Returns the logits that ``banned`` had before, for ``lift_bans``.

@@ -20,7 +20,7 @@ from penstock_enginecore.sample.base import (
 )
 from penstock_enginecore.sample.blocks import peak
 from penstock_enginecore.sample.filters import FilterInputs, draw_filtered
-from penstock_enginecore.sample.rules import GrammarRows, apply_rules, lift_bans
+from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules, apply_rules, lift_bans
 
 
 class SamplingKernels(Protocol):
@@ -72,8 +72,20 @@ class TorchSampler:
             everything = len(drawn) == len(logits)
             chosen = draw_filtered(_filter_inputs(logits if everything else logits[rows], peaks[rows], inputs, drawn))
             token_ids[rows] = chosen
-        num_nans = logits.isnan().sum(dim=-1).cpu().numpy() if not finite.all() and bool(peaks.isnan().any()) else None
+        num_nans = None if finite.all() else _num_nans(logits, peaks, inputs.rules)
         return SampledTokens(token_ids.cpu().numpy(), num_nans)
+
+
+def _num_nans(logits: torch.Tensor, peaks: torch.Tensor, rules: LogitRules) -> npt.NDArray[np.int64] | None:
+    """Return ``SampledTokens.num_nans`` of rows of which some have no finite peak."""
+    wrong = logits.isnan() | (logits == float("inf"))
+    if rules.penalties is not None:  # a repetition penalty near 0 makes infinity of finite logits
+        wrong[Entries(rules.penalties.rows, rules.penalties.token_ids).index(logits.device)] = False
+    counts: npt.NDArray[np.int64] = wrong.sum(dim=-1).cpu().numpy()
+    nothing = (peaks == float("-inf")).cpu().numpy()
+    nothing[rules.rows] = False  # rules may leave no token
+    counts[nothing] = logits.shape[1]
+    return counts if counts.any() else None
 
 
 def _filter_inputs(

@@ -164,6 +164,38 @@ def test_rules_that_leave_no_token_still_give_one(temperature: float) -> None:
     assert sampled.num_nans is None
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_wrong_logits_are_found_beside_rules(temperature: float, value: float) -> None:
+    batch = make_batch()
+    add(batch, "a", [1], [], SamplingParams(temperature=temperature, seed=0, presence_penalty=1.0))
+    add(batch, "b", [1], [], SamplingParams(temperature=temperature, seed=0))
+    rows = distinct_logits(2)
+    rows[:] = torch.where(torch.tensor([[True], [False]]), torch.tensor(value), rows)
+    num_nans = sample(rows, batch.sampling_inputs(["a", "b"], GrammarBitmask(["a"], bitmask({5, 6})))).num_nans
+    assert num_nans is not None
+    assert num_nans[0] > 0
+    assert num_nans[1] == 0
+
+
+def test_a_penalty_that_makes_infinity_of_finite_logits_is_no_fault_of_the_model() -> None:
+    batch = make_batch()
+    add(batch, "a", [1], [3], SamplingParams(temperature=0.0, repetition_penalty=1e-45))
+    rows = torch.full((1, VOCAB), 2.0)
+    sampled = sample(rows, batch.sampling_inputs(["a"]))
+    assert rows.max() == torch.inf
+    assert sampled.num_nans is None
+
+
+def test_the_rows_of_rules_are_those_that_have_one() -> None:
+    batch = make_batch()
+    add(batch, "a", [1], [], SamplingParams(seed=0))
+    add(batch, "b", [1], [], SamplingParams(seed=0, allowed_token_ids=(4,)))
+    add(batch, "c", [1], [], SamplingParams(seed=0, repetition_penalty=1.3))
+    rules = batch.sampling_inputs(["a", "b", "c"], GrammarBitmask(["b"], bitmask({5}))).rules
+    assert set(rules.rows.tolist()) == {1, 2}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rules_of_half_precision_logits_are_computed_in_float32(dtype: torch.dtype) -> None:
     logits = torch.zeros(1, VOCAB, dtype=dtype)

@@ -189,3 +189,14 @@ def test_nans_are_counted_per_row() -> None:
         num_nans = sample(rows, inputs(3, temperature=temperature, top_p=0.9)).num_nans
         assert num_nans is not None
         assert num_nans.tolist() == [0, 2, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_infinite_logits_are_counted_per_row(temperature: float) -> None:
+    rows = logits(4)
+    rows[1, 4:6] = torch.inf
+    rows[2, 7] = -torch.inf
+    rows[3] = -torch.inf
+    num_nans = sample(rows, inputs(4, temperature=temperature, top_p=0.9)).num_nans
+    assert num_nans is not None
+    assert num_nans.tolist() == [0, 2, 0, rows.shape[1]]

@@ -50,7 +50,6 @@ class ClientOutputs:
         *,
         logprobs: Logprobs | None = None,
         prompt_logprobs: Logprobs | None = None,
-        num_nans: int = 0,
         num_drafts: int = 0,
     ) -> None:
         """Tell the request's client about new tokens, already in the request. Hot: once per request and step.
@@ -58,10 +57,9 @@ class ClientOutputs:
         ``num_drafts``: drafted tokens that the step verified for it. Raises OverflowError for a token id that has no 32 bits.
         """
         client = self._clients[request.client_id]
-        plain = request.prefill_reported and not request.events and not num_nans
-        plain = plain and logprobs is None and prompt_logprobs is None
+        plain = request.prefill_reported and not request.events and logprobs is None and prompt_logprobs is None
         if not plain or not request.number or request.request_id in client.whole:
-            output = self._add_whole(request, new_token_ids, logprobs, prompt_logprobs, num_nans)
+            output = self._add_whole(request, new_token_ids, logprobs, prompt_logprobs)
             if num_drafts and request.spec_stats is not None:
                 output.spec_decoding_stats = request.spec_stats.copy()  # it grows while this is on its way
             return
@@ -81,7 +79,8 @@ class ClientOutputs:
         pooled: Vectors | None = None,
     ) -> None:
         """Tell the request's client that it has ended, with its last tokens if there are new ones."""
-        output = self._add_whole(request, new_token_ids, logprobs, prompt_logprobs, num_nans)
+        output = self._add_whole(request, new_token_ids, logprobs, prompt_logprobs)
+        output.num_nans_in_logits = num_nans
         output.finish_reason = request.status.finish_reason
         output.stop_reason = request.stop_reason
         output.pooling_output = pooled
@@ -110,7 +109,6 @@ class ClientOutputs:
         new_token_ids: list[int],
         logprobs: Logprobs | None,
         prompt_logprobs: Logprobs | None,
-        num_nans: int,
     ) -> EngineCoreOutput:
         """An output with all that there is to say of the request."""
         output = EngineCoreOutput(
@@ -120,7 +118,6 @@ class ClientOutputs:
             new_token_ids=new_token_ids,
             new_logprobs=logprobs,
             new_prompt_logprobs=prompt_logprobs,
-            num_nans_in_logits=num_nans,
         )
         if request.events:
             output.events = request.take_events()

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from penstock_common.errors import InvalidArgument
-from penstock_common.observability.incidents import incident
+from penstock_common.errors import InvalidArgument, PenstockError
+from penstock_common.observability.incidents import STEP_FAILED, incident
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import RequestError
 from penstock_enginecore.core.request import Request, RequestStatus
@@ -13,6 +13,10 @@ from penstock_enginecore.core.scheduler.encoder_work import EncoderWork
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.state import SchedulerState
 from penstock_enginecore.core.scheduler.stops import append_tokens
+
+
+class BrokenLogitsError(PenstockError):
+    """The model computed something that is no answer. The message is for operators."""
 
 
 class StepResults:
@@ -36,9 +40,14 @@ class StepResults:
         block_size, has_windows = self._kv_cache.block_size, self._kv_cache.has_windows
         finished = []
         drafted = step.scheduled_spec_decode_tokens
+        num_nans = results.num_nans_in_logits
         for key, num_tokens in step.num_scheduled_tokens.items():
             request = requests.get(key)
             if request is None or step.step < request.valid_from_step:
+                continue
+            if num_nans and key in num_nans:
+                self._fail_of_nans(request, num_nans[key])
+                finished.append(request)
                 continue
             num_known = len(request.all_token_ids)
             try:
@@ -63,6 +72,17 @@ class StepResults:
                 self._outputs.add_end(request, [], error=error)
                 finished.append(request)
         return finished
+
+    def _fail_of_nans(self, request: Request, count: int) -> None:
+        """End a request of whose logits ``count`` are NaN or infinite; its tokens of the step mean nothing, nor do its blocks."""
+        request.status = RequestStatus.FINISHED_ERROR
+        error = log_incident(
+            request,
+            BrokenLogitsError(f"{count} logits are NaN or infinite"),
+            doing="the model's forward pass, whose logits are NaN or infinite,",
+            reason=STEP_FAILED,
+        )
+        self._outputs.add_end(request, [], error=error, num_nans=count)
 
     def _take_drafted(
         self,
@@ -121,19 +141,11 @@ class StepResults:
         if error is not None:
             self._outputs.add_end(request, token_ids, error=error, logprobs=logprobs)
             return True
-        num_nans = results.num_nans_in_logits.get(key, 0) if results.num_nans_in_logits else 0
         if ended or request.finished:
-            self._outputs.add_end(
-                request, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, num_nans=num_nans
-            )
+            self._outputs.add_end(request, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
             return request.finished
         self._outputs.add_tokens(
-            request,
-            token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            num_nans=num_nans,
-            num_drafts=num_drafts,
+            request, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, num_drafts=num_drafts
         )
         return False
 

@@ -86,8 +86,8 @@ class SamplingKernels(Protocol):
         filtered: bool,
     ) -> None:
         """Write the token of each row of ``logits`` ``[rows, vocab]``, contiguous and of any float dtype, to ``token_ids`` int32
-        ``[rows]``, its largest logit to ``peaks`` float32 ``[rows]``, and how many of its logits are NaN to ``num_nans`` int32
-        ``[rows]``. Rows whose peak is not finite are greedy, and all where there are no ``draws``.
+        ``[rows]``, its largest logit to ``peaks`` float32 ``[rows]``, and how many of its logits are NaN or infinity to
+        ``num_nans`` int32 ``[rows]``. Rows whose peak is not finite are greedy, and all where there are no ``draws``.
 
         ``filtered``: whether any row has min_p, top_k or top_p; these are not looked at otherwise.
         """

@@ -250,7 +250,7 @@ class OutputProcessor(RequestStates[RequestState]):
         token_ids = output.new_token_ids
         logprobs = state.logprobs.read(output.new_logprobs, len(token_ids))
         prompt_logprobs = state.logprobs.read_prompt(output.new_prompt_logprobs)
-        if output.num_nans_in_logits:
+        if output.num_nans_in_logits:  # of an engine of an earlier release, which goes on with such a request
             metrics.nans(output.num_nans_in_logits)
             _report_nans(state, output.num_nans_in_logits)
         if output.prefill_stats is not None:

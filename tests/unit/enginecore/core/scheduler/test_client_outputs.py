@@ -55,7 +55,7 @@ def test_tokens_of_requests_without_a_number_are_outputs() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"num_nans": 1}, {"logprobs": Logprobs()}, {"prompt_logprobs": Logprobs()}], ids=lambda f: next(iter(f))
+    "fields", [{"logprobs": Logprobs()}, {"prompt_logprobs": Logprobs()}], ids=lambda f: next(iter(f))
 )
 def test_tokens_with_more_to_say_are_outputs(fields: dict[str, object]) -> None:
     clients, request = ClientOutputs(), running("a", 3)
@@ -113,7 +113,7 @@ def test_an_output_of_a_step_that_verified_drafts_says_what_came_of_them_until_t
 
 def test_no_row_stands_before_an_earlier_output_of_its_request() -> None:
     clients, request, other = ClientOutputs(), running("a", 3), running("b", 4)
-    say(clients, request, 10, num_nans=1)
+    say(clients, request, 10, logprobs=Logprobs())
     say(clients, request, 11)
     say(clients, other, 20)
     outputs = taken(clients)

@@ -131,7 +131,8 @@ def _peaks(logits, part_peaks, part_columns, part_nans, vocab, PART: tl.constexp
     at = row * tl.num_programs(1) + part
     tl.store(part_peaks + at, peak)
     tl.store(part_columns + at, column)
-    tl.store(part_nans + at, tl.sum(((value != value) & inside).to(tl.int32), axis=0))
+    wrong = (value != value) | (value == float("inf"))
+    tl.store(part_nans + at, tl.sum((wrong & inside).to(tl.int32), axis=0))
 
 
 @triton.jit
@@ -145,7 +146,7 @@ def _settle(part_peaks, part_columns, part_nans, peaks, token_ids, num_nans, par
     tl.store(peaks + row, peak)
     tl.store(token_ids + row, tl.load(part_columns + row * parts + part))
     nans = tl.load(part_nans + row * parts + index, mask=inside, other=0)
-    tl.store(num_nans + row, tl.sum(nans, axis=0))
+    tl.store(num_nans + row, tl.sum(nans, axis=0) + (peak == -float("inf")).to(tl.int32))
 
 
 @triton.jit

@@ -69,7 +69,8 @@ def by_kernels(logits: torch.Tensor, settings: Settings, *, filtered: bool | Non
     draws = settings.draws() if (settings.temperature > 0).any() else None
     sampler.sample(logits, draws, token_ids[:rows], peaks[:rows], num_nans[:rows], filtered=filtered)
     assert (int(token_ids[rows]), float(peaks[rows]), int(num_nans[rows])) == (-77, -77.0, -77)
-    assert torch.equal(num_nans[:rows].long(), logits.isnan().sum(dim=1))
+    wrong = (logits.isnan() | (logits == INF)).sum(dim=1) + (logits == -INF).all(dim=1)
+    assert torch.equal(num_nans[:rows].long(), wrong)
     assert torch.equal(peaks[:rows].nan_to_num(99), peak(logits.float())[0].nan_to_num(99))
     return token_ids[:rows].long()
 
