@@ -408,8 +408,11 @@ async def test_reasoning_is_asked_for_and_counted(api: OpenAIServer, engine: Fak
         ({"conversation": "c"}, "conversation", "conversation is not served; use previous_response_id"),
         ({"prompt": {"id": "p"}}, "prompt", "prompt is not served; use input"),
         ({"max_tool_calls": 1}, "max_tool_calls", "max_tool_calls is not served; leave it out"),
-        ({"max_tokens": 1}, "max_tokens", "max_tokens is not served; use max_output_tokens"),
-        ({"response_format": {"type": "text"}}, "response_format", "response_format is not served; use text.format"),
+        (
+            {"response_format": {"type": "json_object"}, "text": {"format": {"type": "json_object"}}},
+            "response_format",
+            "text.format and response_format both constrain the output; set one",
+        ),
         ({"n": 2}, "n", "n is 2; only 1 is served"),
         ({"include": ["file_search_call.results"]}, "include[0]", None),
         ({"max_output_tokens": 0}, "max_output_tokens", None),

@@ -60,7 +60,57 @@ def _of_openai(protocol: str, structs: tuple[str, ...]) -> tuple[IgnoredField, .
     )
 
 
+_NO_SWITCH = "it has an effect only beside a field that is refused"
+_STARTED = "the server sets it for all requests"
+_ROUTER = "the server has one model, and places requests itself"
+_CLIENT = "it is an option of the client"
+_COUNTS = "usage and metrics have the counts"
+_HINTS: tuple[tuple[str, object, str], ...] = (
+    ("cache_prompt", True, _CACHED),
+    ("session_id", "s", _CACHED),
+    ("n_keep", 4, "no context is shifted: the output ends where it is full"),
+    ("num_keep", 4, "no context is shifted: the output ends where it is full"),
+    ("n_discard", 4, "no context is shifted: the output ends where it is full"),
+    *((name, 1, _STARTED) for name in ("num_ctx", "n_ctx", "num_gpu", "main_gpu", "num_thread", "num_batch")),
+    *((name, True, _STARTED) for name in ("use_mmap", "use_mlock", "low_vram", "numa")),
+    ("keep_alive", "5m", _STARTED),
+    ("guided_decoding_backend", "xgrammar", "there is one backend"),
+    ("id_slot", 0, _ROUTER),
+    ("provider", {"order": ["x"]}, _ROUTER),
+    ("models", ["x"], _ROUTER),
+    ("route", "fallback", _ROUTER),
+    ("timings_per_token", True, _COUNTS),
+    ("return_progress", True, _COUNTS),
+    ("usage", {"include": True}, _COUNTS),
+    *((name, 2, _NO_SWITCH) for name in ("mirostat_tau", "mirostat_eta", "dry_base", "dry_allowed_length")),
+    *((name, 2, _NO_SWITCH) for name in ("dry_penalty_last_n", "xtc_threshold", "dynatemp_exponent", "repeat_last_n")),
+    ("dry_sequence_breakers", ["x"], _NO_SWITCH),
+    ("smoothing_curve", 2, _NO_SWITCH),
+    ("negative_prompt", "x", _NO_SWITCH),
+    ("max_retries", 2, _CLIENT),
+    ("num_retries", 2, _CLIENT),
+    ("drop_params", True, _CLIENT),
+    ("api_key", "x", _CLIENT),
+    ("api_base", "x", _CLIENT),
+)
+"""Fields of other servers and of clients that change no output: name, example, why."""
+
+
+def _hints(protocol: str, structs: tuple[str, ...]) -> tuple[IgnoredField, ...]:
+    """Fields of other servers and of clients, which every route that generates text may get."""
+    return tuple(IgnoredField(protocol, "", name, example, why, structs) for name, example, why in _HINTS)
+
+
 IGNORED: tuple[IgnoredField, ...] = (
+    *_hints(CHAT, _CHAT),
+    *_hints(COMPLETIONS, ("CompletionRequest",)),
+    *_hints(RESPONSES, _RESPONSE),
+    *_hints(MESSAGES, _MESSAGES),
+    IgnoredField(COMPLETIONS, "", "safety_identifier", "u1", _LABEL, ("CompletionRequest",)),
+    IgnoredField(COMPLETIONS, "", "prompt_cache_key", "k", _CACHED, ("CompletionRequest",)),
+    IgnoredField(MESSAGES, "", "user", "u1", _LABEL, _MESSAGES),
+    IgnoredField(MESSAGES, "", "safety_identifier", "u1", _LABEL, _MESSAGES),
+    IgnoredField(MESSAGES, "", "prompt_cache_key", "k", _CACHED, _MESSAGES),
     *_of_openai(CHAT, _CHAT),
     IgnoredField(CHAT, "", "user", "u1", _LABEL, _CHAT),
     IgnoredField(CHAT, "", "metadata", {"a": "b"}, _NOT_STORED, _CHAT),

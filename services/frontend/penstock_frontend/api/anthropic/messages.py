@@ -22,12 +22,14 @@ from penstock_frontend.api.anthropic.turns import (
     turns_of,
 )
 from penstock_frontend.api.media_places import placed
+from penstock_frontend.api.openai import sampling_fields
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.conversation import CONVERSATION
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.generation import Generation, Source
+from penstock_frontend.api.openai.prediction import text_of
 from penstock_frontend.api.openai.sse import EventStream, StreamForm, named
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import ChatRequest
@@ -35,16 +37,12 @@ from penstock_frontend.chat_calls import ChatCalls
 from penstock_frontend.processing.chat.answers import ChatOutput
 
 EVENTS = StreamForm(named, errors.event)
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k")
 _NAMES = {
     **CONVERSATION,
     "text": "messages",
     "prompt": "messages",
     "continue_final_message": "messages",
     "sampling_params.stop": "stop_sequences",
-    "sampling_params.thinking_token_budget": "thinking.budget_tokens",
-    "sampling_params.structured_output.json_schema": "output_config.format.schema",
-    "sampling_params.structured_output": "output_config.format",
 }
 
 
@@ -65,7 +63,7 @@ class Messages:
         demand = demand_of(request)
         self._llm.check_room([demand])
         label = request.context.external_request_id
-        source = Source(label, demand, functools.partial(self._chat.run, request), _names(turns))
+        source = Source(label, demand, functools.partial(self._chat.run, request), _names(body, turns))
         choice = body.tool_choice
         writer = MessageWriter(
             label,
@@ -87,7 +85,7 @@ class Messages:
             rendered = await self._chat.renderer.render(_request(body, call, turns, {}))
             token_ids = await self._llm.prompt_ids(rendered)
         except RequestFailed as e:
-            raise renamed(e, _names(turns)) from e
+            raise renamed(e, _names(body, turns)) from e
         return TokenCount(len(token_ids))
 
 
@@ -120,27 +118,29 @@ def _request(body: ConversationBody, call: Call, turns: Turns, sampling: dict[st
         tool_choice=choice,
         named_tool=named_tool,
         continue_final_message=continues(body),
+        template=body.chat_template or "",
         template_kwargs=template_kwargs(body),
         sampling=sampling,
+        prediction=text_of(body.prediction),
         context=context_of(call, "msg", body),
     )
 
 
 def _sampling(body: MessagesBody, *, reasons: bool) -> dict[str, Any]:
     # Pieces also for an answer in one piece: its blocks are those of the stream.
-    values: dict[str, Any] = {"output_kind": OutputKind.DELTA}
-    values |= {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
-    if body.stop_sequences is not None:
-        values["stop"] = tuple(body.stop_sequences)
+    values = {**sampling_fields.values(body, format_constraint(body)), "output_kind": OutputKind.DELTA}
     # An answer without thinking blocks has no thinking to bound; clients send the budget to any model.
     if reasons and body.thinking is not None and body.thinking.budget_tokens is not None:
         values["thinking_token_budget"] = body.thinking.budget_tokens
-    format_ = body.output_config.format if body.output_config is not None else None
-    if (constraint := format_constraint(format_)) is not None:
-        values["structured_output"] = constraint
     return values
 
 
-def _names(turns: Turns) -> Mapping[str, str]:
+def _names(body: ConversationBody, turns: Turns) -> Mapping[str, str]:
     """Our names of fields to the client's."""
-    return {**{f"messages[{index}]": place for index, place in enumerate(turns.places)}, **_NAMES}
+    thinking = {} if body.thinking is None else {"sampling_params.thinking_token_budget": "thinking.budget_tokens"}
+    return {
+        **{f"messages[{index}]": place for index, place in enumerate(turns.places)},
+        **_NAMES,
+        **thinking,
+        **sampling_fields.names(body, format_constraint(body)),
+    }

@@ -5,11 +5,11 @@ from typing import Any
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
-from penstock_frontend.api.openai.body_fields import check_range, refuse_fields
-from penstock_frontend.api.openai.context import GenerationContextFields
+from penstock_frontend.api.openai import sampling_fields
+from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, shown
+from penstock_frontend.api.openai.sampling_fields import SamplingFields
 
 _INT32_MAX = 2**31 - 1
-_REFUSED = {"container": "", "context_management": "", "mcp_servers": "", "output_format": "output_config.format"}
 _THINKING = ("enabled", "adaptive", "disabled")
 
 
@@ -83,8 +83,8 @@ class OutputConfigBody(msgspec.Struct, frozen=True, kw_only=True):
     format: AnswerFormatBody | None = None
 
 
-class ConversationBody(GenerationContextFields, kw_only=True):
-    """What both bodies have."""
+class ConversationBody(SamplingFields, kw_only=True):
+    """What both bodies have. The common fields of completions are vLLM's here, and change no count."""
 
     messages: list[TurnBody]
     system: str | list[BlockBody] | None = None
@@ -92,27 +92,29 @@ class ConversationBody(GenerationContextFields, kw_only=True):
     tool_choice: ToolUseChoiceBody | None = None
     thinking: ThinkingBody | None = None
     output_config: OutputConfigBody | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    container: Any = None
-    context_management: Any = None
-    mcp_servers: Any = None
-    output_format: Any = None
 
 
 class MessagesBody(ConversationBody, kw_only=True):
     """The body of a call for a message."""
 
     max_tokens: int
-    stream: bool | None = None
-    stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
 
 
 def check(body: ConversationBody) -> None:
     """Raise InvalidArgument or Unimplemented for what can be said of the body without the domain."""
-    refuse_fields(body, _REFUSED)
+    refuse_fields(
+        body,
+        "prompt_logprobs",
+        "truncate_prompt_tokens",
+        "return_token_ids",
+        "add_special_tokens",
+        "kv_transfer_params",
+    )
+    sampling_fields.check(body)
+    if body.n not in (None, 1):
+        raise Unimplemented(f"n is {shown(body.n)}; only 1 is served", field="n")
     if body.thinking is not None:
         if body.thinking.type not in _THINKING:
             raise Unimplemented(
@@ -124,6 +126,12 @@ def check(body: ConversationBody) -> None:
             )
         budget = body.thinking.budget_tokens
         check_range("thinking.budget_tokens", budget, 1, _INT32_MAX)
+        if None not in (budget, body.thinking_token_budget) and budget != body.thinking_token_budget:
+            raise InvalidArgument(
+                f"thinking.budget_tokens is {budget} and thinking_token_budget is {body.thinking_token_budget}; they are "
+                "two names of the same, so set one",
+                field="thinking.budget_tokens",
+            )
         if budget is not None and body.thinking.type == "disabled":
             raise InvalidArgument(
                 f"thinking.budget_tokens is {budget} beside thinking.type 'disabled'; leave it out, or set thinking.type to "
@@ -132,4 +140,3 @@ def check(body: ConversationBody) -> None:
             )
     if isinstance(body, MessagesBody):
         check_range("max_tokens", body.max_tokens, 1, _INT32_MAX)
-        check_range("top_k", body.top_k, -1, _INT32_MAX)

@@ -6,16 +6,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
-from penstock_common.types.sampling import StructuredOutput
 from penstock_frontend.api.anthropic.images import image_of
 from penstock_frontend.api.anthropic.messages_body import (
-    AnswerFormatBody,
     BlockBody,
     ClientToolBody,
     ConversationBody,
     ToolUseChoiceBody,
     TurnBody,
 )
+from penstock_frontend.api.openai.response_format import Constraint
 from penstock_frontend.call_types import ChatMessage, ContentPart, Tool, ToolCall
 from penstock_frontend.processing.chat.tool_choice import named_choice
 
@@ -98,8 +97,9 @@ def template_kwargs(body: ConversationBody) -> dict[str, Any]:
     return kwargs
 
 
-def format_constraint(format_: AnswerFormatBody | None) -> StructuredOutput | None:
+def format_constraint(body: ConversationBody) -> Constraint | None:
     """What ``output_config.format`` asks of the answer. Raises InvalidArgument."""
+    format_ = body.output_config.format if body.output_config is not None else None
     if format_ is None:
         return None
     path = "output_config.format"
@@ -107,7 +107,8 @@ def format_constraint(format_: AnswerFormatBody | None) -> StructuredOutput | No
         raise InvalidArgument(f"{path}.type is {quoted(format_.type)}; known: json_schema", field=f"{path}.type")
     if format_.schema is None:
         raise InvalidArgument(f"{path}.schema is not set", field=f"{path}.schema")
-    return StructuredOutput(json_schema=msgspec.json.encode(format_.schema).decode())
+    schema = msgspec.json.encode(format_.schema).decode()
+    return Constraint(f"{path}.schema", path, "json_schema", schema)
 
 
 def _answer(turn: TurnBody, path: str) -> ChatMessage:

@@ -1,12 +1,12 @@
 """What bodies say: decoded into their structs, and checked field by field."""
 
-from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, Unimplemented, excerpt, quoted
+from penstock_common.errors import InvalidArgument, excerpt, nearest, quoted
 from penstock_frontend.api.openai.errors import undecodable
+from penstock_frontend.api.unsupported_fields import unsupported_in
 
 T = TypeVar("T")
 _INT32_MAX = 2**31 - 1
@@ -19,17 +19,31 @@ def decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise undecodable(e, kind=kind) from None
+        error = undecodable(e, kind=kind)
+    raise _with_hint(error, body)
 
 
-def refuse_fields(body: msgspec.Struct, names: Mapping[str, str]) -> None:
-    """Raise Unimplemented for the first of ``names`` that asks for something: null, false, 0 and what is empty do not, which
-    some clients send for whatever they know. They map to what a client may use instead, or ``""``.
+def _with_hint(error: InvalidArgument, body: bytes) -> InvalidArgument:
+    """The error, and of a field that is not set the field of the body that may have been meant to be it."""
+    if error.reason != "MISSING_FIELD" or "." in error.field:
+        return error
+    given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    word = nearest(error.field, given).removeprefix("; did you mean ").removesuffix("?")
+    if not word:
+        return error
+    message = f"{error.message}; the body has {word}: did you mean '{error.field}'?"
+    return InvalidArgument(message, field=error.field, reason=error.reason)
+
+
+def refuse_fields(body: msgspec.Struct, *names: str) -> None:
+    """Raise Unimplemented for the first of the named fields that asks for something. Each is a field that bodies of several
+    routes have and this route refuses, as ``unsupported_fields.py`` says.
     """
-    for name, instead in names.items():
-        if getattr(body, name):
-            remedy = f"use {instead}" if instead else "leave it out"
-            raise Unimplemented(f"{name} is not served; {remedy}", field=name)
+    struct = type(body).__name__
+    unsupported = unsupported_in(struct)
+    for name in names:
+        if unsupported[name].asks(getattr(body, name), struct):
+            raise unsupported[name].refusal(name)
 
 
 def check_range(name: str, value: float | None, low: float, high: float) -> None:

@@ -40,15 +40,6 @@ from penstock_frontend.call_types import ChatRequest, Finish, KvParams
 from penstock_frontend.chat_calls import ChatCalls
 from penstock_frontend.processing.chat.answers import ChatOutput
 
-_REFUSED = {
-    "functions": "tools",
-    "function_call": "tool_choice",
-    "audio": "",
-    "web_search_options": "",
-    "documents": "chat_template_kwargs",
-    "echo": "",
-    "return_prompt_text": "return_token_ids",
-}
 _INT32_MAX = 2**31 - 1
 
 
@@ -61,7 +52,6 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    max_completion_tokens: int | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
@@ -71,13 +61,6 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     modalities: list[str] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     media_io_kwargs: MediaIoBody | None = None
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    web_search_options: Any = None
-    documents: Any = None
-    echo: bool | None = None
-    return_prompt_text: Any = None
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,8 +103,7 @@ class ChatCompletions:
         model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         _check(body)
         if body.truncate_prompt_tokens == AS_MANY_AS_FIT:
-            most = body.max_completion_tokens or body.max_tokens or 1
-            body.truncate_prompt_tokens = await self._llm.prompt_room(most, call.context)
+            body.truncate_prompt_tokens = await self._llm.prompt_room(body.max_tokens or 1, call.context)
         kv = sampling_fields.kv_params(body, self._llm.gateway, num_sequences=body.n or 1)
         request = await given.converted(functools.partial(_request, body, call, kv))
         demand = demand_of(request)
@@ -240,11 +222,10 @@ class _Making:
 
 
 def _check(body: ChatCompletionRequest) -> None:
-    sampling_fields.check(body, served=("kv_transfer_params", "mm_processor_kwargs"))
-    refuse_fields(body, _REFUSED)
+    sampling_fields.check(body)
+    refuse_fields(body, "add_special_tokens")
     if body.modalities is not None and body.modalities != ["text"]:
         raise Unimplemented(f'modalities is {shown(body.modalities)}; only ["text"] is served', field="modalities")
-    check_range("max_completion_tokens", body.max_completion_tokens, 1, _INT32_MAX)
     check_range("top_logprobs", body.top_logprobs, -1, _INT32_MAX)
     if body.top_logprobs and not body.logprobs:
         raise InvalidArgument("top_logprobs is set; it needs logprobs", field="top_logprobs")
@@ -252,8 +233,6 @@ def _check(body: ChatCompletionRequest) -> None:
 
 def _request(body: ChatCompletionRequest, call: Call, kv: KvParams) -> ChatRequest:
     values = sampling_fields.values(body)
-    if body.max_completion_tokens is not None:
-        values["max_tokens"] = body.max_completion_tokens
     if body.logprobs:
         values["logprobs"] = body.top_logprobs or 0
     kwargs = dict(body.chat_template_kwargs or {})
@@ -278,8 +257,6 @@ def _request(body: ChatCompletionRequest, call: Call, kv: KvParams) -> ChatReque
 
 def _names(body: ChatCompletionRequest) -> Mapping[str, str]:
     names = {**CONVERSATION, "text": "messages", "prompt": "messages", **sampling_fields.names(body)}
-    if body.max_completion_tokens is not None:
-        names["sampling_params.max_tokens"] = "max_completion_tokens"
     if body.top_logprobs is not None:
         names["sampling_params.logprobs"] = "top_logprobs"
     return names

@@ -147,6 +147,7 @@ class _Making:
         needs_ids = logprobs or bool(body.return_token_ids or self._options.continuous_usage_stats)
         skip = body.skip_special_tokens is not False
         add = body.add_special_tokens is not False
+        names = _names(body)
         self._prompts = await asyncio.gather(
             *(
                 prompts.prepare(
@@ -158,7 +159,7 @@ class _Making:
                     keep=body.truncate_prompt_tokens,
                     add_special_tokens=add,
                     skip_special_tokens=skip,
-                    names=_names(body),
+                    names=names,
                 )
                 for index, each in enumerate(given)
             )
@@ -252,7 +253,7 @@ class _Making:
 
 
 def _check(body: CompletionRequest) -> None:
-    sampling_fields.check(body, served=("kv_transfer_params",))
+    sampling_fields.check(body)
     check_range("logprobs", body.logprobs, -1, _INT32_MAX)
     _check_best_of(body)
     if body.suffix is not None and body.echo:

@@ -1,6 +1,16 @@
-"""The field ``response_format``."""
+"""The field ``response_format``, in the forms of OpenAI, llama.cpp, Together, Fireworks and TGI."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
+
+from penstock_common.errors import InvalidArgument, quoted
+from penstock_common.types.sampling import StructuredOutput
+from penstock_frontend.api.openai.body_fields import text_of
+from penstock_frontend.api.openai.errors import undecodable
+
+_KNOWN = "text, json_object, json_schema, structural_tag, json, regex, grammar"
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
@@ -11,8 +21,141 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
     strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, frozen=True):
-    """The form of the output: ``text``, ``json_object``, ``json_schema``, or ``structural_tag`` as xgrammar writes it."""
+class _Kind(msgspec.Struct, frozen=True):
+    type: str
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The form of the output: ``text``, ``json_object``, ``json_schema``, ``regex``, ``grammar``, or ``structural_tag`` as
+    xgrammar writes it.
+
+    ``schema`` and ``value`` are a schema beside the type, as llama.cpp, Together and TGI have it, ``pattern`` and ``value`` an
+    expression, ``grammar`` and ``value`` a grammar. ``name``, ``description`` and ``strict`` change nothing.
+    """
 
     type: str
     json_schema: JsonSchemaFormat | None = None
+    schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    value: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    pattern: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """A constraint on the output that a body asks for.
+
+    Attributes:
+        field: Where its value stands in the body.
+        head: The field of the body that the value is in.
+        kind: Which field of a StructuredOutput it is.
+        value: The value of that field.
+    """
+
+    field: str
+    head: str
+    kind: str
+    value: Any
+
+    @property
+    def output(self) -> StructuredOutput:
+        """The constraint as the domain has it."""
+        return StructuredOutput(**{self.kind: self.value})
+
+
+def read_format(raw: msgspec.Raw, head: str = "response_format") -> Constraint | None:
+    """Return the constraint that a format is, None for ``text`` and null. ``head``: the field that has the format.
+
+    Raises:
+        InvalidArgument: The format has an unknown type or field, or lacks its value.
+    """
+    text = bytes(raw)
+    if text in (b"", b"null"):
+        return None
+    try:
+        kind = msgspec.json.decode(text, type=_Kind).type
+        if kind == "structural_tag":
+            return Constraint(head, head, "structural_tag", text.decode())
+        given = msgspec.json.decode(text, type=ResponseFormat)
+    except msgspec.ValidationError as e:
+        raise undecodable(e, head) from None
+    return _read(given, head)
+
+
+def _read(given: ResponseFormat, head: str) -> Constraint | None:
+    values = _values(given, head)
+    match given.type:
+        case "text":
+            _check_fields(given, values, head, ())
+            return None
+        case "json_object":
+            schema = _one(given, values, head, "schema", "value", required=False)
+            if schema is None:
+                return Constraint(head, head, "json_object", True)
+            return Constraint(schema, head, "json_schema", values[schema])
+        case "json" | "json_schema" as kind:
+            fields = ("schema", "value") if kind == "json" else ("json_schema.schema", "schema", "value")
+            schema = _one(given, values, head, *fields)
+            return Constraint(schema or head, head, "json_schema", values[schema or head])
+        case "regex":
+            field = _one(given, values, head, "pattern", "regex", "value")
+            return Constraint(field or head, head, "regex", values[field or head])
+        case "grammar":
+            field = _one(given, values, head, "grammar", "value")
+            return Constraint(field or head, head, "grammar", values[field or head])
+        case kind:
+            raise InvalidArgument(f"{head}.type is {quoted(kind)}; known: {_KNOWN}", field=f"{head}.type")
+
+
+def _values(given: ResponseFormat, head: str) -> dict[str, str]:
+    """Return the values that are set, by their places."""
+    found = {
+        f"{head}.schema": text_of(given.schema, f"{head}.schema"),
+        f"{head}.value": text_of(given.value, f"{head}.value"),
+        f"{head}.pattern": given.pattern,
+        f"{head}.regex": given.regex,
+        f"{head}.grammar": given.grammar,
+    }
+    if given.json_schema is not None:
+        field = f"{head}.json_schema.schema"
+        found[field] = text_of(given.json_schema.schema, field) or ""
+    elif given.type == "json_schema" and (wrapped := _wrapped(given.value)) is not None:
+        found[f"{head}.value"] = text_of(wrapped, f"{head}.value.schema")
+    return {field: value for field, value in found.items() if value is not None}
+
+
+def _wrapped(value: msgspec.Raw) -> msgspec.Raw | None:
+    """Return the schema of a value in the form ``{"name": ..., "schema": ...}``, which is TGI's, else None."""
+    try:
+        return msgspec.json.decode(value, type=JsonSchemaFormat).schema
+    except msgspec.DecodeError:  # a schema itself, or nothing
+        return None
+
+
+def _one(given: ResponseFormat, values: dict[str, str], head: str, *names: str, required: bool = True) -> str | None:
+    """Return the place of the only value that is set. ``names``: fields that the type may have, the usual one first."""
+    fields = [f"{head}.{name}" for name in names]
+    _check_fields(given, values, head, fields)
+    if len(values) > 1:
+        first, second = list(values)[:2]
+        raise InvalidArgument(f"{first} is set beside {second}; set one", field=first)
+    if values:
+        return next(iter(values))
+    if required:
+        # Of OpenAI's form the outer object is missing.
+        field = fields[0].removesuffix(".schema") if names[0] == "json_schema.schema" else fields[0]
+        raise InvalidArgument(f"{field} is not set", field=field)
+    return None
+
+
+def _check_fields(given: ResponseFormat, values: dict[str, str], head: str, fields: Sequence[str]) -> None:
+    """Raise InvalidArgument for a value that the type does not have."""
+    for field in values:
+        if field not in fields:
+            raise InvalidArgument(
+                f"{field} is set beside {head}.type {quoted(given.type)}, which does not have it; change the type, or remove it",
+                field=field,
+            )

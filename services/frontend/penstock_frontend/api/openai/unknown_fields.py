@@ -9,6 +9,7 @@ import msgspec
 
 from penstock_frontend.api.ignored_fields import ignored_in
 from penstock_frontend.api.openai.response_format import ResponseFormat
+from penstock_frontend.api.unsupported_fields import UnsupportedField, unsupported_in
 
 _MOST = 32
 """Unknown fields of one body that are told, at most."""
@@ -36,39 +37,51 @@ class UnknownField(NamedTuple):
 
 
 class _Plan(NamedTuple):
+    struct: str
+    closed: bool
     known: frozenset[str]
     silent: frozenset[str]
+    unsupported: Mapping[str, UnsupportedField]
     objects: Mapping[str, type]
     lists: Mapping[str, type]
 
 
 def find_unknown(body: bytes, kind: type) -> list[UnknownField]:
     """Return the unknown fields of a body that was decoded as ``kind``, the first of each shape. Fields that are null are unset
-    and left out, like fields that are listed as ignored.
+    and left out, like fields that are listed as ignored. Raises Unimplemented for a field that is known and not served.
     """
     found: dict[str, UnknownField] = {}
     for field in _walk(msgspec.json.decode(body, type=dict[str, msgspec.Raw]), kind, "", ""):
-        found.setdefault(field.shape, field)
-        if len(found) == _MOST:
-            break
+        if len(found) < _MOST:  # the walk goes on to fields that must be refused
+            found.setdefault(field.shape, field)
     return list(found.values())
 
 
 def _walk(given: Mapping[str, msgspec.Raw], kind: type, path: str, shape: str) -> Iterator[UnknownField]:
     plan = _plan(kind)
     if not given.keys() <= plan.silent:
-        for name in given.keys() - plan.silent:
-            if memoryview(given[name]) != _NULL:
-                yield UnknownField(f"{path}{name}", f"{shape}{name}", name, plan.known)
+        yield from _unknown_in(given, plan, path, shape)
     for name, of in plan.objects.items():
-        if (raw := given.get(name)) is not None and _begins(raw, b"{"):
-            inner = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        if (value := given.get(name)) is not None and _begins(value, b"{"):
+            inner = msgspec.json.decode(value, type=dict[str, msgspec.Raw])
             if not (of is ResponseFormat and _is_structural_tag(inner)):
                 yield from _walk(inner, of, f"{path}{name}.", f"{shape}{name}.")
     for name, of in plan.lists.items():
-        if (raw := given.get(name)) is not None and _begins(raw, b"["):
-            for index, value in _objects_of(raw):
-                yield from _walk(value, of, f"{path}{name}[{index}].", f"{shape}{name}[].")
+        if (value := given.get(name)) is not None and _begins(value, b"["):
+            for index, each in _objects_of(value):
+                yield from _walk(each, of, f"{path}{name}[{index}].", f"{shape}{name}[].")
+
+
+def _unknown_in(given: Mapping[str, msgspec.Raw], plan: _Plan, path: str, shape: str) -> Iterator[UnknownField]:
+    """Yield the unknown fields of one object. Raises Unimplemented for one that is known and not served."""
+    for name, raw in given.items():
+        if name in plan.silent or memoryview(raw) == _NULL:
+            continue
+        if (field := plan.unsupported.get(name)) is not None:
+            if field.asks(msgspec.json.decode(raw), plan.struct):
+                raise field.refusal(f"{path}{name}")
+        elif not plan.closed:  # a closed struct refuses the field itself
+            yield UnknownField(f"{path}{name}", f"{shape}{name}", name, plan.known)
 
 
 def _begins(raw: msgspec.Raw, with_: bytes) -> bool:
@@ -91,7 +104,7 @@ def _is_structural_tag(value: Mapping[str, msgspec.Raw]) -> bool:
 
 
 @cache
-def _plan(kind: type) -> _Plan:
+def _plan(kind: type[msgspec.Struct]) -> _Plan:
     fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
     known = frozenset(fields)
     objects: dict[str, type] = {name: of for name, of in _RAW.items() if name in fields}
@@ -104,7 +117,9 @@ def _plan(kind: type) -> _Plan:
                     lists[name] = structs[0]
             elif _is_struct(member):
                 objects[name] = member
-    return _Plan(known, known | ignored_in(kind.__name__), objects, lists)
+    struct = kind.__name__
+    closed = kind.__struct_config__.forbid_unknown_fields
+    return _Plan(struct, closed, known, known | ignored_in(struct), unsupported_in(struct), objects, lists)
 
 
 def _members(of: Any) -> Collection[Any]:

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, shown
+from penstock_frontend.api.openai.body_fields import check_range, shown
 from penstock_frontend.api.openai.context import ContextFields
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.prompts import Given, split
@@ -15,16 +15,6 @@ from penstock_frontend.api.openai.sampling_fields import TokenId
 Input: TypeAlias = str | list[str | TokenId | list[TokenId]]
 """A text, texts, token ids, or lists of them."""
 _MANY = 2**31
-_REFUSED = {
-    "mm_processor_kwargs": "",
-    "chat_template": "",
-    "max_tokens_per_doc": "truncate_prompt_tokens",
-    "max_tokens_per_query": "truncate_prompt_tokens",
-    "instruction": "",
-    "chat_template_kwargs": "",
-}
-_OLDER = ("softmax", "activation")
-"""What ``use_activation`` was called."""
 
 
 class PoolingFields(ContextFields, kw_only=True):
@@ -34,16 +24,7 @@ class PoolingFields(ContextFields, kw_only=True):
 
     use_activation: bool | None = None
     truncate_prompt_tokens: int | None = None
-    mm_processor_kwargs: Any = None
-    messages: Any = None
-    chat_template: Any = None
-    chat_template_kwargs: Any = None
-    instruction: Any = None
-    max_tokens_per_doc: Any = None
-    max_tokens_per_query: Any = None
     truncation_side: Any = None
-    softmax: bool | None = None
-    activation: bool | None = None
 
 
 class PoolingUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,14 +35,8 @@ class PoolingUsage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int = 0
 
 
-def check(body: PoolingFields, *, inputs: str = "input") -> None:
-    """Raise Unimplemented for a field that is known and not served, InvalidArgument for one that is out of range. ``inputs``: the
-    fields of this body that have its inputs.
-    """
-    refuse_fields(body, {**_REFUSED, "messages": inputs})
-    for name in _OLDER:
-        if getattr(body, name) is not None:
-            raise Unimplemented(f"{name} is not served; use use_activation", field=name)
+def check(body: PoolingFields) -> None:
+    """Raise Unimplemented or InvalidArgument for a field of a value that is not served, or out of range."""
     if body.truncation_side not in (None, "right"):
         raise Unimplemented(
             f"truncation_side is {shown(body.truncation_side)}; only 'right' is served", field="truncation_side"

@@ -3,7 +3,7 @@
 import base64
 import time
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import msgspec
 
@@ -12,7 +12,7 @@ from penstock_common.rpc.outputs import floats
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 from penstock_frontend.api.openai.bodies import Body
-from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, shown
+from penstock_frontend.api.openai.body_fields import check_range, shown
 from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
@@ -52,7 +52,6 @@ class PoolingBody(PoolingFields, kw_only=True):
     normalize: bool | None = None
     embed_dtype: Literal["float32"] | None = None
     endianness: Literal["native", "little"] | None = None
-    data: Any = None
 
 
 class Pooled(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +84,6 @@ class Pooling:
         """Pool the inputs. Raises RequestFailed."""
         body = await given.decode(PoolingBody)
         check(body)
-        refuse_fields(body, {"data": "input"})
         check_range("dimensions", body.dimensions, 1, _INT32_MAX)
         context = context_of(call, "pool", body)
         model = self._llm.inputs.check_model(context.model, context.lora)

@@ -1,12 +1,11 @@
 """``/rerank``, ``/v1/rerank`` and ``/v2/rerank``: documents by how well they fit a query, as Jina and Cohere have it."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
 from penstock_frontend.api.openai.bodies import Body
-from penstock_frontend.api.openai.body_fields import check_range, refuse_fields
+from penstock_frontend.api.openai.body_fields import check_range
 from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.pooling.input_fields import PoolingFields, PoolingUsage, check, usage_of
@@ -15,11 +14,6 @@ from penstock_frontend.call_types import ScoreRequest
 from penstock_frontend.scoring_calls import ScoringCalls
 
 _INT32_MAX = 2**31 - 1
-_REFUSED = {
-    "rank_fields": "documents",
-    "max_chunks_per_doc": "",
-    "return_embeddings": "/v1/embeddings",
-}
 
 
 class DocumentBody(msgspec.Struct, frozen=True):
@@ -37,9 +31,6 @@ class RerankBody(PoolingFields, kw_only=True):
     documents: list[str | DocumentBody]
     top_n: int | None = None
     return_documents: bool | None = None
-    rank_fields: Any = None
-    max_chunks_per_doc: Any = None
-    return_embeddings: bool | None = None
 
 
 class RankedDocument(msgspec.Struct, frozen=True):
@@ -75,8 +66,7 @@ class Reranking:
     async def __call__(self, call: Call, given: Body) -> Answer:
         """Rank the documents. Raises RequestFailed."""
         body = await given.decode(RerankBody)
-        check(body, inputs="query and documents")
-        refuse_fields(body, _REFUSED)
+        check(body)
         check_range("top_n", body.top_n, 0, _INT32_MAX)
         context = context_of(call, "rerank", body)
         model = self._llm.inputs.check_model(context.model, context.lora)

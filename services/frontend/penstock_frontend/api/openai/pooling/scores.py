@@ -69,7 +69,7 @@ class Scores:
     async def __call__(self, call: Call, given: Body) -> Answer:
         """Score the pairs. Raises RequestFailed."""
         body = await given.decode(ScoreBody)
-        check(body, inputs="queries and documents")
+        check(body)
         context = context_of(call, "score", body)
         model = self._llm.inputs.check_model(context.model, context.lora)
         sides = _sides(body)

@@ -76,7 +76,7 @@ class ResponseCreation:
         kv = sampling_fields.kv_params(body, self._llm.gateway, num_sequences=1)
         request = _request(body, call, messages, kv)
         num_before = len(request.messages) - len(given_turns.messages)
-        names = input_items.names(body, sampling_fields.names(body), given_turns.places, num_before)
+        names = input_items.names(body, given_turns.places, num_before)
         demand = demand_of(request)
         self._llm.check_room([demand])
         label = request.context.external_request_id
@@ -96,7 +96,7 @@ class ResponseCreation:
             created_at=int(time.time()),
             status=response.IN_PROGRESS,
             instructions=body.instructions,
-            max_output_tokens=body.max_output_tokens,
+            max_output_tokens=body.max_tokens,
             metadata=body.metadata or {},
             model=model,
             parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -190,17 +190,10 @@ def _turns(body: ResponseBody) -> input_items.Turns:
 
 def _request(body: ResponseBody, call: Call, messages: Sequence[ChatMessage], kv: KvParams) -> ChatRequest:
     # Pieces also for an answer in one piece: its items are those of the stream.
-    values = {**sampling_fields.values(body), "output_kind": OutputKind.DELTA}
-    if body.max_output_tokens is not None:
-        values["max_tokens"] = body.max_output_tokens
+    own = input_items.format_constraint(body.text.format if body.text is not None else None)
+    values = {**sampling_fields.values(body, own), "output_kind": OutputKind.DELTA}
     if body.with_logprobs:
         values["logprobs"] = body.top_logprobs or 0
-    if body.text is not None and (constraint := input_items.format_constraint(body.text.format)) is not None:
-        if "structured_output" in values and values["structured_output"].constrains:
-            raise InvalidArgument(
-                "text.format and structured_outputs both constrain the output; set one", field="structured_outputs"
-            )
-        values["structured_output"] = constraint
     choice, named = input_items.choice_of(body.tool_choice, tools=bool(body.tools))
     instructions = [ChatMessage(role="system", content=body.instructions)] if body.instructions else []
     return ChatRequest(
@@ -208,6 +201,7 @@ def _request(body: ResponseBody, call: Call, messages: Sequence[ChatMessage], kv
         tools=input_items.tools_of(body.tools),
         tool_choice=choice,
         named_tool=named,
+        template=body.chat_template or "",
         template_kwargs=input_items.template_kwargs(body),
         sampling=values,
         prediction=text_of(body.prediction),

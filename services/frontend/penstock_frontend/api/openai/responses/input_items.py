@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
-from penstock_common.types.sampling import StructuredOutput
+from penstock_frontend.api.openai import sampling_fields
 from penstock_frontend.api.openai.conversation import CONVERSATION
 from penstock_frontend.api.openai.media_fields import MediaOptions, is_media, media_of
-from penstock_frontend.api.openai.prediction import NAMES
+from penstock_frontend.api.openai.response_format import Constraint
 from penstock_frontend.api.openai.responses.response_body import (
     FormatBody,
     FunctionTool,
@@ -91,29 +91,29 @@ def template_kwargs(body: ResponseBody) -> dict[str, Any]:
     return kwargs
 
 
-def format_constraint(format_: FormatBody | None) -> StructuredOutput | None:
+def format_constraint(format_: FormatBody | None) -> Constraint | None:
     """What ``text.format`` asks of the output. Raises InvalidArgument."""
+    head, field = "text.format", "text.format.schema"
     match format_.type if format_ else "text":
         case "text":
             return None
         case "json_object":
-            return StructuredOutput(json_object=True)
+            return Constraint(head, head, "json_object", True)
         case "json_schema" if format_ and format_.schema is not None:
-            return StructuredOutput(json_schema=msgspec.json.encode(format_.schema).decode())
+            return Constraint(field, head, "json_schema", msgspec.json.encode(format_.schema).decode())
         case "json_schema":
-            raise InvalidArgument("text.format.schema is not set", field="text.format.schema")
+            raise InvalidArgument(f"{field} is not set", field=field)
         case kind:
             raise InvalidArgument(
                 f"text.format.type is {quoted(kind)}; known: text, json_object, json_schema", field="text.format.type"
             )
 
 
-def names(body: ResponseBody, of_sampling: Mapping[str, str], places: Sequence[str], before: int) -> Mapping[str, str]:
-    """Our names of fields to the client's, for errors. ``of_sampling``: those of the common fields; ``places``: of the input's
-    messages, which stand behind ``before`` others.
+def names(body: ResponseBody, places: Sequence[str], before: int) -> Mapping[str, str]:
+    """Our names of fields to the client's, for errors. ``places``: of the input's messages, which stand behind ``before``
+    others.
     """
-    path = "sampling_params.structured_output"
-    of_format = {f"{path}.json_schema": "text.format.schema", path: "text.format"}
+    own = format_constraint(body.text.format if body.text is not None else None)
     return {
         **{f"messages[{before + index}]": place for index, place in enumerate(places)},
         **CONVERSATION,
@@ -121,7 +121,7 @@ def names(body: ResponseBody, of_sampling: Mapping[str, str], places: Sequence[s
         "prompt": "input",
         "messages": "input",
         "sampling_params.max_tokens": "max_output_tokens",
-        **(of_sampling if body.structured_outputs is not None else {**NAMES, **of_format}),
+        **sampling_fields.names(body, own),
     }
 
 

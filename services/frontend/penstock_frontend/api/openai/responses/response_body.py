@@ -12,20 +12,6 @@ from penstock_frontend.api.openai.sampling_fields import SamplingFields
 
 _INT32_MAX = 2**31 - 1
 _MOST_METADATA = 16
-_REFUSED = {
-    "conversation": "previous_response_id",
-    "prompt": "input",
-    "context_management": "",
-    "max_tool_calls": "",
-    "moderation": "",
-    "previous_response": "previous_response_id",
-    "previous_input_messages": "input",
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "prompt_logprobs": "",
-    "truncate_prompt_tokens": "",
-    "return_token_ids": "",
-}
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 
 
@@ -100,7 +86,6 @@ class ResponseBody(SamplingFields, kw_only=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    max_output_tokens: int | None = None
     metadata: dict[str, str] | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: str | ToolChoiceBody | None = None
@@ -113,16 +98,10 @@ class ResponseBody(SamplingFields, kw_only=True):
     user: str | None = None
     background: bool | None = None
     truncation: str | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     media_io_kwargs: MediaIoBody | None = None
-    conversation: Any = None
-    prompt: Any = None
-    context_management: Any = None
-    max_tool_calls: Any = None
-    moderation: Any = None
-    previous_response: Any = None
-    previous_input_messages: Any = None
 
     @property
     def with_logprobs(self) -> bool:
@@ -132,15 +111,11 @@ class ResponseBody(SamplingFields, kw_only=True):
 
 def check(body: ResponseBody) -> None:
     """Raise InvalidArgument or Unimplemented for what can be said of the body without the domain."""
-    raw = bytes(body.response_format)
-    refuse_fields(
-        body, {name: use for name, use in _REFUSED.items() if name != "response_format" or raw not in (b"", b"null")}
-    )
-    sampling_fields.check(body, served=("kv_transfer_params", "mm_processor_kwargs"))
+    refuse_fields(body, "prompt_logprobs", "truncate_prompt_tokens", "return_token_ids", "add_special_tokens")
+    sampling_fields.check(body)
     for name, served in (("background", False), ("truncation", "disabled"), ("n", 1)):
         if (value := getattr(body, name)) not in (None, served):
             raise Unimplemented(f"{name} is {shown(value)}; only {shown(served)} is served", field=name)
-    check_range("max_output_tokens", body.max_output_tokens, 1, _INT32_MAX)
     check_range("top_logprobs", body.top_logprobs, 0, _INT32_MAX)
     for index, name in enumerate(body.include or ()):
         if name not in _INCLUDED:

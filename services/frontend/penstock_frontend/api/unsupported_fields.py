@@ -1,0 +1,310 @@
+"""Request fields that are known and not served: the only list of them. docs/request-fields.md shows the same list as a table.
+
+Every field here would change the output or the answer, so a request that sets one is refused. Fields that change nothing are in
+``ignored_fields.py``.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple
+
+from penstock_common.errors import Unimplemented
+from penstock_frontend.api.ignored_fields import ignored_in
+
+CHAT, COMPLETIONS, RESPONSES = ("ChatCompletionRequest",), ("CompletionRequest",), ("ResponseBody",)
+MESSAGES = ("MessagesBody", "ConversationBody")
+GENERATING = CHAT + COMPLETIONS + RESPONSES + MESSAGES
+"""Structs of the bodies that have text generated. ``UnsupportedField.structs`` are names of structs."""
+SCORES, CLASSIFY, POOLING, RERANK = ("ScoreBody",), ("ClassificationBody",), ("PoolingBody",), ("RerankBody",)
+EMBEDDINGS = ("EmbeddingRequest",)
+POOLING_ROUTES = EMBEDDINGS + POOLING + SCORES + CLASSIFY + RERANK
+"""Structs of the bodies whose inputs become vectors, classes or scores."""
+ROUTES: Mapping[str, str] = {
+    "ChatCompletionRequest": "/v1/chat/completions",
+    "CompletionRequest": "/v1/completions",
+    "ResponseBody": "/v1/responses",
+    "MessagesBody": "/v1/messages",
+    "ConversationBody": "/v1/messages",
+    "MessageBody": "/v1/chat/completions, messages[]",
+    "EmbeddingRequest": "/v1/embeddings",
+    "PoolingBody": "/pooling",
+    "ScoreBody": "/v1/score",
+    "ClassificationBody": "/classify",
+    "RerankBody": "/rerank",
+}
+"""What users call the objects that structs are made of."""
+
+
+class UnsupportedField(NamedTuple):
+    """A field, or several that would do the same.
+
+    Attributes:
+        names: The field's names.
+        effect: What it would do, as a noun.
+        instead: What a client can use instead; empty: nothing.
+        structs: The structs of the objects that clients send it in. A struct that has the field itself serves it.
+        neutral: Values that ask for nothing, beside null, false, 0 and what is empty.
+        strict: Whether false, 0 and what is empty ask for something, too.
+        wraps: Whether the field is an object of other fields. It asks for nothing if these are all ignored.
+    """
+
+    names: tuple[str, ...]
+    effect: str
+    instead: str = ""
+    structs: tuple[str, ...] = GENERATING
+    neutral: tuple[object, ...] = ()
+    strict: bool = False
+    wraps: bool = False
+
+    def asks(self, value: object, struct: str) -> bool:
+        """Return whether a value of the field asks for something, in an object of a struct."""
+        if value is None or any(_same(value, each) for each in self.neutral):
+            return False
+        if self.wraps and isinstance(value, dict) and value.keys() <= ignored_in(struct):
+            return False
+        return self.strict or bool(value)
+
+    def refusal(self, path: str) -> Unimplemented:
+        """Return the error for a request that has the field. ``path``: where it stands in the body."""
+        remedy = f"use {self.instead}" if self.instead else "leave it out"
+        return Unimplemented(f"{path} is not served; {remedy}", field=path)
+
+
+def _same(value: object, other: object) -> bool:
+    # True equals 1 in Python, and not in JSON.
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+_F = UnsupportedField
+_AT_CHAT, _AT_COMPLETIONS, _AT_RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+_THINK = "chat_template_kwargs.enable_thinking"
+_BEAMS, _CUT, _TEMPERATURE = (
+    "beam search",
+    "a filter of unlikely tokens",
+    "a temperature that changes from token to token",
+)
+_PROMPT_FORM, _FORMAT = "a prompt in another form", "a format of the output"
+_LOGPROBS, _TIME = "log-probabilities in another form", "a limit on time"
+_BANNED, _PENALTY = "tokens that may not come", "a penalty on repetition"
+_MEMBERS = "its members as fields of the body"
+_NOT_CHAT = COMPLETIONS + RESPONSES + MESSAGES
+_NOT_COMPLETIONS = CHAT + RESPONSES + MESSAGES
+_NOT_RESPONSES = CHAT + COMPLETIONS + MESSAGES
+
+_SAMPLING = (
+    _F(("typical_p", "typical", "tfs_z", "tfs"), _CUT, "top_p, top_k or min_p", neutral=(1,)),
+    _F(("top_a", "epsilon_cutoff", "eta_cutoff"), _CUT, "top_p, top_k or min_p"),
+    _F(("top_n_sigma", "nsigma"), _CUT, "top_p, top_k or min_p", neutral=(-1,)),
+    _F(("min_keep",), "a least number of tokens that filters leave", neutral=(1,)),
+    _F(("mirostat", "mirostat_mode"), "sampling by Mirostat", "temperature and top_p"),
+    _F(("xtc_probability",), "removal of the likeliest tokens", "temperature"),
+    _F(("dry_multiplier",), _PENALTY, "repetition_penalty or repetition_detection"),
+    _F(("dynatemp_range", "dynamic_temperature", "dynatemp_low", "dynatemp_high"), _TEMPERATURE, "temperature"),
+    _F(("smoothing_factor",), _TEMPERATURE, "temperature"),
+    _F(("temperature_last",), "another order of filters"),
+    _F(("samplers", "sampler_order", "sampler_priority", "sampler_seq"), "another order of filters"),
+    _F(("repeat_penalty", "rep_pen"), _PENALTY, "repetition_penalty, which counts all tokens", neutral=(1,)),
+    _F(("repetition_penalty_range", "repetition_context_size", "rep_pen_range"), "a window of penalties"),
+    _F(("encoder_repetition_penalty",), _PENALTY, "repetition_penalty", neutral=(1,)),
+    _F(("no_repeat_ngram_size",), "a ban on repeated tokens", "repetition_detection"),
+    _F(("penalize_nl",), "a penalty on line breaks", "logit_bias"),
+    _F(("penalty_alpha",), "contrastive search"),
+    _F(("guidance_scale", "cfg_scale"), "guidance by a second prompt", neutral=(1,)),
+    _F(("do_sample",), "greedy decoding", "temperature 0", neutral=(True,), strict=True),
+    _F(("use_beam_search", "early_stopping", "diversity_penalty"), _BEAMS, "n"),
+    _F(("num_beams", "num_beam_groups", "beam_width", "length_penalty"), _BEAMS, "n", neutral=(1,)),
+    _F(("best_of",), "the best of several outputs", _AT_COMPLETIONS, structs=_NOT_COMPLETIONS, neutral=(1,)),
+    _F(("bad_words_ids", "banned_tokens", "banned_token_ids", "suppress_tokens"), _BANNED, "bad_words or logit_bias"),
+    _F(("begin_suppress_tokens", "custom_token_bans", "banned_strings"), _BANNED, "bad_words or logit_bias"),
+    _F(("ban_eos_token",), "an output without an end", "ignore_eos"),
+    _F(
+        ("force_words_ids", "forced_bos_token_id", "forced_eos_token_id"), "tokens that must come", "structured_outputs"
+    ),
+    _F(("eos_token_id", "eos_token_ids"), "other tokens that end the output", "stop_token_ids", strict=True),
+    _F(("stop_regex",), "a stop by a regular expression", "stop or structured_outputs.regex"),
+    _F(("stop_strings", "stop_words", "stop_sequence", "stopping_strings", "antiprompt"), "a stop", "stop"),
+    _F(("no_stop_trim",), "the stop in the output", "include_stop_str_in_output"),
+    _F(("trim_stop",), "the stop in the output", "include_stop_str_in_output", neutral=(True,), strict=True),
+    _F(("max_length",), "a limit on prompt and output together", "max_tokens"),
+    _F(("max_time", "t_max_predict_ms", "timeout"), _TIME, "the header x-request-timeout"),
+    _F(("n_indent",), "a least indentation"),
+    _F(("logits_processors", "logits_processor", "custom_logit_processor", "custom_params"), "code in the sampler"),
+    _F(("vllm_xargs", "extra_args"), "arguments of extensions"),
+    _F(("watermarking", "watermark"), "a watermark"),
+)
+_PROBS = ("n_probs", "post_sampling_probs", "return_logprob", "top_n_tokens")
+_PROMPT_PROBS = ("logprob_start_len", "decoder_input_details")
+_TOKEN_IDS = ("return_tokens_as_token_ids", "return_tokens", "return_prompt_text")
+_OUTPUT = (
+    _F(("schema", "response_schema", "responseSchema", "output_schema", "response_model"), _FORMAT, "response_format"),
+    _F(("json_mode", "response_mime_type", "responseMimeType"), _FORMAT, "response_format", neutral=("text/plain",)),
+    _F(("structural_tag",), _FORMAT, "structured_outputs.structural_tag"),
+    _F(("guided_decoding", "guided_options_request"), _FORMAT, "structured_outputs"),
+    _F(("guided_whitespace_pattern", "whitespace_pattern"), _FORMAT, "structured_outputs.json_whitespace"),
+    _F(("grammar_lazy", "grammar_triggers"), _FORMAT, "structured_outputs.structural_tag"),
+    _F(("reasoning_format",), "reasoning in another form", neutral=("auto", "deepseek")),
+    _F(("separate_reasoning", "stream_reasoning"), "reasoning in another form", neutral=(True,), strict=True),
+    _F(("parse_tool_calls",), "tool calls as text", neutral=(True,), strict=True),
+    _F(
+        ("include_reasoning",),
+        "an answer without its reasoning",
+        "thinking.type",
+        structs=MESSAGES,
+        neutral=(True,),
+        strict=True,
+    ),
+    _F(
+        ("include_reasoning",),
+        "an answer without its reasoning",
+        _AT_CHAT,
+        structs=COMPLETIONS,
+        neutral=(True,),
+        strict=True,
+    ),
+    _F(_PROBS, _LOGPROBS, "logprobs", structs=CHAT + COMPLETIONS),
+    _F(_PROBS, _LOGPROBS, "top_logprobs", structs=RESPONSES),
+    _F(_PROBS, _LOGPROBS, _AT_CHAT, structs=MESSAGES),
+    _F(("logprobs",), _LOGPROBS, "top_logprobs", structs=RESPONSES),
+    _F(("logprobs", "top_logprobs"), _LOGPROBS, _AT_CHAT, structs=MESSAGES),
+    _F(("top_logprobs", "top_logprobs_num"), _LOGPROBS, "logprobs", structs=COMPLETIONS),
+    _F(("top_logprobs_num",), _LOGPROBS, "top_logprobs", structs=CHAT + RESPONSES),
+    _F(("top_logprobs_num",), _LOGPROBS, _AT_CHAT, structs=MESSAGES),
+    _F(("logprob_token_ids", "token_ids_logprob"), _LOGPROBS),
+    _F(_PROMPT_PROBS, _LOGPROBS, "prompt_logprobs", structs=CHAT + COMPLETIONS, neutral=(-1,)),
+    _F(_PROMPT_PROBS, _LOGPROBS, _AT_CHAT, structs=RESPONSES + MESSAGES, neutral=(-1,)),
+    _F(("prompt_logprobs",), _LOGPROBS, _AT_CHAT, structs=RESPONSES + MESSAGES, strict=True),
+    _F(_TOKEN_IDS, "token ids in the answer", "return_token_ids", structs=CHAT + COMPLETIONS),
+    _F(("return_token_ids", *_TOKEN_IDS), "token ids in the answer", _AT_CHAT, structs=RESPONSES + MESSAGES),
+    _F(("return_full_text",), "the prompt in the output", f"echo of {_AT_COMPLETIONS}"),
+    _F(("echo", "suffix"), "the prompt in the output, or a text behind it", _AT_COMPLETIONS, structs=_NOT_COMPLETIONS),
+    _F(("return_hidden_states", "return_routed_experts"), "numbers from within the model"),
+    _F(("audio", "modalities"), "sound", structs=_NOT_CHAT, neutral=(["text"],)),
+    _F(("audio",), "sound", structs=CHAT),
+)
+_TEMPLATES = ("prompt_template", "template")
+_CUTS = ("truncate", "transforms")
+_PROMPT = (
+    _F(("prompt", "input", "inputs", "message", "chat_history"), _PROMPT_FORM, "messages", structs=CHAT + MESSAGES),
+    _F(("messages", "input", "inputs", "system", "instructions"), _PROMPT_FORM, _AT_CHAT, structs=COMPLETIONS),
+    _F(("prompt", "messages", "inputs"), _PROMPT_FORM, "input", structs=RESPONSES),
+    _F(("previous_input_messages",), _PROMPT_FORM, "input", structs=RESPONSES),
+    _F(("system", "preamble"), "a system message", "instructions", structs=RESPONSES),
+    _F(("instructions", "preamble"), "a system message", "system", structs=MESSAGES),
+    _F(("system", "instructions", "preamble"), "a system message", "messages", structs=CHAT),
+    _F(("prompt_embeds", "input_embeds"), "a prompt of vectors", "the gRPC API"),
+    _F(_TEMPLATES, "another chat template", "chat_template", structs=_NOT_COMPLETIONS),
+    _F(("chat_template", *_TEMPLATES), "another chat template", _AT_CHAT, structs=COMPLETIONS),
+    _F(("raw", "context", "images"), _PROMPT_FORM, _AT_COMPLETIONS, structs=_NOT_COMPLETIONS),
+    _F(("raw", "context", "images"), _PROMPT_FORM, "prompt", structs=COMPLETIONS),
+    _F(("documents",), "documents for the chat template", "chat_template_kwargs", structs=_NOT_COMPLETIONS),
+    _F(("documents", "chat_template_kwargs"), "variables of the chat template", _AT_CHAT, structs=COMPLETIONS),
+    _F(("add_generation_prompt",), "another end of the prompt", _AT_CHAT, structs=COMPLETIONS),
+    _F(("add_generation_prompt", "continue_final_message"), "another end of the prompt", _AT_CHAT, structs=RESPONSES),
+    _F(
+        ("add_generation_prompt", "continue_final_message"),
+        "another end of the prompt",
+        "a last turn of the assistant",
+        structs=MESSAGES,
+    ),
+    _F(("continue_final_message",), "another end of the prompt", _AT_CHAT, structs=COMPLETIONS),
+    _F(("add_special_tokens",), "tokens around a prompt that a template writes", structs=_NOT_COMPLETIONS),
+    _F(("prefix", "partial"), "an answer that goes on with the message", "continue_final_message", ("MessageBody",)),
+    _F(("images",), "images", "parts of content", structs=("MessageBody",)),
+    _F(_CUTS, "a cut of the prompt", "truncate_prompt_tokens", structs=CHAT + COMPLETIONS),
+    _F(
+        ("truncation",), "a cut of the prompt", "truncate_prompt_tokens", CHAT + COMPLETIONS, ("disabled",), strict=True
+    ),
+    _F(("truncate_prompt_tokens",), "a cut of the prompt", _AT_CHAT, structs=RESPONSES + MESSAGES, strict=True),
+    _F(_CUTS, "a cut of the prompt", _AT_CHAT, structs=RESPONSES + MESSAGES),
+    _F(("truncation",), "a cut of the prompt", _AT_CHAT, structs=MESSAGES, neutral=("disabled",), strict=True),
+    _F(("safe_prompt", "safety_mode", "safety_settings", "guardrails", "moderation"), "filters of content"),
+    _F(("mm_processor_kwargs", "media_io_kwargs"), "options of media", structs=COMPLETIONS + MESSAGES),
+    _F(("lora_request", "lora_path", "adapter_id", "adapter"), "a LoRA adapter", "lora"),
+    _F(("kv_transfer_params",), "a transfer of keys and values", _AT_CHAT, structs=MESSAGES),
+)
+_REASONING = (
+    _F(("reasoning",), "an effort of reasoning", "reasoning_effort", structs=CHAT),
+    _F(("reasoning_effort",), "an effort of reasoning", "reasoning.effort", structs=RESPONSES),
+    _F(("reasoning_effort", "reasoning", "effort"), "an effort of reasoning", "output_config.effort", structs=MESSAGES),
+    _F(("reasoning_effort", "reasoning"), "an effort of reasoning", _AT_CHAT, structs=COMPLETIONS),
+    _F(("effort",), "an effort of reasoning", "reasoning_effort", structs=CHAT),
+    _F(("enable_thinking", "think"), "reasoning on or off", _THINK, structs=_NOT_COMPLETIONS, strict=True),
+    _F(("enable_thinking", "think", "thinking"), "reasoning on or off", _AT_CHAT, structs=COMPLETIONS, strict=True),
+    _F(
+        ("thinking",),
+        "reasoning on or off",
+        f"{_THINK} and thinking_token_budget",
+        structs=CHAT + RESPONSES,
+        strict=True,
+    ),
+    _F(
+        ("thinking_budget", "thinking_budget_tokens", "reasoning_budget", "max_thinking_tokens"),
+        "a limit on reasoning",
+        "thinking_token_budget",
+        neutral=(-1,),
+        strict=True,
+    ),
+)
+_SERVER_TOOLS = ("connectors", "plugins", "mcp_servers", "container")
+_TOOLS = (
+    _F(("functions",), "tools in OpenAI's first form", "tools", structs=_NOT_COMPLETIONS),
+    _F(("function_call",), "a choice of tools in OpenAI's first form", "tool_choice", structs=_NOT_COMPLETIONS),
+    _F(
+        ("tools", "tool_choice", "functions", "function_call"),
+        "calls of tools",
+        _AT_CHAT,
+        structs=COMPLETIONS,
+        neutral=("none", "auto"),
+    ),
+    _F(("parallel_tool_calls",), "calls of tools", "tool_choice.disable_parallel_tool_use", MESSAGES, (True,), True),
+    _F(("max_tool_calls",), "a limit on calls of tools"),
+    _F(("tool_config", "toolConfig"), "a choice of tools", "tool_choice", structs=_NOT_COMPLETIONS),
+    _F(("tool_config", "toolConfig"), "a choice of tools", _AT_CHAT, structs=COMPLETIONS),
+    _F(("web_search_options", "web_search", "search_parameters", "enable_search"), "search in the web"),
+    _F(_SERVER_TOOLS, "tools that a server runs", "tools", structs=_NOT_COMPLETIONS),
+    _F(_SERVER_TOOLS, "tools that a server runs", _AT_CHAT, structs=COMPLETIONS),
+)
+_CONVERSATION = (
+    _F(("previous_response_id", "include"), "a response that is kept", _AT_RESPONSES, structs=_NOT_RESPONSES),
+    _F(("conversation", "previous_response"), "a conversation that is kept", "previous_response_id", RESPONSES),
+    _F(("conversation",), "a conversation that is kept", _AT_RESPONSES, structs=_NOT_RESPONSES),
+    _F(("background",), "a call that outlives its client", structs=_NOT_RESPONSES),
+    _F(("context_management",), "a conversation that is cut"),
+    _F(("text",), _FORMAT, "response_format", structs=_NOT_RESPONSES),
+    _F(("output_config",), _FORMAT, "response_format", structs=CHAT + COMPLETIONS + RESPONSES),
+    _F(("output_format",), _FORMAT, "output_config.format", structs=MESSAGES),
+    _F(("output_format",), _FORMAT, "response_format", structs=CHAT + COMPLETIONS + RESPONSES),
+    _F(("options", "parameters", "sampling_params", "generation_config"), "a group of fields", _MEMBERS, wraps=True),
+    _F(("generationConfig", "extra_body", "model_kwargs"), "a group of fields", _MEMBERS, wraps=True),
+    _F(("extra_headers", "extra_query"), "headers and parameters", "the request's own headers and parameters"),
+)
+_NOT_EMBEDDINGS = POOLING + SCORES + CLASSIFY + RERANK
+_POOLING = (
+    _F(("chat_template",), "another chat template", structs=POOLING_ROUTES),
+    _F(("mm_processor_kwargs", "chat_template_kwargs"), "options of media and templates", structs=_NOT_EMBEDDINGS),
+    _F(("instruction",), "a text in front of inputs", structs=POOLING_ROUTES),
+    _F(("max_tokens_per_doc", "max_tokens_per_query"), "a cut of inputs", "truncate_prompt_tokens", POOLING_ROUTES),
+    _F(("softmax", "activation"), "scores without an activation", "use_activation", POOLING_ROUTES, strict=True),
+    _F(("messages",), "a conversation as input", "input", structs=POOLING + CLASSIFY),
+    _F(("messages",), "a conversation as input", "queries and documents", structs=SCORES),
+    _F(("messages",), "a conversation as input", "query and documents", structs=RERANK),
+    _F(("data",), "inputs of plugins", "input", structs=POOLING),
+    _F(("rank_fields",), "documents of several fields", "documents", structs=RERANK),
+    _F(("max_chunks_per_doc",), "documents in parts", structs=RERANK),
+    _F(("return_embeddings",), "vectors of documents", "/v1/embeddings", structs=RERANK),
+)
+UNSUPPORTED: tuple[UnsupportedField, ...] = (
+    *_SAMPLING,
+    *_OUTPUT,
+    *_PROMPT,
+    *_REASONING,
+    *_TOOLS,
+    *_CONVERSATION,
+    *_POOLING,
+)
+
+
+@cache
+def unsupported_in(struct: str) -> Mapping[str, UnsupportedField]:
+    """Return the fields that are refused in objects of a struct, by name."""
+    return {name: field for field in UNSUPPORTED if struct in field.structs for name in field.names}

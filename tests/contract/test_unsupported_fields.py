@@ -1,0 +1,63 @@
+"""The list of fields that are refused by name is the table in docs/request-fields.md, and fits the structs of bodies."""
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from penstock_frontend.api.ignored_fields import ignored_in
+from penstock_frontend.api.unsupported_fields import GENERATING, POOLING_ROUTES, ROUTES, UNSUPPORTED, unsupported_in
+from tests.contract.test_ignored_fields import SOURCES, body_structs
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = "| field | it would ask for | use instead | routes |\n|---|---|---|---|\n"
+GROUPS = {GENERATING: "text", POOLING_ROUTES: "pooling"}
+
+
+def table() -> str:
+    """The table that the page must have."""
+    rows = []
+    for field in UNSUPPORTED:
+        routes = ", ".join(dict.fromkeys(ROUTES[struct] for struct in field.structs))
+        names = ", ".join(f"`{name}`" for name in field.names)
+        rows.append(f"| {names} | {field.effect} | {field.instead} | {GROUPS.get(field.structs, routes)} |\n")
+    return HEADER + "".join(rows)
+
+
+def test_the_page_has_the_list() -> None:
+    page = (ROOT / "docs/request-fields.md").read_text()
+    assert page.count(HEADER) == 1
+    assert HEADER + page.partition(HEADER)[2].partition("\n\n")[0] + "\n" == table()
+
+
+def test_each_field_of_a_struct_has_one_remedy() -> None:
+    for struct in ROUTES:
+        names = [name for field in UNSUPPORTED if struct in field.structs for name in field.names]
+        assert len(set(names)) == len(names), [name for name in names if names.count(name) > 1]
+
+
+def test_no_field_is_refused_and_ignored() -> None:
+    for struct in ROUTES:
+        assert not unsupported_in(struct).keys() & ignored_in(struct)
+
+
+def test_a_refused_field_of_a_struct_is_refused_where_the_struct_is_checked() -> None:
+    """A struct that has the field itself never gets to the list, unless its route asks for the refusal."""
+    sources = "".join(path.read_text() for path in (SOURCES / "api").rglob("*.py"))
+    asked = {
+        name
+        for call in re.findall(r"refuse_fields\(\s*body,([^)]*)\)", sources)
+        for name in re.findall(r'"(\w+)"', call)
+    }
+    for struct in ROUTES:
+        declared = {field.encode_name for field in msgspec.structs.fields(body_structs()[struct])}
+        assert declared & unsupported_in(struct).keys() <= asked
+
+
+def test_the_remedy_of_a_field_is_a_field_of_the_same_body() -> None:
+    for struct in ROUTES:
+        served = {field.encode_name for field in msgspec.structs.fields(body_structs()[struct])}
+        for name, field in unsupported_in(struct).items():
+            if re.fullmatch(r"[a-z_]+(\.\w+)?", field.instead) and struct != "MessageBody":
+                first = field.instead.partition(".")[0]
+                assert first in served - unsupported_in(struct).keys(), (struct, name, field.instead)
