@@ -76,7 +76,7 @@ async def error_of(api: OpenAIServer, body: Any, path: str = "/v1/completions", 
         ({"best_of": 1000}, "best_of", "best_of is 1000; it must be from 1 to 128"),
         ({"best_of": 2, "stream": True}, "best_of", None),
         (
-            {"guided_json": {"type": "object"}, "grammar": "root ::= \"a\""},
+            {"guided_json": {"type": "object"}, "grammar": 'root ::= "a"'},
             "guided_json",
             "grammar and guided_json both constrain the output; set one",
         ),

@@ -294,6 +294,35 @@ async def test_a_budget_holds_in_messages_responses_and_completions(api: OpenAIS
     assert text["choices"][0]["token_ids"].index(tokenizer.token_to_id("</think>")) == 5
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_counts_the_tokens_of_reasoning(api: OpenAIServer, tokenizer: Tokenizer, stream: bool) -> None:
+    end, body = (
+        tokenizer.token_to_id("</think>"),
+        {"model": "model", "messages": [HI], "max_tokens": 40, "n": 3, "seed": 2},
+    )
+    asked = {**body, "logit_bias": {str(end): 6.0}, "return_token_ids": True}
+    whole = await posted(api, "/v1/chat/completions", asked)
+    ids = [choice["token_ids"] for choice in whole["choices"]]
+    ended = [of.index(end) + 1 if end in of else len(of) for of in ids]
+    assert 3 < sum(ended) < sum(map(len, ids))
+    usage = whole["usage"]
+    if stream:
+        chunks = [
+            json.loads(line.removeprefix("data: "))
+            for line in (
+                await api.http.post(
+                    "/v1/chat/completions",
+                    json={**asked, "stream": True, "stream_options": {"include_usage": True}},
+                )
+            ).text.splitlines()
+            if line.startswith("data: {")
+        ]
+        assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+        usage = chunks[-1]["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == sum(ended)
+    assert usage["completion_tokens"] == sum(map(len, ids))
+
+
 async def test_a_budget_holds_over_grpc(api: OpenAIServer, tokenizer: Tokenizer) -> None:
     asked = sampling_pb2.SamplingParams(
         max_tokens=30, seed=1, logit_bias=silent(tokenizer)["bias"], thinking_token_budget=4

@@ -72,6 +72,8 @@ class Usage(msgspec.Struct, frozen=True):
     engine was lost, or a stop string or the client ended it here."""
     rejected_draft_tokens: int = 0
     """Drafted tokens that the model did not choose, known as the accepted ones are."""
+    reasoning_tokens: int | None = None
+    """Of the completion tokens, those of reasoning, its tags included; None where reasoning is not looked for."""
     media_tokens: dict[Modality, int] = {}
     """Of the prompt tokens, those that media stand at; a modality that the prompt does not have is left out."""
 

@@ -1,6 +1,7 @@
 """Conversations as the public APIs see them: messages in, streams of answers out."""
 
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -12,8 +13,10 @@ from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import ChatRequest, GenerateRequest, MixedPrompt
 from penstock_frontend.live_request import LiveRequest
 from penstock_frontend.processing.chat.answers import ChatOutput, ChatOutputs
+from penstock_frontend.processing.chat.reasoning_tokens import CountByParser, CountToEndToken, ReasoningTokenCount
 from penstock_frontend.processing.chat.rendering import ChatRenderer
 from penstock_frontend.processing.chat.tool_choice import check_choice, tool_constraint
+from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
 from penstock_frontend.processing.parsers.answer import AnswerParser
 from penstock_frontend.processing.parsers.registry import Parsers
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
@@ -52,7 +55,8 @@ class ChatCalls:
                 tool.expect({each.name: each.parameters or {} for each in request.tools})
             return AnswerParser(reasoning, tool)
 
-        outputs = ChatOutputs(request.sampling.get("output_kind", OutputKind.DELTA), make_parser)
+        kind = request.sampling.get("output_kind", OutputKind.DELTA)
+        outputs = ChatOutputs(kind, make_parser, self._counts(rendered, prompt))
         async for output in self._llm.generate(rendered, live):
             try:
                 answer = outputs.read(output)
@@ -60,6 +64,21 @@ class ChatCalls:
                 live.observed.failed(e)
                 raise
             yield answer
+
+    def _counts(self, rendered: GenerateRequest, prompt: str) -> Callable[[], ReasoningTokenCount] | None:
+        """Return what makes the count of a sequence's reasoning tokens, None for a model that does not reason."""
+        parser, known = self._parsers.reasoning, self._llm.inputs.reasoning
+        if parser is None:
+            return None
+        if known is not None:
+            return functools.partial(CountToEndToken, known.tokens)
+        skip = rendered.sampling.get("skip_special_tokens", True)
+
+        def by_parser() -> ReasoningTokenCount:
+            text = IncrementalDetokenizer(self._tokenizer, (), skip_special_tokens=skip)
+            return CountByParser(parser(prompt), text.push)
+
+        return by_parser
 
     def _constrained(self, request: ChatRequest, rendered: GenerateRequest, parsers: Parsers) -> GenerateRequest:
         """The request with what its tools ask of the output: a constraint, and tags that must not be left out."""

@@ -19,15 +19,17 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
     """Drafts of any kind, the client's prediction among them: those that became tokens of the completion, and those that did not,
-    which are none and cost nothing.
+    which are none and cost nothing. ``reasoning_tokens``: tokens of the completion that are reasoning, in chats of models that
+    reason.
     """
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
+    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class UsageInfo(msgspec.Struct, frozen=True):
-    """Token counts of a call. ``completion_tokens_details``: only where something was drafted."""
+    """Token counts of a call. ``completion_tokens_details``: only where something was drafted, or the model reasons."""
 
     prompt_tokens: int
     total_tokens: int
@@ -52,6 +54,8 @@ class UsageCount:
     def total(self) -> UsageInfo:
         """What there is so far of all sequences."""
         prompts: Collection[Usage] = self._prompts.values()
+        sequences = self._sequences.values()
+        reasoning = [count for usage in sequences if (count := usage.reasoning_tokens) is not None]
         return usage_info(
             sum(usage.prompt_tokens for usage in prompts),
             sum(usage.completion_tokens for usage in self._sequences.values()),
@@ -63,6 +67,7 @@ class UsageCount:
             },
             accepted=sum(usage.accepted_draft_tokens for usage in self._sequences.values()),
             rejected=sum(usage.rejected_draft_tokens for usage in self._sequences.values()),
+            reasoning=sum(reasoning) if reasoning else None,
         )
 
 
@@ -73,9 +78,12 @@ def usage_info(
     *,
     accepted: int = 0,
     rejected: int = 0,
+    reasoning: int | None = None,
     media: Mapping[Modality, int] = {},
 ) -> UsageInfo:
-    """The counts as they are sent. ``media``: tokens of the prompt at which media stand."""
+    """The counts as they are sent. ``media``: tokens of the prompt at which media stand; ``reasoning``:
+    tokens of reasoning, None where it is not looked for.
+    """
     return UsageInfo(
         prompt_tokens=prompt_tokens,
         total_tokens=prompt_tokens + completion_tokens,
@@ -83,7 +91,9 @@ def usage_info(
         prompt_tokens_details=PromptTokensDetails(
             cached_tokens, **{f"{modality}_tokens": count for modality, count in media.items()}
         ),
-        completion_tokens_details=CompletionTokensDetails(accepted, rejected)
-        if accepted or rejected
+        completion_tokens_details=CompletionTokensDetails(
+            accepted, rejected, msgspec.UNSET if reasoning is None else reasoning
+        )
+        if accepted or rejected or reasoning is not None
         else msgspec.UNSET,
     )

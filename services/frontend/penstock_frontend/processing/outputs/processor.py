@@ -113,7 +113,7 @@ class RequestState:
             # Behind a stop string there may have been more, which are none of its output.
             min(drafts.num_accepted_tokens, num_tokens),
             drafts.num_draft_tokens - drafts.num_accepted_tokens,
-            self.media_tokens,
+            media_tokens=self.media_tokens,
         )
 
     def fail(self, error: RequestFailed) -> None:

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 
 from penstock_common.types.outputs import FinishReason
-from penstock_common.types.request import ReasoningTokens
 from penstock_frontend.call_types import Finish, Usage
 from penstock_frontend.processing.chat.answers import ChatOutput
 from penstock_frontend.processing.chat.blocks import BlockKind, Blocks
-from penstock_frontend.processing.chat.reasoning_tokens import ReasoningTokenCount
 from penstock_frontend.processing.parsers.base import ToolCallDelta
 
 FINISH = Finish(FinishReason.STOP, None, Usage())
@@ -65,25 +63,3 @@ def test_what_is_not_to_be_shown_is_no_block() -> None:
 
 def test_an_answer_without_anything_has_no_block() -> None:
     assert read(Blocks(), [ChatOutput(finish=FINISH)]) == []
-
-
-def test_reasoning_counts_up_to_its_end() -> None:
-    count = ReasoningTokenCount(ReasoningTokens(7, 8))
-    count.push([7, 1, 2], reasoning=True)
-    assert count.total == 3
-    count.push([3, 8, 4], reasoning=True)
-    count.push([8, 5], reasoning=False)
-    assert count.total == 5
-
-
-def test_without_tags_that_are_tokens_pieces_count() -> None:
-    count = ReasoningTokenCount(None)
-    count.push([1, 2], reasoning=True)
-    count.push([3], reasoning=False)
-    assert count.total == 2
-
-
-def test_an_answer_that_does_not_reason_counts_nothing() -> None:
-    count = ReasoningTokenCount(ReasoningTokens(7, 8))
-    count.push([1, 2, 3], reasoning=False)
-    assert count.total == 0

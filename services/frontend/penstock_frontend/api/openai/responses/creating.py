@@ -119,13 +119,11 @@ class _Making:
     def __init__(
         self, begun: Response, llm: AsyncLLM, body: ResponseBody, tenant: str, messages: Sequence[ChatMessage]
     ) -> None:
-        reasoning = llm.inputs.reasoning
         self._writer = ResponseWriter(
             begun,
             parallel_calls=begun.parallel_tool_calls,
             reasoning=body.include_reasoning is not False,
             top_logprobs=begun.top_logprobs if body.with_logprobs else None,
-            reasoning_tokens=reasoning.tokens if reasoning is not None else None,
         )
         self._tenant = tenant
         self._items = _items(body.input)

@@ -9,7 +9,6 @@ import msgspec
 
 from penstock_common.errors import Cancelled, RequestFailed
 from penstock_common.types.outputs import FinishReason
-from penstock_common.types.request import ReasoningTokens
 from penstock_frontend.api.openai import errors
 from penstock_frontend.api.openai.choice_logprobs import ContentLogprob, chat_logprobs
 from penstock_frontend.api.openai.responses import events, response
@@ -34,7 +33,6 @@ from penstock_frontend.api.openai.sampling_fields import kv_answer
 from penstock_frontend.call_types import Finish
 from penstock_frontend.processing.chat.answers import ChatOutput
 from penstock_frontend.processing.chat.blocks import Block, BlockKind, BlockPiece, Blocks
-from penstock_frontend.processing.chat.reasoning_tokens import ReasoningTokenCount
 
 _PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
 _INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.REPETITION: "repetition"}
@@ -54,12 +52,10 @@ class ResponseWriter:
         parallel_calls: bool,
         reasoning: bool,
         top_logprobs: int | None,
-        reasoning_tokens: ReasoningTokens | None,
     ) -> None:
         self.response = begun
         self.blocks = Blocks(parallel_calls=parallel_calls, reasoning=reasoning)
         self._top_logprobs = top_logprobs
-        self._reasoning = ReasoningTokenCount(reasoning_tokens)
         self._ids: list[str] = []
         self._logprobs: list[list[ContentLogprob]] = []
         self._untold: list[ContentLogprob] = []  # of tokens whose text is still to come
@@ -72,7 +68,6 @@ class ResponseWriter:
 
     def take(self, output: ChatOutput) -> Iterator[events.Event]:
         """The events of a piece of output. Behind the last one the response is as it ended."""
-        self._reasoning.push(output.token_ids, reasoning=bool(output.reasoning))
         logprobs = self._logprobs_of(output)
         for piece in self.blocks.push(output):
             told: Sequence[ContentLogprob] = []
@@ -104,7 +99,7 @@ class ResponseWriter:
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(usage.cached_tokens),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputTokensDetails(min(self._reasoning.total, usage.completion_tokens)),
+            output_tokens_details=OutputTokensDetails(usage.reasoning_tokens or 0),
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
         )
         kv = kv_answer([finish])
