@@ -130,7 +130,8 @@ BAD_KEYS: list[tuple[dict[str, str], str]] = [
     ({"authorization": f"Bearer {ALICE[:-1]}"}, "CREDENTIALS_WRONG"),
     ({"authorization": f"Bearer {ALICE}x"}, "CREDENTIALS_WRONG"),
     ({"x-api-key": "sk-nobody-0123456789"}, "CREDENTIALS_WRONG"),
-    ({"authorization": "Bearer wrong-0123456789", "x-api-key": ALICE}, "CREDENTIALS_WRONG"),
+    ({"authorization": "Bearer wrong-0123456789", "x-api-key": "sk-nobody-0123456789"}, "CREDENTIALS_WRONG"),
+    ({"authorization": "Bearer", "x-api-key": "sk-nobody-0123456789"}, "CREDENTIALS_MISSING"),
 ]
 
 
@@ -152,6 +153,32 @@ async def test_a_key_opens_grpc_and_http_and_the_schemes_case_does_not_matter(gu
         answer = await guarded.http.post("/v1/completions", headers={name: value}, json=body)
         assert sum(len(r.token_ids) for r in responses) == 4
         assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("authorization", "key"),
+    [
+        ("Bearer sk-stale-0123456789", ALICE),
+        ("Basic dXNlcjpwYXNz", ALICE),
+        ("Bearer", ALICE),
+        ("Bearer a.b.c", ALICE),
+        (f"Bearer {ALICE}", "sk-stale-0123456789"),
+        (f"Bearer {ALICE}", ONCALL),
+    ],
+)
+async def test_a_stale_credential_beside_a_valid_one_is_passed_over(
+    guarded: Guarded, authorization: str, key: str
+) -> None:
+    headers = {"authorization": authorization, "x-api-key": key}
+    await guarded.server.stub.ListModels(pb.ListModelsRequest(), metadata=tuple(headers.items()))
+    for route in ("/v1/models", "/v1/responses/x", "/v1/nothing"):
+        assert (await guarded.http.get(route, headers=headers)).status_code != 401
+    for route in ("/v1/completions", "/v1/messages", "/v1/embeddings"):
+        assert (await guarded.http.post(route, headers=headers, json={})).status_code == 400
+    # Of two valid ones the first counts: ONCALL's scope is not ALICE's.
+    vllm = vllm_engine_pb2_grpc.VllmEngineStub(guarded.server.channel)
+    abort = vllm.Abort(vllm_engine_pb2.AbortRequest(), metadata=tuple(headers.items()))
+    assert (await failure(abort)).code == "PERMISSION_DENIED"
 
 
 async def test_a_token_opens_grpc_and_http(guarded: Guarded) -> None:

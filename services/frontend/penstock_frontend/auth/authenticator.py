@@ -29,18 +29,38 @@ class Authenticator:
         return caller
 
     def _caller(self, headers: Mapping[str, str]) -> Principal:
-        authorization = headers.get("authorization", "")
-        if not authorization:
-            credential, is_key = headers.get("x-api-key", "").strip(), True
-        else:
-            scheme, _, rest = authorization.strip().partition(" ")
-            if scheme.lower() != "bearer":
-                raise Unauthenticated(f"authorization must be Bearer; {_HOW}", reason="CREDENTIALS_WRONG")
-            credential, is_key = rest.strip(), False
+        """Return who sent the first credentials that are valid: clients send a stale key of another server beside the right one.
+
+        Raises Unauthenticated for the first header, if the credentials of none are valid.
+        """
+        refused: list[Unauthenticated] = []
+        for name, check in (("authorization", self._bearer), ("x-api-key", self._key)):
+            if not headers.get(name, "").strip():
+                continue
+            try:
+                return check(headers[name].strip())
+            except Unauthenticated as e:
+                refused.append(e)
+        raise refused[0] if refused else Unauthenticated(f"credentials are missing; {_HOW}")
+
+    def _bearer(self, authorization: str) -> Principal:
+        scheme, _, rest = authorization.partition(" ")
+        credential = rest.strip()
+        if scheme.lower() != "bearer":
+            raise Unauthenticated(f"authorization must be Bearer; {_HOW}", reason="CREDENTIALS_WRONG")
         if not credential:
             raise Unauthenticated(f"credentials are missing; {_HOW}")
         if self._keys is not None and (found := self._keys.find(credential)) is not None:
             return found
-        if self._tokens is not None and not is_key and (self._keys is None or credential.count(".") == 2):
+        if self._tokens is not None and (self._keys is None or credential.count(".") == 2):
             return self._tokens.principal(credential)
-        raise Unauthenticated(f"the API key is not known; {_HOW}", reason="CREDENTIALS_WRONG")
+        raise _unknown()
+
+    def _key(self, credential: str) -> Principal:
+        if self._keys is not None and (found := self._keys.find(credential)) is not None:
+            return found
+        raise _unknown()
+
+
+def _unknown() -> Unauthenticated:
+    return Unauthenticated(f"the API key is not known; {_HOW}", reason="CREDENTIALS_WRONG")
