@@ -11,6 +11,7 @@ from penstock_common.in_flight import BytesInFlight
 from penstock_common.observability.tracing import Tracer
 from penstock_frontend.adapter_calls import AdapterCalls
 from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.call_warnings import WarningLog
 from penstock_frontend.chat_calls import ChatCalls
 from penstock_frontend.config import (
     DisaggregationConfig,
@@ -71,6 +72,8 @@ class Assembly(NamedTuple, Generic[E]):
     """Names of the model's classes, in order."""
     media: MediaService | None
     """To be closed after the last request; None for a model that reads text alone."""
+    warnings: WarningLog
+    """Of the calls of all protocols."""
 
 
 def assemble(
@@ -152,6 +155,7 @@ def assemble(
         settings=settings,
         labels=load_labels(model),
         media=service,
+        warnings=WarningLog(metrics.registry),
     )
 
 

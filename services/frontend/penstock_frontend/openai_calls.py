@@ -30,7 +30,8 @@ class OpenAICalls:
         )  # the routes do not look at the engines
         llm, chat, limits = assembly.llm, assembly.chat, assembly.settings.limits
         gate = Gate(http, assembly.settings.fairness, llm.refused)
-        routes = app.routes(llm, chat, config, limits, assembly.labels, gate=gate, bodies=Bodies(http))
+        bodies = Bodies(http, warnings=assembly.warnings)
+        routes = app.routes(llm, chat, config, limits, assembly.labels, gate=gate, bodies=bodies)
         self._apps: Mapping[str, ASGIApp] = {
             route.path: route.app for route in routes if route.methods and "POST" in route.methods
         }

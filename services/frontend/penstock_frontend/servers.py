@@ -110,7 +110,13 @@ class Servers:
             certificates=self._certificates,
         )
         inference.add_to_server(
-            public.server, assembly.llm, assembly.chat, config, assembly.settings.limits, assembly.labels
+            public.server,
+            assembly.llm,
+            assembly.chat,
+            config,
+            assembly.settings.limits,
+            assembly.labels,
+            assembly.warnings,
         )
         card = load_model_card(config.model, assembly.generation_config)
         vllm_engine.add_to_server(
@@ -156,7 +162,7 @@ class Servers:
         config, assembly = self._config, self._assembly
         llm, chat = assembly.llm, assembly.chat
         gate = Gate(config.http, assembly.settings.fairness, assembly.llm.refused)
-        bodies = Bodies(config.http, assembly.metrics.registry)
+        bodies = Bodies(config.http, assembly.metrics.registry, assembly.warnings)
         limits = assembly.settings.limits
         return [
             *openai.routes(llm, chat, config, limits, assembly.labels, gate=gate, bodies=bodies),

@@ -28,3 +28,9 @@ def tenant_of_caller(claimed: str) -> str:
     """The tenant whose request this is: the caller's own, whatever it claims, unless it may speak for others."""
     principal = current_principal.get()
     return claimed if principal is None or principal.any_tenant else principal.tenant
+
+
+def caller_named(address: str) -> str:
+    """Whose call this is, for logs: the caller's tenant or the name of its credentials, else the address that it comes from."""
+    principal = current_principal.get()
+    return address if principal is None else principal.tenant or principal.name

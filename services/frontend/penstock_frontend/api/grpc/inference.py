@@ -9,6 +9,7 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2, service_pb2_grpc
 from penstock_common.config.reread import Reread
 from penstock_common.errors import NotFound
+from penstock_common.observability.caller import peer_address
 from penstock_common.rpc.media import limits_to_proto
 from penstock_common.types.pooling import PoolingTask
 from penstock_frontend.admission import demand_of
@@ -17,6 +18,8 @@ from penstock_frontend.api.grpc.session import GenerateSession
 from penstock_frontend.api.grpc.unserved import refuses_unserved
 from penstock_frontend.api.media_limits import media_limits
 from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.auth.principal import caller_named
+from penstock_frontend.call_warnings import WarningLog
 from penstock_frontend.chat_calls import ChatCalls
 from penstock_frontend.config import FrontendConfig, LimitsConfig
 from penstock_frontend.engine.adapters import NamedAdapter
@@ -39,8 +42,10 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         config: FrontendConfig,
         limits: Reread[LimitsConfig],
         labels: Sequence[str],
+        warnings: WarningLog,
     ) -> None:
         self._llm = llm
+        self._warnings = warnings
         self._chat = chat
         self._labels = labels
         self._model = config.model
@@ -73,11 +78,16 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
             yield response
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> AsyncIterator[pb.ChatResponse]:
-        """Answers a conversation; the answer is streamed."""
+        """Answers a conversation; the answer is streamed. Warnings are initial metadata."""
+        warnings = self._warnings.begin(_caller(context))
         converted = chat_messages.chat_request(request, **_call(context), limits=self._limits.now)
         live = self._llm.accept(converted.context.external_request_id, demand_of(converted))
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
+        begun = False
         async for output in self._chat.run(converted, live):
+            if not begun and warnings.headers:
+                await context.send_initial_metadata(tuple(warnings.headers.items()))
+            begun = True
             yield chat_messages.chat_response(output, live.request_id)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
@@ -160,10 +170,19 @@ def add_to_server(
     config: FrontendConfig,
     limits: Reread[LimitsConfig],
     labels: Sequence[str],
+    warnings: WarningLog,
 ) -> None:
-    """Serve the public API of ``llm`` on ``server``. ``labels``: names of the model's classes, in order."""
-    servicer = InferenceServicer(llm, chat_calls, config, limits, labels)
+    """Serve the public API of ``llm`` on ``server``. ``labels``: names of the model's classes, in order; ``warnings``: of the
+    calls of all protocols.
+    """
+    servicer = InferenceServicer(llm, chat_calls, config, limits, labels, warnings)
     service_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+
+
+def _caller(context: Context) -> str:
+    """Who calls, for logs: the port of an address is another one with every connection."""
+    host, _, _ = peer_address(context.peer()).rpartition(":")
+    return caller_named(host.strip("[]") or "local")
 
 
 def _call(context: Context) -> dict[str, Any]:

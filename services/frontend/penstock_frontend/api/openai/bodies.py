@@ -16,6 +16,7 @@ from penstock_frontend.api.openai.body_fields import decode
 from penstock_frontend.api.openai.errors import HttpError
 from penstock_frontend.api.openai.field_policy import FieldPolicy
 from penstock_frontend.api.openai.json_size import check_json_size
+from penstock_frontend.call_warnings import WarningLog
 from penstock_frontend.config import HttpConfig
 
 _LARGE = 1024 * 1024
@@ -35,9 +36,14 @@ class Bodies:
     the oldest: so clients that stall cannot keep others out.
     """
 
-    def __init__(self, config: HttpConfig, registry: CollectorRegistry | None = None) -> None:
-        """``registry``: for the count of unknown fields; None counts nothing."""
+    def __init__(
+        self, config: HttpConfig, registry: CollectorRegistry | None = None, warnings: WarningLog | None = None
+    ) -> None:
+        """``registry``: for the count of unknown fields; None counts nothing. ``warnings``: those of all protocols; None: their
+        own.
+        """
         self.config = config
+        self.warnings = warnings or WarningLog(registry)
         self.policy = FieldPolicy(refuse=config.unknown_fields == "refuse", registry=registry)
         self.in_flight = InFlight()
         self._reading: dict[Body, None] = {}  # the oldest first

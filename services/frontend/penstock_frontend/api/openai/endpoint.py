@@ -134,12 +134,15 @@ class Endpoint:
     async def _answer(
         self, headers: Headers, scope: Scope, request_id: str, body: Body, send: Send, echo: Mapping[str, str]
     ) -> None:
+        warnings = self._bodies.warnings.begin(client_of(scope))
         try:
             answer = await self._handler(_call(headers, request_id, scope), body)
             whole = b"" if isinstance(answer, EventStream) else msgspec.json.encode(answer)
         except Exception as e:
+            echo = {**echo, **warnings.headers}
             await send_error(send, errors.renamed(e, {}) if isinstance(e, RequestFailed) else e, echo, self._shape)
             return
+        echo = {**echo, **warnings.headers}
         if isinstance(answer, EventStream):
             await answer.write(scope, send, echo)
         elif isinstance(answer, PlainText):

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from collections import OrderedDict
 
 from prometheus_client import CollectorRegistry, Counter
 from starlette.types import Scope
@@ -10,13 +9,11 @@ from starlette.types import Scope
 from penstock_common.errors import InvalidArgument, nearest
 from penstock_common.observability.logging import get_logger
 from penstock_frontend.api.openai.unknown_fields import UnknownField, find_unknown
-from penstock_frontend.auth.principal import current_principal
+from penstock_frontend.auth.principal import caller_named
+from penstock_frontend.logged_once import LoggedOnce
 
 _LARGE = 64 * 1024
 """Bytes of a body that is looked at in a thread."""
-_MAX_CLIENTS = 1024
-_MAX_TOLD = 64
-"""Fields that are logged of one client, at most."""
 _MAX_LABELS = 50
 """Fields with a label of their own; the others are counted together."""
 _LABEL = re.compile(r"[a-z][a-z0-9_]{0,39}(?:(?:\[\])?\.[a-z][a-z0-9_]{0,39}){0,3}")
@@ -35,7 +32,7 @@ class FieldPolicy:
 
     def __init__(self, *, refuse: bool, registry: CollectorRegistry | None = None) -> None:
         self._refuse = refuse
-        self._told: OrderedDict[str, set[str]] = OrderedDict()
+        self._logged = LoggedOnce()
         self._labels: set[str] = set()
         self._count = (
             None
@@ -68,23 +65,15 @@ class FieldPolicy:
         return shape
 
     def _tell(self, found: list[UnknownField], client: str) -> None:
-        told = self._told.setdefault(client, set())
-        self._told.move_to_end(client)
-        if len(self._told) > _MAX_CLIENTS:
-            self._told.popitem(last=False)
-        shapes = [shape for field in found if (shape := _shortened(field.shape)) not in told]
-        new = shapes[: _MAX_TOLD - len(told)]
+        new = self._logged.new(client, [_shortened(field.shape) for field in found])
         if new:
-            told.update(new)
             get_logger().warning("request has unknown fields", fields=new, client=client, refused=self._refuse)
 
 
 def client_of(scope: Scope) -> str:
     """Return whose call this is, for logs: the tenant or the name of its credentials, else its address."""
-    if (principal := current_principal.get()) is not None:
-        return principal.tenant or principal.name
     address = scope.get("client")
-    return str(address[0]) if address else "local"
+    return caller_named(str(address[0]) if address else "local")
 
 
 def _refusal(field: UnknownField) -> InvalidArgument:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -208,10 +209,11 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads_for(len(token_ids)), decode)
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What ``function`` returns, called in one of its threads: for work on texts that would hold the loop up."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, functools.partial(function, *args, **kwargs)
-        )
+        """What ``function`` returns, called in one of its threads and in the caller's context: for work on texts that would hold
+        the loop up.
+        """
+        call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def close(self) -> None:
         """End the thread pools; texts not begun yet are dropped."""

@@ -46,16 +46,6 @@ async def test_large_bodies_are_looked_at_as_well() -> None:
     assert await told(FieldPolicy(refuse=False), max_tokns="x" * 200_000) == ["max_tokns"]
 
 
-async def test_what_is_remembered_of_clients_is_bounded() -> None:
-    policy = FieldPolicy(refuse=False)
-    for number in range(1500):
-        await check(policy, f"client {number}", x=1)
-    assert len(policy._told) == 1024
-    for number in range(100):
-        await check(policy, "one", **{f"x{number}": 1})
-    assert len(policy._told["one"]) == 64
-
-
 async def test_long_names_are_cut_in_the_log() -> None:
     [name] = await told(FieldPolicy(refuse=False), **{"x" * 5000: 1})
     assert name == "x" * 64 + "..."
