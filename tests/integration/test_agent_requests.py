@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 
 from tests.fakes.clients.agents.answers import read
-from tests.fakes.clients.agents.recorded import ANSWER, PROGRAMS, Answer, Recorded, Turn
+from tests.fakes.clients.agents.recorded import ANSWER, PROGRAMS, Answer, Recorded
 from tests.fakes.frontends.scripted_model import ScriptedModel, scripted_model
 
 CALLS = {
@@ -26,11 +26,6 @@ async def model(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scrip
         yield model
 
 
-def thoughtful(turns: list[Turn]) -> list[Turn]:
-    """Return the turns with a thought each, also for programs that send no thoughts back."""
-    return [turn if turn.thought else turn._replace(thought=f"This is step {step}.") for step, turn in enumerate(turns)]
-
-
 async def answers_to(run: Recorded, model: ScriptedModel) -> list[Answer]:
     """Send all requests of a run, each with the identifiers of the earlier answers, and return the answers."""
     answers: list[Answer] = []
@@ -46,7 +41,7 @@ async def test_a_run_of_a_program_is_answered_from_its_first_call_to_its_last_wo
     model: ScriptedModel, program: str
 ) -> None:
     run = Recorded(program)
-    turns = thoughtful(run.turns)
+    turns = run.turns
     model.says([turn.tokens for turn in turns])
     answers = await answers_to(run, model)
     assert [answer.turn for answer in answers] == turns
@@ -59,14 +54,14 @@ async def test_a_run_of_a_program_is_answered_from_its_first_call_to_its_last_wo
 async def test_the_model_sees_the_tools_and_all_that_happened(model: ScriptedModel, program: str) -> None:
     run = Recorded(program)
     turns = run.turns
-    model.says([turn.tokens for turn in thoughtful(turns)])
+    model.says([turn.tokens for turn in turns])
     await answers_to(run, model)
     first, *_, last = model.prompts
     assert all(f'"name": "{name}"' in first for name in run.tools)
     history = last[len(first) :]
     places = [0]
     for turn in turns[:-1]:
-        for part in (turn.thought, turn.text, *(name for name, _ in turn.calls)):
+        for part in (turn.thought if run.keeps_thoughts else "", turn.text, *(name for name, _ in turn.calls)):
             places.append(history.index(part, places[-1]))
     results = ("notes.txt", "six times seven", "answer.py", "42", "No such file")
     assert [text for text in results if text in history] == [*results]

@@ -67,13 +67,15 @@ class Recorded:
 
     @property
     def turns(self) -> list[Turn]:
-        """The model's answer to each request. The last turn answers the whole history."""
-        return [*(_turn(self._made(start)) for start in self._starts), Turn("This is the end.", ANSWER)]
+        """The model's answer to each request, with a thought each. The last turn answers the whole history."""
+        made = [_turn(self._made(start)) for start in self._starts]
+        steps = (turn._replace(thought=turn.thought or f"This is step {step}.") for step, turn in enumerate(made))
+        return [*steps, Turn("This is the end.", ANSWER)]
 
     @property
     def keeps_thoughts(self) -> bool:
         """Whether the program sends the model's reasoning back."""
-        return bool(self.turns[0].thought)
+        return all(_turn(self._made(start)).thought for start in self._starts)
 
     def body(self, number: int, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return request ``number``, with the identifiers of ``answers`` in place of the recorded ones."""
