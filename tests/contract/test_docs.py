@@ -42,6 +42,7 @@ CHART = "charts/penstock/README.md"
 OTHER_PROGRAMS = frozenset(
     {
         "./client",
+        "aider",
         "alias",
         "apt-get",
         "buf",
@@ -49,6 +50,7 @@ OTHER_PROGRAMS = frozenset(
         "cargo",
         "cd",
         "client",
+        "cline",
         "cmake",
         "curl",
         "echo",
@@ -73,7 +75,7 @@ OTHER_PROGRAMS = frozenset(
 )
 """What the pages also call: programs of others, the shell's own words, and what a page has just built."""
 OTHER_FLAGS = {"--worker-urls": "of smg, a gateway"}
-OTHER_YAML = {"rules": "of the Prometheus adapter"}
+OTHER_YAML = {"models": "of Continue", "rules": "of the Prometheus adapter"}
 OTHER_NAMES = {
     "docs/api.md": {"chat_template.jinja", "tokenizer_config.json"},
     "docs/clients/node.md": {"@grpc/proto-loader"},

@@ -41,15 +41,14 @@ async def test_a_program_reaches_its_goal(name: str, tmp_path: Path) -> None:
         model.says([turn.tokens for turn in run.turns])
 
         async def call(*words: str) -> Ended:
-            command = [word.format(task=TASK, home=home) for word in words]
             return await run_alone(
-                [executable, *command], model.port, folder=work, environment=environment, limit=2 * PATIENCE
+                [executable, *words], model.port, folder=work, environment=environment, limit=2 * PATIENCE
             )
 
-        if program.prepare:
-            prepared = await call(*program.prepare)
+        if first := program.preparation():
+            prepared = await call(*first)
             assert prepared.code == 0, prepared.output
-        ended = await call(*program.command)
+        ended = await call(*(word.format(task=TASK) for word in program.command))
         assert (ended.code, ANSWER in ended.output) == (0, True), ended.output
         assert len(model.prompts) == len(run.turns), ended.output
     assert (work / "answer.py").read_text() == "print(6 * 7)\n"

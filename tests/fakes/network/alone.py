@@ -43,7 +43,7 @@ def can_run_alone() -> bool:
 async def run_alone(
     command: Sequence[str], port: int, *, folder: Path, environment: Mapping[str, str], limit: float
 ) -> Ended:
-    """Run a program in ``folder`` until it ends; it reaches 127.0.0.1:``port`` of this machine at PORT.
+    """Run a program in ``folder`` until it ends; it reaches 127.0.0.1:``port`` of this machine at localhost:PORT.
 
     Raises:
         TimeoutError: the program has not ended after ``limit`` seconds, and is killed.
@@ -100,7 +100,7 @@ def _bring_loopback_up() -> None:
 
 async def _main(path: str, command: Sequence[str]) -> int:
     _bring_loopback_up()
-    async with await asyncio.start_server(_to(lambda: asyncio.open_unix_connection(path)), "127.0.0.1", PORT):
+    async with await asyncio.start_server(_to(lambda: asyncio.open_unix_connection(path)), "localhost", PORT):
         process = await asyncio.create_subprocess_exec(*command)
         return await process.wait()
 

@@ -1,89 +1,75 @@
-"""Agent programs as users run them: their configuration for a server, and the command for one task without a terminal.
+"""Agent programs as users run them: the configuration from docs/agents.md, and the command for one task without a terminal.
 
-They are found on PATH and in the folders of PENSTOCK_AGENTS. The configuration is that of docs/agents.md.
+They are found on PATH and in the folders of PENSTOCK_AGENTS.
 """
 
-import json
 import os
+import re
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.fakes.network.alone import PORT
+from tests.documents.pages import ROOT
 
-URL = f"http://127.0.0.1:{PORT}"
-OPENCODE = {
-    "provider": {
-        "penstock": {
-            "npm": "@ai-sdk/openai-compatible",
-            "name": "Penstock",
-            "options": {"baseURL": f"{URL}/v1", "apiKey": "none"},
-            "models": {"model": {"name": "model", "limit": {"context": 131072, "output": 8192}}},
-        }
-    },
-    "model": "penstock/model",
-    "small_model": "penstock/model",
-    "permission": {"*": "allow"},
-    "autoupdate": False,
-    "share": "disabled",
-}
-CONTINUE = f"""\
-name: Penstock
-version: 1.0.0
-schema: v1
-models:
-  - name: Penstock
-    provider: openai
-    model: model
-    apiBase: {URL}/v1
-    apiKey: none
-    roles: [chat, edit, apply]
-    capabilities: [tool_use]
-"""
+PAGE = ROOT / "docs" / "agents.md"
+ON_THE_PAGE = {"my-model": "model", "65536": "1000000"}
+"""Words of the page, and those for a scripted model, whose tokenizer makes four times as many tokens of a text as others."""
 
 
 class Program(NamedTuple):
-    """A program. ``files``: its configuration, by their names in the home folder. ``prepare``: a command before the other one."""
+    """A program. ``files``: names of files in its home folder, with the headings and languages of their blocks on the page.
+
+    ``prepares``: the heading of the command that goes first.
+    """
 
     executable: str
     command: tuple[str, ...]
-    files: Mapping[str, str] = {}
+    files: Mapping[str, tuple[str, str]] = {}
+    prepares: str = ""
     environment: Mapping[str, str] = {}
-    prepare: tuple[str, ...] = ()
 
     def find(self) -> str | None:
         """Return the path of the executable, or None if it is not installed."""
-        folders = os.pathsep.join(filter(None, [os.environ.get("PENSTOCK_AGENTS"), os.environ.get("PATH")]))
-        return shutil.which(self.executable, path=folders)
+        return shutil.which(self.executable, path=_search_path())
+
+    def preparation(self) -> list[str]:
+        """Return the words of the command that goes first, without the program's name; none if there is no such command."""
+        return shlex.split(_block(self.prepares, "sh"))[1:] if self.prepares else []
 
     def configure(self, home: Path) -> dict[str, str]:
-        """Write the files into an empty home folder and return the program's environment."""
-        for name, text in self.files.items():
+        """Write the files into the home folder and return the program's environment."""
+        for name, (heading, language) in self.files.items():
             file = home / name
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-        folders = [os.environ.get("PENSTOCK_AGENTS"), os.environ.get("PATH")]
-        return {"HOME": str(home), "PATH": os.pathsep.join(filter(None, folders)), "NO_COLOR": "1", **self.environment}
+            file.write_text(_block(heading, language), encoding="utf-8")
+        return {"HOME": str(home), "PATH": _search_path(), **self.environment}
+
+
+def _search_path() -> str:
+    return os.pathsep.join(filter(None, [os.environ.get("PENSTOCK_AGENTS"), os.environ.get("PATH")]))
+
+
+def _block(heading: str, language: str) -> str:
+    """Return the first block in a language below a heading of the page, for a scripted model."""
+    _, _, section = PAGE.read_text(encoding="utf-8").partition(f"### {heading}\n")
+    found = re.search(rf"```{language}\n(.*?)```", section, re.DOTALL)
+    assert found, f"{PAGE.name} has no {language} below {heading!r}"
+    text = found[1]
+    for on_the_page, here in ON_THE_PAGE.items():
+        text = text.replace(on_the_page, here)
+    return text
 
 
 AGENTS = {
     "opencode": Program(
         "opencode",
         ("run", "{task}"),
-        files={".config/opencode/opencode.json": json.dumps(OPENCODE)},
-        environment={"OPENCODE_DISABLE_MODELS_FETCH": "1"},
+        files={".config/opencode/opencode.json": ("opencode", "json")},
+        environment={"OPENCODE_PERMISSION": '{"*": "allow"}', "OPENCODE_DISABLE_MODELS_FETCH": "1"},
     ),
-    "continue": Program(
-        "cn",
-        ("--config", "{home}/config.yaml", "--auto", "-p", "{task}"),
-        files={"config.yaml": CONTINUE},
-        environment={"CONTINUE_TELEMETRY_ENABLED": "0"},
-    ),
-    "cline": Program(
-        "cline",
-        ("-P", "openai-compatible", "-m", "model", "{task}"),
-        prepare=("auth", "-p", "openai-compatible", "-k", "none", "-m", "model", "-b", f"{URL}/v1"),
-    ),
+    "continue": Program("cn", ("--auto", "-p", "{task}"), files={".continue/config.yaml": ("Continue", "yaml")}),
+    "cline": Program("cline", ("-P", "openai-compatible", "-m", "model", "{task}"), prepares="Cline"),
 }
 """By the names of their recorded requests."""
