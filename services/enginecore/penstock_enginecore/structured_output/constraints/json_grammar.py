@@ -7,6 +7,7 @@ numbers are bounded for the same reason.
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from penstock_common.types.sampling import JsonWhitespace
@@ -69,6 +70,11 @@ class Rules:
         name = name or self.name()
         self._bodies[name] = body
         return name
+
+    @property
+    def bodies(self) -> Mapping[str, str]:
+        """The rules' bodies by name."""
+        return self._bodies
 
     def text(self, root: str) -> str:
         """The whole grammar; its sentences are those of the expression ``root``."""

@@ -5,31 +5,33 @@ ignored. Narrower than the schema it may be: properties come in the schema's ord
 no others unless ``additionalProperties`` says so, numbers and blanks are bounded in length.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from penstock_common.types.sampling import JsonWhitespace
-from penstock_enginecore.structured_output.constraints import number
+from penstock_enginecore.structured_output.constraints.alternatives import Alternatives, Ways
+from penstock_enginecore.structured_output.constraints.arrays import array
+from penstock_enginecore.structured_output.constraints.conjunction import (
+    Fact,
+    Part,
+    combines,
+    facts_of,
+    of_kind,
+    reference_of,
+    types_of,
+)
 from penstock_enginecore.structured_output.constraints.formats import FORMATS
-from penstock_enginecore.structured_output.constraints.json_grammar import Rules, json_literal, other_strings
-from penstock_enginecore.structured_output.constraints.json_keywords import (
-    bound,
-    count,
-    in_order,
-    mapping,
-    required_names,
-)
-from penstock_enginecore.structured_output.constraints.json_types import (
-    KEYWORDS,
-    TYPES,
-    Schema,
-    SchemaError,
-    SchemaTypes,
-    shown,
-)
+from penstock_enginecore.structured_output.constraints.json_grammar import Rules
+from penstock_enginecore.structured_output.constraints.json_keywords import KEYWORDS, count
+from penstock_enginecore.structured_output.constraints.json_types import SchemaError, UnfulfillableError, Work, equal
 from penstock_enginecore.structured_output.constraints.layout import Layout, Level, deeper
-from penstock_enginecore.structured_output.constraints.regex import RegexError, in_json_string
+from penstock_enginecore.structured_output.constraints.numbers import numbers
+from penstock_enginecore.structured_output.constraints.objects import object_
+from penstock_enginecore.structured_output.constraints.productive import unproductive
+from penstock_enginecore.structured_output.constraints.references import Document
+from penstock_enginecore.structured_output.constraints.texts import Texts, pattern_at, writable
+from penstock_enginecore.structured_output.constraints.values import Values, listed
 
 MAX_DEPTH = 64
 """How deeply schemas may nest."""
@@ -37,304 +39,252 @@ MAX_DEPTH = 64
 MAX_REFS = 1000
 """How many different places ``$ref`` may point to."""
 
-MAX_KEY = 256
-"""Characters of a property's name."""
+MAX_WORK = 1_000_000
+"""Steps of a translation that is bounded by its process's time anyway."""
 
 
-def schema_grammar(schema: Any, whitespace: JsonWhitespace = JsonWhitespace.DUMPS) -> str:
+def schema_grammar(schema: Any, whitespace: JsonWhitespace = JsonWhitespace.DUMPS, work: Work | None = None) -> str:
     """The grammar of the JSON texts that ``schema`` (parsed by ``parse``) accepts, with such blanks. Raises SchemaError."""
-    converter = _Converter(schema, whitespace)
-    root = converter.convert(schema, "#", 0)
-    converter.finish()
+    converter = _Converter(schema, whitespace, work or Work(MAX_WORK))
+    root = converter.convert([Part(schema, "#")], 0)
+    converter.finish(root)
     return converter.rules.text(root)
 
 
 class _Converter:
     """Writes rules for a schema and, once each, for the places its ``$ref`` point to."""
 
-    def __init__(self, root: Any, whitespace: JsonWhitespace) -> None:
+    def __init__(self, root: Any, whitespace: JsonWhitespace, work: Work) -> None:
         self.rules = Rules(whitespace)
-        self.types = SchemaTypes(root)
-        self.level: Level = 0
-        self.refs: dict[str, str] = {}
-        self.pending: list[str] = []
-        self.apart: list[tuple[list[tuple[int, Any]], str]] = []
+        self.document = Document(root)
+        self.work = work
+        self._values = Values(self.document, work)
+        self._alternatives = Alternatives(self.document)
+        self._level: Level = 0
+        self._shared: dict[tuple[tuple[str, str], ...], str] = {}
+        self._places: dict[str, str] = {}
+        self._pending: list[tuple[str, list[Part], list[Fact] | None]] = []
 
-    def finish(self) -> None:
+    def finish(self, root: str) -> None:
         """Convert what was referred to, and what that refers to."""
-        self.level = None
-        while self.pending:
-            pointer = self.pending.pop()
-            self.rules.add(self.convert(self.types.resolve(pointer), pointer, 0), self.refs[pointer])
-        for branches, path in self.apart:
-            self.types.check_apart(branches, path)
-        self.types.check_finite(self.refs)
+        self._level = None
+        while self._pending:
+            name, parts, facts = self._pending.pop()
+            if facts is None:
+                facts, _ = facts_of(parts, self.document, self.work)
+            self.rules.add(self._convert(facts, self._places[name], 0), name)
+        for name in unproductive(self.rules, [root, *self._places]) if self._places else ():
+            raise SchemaError(self._places.get(name, "#"), "refers to itself without end: no value can fulfil it")
 
     @contextmanager
     def inside(self) -> Iterator[Layout]:
         """What is converted meanwhile stands in an array or object of this layout."""
-        outer = self.level
-        self.level = deeper(outer)
+        outer = self._level
+        self._level = deeper(outer)
         try:
-            yield self.rules.layout(self.level)
+            yield self.rules.layout(self._level)
         finally:
-            self.level = outer
+            self._level = outer
 
-    def convert(self, schema: Any, path: str, depth: int) -> str:
-        """An expression for the values that ``schema`` accepts."""
+    def spender(self, path: str) -> Callable[[int], None]:
+        """Counts work for the schema at ``path``."""
+        return lambda steps: self.work.spend(path, steps)
+
+    def convert(self, parts: Sequence[Part], depth: int, path: str = "") -> str:
+        """An expression for the values that fulfil all of ``parts``. ``path``: the place that is refused where none of them alone
+        is to blame, that of the first unless it is given. Raises SchemaError.
+        """
+        if not parts:
+            return "any"
+        path = path or parts[0].path
         if depth > MAX_DEPTH:
             raise SchemaError(path, f"nests more than {MAX_DEPTH} deep")
-        if schema is True:
-            return "any"
-        if schema is False:
-            raise SchemaError(path, "is false: no value is allowed there")
-        keywords = self.types.keywords(schema, path)
-        for name, convert in _COMBINED.items():
-            if name in keywords:
-                return convert(self, keywords, path, depth)
-        options = []
-        for kind in self.types.declared(keywords, path):
-            mine = {k: v for k, v in keywords.items() if k in KEYWORDS[kind]}
-            options.append(_TYPED[kind](self, mine, path, depth))
-        return self.rules.add(" | ".join(options)) if len(options) > 1 else options[0] if options else "any"
+        self.work.spend(path, 10)
+        if (pointer := reference_of(parts, self.document)) is not None:
+            return self._share(((pointer, ""),), pointer, [Part(self.document.at(pointer), pointer)], None, path)
+        facts, followed = facts_of(parts, self.document, self.work)
+        if followed:
+            return self._share(tuple(sorted({fact.key for fact in facts})), path, [], facts, path)
+        return self._convert(facts, path, depth)
 
-    def ref(self, keywords: Schema, path: str, _depth: int) -> str:
-        pointer = self.types.pointer(keywords["$ref"], path)
-        self.types.alone(keywords, "$ref", path)
-        self.types.resolve(pointer, path)
-        if pointer not in self.refs:
-            if len(self.refs) >= MAX_REFS:
+    def _share(
+        self, key: tuple[tuple[str, str], ...], place: str, parts: list[Part], facts: list[Fact] | None, path: str
+    ) -> str:
+        """The name of a rule that is written later, and once."""
+        if key not in self._shared:
+            if len(self._shared) >= MAX_REFS:
                 raise SchemaError(path, f"there are more than {MAX_REFS} different $ref")
-            self.refs[pointer] = self.rules.name()
-            self.pending.append(pointer)
-        return self.refs[pointer]
+            name = self.rules.name()
+            self._shared[key] = name
+            self._places[name] = place
+            self._pending.append((name, parts, facts))
+        return self._shared[key]
 
-    def values(self, keywords: Schema, path: str, _depth: int) -> str:
-        try:
-            return self.rules.add(
-                " | ".join(self.rules.value(value, self.level) for value in self.types.values(keywords, path))
-            )
-        except ValueError as e:
-            raise (
-                e if isinstance(e, SchemaError) else SchemaError(path, f"holds a value that cannot be written: {e}")
-            ) from None
+    def _convert(self, facts: Sequence[Fact], path: str, depth: int) -> str:
+        """An expression for the values of which all ``facts`` are true."""
+        if (values := self._listed(facts, path)) is not None:
+            return self._written_values(values, path)
+        for index, fact in enumerate(facts):
+            others = [each for each in facts if each is not fact]
+            ways = self._alternatives.of(fact, alone=not any(map(_speaks_of_objects, [fact, *others])))
+            if ways is not None:
+                left = {name: value for name, value in fact.keywords.items() if name != ways.keyword}
+                if ways.keyword == "if":
+                    left = {name: value for name, value in left.items() if name not in ("then", "else")}
+                rest = [fact._replace(keywords=left)] if left else []
+                return self._either(ways, [*facts[:index], *rest, *facts[index + 1 :]], path, depth)
+        options, failed = list[str](), None
+        kinds = types_of(facts, path)
+        for kind in kinds:
+            try:
+                options.append(_TYPED[kind](self, of_kind(facts, kind), path, depth))
+            except UnfulfillableError as e:
+                if len(kinds) == 1 or len(facts) == 1:
+                    raise
+                failed = failed or e
+        if failed is not None and not options:
+            raise failed
+        return self._any_of(options) if options else "any"
 
-    def any_of(self, keywords: Schema, path: str, depth: int) -> str:
-        name = next(name for name in ("anyOf", "oneOf", "allOf") if name in keywords)
-        self.types.alone(keywords, name, path)
-        branches = self.types.branches(keywords, name, path)
-        if name == "oneOf":
-            self.apart.append((branches, path))
-        options = [self.convert(branch, f"{path}/{name}/{i}", depth + 1) for i, branch in branches]
+    def _any_of(self, options: Sequence[str]) -> str:
+        options = [*dict.fromkeys(options)]
         return options[0] if len(options) == 1 else self.rules.add(" | ".join(options))
 
-    def number(self, keywords: Schema, path: str, _depth: int) -> str:
-        return self.bounded(keywords, path, "number", number.number_range)
+    def _either(self, ways: Ways, rest: Sequence[Fact], path: str, depth: int) -> str:
+        """An expression for what fulfils ``rest`` and one of the ways. A way that contradicts the rest is left out."""
+        options, failed = list[str](), None
+        around = [fact.part for fact in rest]
+        for way in ways.ways:
+            shared, pending = dict(self._shared), len(self._pending)
+            try:
+                options.append(self.convert([*around, *way], depth + 1, way[0].path if way else path))
+            except UnfulfillableError as e:
+                if not rest and not ways.ours:
+                    raise
+                failed = failed or e
+                self._shared = shared
+                del self._pending[pending:]
+        if not options:
+            raise failed or UnfulfillableError(path, "allows no value")
+        return self._any_of(options)
 
-    def integer(self, keywords: Schema, path: str, _depth: int) -> str:
-        if (step := keywords.get("multipleOf", 1)) != 1 or isinstance(step, bool):
-            raise SchemaError(f"{path}/multipleOf", "is not supported")
-        return self.bounded(keywords, path, "integer", number.integer_range)
+    def values_of(self, parts: Sequence[Part]) -> list[Any] | None:
+        """The values that fulfil all of ``parts``, if these list them; None where they do not."""
+        facts, _ = facts_of(parts, self.document, self.work)
+        path = parts[0].path
+        if (values := self._listed(facts, path)) is not None:
+            return values
+        if any(combines(fact) for fact in facts):
+            return None
+        kinds = types_of(facts, path)
+        if not kinds or not set(kinds) <= {"boolean", "null"}:
+            return None
+        known = [value for kind in kinds for value in ([False, True] if kind == "boolean" else [None])]
+        return [value for value in known if self.fulfils(value, [fact.part for fact in facts])]
 
-    def bounded(self, keywords: Schema, path: str, name: str, write: Callable[..., str]) -> str:
-        if "multipleOf" in keywords and name == "number":
-            raise SchemaError(f"{path}/multipleOf", "is not supported")
-        low, above = bound(keywords, "minimum", "exclusiveMinimum", path, max)
-        high, below = bound(keywords, "maximum", "exclusiveMaximum", path, min)
-        if low is None and high is None:
-            return name
+    def fulfils(self, value: Any, parts: Iterable[Part]) -> bool:
+        """Whether a value fulfils all of ``parts``."""
+        return all(self._values.fulfils(value, part.schema, part.path, ours=part.ours) for part in parts)
+
+    def _listed(self, facts: Sequence[Fact], path: str) -> list[Any] | None:
+        """The values of ``enum`` or ``const`` that fulfil all of ``facts``; None where none lists values."""
+        for fact in facts:
+            if (values := listed(fact.keywords, fact.path)) is None:
+                continue
+            types_of(facts, path)  # a type that is not known is refused, not compared
+            parts = [each.part for each in facts]
+            found = [value for value in values if self.fulfils(value, parts)]
+            if not found:
+                keyword = "const" if "const" in fact.keywords else "enum"
+                raise UnfulfillableError(f"{fact.path}/{keyword}", "allows no value")
+            return found
+        return None
+
+    def _written_values(self, values: Sequence[Any], path: str) -> str:
         try:
-            return self.rules.add(write(low, high, above=above, below=below))
+            return self.rules.add(" | ".join(self.rules.value(value, self._level) for value in values))
         except ValueError as e:
-            raise SchemaError(path, f"cannot be fulfilled: {e}") from None
+            raise SchemaError(path, f"holds a value that cannot be written: {e}") from None
 
-    def string(self, keywords: Schema, path: str, _depth: int) -> str:
-        given = [name for name in ("pattern", "format") if name in keywords]
-        low, high = count(keywords, "minLength", path), count(keywords, "maxLength", path)
-        sized = low > 0 or high is not None
-        if len(given) + sized > 1:
-            names = " and ".join([*given, *(k for k in ("minLength", "maxLength") if k in keywords)])
-            raise SchemaError(path, f"has {names}; only one of pattern, format and lengths can be honoured")
-        if given:
-            return self.matching(keywords[given[0]], f"{path}/{given[0]}")
-        if not sized:
-            return "string"
-        in_order(low, high, "Length", path)
-        return self.rules.add(f'"\\"" char{{{low},{"" if high is None else high}}} "\\""')
+    def number(self, facts: Sequence[Fact], path: str, _depth: int) -> str:
+        return numbers(self.rules, facts, path, "number", self.spender(path))
 
-    def matching(self, pattern: Any, path: str) -> str:
-        """A string that the regular expression or the format at ``path`` matches."""
-        if not isinstance(pattern, str):
-            raise SchemaError(path, "must be a string")
-        if path.endswith("/format"):
-            if pattern not in FORMATS:
-                raise SchemaError(path, f"is {shown(pattern)}; supported: {', '.join(FORMATS)}")
-            pattern = FORMATS[pattern]
-        try:
-            return self.rules.add(f'"\\"" {in_json_string(pattern)} "\\""')
-        except RegexError as e:
-            raise SchemaError(path, f"cannot be honoured: {e}") from None
+    def integer(self, facts: Sequence[Fact], path: str, _depth: int) -> str:
+        return numbers(self.rules, facts, path, "integer", self.spender(path))
 
-    def boolean(self, _keywords: Schema, _path: str, _depth: int) -> str:
-        return "boolean"
+    def string(self, facts: Sequence[Fact], path: str, _depth: int) -> str:
+        texts = Texts()
+        for fact in facts:
+            _add_texts(fact, texts)
+        return texts.written(self.rules, path, self.spender(path))
 
-    def null(self, _keywords: Schema, _path: str, _depth: int) -> str:
+    def add_texts(self, part: Part, texts: Texts) -> None:
+        """Add to ``texts`` what strings must fulfil that fulfil ``part``. Raises SchemaError where it says more."""
+        facts, _ = facts_of([part], self.document, self.work)
+        for fact in facts:
+            if combines(fact):
+                raise SchemaError(fact.path, "is only supported with type, pattern, format, lengths, enum or const")
+            kinds = types_of([fact], fact.path)
+            if kinds and "string" not in kinds:
+                raise UnfulfillableError(fact.path, "allows no string")
+            for mine in of_kind([fact], "string"):
+                _add_texts(mine, texts)
+
+    def boolean(self, facts: Sequence[Fact], path: str, _depth: int) -> str:
+        excluded = [value for fact in facts for value in fact.keywords.get("!enum", ())]
+        left = [value for value in (True, False) if not any(equal(value, each) for each in excluded)]
+        if not left:
+            raise UnfulfillableError(path, "allows neither true nor false")
+        return "boolean" if len(left) == 2 else self._written_values(left, path)
+
+    def null(self, facts: Sequence[Fact], path: str, _depth: int) -> str:
+        if any(value is None for fact in facts for value in fact.keywords.get("!enum", ())):
+            raise UnfulfillableError(path, "excludes null, the only value of its type")
         return "null"
 
-    def array(self, keywords: Schema, path: str, depth: int) -> str:
-        items = keywords.get("items", True)
-        low, high = count(keywords, "minItems", path), count(keywords, "maxItems", path)
-        in_order(low, high, "Items", path)
-        prefix = keywords.get("prefixItems", [])
-        if isinstance(items, list):
-            raise SchemaError(
-                f"{path}/items", "must be one schema; write the schemas of a tuple as a list in prefixItems"
-            )
-        if not isinstance(prefix, list):
-            raise SchemaError(f"{path}/prefixItems", "must be a list of schemas")
-        with self.inside() as blanks:
-            return self.items(prefix[:high], items, low, high, blanks, path, depth)
+    def array(self, facts: Sequence[Fact], path: str, depth: int) -> str:
+        _refuse_excluded(facts, list)
+        return array(self, facts, path, depth)
 
-    def items(
-        self, prefix: list[Any], items: Any, low: int, high: int | None, blanks: Layout, path: str, depth: int
-    ) -> str:
-        """An array of ``prefix`` and then of ``items``, ``low`` to ``high`` in all."""
-        places = [self.convert(s, f"{path}/prefixItems/{i}", depth + 1) for i, s in enumerate(prefix)]
-        if items is False:
-            high = len(places) if high is None else min(high, len(places))
-            if low > high:
-                raise SchemaError(f"{path}/minItems", f"is {low}; only {high} items are allowed")
-        rest = "" if items is False else self.convert(items, f"{path}/items", depth + 1)
-        if not places and low == 0 and high is None and rest == "any":
-            return "array"
-        return self.rules.add(f'"[" {blanks.opened} {_sequence(places, rest, low, high, blanks)}"]"')
-
-    def object(self, keywords: Schema, path: str, depth: int) -> str:
-        properties = dict(mapping(keywords, "properties", path))
-        more = keywords.get("additionalProperties", "properties" not in keywords)
-        for name in required_names(keywords, path):
-            if name not in properties:
-                if keywords.get("additionalProperties") is False:
-                    raise SchemaError(f"{path}/required", f"names {shown(name)}, which additionalProperties forbids")
-                properties[name] = keywords.get("additionalProperties", True)
-        if "patternProperties" in keywords:
-            return self.pattern_object(keywords, properties, path, depth)
-        if not properties:
-            return self.map("string", more, keywords, path, depth)
-        self.check_counts(keywords, len(properties), more, path)
-        with self.inside() as blanks:
-            return self.declared_object(keywords, properties, more, blanks, path, depth)
-
-    def declared_object(
-        self, keywords: Schema, properties: dict[str, Any], more: Any, blanks: Layout, path: str, depth: int
-    ) -> str:
-        """An object of ``properties``, and of others that fulfil the schema ``more``."""
-        required = set(keywords.get("required", ()))
-        members = []
-        for name, schema in properties.items():
-            if schema is False and name not in required:
-                continue
-            if len(name) > MAX_KEY:
-                raise SchemaError(path, f"has a property of {len(name)} characters; the limit is {MAX_KEY}")
-            value = self.convert(schema, f"{path}/properties/{_escaped(name)}", depth + 1)
-            members.append((f"{self.key(name, path)} {blanks.colon} {value}", name in required))
-        extra = ""
-        if more is not False:
-            value = self.convert(more, f"{path}/additionalProperties", depth + 1)
-            extra = self.rules.add(f"{other_strings(self.rules, [*properties])} {blanks.colon} {value}")
-        return self.rules.add(f'"{{" {blanks.opened} {self.members(members, extra, blanks)} "}}"')
-
-    def key(self, name: str, path: str) -> str:
-        try:
-            return json_literal(name)
-        except ValueError:
-            raise SchemaError(path, f"has the property {shown(name)}, which cannot be written") from None
-
-    def check_counts(self, keywords: Schema, declared: int, more: Any, path: str) -> None:
-        """Refuse counts that the members of an object do not keep by themselves."""
-        low, high = count(keywords, "minProperties", path), count(keywords, "maxProperties", path)
-        if low > len(required_names(keywords, path)):
-            raise SchemaError(
-                f"{path}/minProperties", f"is {low}; it is only honoured up to the number of required properties"
-            )
-        if high is not None and (more is not False or high < declared):
-            raise SchemaError(f"{path}/maxProperties", "is not supported beside properties")
-
-    def members(self, members: list[tuple[str, bool]], extra: str, blanks: Layout) -> str:
-        """Members in order, each optional unless required, then any number of ``extra`` ones, with the blanks around them.
-
-        Two rules per member: what may follow once something was written, and what may come first.
-        """
-        after = self.rules.add(f"({blanks.comma} {extra})* {blanks.last}" if extra else blanks.last or '""')
-        first = self.rules.add(f"{extra} {after}") if extra else ""
-        for member, required in reversed(members):
-            begun = f"{member} {after}"
-            first = self.rules.add(begun if required or not first else f"{begun} | {first}")
-            after = self.rules.add(f"({blanks.comma} {member}){'' if required else '?'} {after}")
-        if not first:
-            return ""
-        some = f"{blanks.first} {first}"
-        return some if any(required for _, required in members) else f"({some})?"
-
-    def pattern_object(self, keywords: Schema, properties: dict[str, Any], path: str, depth: int) -> str:
-        """One pattern alone: keys that match it, and no others."""
-        patterns = mapping(keywords, "patternProperties", path)
-        if len(patterns) != 1 or properties or keywords.get("additionalProperties", False) is not False:
-            raise SchemaError(
-                f"{path}/patternProperties", "is only supported with one pattern, no properties and no additional ones"
-            )
-        (pattern, schema), *_ = patterns.items()
-        place = f"{path}/patternProperties/{_escaped(pattern)}"
-        return self.map(self.matching(pattern, place), schema, keywords, path, depth)
-
-    def map(self, key: str, value: Any, keywords: Schema, path: str, depth: int) -> str:
-        """Any number of members with such keys and values. The same key may come twice, so no least number is kept."""
-        if count(keywords, "minProperties", path):
-            raise SchemaError(f"{path}/minProperties", "is not supported without required properties")
-        high = count(keywords, "maxProperties", path)
-        with self.inside() as blanks:
-            if value is False or high == 0:
-                return self.rules.add(f'"{{" {blanks.opened} "}}"')
-            written = self.convert(value, f"{path}/additionalProperties", depth + 1)
-            if (key, written, high) == ("string", "any", None):
-                return "object"
-            member = self.rules.add(f"{key} {blanks.colon} {written}")
-            return self.rules.add(f'"{{" {blanks.opened} {_sequence([], member, 0, high, blanks)}"}}"')
+    def object(self, facts: Sequence[Fact], path: str, depth: int) -> str:
+        _refuse_excluded(facts, dict)
+        return object_(self, facts, path, depth)
 
 
-_Convert = Callable[[_Converter, Schema, str, int], str]
+def _refuse_excluded(facts: Sequence[Fact], kind: type) -> None:
+    for fact in facts:
+        if any(isinstance(value, kind) for value in fact.keywords.get("!enum", ())):
+            raise SchemaError(fact.path, "excludes an array or object, which is not supported")
 
-_COMBINED: dict[str, _Convert] = {
-    "$ref": _Converter.ref,
-    "const": _Converter.values,
-    "enum": _Converter.values,
-    "anyOf": _Converter.any_of,
-    "oneOf": _Converter.any_of,
-    "allOf": _Converter.any_of,
+
+def _add_texts(fact: Fact, texts: Texts) -> None:
+    keywords, path = fact.keywords, fact.path
+    texts.at_least(count(keywords, "minLength", path))
+    texts.at_most(count(keywords, "maxLength", path))
+    if "pattern" in keywords:
+        texts.patterns.append((pattern_at(keywords["pattern"], f"{path}/pattern"), f"{path}/pattern"))
+    if "!pattern" in keywords:
+        texts.unwanted.append((pattern_at(keywords["!pattern"], path), path))
+    form = keywords.get("format")
+    if form in FORMATS:
+        texts.formats.append((form, f"{path}/format"))
+    excluded = (value for value in keywords.get("!enum", ()) if isinstance(value, str))
+    texts.excluded += [value for value in excluded if writable(value)]
+
+
+def _speaks_of_objects(fact: Fact) -> bool:
+    others = fact.keywords.keys() - {"oneOf"}
+    return bool(others & KEYWORDS["object"]) or any(name in others for name in ("anyOf", "not", "if"))
+
+
+_Convert = Callable[[_Converter, Sequence[Fact], str, int], str]
+
+_TYPED: dict[str, _Convert] = {
+    "object": _Converter.object,
+    "array": _Converter.array,
+    "string": _Converter.string,
+    "number": _Converter.number,
+    "integer": _Converter.integer,
+    "boolean": _Converter.boolean,
+    "null": _Converter.null,
 }
-
-_TYPED: dict[str, _Convert] = {kind: getattr(_Converter, kind) for kind in TYPES}
-
-
-def _sequence(places: list[str], rest: str, low: int, high: int | None, blanks: Layout) -> str:
-    """Items with separators and blanks, ``places`` first, then ``rest`` (``""``: nothing); ``low`` to ``high`` in all."""
-    expression = ""
-    if rest and (high is None or high > len(places)):
-        least = max(low - len(places), 0)
-        most = "" if high is None else high - len(places)
-        if places:
-            expression = f"({blanks.comma} {rest}){{{least},{most}}} "
-        else:
-            others = f"({blanks.comma} {rest}){{{max(least - 1, 0)},{'' if high is None else high - 1}}}"
-            follow = f"{blanks.first} {rest} {others} {blanks.last}"
-            return f"{follow} " if least else f"({follow})? "
-    for i, place in reversed(list(enumerate(places))):
-        expression = (
-            f"{blanks.comma} {place} {expression}" if i else f"{blanks.first} {place} {expression}{blanks.last} "
-        )
-        expression = expression if i < low else f"({expression})? "
-    return expression
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")

@@ -9,13 +9,14 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
 MAX_INTEGER_DIGITS = 18
 """Digits of an integer without an upper bound: all of them fit 64 bits."""
-_SIGNIFICANT = 15
+MAX_SIGNIFICANT = 15
+"""Digits of a number with a fraction: different texts are different floats."""
 _FRACTION = 6
-_SMALL = 10 ** (_SIGNIFICANT - _FRACTION)
+_SMALL = 10 ** (MAX_SIGNIFICANT - _FRACTION)
 _Writer = Callable[[int, int], list[str]]
 
 INTEGER = f'"-"? ("0" | [1-9] [0-9]{{0,{MAX_INTEGER_DIGITS - 1}}})'
-NUMBER = f'"-"? ("0" | [1-9] [0-9]{{0,14}}) ("." [0-9]{{1,{_SIGNIFICANT}}})? ([eE] [+\\-]? [0-9]{{1,2}})?'
+NUMBER = f'"-"? ("0" | [1-9] [0-9]{{0,14}}) ("." [0-9]{{1,{MAX_SIGNIFICANT}}})? ([eE] [+\\-]? [0-9]{{1,2}})?'
 
 
 def integer_range(low: Decimal | None, high: Decimal | None, *, above: bool = False, below: bool = False) -> str:
@@ -32,7 +33,7 @@ def number_range(low: Decimal | None, high: Decimal | None, *, above: bool = Fal
     """As ``integer_range``, for numbers with a fraction: 6 digits, or none when a bound is 10**9 or more."""
     small = all(bound is None or abs(bound) < _SMALL for bound in (low, high))
     scale = 10**_FRACTION if small else 1
-    limit = 10**_SIGNIFICANT - 1
+    limit = 10**MAX_SIGNIFICANT - 1
     first = -limit if low is None else _lowest(low * scale, above)
     last = limit if high is None else _highest(high * scale, below)
     write = _decimals if small else _naturals

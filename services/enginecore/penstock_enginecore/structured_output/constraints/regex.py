@@ -32,8 +32,6 @@ _REFUSED_ESCAPES = {
     "P": "a Unicode property",
 }
 _REFUSED_GROUPS = {
-    "=": "a lookahead",
-    "!": "a lookahead",
     "<=": "a lookbehind",
     "<!": "a lookbehind",
     ">": "an atomic group",
@@ -68,19 +66,33 @@ class Group:
     options: tuple[tuple["Node", ...], ...]
 
 
-Node = CharSet | Anchor | Repeat | Group
+@dataclass(frozen=True, slots=True)
+class Lookahead:
+    """What must match from here on, or must not; it takes nothing. ``position``: of the expression."""
+
+    item: Group
+    negative: bool
+    position: int
+
+
+Node = CharSet | Anchor | Repeat | Group | Lookahead
+
+
+def parse(pattern: str) -> Group:
+    """The expression's alternatives. Raises RegexError."""
+    return _Parser(pattern).parse()
 
 
 def whole(pattern: str) -> str:
     """The expression for texts that ``pattern`` matches from end to end. Raises RegexError."""
-    return _emit_options(_Parser(pattern).parse(), in_json=False, search=False)
+    return _emit_options(parse(pattern), in_json=False, search=False)
 
 
-def in_json_string(pattern: str) -> str:
+def in_json_string(pattern: Group) -> str:
     """The expression for what may stand between the quotes of a JSON string in which ``pattern`` matches somewhere, as
     JSON schema has it. Raises RegexError.
     """
-    return _emit_options(_Parser(pattern).parse(), in_json=True, search=True)
+    return _emit_options(pattern, in_json=True, search=True)
 
 
 def _emit_options(group: Group, *, in_json: bool, search: bool) -> str:
@@ -113,6 +125,8 @@ def _emit(node: Node, in_json: bool) -> str:
         if expression := (as_json if in_json else as_text)(node) if node else "":
             return expression
         raise RegexError("a character class matches no character that can be written here")
+    if isinstance(node, Lookahead):
+        raise RegexError(f"a lookahead, which is not supported here, at position {node.position}")
     if isinstance(node, Anchor):
         raise RegexError(f"{'^' if node.start else '$'} at position {node.position} is not at an end of the expression")
     if isinstance(node, Repeat):
@@ -190,8 +204,9 @@ class _Parser:
             raise self.error("{ repeats nothing or has no lower bound", at)
         return CharSet.of(character)
 
-    def parentheses(self, at: int) -> Group:
-        if self.take("?"):
+    def parentheses(self, at: int) -> Node:
+        looks = next((sign for sign in ("?=", "?!") if self.take(sign)), "")
+        if not looks and self.take("?"):
             for sign, name in _REFUSED_GROUPS.items():
                 if self.text.startswith(sign, self.position):
                     raise self.error(f"{name}, which is not supported,", at)
@@ -200,7 +215,7 @@ class _Parser:
         group = self.group()
         if not self.take(")"):
             raise self.error("( is not closed", at)
-        return group
+        return Lookahead(group, looks == "?!", at) if looks else group
 
     def group_name(self, at: int) -> None:
         end = self.text.find(">", self.position)
@@ -214,8 +229,8 @@ class _Parser:
         if bounds is None:
             return item
         low, high = bounds
-        if isinstance(item, Anchor):
-            raise self.error("an anchor is repeated", at)
+        if isinstance(item, Anchor | Lookahead):
+            raise self.error("an anchor or a lookahead is repeated", at)
         if max(low, high or 0) > MAX_REPEAT:
             raise self.error(f"a repetition of more than {MAX_REPEAT}", at)
         if high is not None and high < low:
@@ -313,7 +328,7 @@ def _nullable(node: Node) -> bool:
         return node.low == 0 or _nullable(node.item)
     if isinstance(node, Group):
         return any(all(_nullable(part) for part in option) for option in node.options)
-    return isinstance(node, Anchor)
+    return isinstance(node, Anchor | Lookahead)
 
 
 def _empty_repeats(node: Node) -> int:

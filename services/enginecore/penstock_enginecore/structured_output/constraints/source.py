@@ -1,5 +1,6 @@
 """Constraints of requests: what is refused, and what is compiled for those that are not."""
 
+import contextlib
 import json
 from decimal import Decimal
 from typing import Any, Literal
@@ -10,9 +11,9 @@ from penstock_common.errors import InvalidArgument
 from penstock_common.types.sampling import JsonWhitespace, StructuredOutput
 from penstock_enginecore.structured_output.constraints.charset import literal
 from penstock_enginecore.structured_output.constraints.json_grammar import Rules
-from penstock_enginecore.structured_output.constraints.json_schema import schema_grammar
+from penstock_enginecore.structured_output.constraints.json_schema import MAX_WORK, schema_grammar
 from penstock_enginecore.structured_output.constraints.json_text import parse
-from penstock_enginecore.structured_output.constraints.json_types import SchemaError, shown
+from penstock_enginecore.structured_output.constraints.json_types import SchemaError, TooMuchWorkError, Work, shown
 from penstock_enginecore.structured_output.constraints.regex import RegexError, whole
 
 FIELD = "sampling_params.structured_output"
@@ -38,11 +39,17 @@ class GrammarSource(msgspec.Struct, frozen=True):
     text: str
 
 
+_CHECKED_WORK = 3000
+"""Steps of a translation that is only a check, where requests come in: a few milliseconds."""
+
+
 def check_constraint(constraint: StructuredOutput, max_bytes: int) -> None:
     """Raise InvalidArgument for a constraint that is malformed, larger than ``max_bytes`` of UTF-8, or says what cannot be
-    enforced. A ``grammar`` is read by the compiler, and so is the outer form of a ``structural_tag``.
+    enforced. A ``grammar`` is read by the compiler, and so are the outer form of a ``structural_tag`` and a schema that takes
+    longer to read than requests can wait.
     """
-    grammar_source(constraint, max_bytes)
+    with contextlib.suppress(TooMuchWorkError):
+        _source(constraint, max_bytes, Work(_CHECKED_WORK))
 
 
 def check_size(constraint: StructuredOutput, max_bytes: int) -> int:
@@ -63,19 +70,32 @@ def check_size(constraint: StructuredOutput, max_bytes: int) -> int:
 
 def grammar_source(constraint: StructuredOutput, max_bytes: int) -> GrammarSource:
     """What to compile for ``constraint``. Raises InvalidArgument as ``check_constraint`` does."""
+    try:
+        return _source(constraint, max_bytes, Work(MAX_WORK))
+    except TooMuchWorkError as e:
+        raise _refused(constraint, _printable(str(e))) from None
+
+
+def _source(constraint: StructuredOutput, max_bytes: int, work: Work) -> GrammarSource:
     check_size(constraint, max_bytes)
     kind, value = constraint.constraint
-    field = f"{FIELD}.{kind}"
     try:
         if kind == "structural_tag":
-            return GrammarSource("structural_tag", _structural_tag(value, constraint.json_whitespace))
-        return GrammarSource("grammar", _GRAMMARS[kind](value, constraint.json_whitespace))
+            return GrammarSource("structural_tag", _structural_tag(value, constraint.json_whitespace, work))
+        return GrammarSource("grammar", _GRAMMARS[kind](value, constraint.json_whitespace, work))
+    except TooMuchWorkError:
+        raise
     except (SchemaError, RegexError) as e:
-        raise InvalidArgument(f"{field}: {_printable(str(e))}", field=field) from None
+        raise _refused(constraint, _printable(str(e))) from None
     except RecursionError:
-        raise InvalidArgument(f"{field} nests too deep", field=field) from None
+        raise _refused(constraint, "nests too deep") from None
     except UnicodeEncodeError:
-        raise InvalidArgument(f"{field} holds half of a surrogate pair, which is no character", field=field) from None
+        raise _refused(constraint, "holds half of a surrogate pair, which is no character") from None
+
+
+def _refused(constraint: StructuredOutput, why: str) -> InvalidArgument:
+    kind, _ = constraint.constraint
+    return InvalidArgument(f"{FIELD}.{kind}: {why}", field=f"{FIELD}.{kind}")
 
 
 def _printable(text: str) -> str:
@@ -83,7 +103,7 @@ def _printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()[:_MAX_ERROR]
 
 
-def _choice(options: tuple[str, ...], _whitespace: JsonWhitespace) -> str:
+def _choice(options: tuple[str, ...], _whitespace: JsonWhitespace, _work: Work) -> str:
     if len(options) > MAX_CHOICES:
         raise SchemaError("", f"has {len(options)} options; the limit is {MAX_CHOICES}")
     if "" in options:
@@ -91,19 +111,23 @@ def _choice(options: tuple[str, ...], _whitespace: JsonWhitespace) -> str:
     return "root ::= " + " | ".join(literal(option) for option in dict.fromkeys(options)) + "\n"
 
 
-def _regex(pattern: str, _whitespace: JsonWhitespace = JsonWhitespace.DUMPS) -> str:
+def _regex(pattern: str, _whitespace: JsonWhitespace, _work: Work) -> str:
+    return _whole(pattern)
+
+
+def _whole(pattern: str) -> str:
     return f"root ::= {whole(pattern)}\n"
 
 
-def _json_schema(text: str, whitespace: JsonWhitespace) -> str:
-    return schema_grammar(parse(text), whitespace)
+def _json_schema(text: str, whitespace: JsonWhitespace, work: Work) -> str:
+    return schema_grammar(parse(text), whitespace, work)
 
 
-def _json_object(_value: bool, whitespace: JsonWhitespace) -> str:
+def _json_object(_value: bool, whitespace: JsonWhitespace, _work: Work) -> str:
     return Rules(whitespace).text("object")
 
 
-def _grammar(text: str, _whitespace: JsonWhitespace) -> str:
+def _grammar(text: str, _whitespace: JsonWhitespace, _work: Work) -> str:
     if not text.strip():
         raise SchemaError("", "is empty")
     return text
@@ -118,53 +142,53 @@ _GRAMMARS: dict[str, Any] = {
 }
 
 
-def _structural_tag(text: str, whitespace: JsonWhitespace) -> str:
+def _structural_tag(text: str, whitespace: JsonWhitespace, work: Work) -> str:
     """The tag with its JSON schemas and regular expressions written as grammars, so that they mean what they mean
     elsewhere.
     """
     tag = parse(text)
     if not isinstance(tag, dict) or "format" not in tag:
         raise SchemaError("", 'must be a JSON object: {"type": "structural_tag", "format": {...}}')
-    return json.dumps(_rewritten(tag, whitespace, "#", 0), default=_plain)
+    return json.dumps(_rewritten(tag, whitespace, work, "#", 0), default=_plain)
 
 
 def _plain(value: Decimal) -> int | float:
     return int(value) if value == int(value) else float(value)
 
 
-def _rewritten(part: Any, whitespace: JsonWhitespace, path: str, depth: int) -> Any:
+def _rewritten(part: Any, whitespace: JsonWhitespace, work: Work, path: str, depth: int) -> Any:
     if depth > _MAX_TAG_DEPTH:
         raise SchemaError(path, f"nests more than {_MAX_TAG_DEPTH} deep")
     if isinstance(part, list):
-        return [_rewritten(item, whitespace, f"{path}/{i}", depth + 1) for i, item in enumerate(part)]
+        return [_rewritten(item, whitespace, work, f"{path}/{i}", depth + 1) for i, item in enumerate(part)]
     if not isinstance(part, dict):
         return part
     kind = part.get("type")
     if "type" in part and not isinstance(kind, str):
         raise SchemaError(f"{path}/type", f"is {shown(kind)}; it must be a string")
     if kind == "json_schema":
-        return {"type": "grammar", "grammar": _tag_schema(part, whitespace, path)}
+        return {"type": "grammar", "grammar": _tag_schema(part, whitespace, work, path)}
     if kind == "regex":
         return {"type": "grammar", "grammar": _tag_regex(part, path)}
     if kind in _REFUSED_FORMATS:
         raise SchemaError(f"{path}/type", f"is {kind!r}, which is not supported: {_REFUSED_FORMATS[kind]}")
-    return {key: _rewritten(value, whitespace, f"{path}/{key}", depth + 1) for key, value in part.items()}
+    return {key: _rewritten(value, whitespace, work, f"{path}/{key}", depth + 1) for key, value in part.items()}
 
 
-def _tag_schema(part: dict[str, Any], whitespace: JsonWhitespace, path: str) -> str:
+def _tag_schema(part: dict[str, Any], whitespace: JsonWhitespace, work: Work, path: str) -> str:
     for key, value in part.items():
         if key not in ("type", "json_schema") and (key, value) != ("style", "json"):
             raise SchemaError(f"{path}/{key}", f"is {shown(value)}, which is not supported beside a JSON schema")
     try:
-        return schema_grammar(part.get("json_schema"), whitespace)
+        return schema_grammar(part.get("json_schema"), whitespace, work)
     except SchemaError as e:
-        raise SchemaError(f"{path}/json_schema", str(e)) from None
+        raise type(e)(f"{path}/json_schema", str(e)) from None
 
 
 def _tag_regex(part: dict[str, Any], path: str) -> str:
     if not isinstance(part.get("pattern"), str) or set(part) - {"type", "pattern"}:
         raise SchemaError(path, "must hold type and pattern, a string, and nothing else")
     try:
-        return _regex(part["pattern"])
+        return _whole(part["pattern"])
     except RegexError as e:
         raise SchemaError(f"{path}/pattern", str(e)) from None

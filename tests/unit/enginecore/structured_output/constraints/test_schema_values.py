@@ -12,13 +12,33 @@ from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.structured_output.constraints.source import check_constraint, grammar_source
 
 KEYWORDS = {
-    "object": ["properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"],
-    "array": ["items", "prefixItems", "minItems", "maxItems"],
+    "object": [
+        "properties",
+        "required",
+        "additionalProperties",
+        "patternProperties",
+        "minProperties",
+        "maxProperties",
+        "propertyNames",
+        "dependentRequired",
+        "dependentSchemas",
+        "unevaluatedProperties",
+    ],
+    "array": [
+        "items",
+        "prefixItems",
+        "minItems",
+        "maxItems",
+        "uniqueItems",
+        "contains",
+        "minContains",
+        "additionalItems",
+    ],
     "string": ["minLength", "maxLength", "pattern", "format"],
     "number": ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"],
 }
 ANY_TYPE = ["type", "$ref", "const", "enum", "anyOf", "oneOf", "allOf", "title", "default", "$defs", "$id", "$schema"]
-OTHERS = ["not", "if", "contains", "uniqueItems", "nullable", "dependentRequired", "x-unknown"]
+OTHERS = ["not", "if", "nullable", "dependencies", "unevaluatedItems", "!enum", "$anchor", "id", "x-unknown", "unknown"]
 ALL = [*ANY_TYPE, *OTHERS, *(name for names in KEYWORDS.values() for name in names)]
 
 
@@ -133,10 +153,18 @@ def test_a_keyword_that_is_null_is_absent(name: str):
 
 @pytest.mark.parametrize("value", ["{}", "[{}]", "-1", '"x"', "1e400", nested("[", "]", 90)])
 @pytest.mark.parametrize(
-    "name", [n for names in KEYWORDS.values() for n in names if n not in ("additionalProperties", "items")]
+    "name",
+    [n for names in KEYWORDS.values() for n in names if n not in ("additionalProperties", "items", "additionalItems")],
 )
 def test_a_wrong_type_is_refused_with_the_place_of_its_keyword(name: str, value: str):
-    fine = {"properties": ["{}"], "patternProperties": ["{}"], "pattern": ['"x"'], "prefixItems": ["[{}]"]}
+    fine = {
+        "properties": ["{}"],
+        "patternProperties": ["{}"],
+        "pattern": ['"x"'],
+        "format": ['"x"'],
+        "prefixItems": ["[{}]"],
+    }
+    fine |= {key: ["{}"] for key in ("propertyNames", "dependentRequired", "dependentSchemas", "contains")}
     fine |= {bound: ["-1"] for bound in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")}
     if value in fine.get(name, ()):
         return

@@ -27,49 +27,88 @@ def refused(**constraint: Any) -> str:
 
 
 def schema_refused(schema: Any) -> str:
-    message = refused(json_schema=schema if isinstance(schema, str) else json.dumps(schema))
+    message = refused(json_schema=schema if isinstance(schema, str) else json.dumps(schema, default=float))
     return message.removeprefix("sampling_params.structured_output.json_schema: ")
 
 
 @pytest.mark.parametrize(
     ("schema", "place"),
     [
-        ({"not": {"type": "null"}}, "#/not is not supported"),
-        ({"if": {}, "then": {}}, "#/if is not supported"),
-        ({"type": "array", "uniqueItems": True}, "#/uniqueItems is not supported"),
-        ({"type": "array", "contains": {}}, "#/contains is not supported"),
-        ({"properties": {"a": {"multipleOf": 3, "type": "integer"}}}, "#/properties/a/multipleOf is not supported"),
-        ({"type": "number", "multipleOf": 0.5}, "#/multipleOf is not supported"),
-        ({"type": "object", "dependentSchemas": {}}, "#/dependentSchemas is not supported"),
-        ({"type": "object", "dependentRequired": {}}, "#/dependentRequired is not supported"),
-        ({"type": "object", "propertyNames": {}}, "#/propertyNames is not supported"),
-        ({"type": "object", "unevaluatedProperties": False}, "#/unevaluatedProperties is not supported"),
-        ({"type": "string", "nullable": True}, "#/nullable is not supported"),
-        ({"$defs": {"a": {"foo": 1}}, "$ref": "#/$defs/a"}, "#/$defs/a/foo is not supported"),
-        ({"type": "string", "pattern": "a", "maxLength": 3}, "# has pattern and maxLength; only one of"),
-        ({"type": "string", "format": "regex"}, "#/format is 'regex'; supported: date,"),
         (
-            {"type": "string", "pattern": "(?=a)"},
-            "#/pattern cannot be honoured: a lookahead, which is not supported, at",
+            {"type": "array", "uniqueItems": True},
+            "#/uniqueItems is only supported where the items are values of an enum",
         ),
-        ({"type": "object", "minProperties": 1}, "#/minProperties is not supported without required properties"),
-        ({"properties": {"a": {}}, "minProperties": 1}, "#/minProperties is 1; it is only honoured up to"),
-        ({"properties": {"a": {}, "b": {}}, "maxProperties": 1}, "#/maxProperties is not supported beside properties"),
-        ({"patternProperties": {"a": {}, "b": {}}}, "#/patternProperties is only supported with one pattern"),
-        ({"type": "integer", "anyOf": [{}]}, "#/anyOf is not supported beside type"),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {}}, "minimum": 1}, "#/$ref is not supported beside minimum"),
-        ({"enum": [1], "minimum": 0}, "#/enum is not supported beside minimum"),
-        ({"allOf": [{}, {}]}, "#/allOf is only supported with one schema"),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "0 and 1 may both fit"),
-        ({"oneOf": [{"properties": {"a": {"const": 1}}}, {"type": "string"}]}, "0 and 1 may both fit"),
-        ({"oneOf": [{"minLength": 2}, {"type": "integer"}]}, "0 and 1 may both fit"),
-        ({"minimum": 1, "maxLength": 2}, "# has keywords of string and number, but no type"),
-        ({"type": "string", "minimum": 1}, "#/minimum does not go with type 'string'"),
-        ({"type": "array", "items": [{}]}, "#/items must be one schema"),
+        ({"type": "array", "uniqueItems": True, "items": {"type": "string"}}, "#/uniqueItems is only supported where"),
+        ({"type": "array", "contains": {}, "minContains": 2}, "#/minContains is 2; only 1 is supported"),
+        ({"type": "array", "contains": {}, "maxContains": 2}, "#/maxContains is not supported"),
+        (
+            {"type": "array", "contains": {}, "maxItems": 65},
+            "#/contains is only supported in arrays whose length is bounded",
+        ),
+        (
+            {"properties": {"a": {"multipleOf": 0, "type": "integer"}}},
+            "#/properties/a/multipleOf is 0; it must be above 0",
+        ),
+        ({"type": "number", "multipleOf": Decimal("1e-10")}, "#/multipleOf has more than 9 digits behind the point"),
+        ({"type": "object", "unevaluatedProperties": {}}, "#/unevaluatedProperties is only supported as false"),
+        (
+            {"allOf": [{"type": "array", "unevaluatedItems": 1}]},
+            "#/allOf/0/unevaluatedItems is only supported as false",
+        ),
+        ({"type": "string", "nullable": 1}, "#/nullable is 1; it must be true or false"),
+        ({"$defs": {"a": {"foo": 1}}, "$ref": "#/$defs/a"}, "#/$defs/a/foo is not supported"),
+        ({"type": "string", "minLenght": 1}, "#/minLenght is not supported"),
+        ({"type": "boolean", "!type": ["null"]}, "#/!type is not supported"),
+        ({"not": {"!type": ["null"]}}, "#/not/!type is not supported"),
+        (
+            {"type": "string", "pattern": "a(?=b)"},
+            "#/pattern cannot be honoured: a lookahead, which is not supported here, at",
+        ),
+        (
+            {"type": "string", "pattern": "(?=a)b"},
+            "#/pattern cannot be honoured: a lookahead at position 0 is only supported",
+        ),
+        (
+            {"type": "string", "pattern": "(?<=a)b"},
+            "#/pattern cannot be honoured: a lookbehind, which is not supported,",
+        ),
+        (
+            {"allOf": [{"pattern": "^a"}, {"pattern": r"\b"}], "type": "string"},
+            "#/allOf/1/pattern cannot be honoured: a word",
+        ),
+        ({"type": "object", "minProperties": 2}, "#/minProperties is 2; more than one property is only counted where"),
+        ({"properties": {"a": {}}, "minProperties": 2}, "#/minProperties is 2; more than one property is only counted"),
+        ({"patternProperties": {f"{i}": {} for i in range(5)}}, "# has 5 patternProperties; the limit is 4"),
+        ({"type": "object", "propertyNames": {"anyOf": [{}]}}, "#/propertyNames is only supported with type, pattern"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#/oneOf/0 must be a number but no integer"),
+        ({"oneOf": [{"type": "array", "items": {"type": "null"}}, {"type": "array"}]}, "0 and 1 may both fit"),
+        ({"not": {"contains": {}}}, "#/not/contains is not supported in what must not fit"),
+        ({"type": "number", "not": {"const": 1}}, "#/not excludes numbers, which is only supported for integers"),
+        ({"type": "array", "not": {"const": []}}, "#/not excludes an array or object, which is not supported"),
+        ({"type": "OBJECT"}, "#/type is 'OBJECT'; write 'object'"),
+        ({"type": "boolean", "required": True}, "#/required must be a list of strings"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, place: str):
     assert place in schema_refused(schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "integer", "multipleOf": 100_003}, "#/multipleOf takes more than 3000 rules"),
+        (
+            {"type": "string", "pattern": "^(a|b)*a(a|b){12}$", "maxLength": 9},
+            "# cannot be honoured: the expressions take more",
+        ),
+    ],
+)
+def test_what_takes_long_to_find_out_is_refused_where_it_is_compiled(schema: Any, reason: str):
+    constraint = StructuredOutput(json_schema=json.dumps(schema))
+    check_constraint(constraint, LIMIT)
+    with pytest.raises(InvalidArgument) as error:
+        grammar_source(constraint, LIMIT)
+    assert reason in error.value.message
 
 
 @pytest.mark.parametrize(
@@ -94,6 +133,24 @@ def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, place: str):
         ({"type": "array", "maxItems": 10**9}, "the limit is 65536"),
         ({"type": "array", "minItems": -1}, "#/minItems is -1"),
         ({"$ref": "#/$defs/gone"}, "#/$ref is '#/$defs/gone', which this schema does not have"),
+        ({"type": "string", "allOf": [{"type": "null"}]}, "#/allOf/0/type allows no type that # allows, too"),
+        (
+            {"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 6},
+            "# cannot be fulfilled: no multiple lies between",
+        ),
+        (
+            {"type": "string", "pattern": "^a+$", "maxLength": 9, "allOf": [{"pattern": "b"}]},
+            "# cannot be fulfilled: no text",
+        ),
+        (
+            {"allOf": [{"required": ["a"]}, {"additionalProperties": False}]},
+            "#/allOf/0/required names 'a', which the additional",
+        ),
+        ({"not": {}}, "# allows no value"),
+        (
+            {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"allOf": [{"$ref": "#"}]}}},
+            "refers to itself without end",
+        ),
         ({"$ref": "https://example.org/schema"}, "only places of this schema can be referred to"),
         ({"$ref": "#"}, "# refers to itself without end"),
         ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "refers to itself without end"),
@@ -174,7 +231,7 @@ def test_a_constraint_has_a_largest_size(constraint: dict[str, Any]):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({"type": "json_schema", "json_schema": {"not": {}}}, "#/format/content/json_schema #/not is not supported"),
+        ({"type": "json_schema", "json_schema": {"foo": {}}}, "#/format/content/json_schema #/foo is not supported"),
         ({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}, "#/format/content/style is 'qwen_xml'"),
         ({"type": "regex", "pattern": r"\b"}, "#/format/content/pattern a word boundary"),
         ({"type": "token", "token": 3}, "#/format/content/type is 'token'"),
@@ -232,4 +289,5 @@ def test_a_name_that_is_required_twice_is_required_once():
     once = json.dumps(schema | {"required": ["a"]})
     given, expected = (StructuredOutput(json_schema=text) for text in (json.dumps(schema), once))
     assert grammar_source(given, LIMIT) == grammar_source(expected, LIMIT)
-    assert "#/minProperties is 2" in schema_refused(schema | {"minProperties": 2})
+    check_constraint(StructuredOutput(json_schema=json.dumps(schema | {"minProperties": 2})), LIMIT)
+    assert "#/minProperties is 3" in schema_refused(schema | {"minProperties": 3})
