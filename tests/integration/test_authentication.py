@@ -143,6 +143,12 @@ async def test_missing_and_wrong_keys_are_refused_over_grpc_and_http(guarded: Gu
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == "invalid_api_key"
         assert answer.headers["www-authenticate"] == 'Bearer realm="penstock"'
+        assert answer.headers["x-request-id"]
+
+
+async def test_an_anthropic_client_is_refused_in_its_protocols_form(guarded: Guarded) -> None:
+    answer = await guarded.http.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
 
 
 async def test_a_key_opens_grpc_and_http_and_the_schemes_case_does_not_matter(guarded: Guarded) -> None:

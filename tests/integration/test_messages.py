@@ -150,7 +150,10 @@ async def test_thoughts_text_and_calls_are_blocks(api: Api, engine: FakeEngine) 
 
 
 async def test_a_budget_that_cannot_be_held_is_refused_under_its_name(api: Api) -> None:
-    with pytest.raises(anthropic.BadRequestError, match=r"thinking\.budget_tokens is 1024, but this model's reasoning"):
+    with pytest.raises(
+        anthropic.BadRequestError,
+        match=r"thinking\.budget_tokens is 1024, but the server cannot limit",
+    ):
         await api.create(thinking={"type": "enabled", "budget_tokens": 1024})
     with pytest.raises(
         anthropic.BadRequestError, match=r"budget_tokens is 7 beside thinking\.type 'disabled'; leave it"
@@ -287,6 +290,21 @@ async def test_a_client_that_hangs_up_ends_the_work(stepped: Api, manual: FakeEn
     waiting.cancel()
     await manual.until(lambda e: not e.running)
     await eventually(lambda: stepped.server.num_live == 0)
+
+
+async def test_the_models_are_listed_for_anthropics_client(api: Api) -> None:
+    [model] = [each async for each in await api.client.models.list()]
+    assert (model.id, model.display_name, model.type, model.lifecycle) == ("model", "model", "model", "active")
+    assert model.max_input_tokens
+    assert model.created_at.tzinfo is not None
+    assert await api.client.models.retrieve("model") == model
+    with pytest.raises(anthropic.NotFoundError):
+        await api.client.models.retrieve("other")
+    for wrong in ({"limit": 0}, {"after_id": "other"}):
+        with pytest.raises(anthropic.BadRequestError, match=next(iter(wrong))):
+            await api.client.models.list(**wrong)  # type: ignore[arg-type]
+    # OpenAI's clients get their own form from the same path.
+    assert (await api.http.get("/v1/models")).json()["object"] == "list"
 
 
 async def test_an_error_in_the_middle_is_raised_by_the_client(stepped: Api, manual: FakeEngine) -> None:

@@ -132,8 +132,8 @@ async def error_of(api: OpenAIServer, body: Any, path: str = "/v1/completions", 
         (
             {"thinking_token_budget": 5},
             "thinking_token_budget",
-            "thinking_token_budget is 5, but this model's reasoning does not stand between two tokens that the server knows "
-            "(model.reasoning_parser); leave it out and set max_tokens",
+            "thinking_token_budget is 5, but the server cannot limit this model's reasoning: the model has no reasoning parser "
+            "(model.reasoning_parser), or one whose tags are several tokens; leave the field out and set max_tokens",
         ),
         (
             {"thinking_token_budget": -2},
@@ -194,6 +194,43 @@ async def test_another_path_and_another_method_are_refused(api: OpenAIServer) ->
     assert (status, error["message"]) == (404, "there is no /v1/load_lora_adapter: lora.http_loading is false")
     response = await api.http.get("/v1/completions")
     assert (response.status_code, response.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+WITH_V1 = "Set the client's base_url to the server's address with /v1 behind it, once"
+WITHOUT_V1 = "Set the client's base_url to the server's address without /v1, for an Anthropic client"
+
+
+@pytest.mark.parametrize(
+    ("path", "meant", "remedy"),
+    [
+        ("/v1/v1/chat/completions", "/v1/chat/completions", WITH_V1),
+        ("/chat/completions", "/v1/chat/completions", WITH_V1),
+        ("/completions", "/v1/completions", WITH_V1),
+        ("/v1/chat/completions/chat/completions", "/v1/chat/completions", WITH_V1),
+        ("/v1/v1/models", "/v1/models", WITH_V1),
+        ("/v1/v1/messages", "/v1/messages", WITHOUT_V1),
+        ("/messages", "/v1/messages", WITHOUT_V1),
+        ("/v1/v1/messages/count_tokens", "/v1/messages/count_tokens", WITHOUT_V1),
+    ],
+)
+async def test_a_path_of_a_wrong_base_url_has_a_hint(api: OpenAIServer, path: str, meant: str, remedy: str) -> None:
+    response = await api.http.post(path, json={})
+    said = f"there is no {path}; did you mean {meant}? {remedy}"
+    assert (response.status_code, response.json()["error"]["message"]) == (404, said)
+    assert (response.json().get("type") == "error") is ("/v1/messages" in path)
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/completions", 405), ("POST", "/v1/nothing", 404)])
+async def test_refusals_of_paths_have_the_form_of_the_client_and_an_id(
+    api: OpenAIServer, method: str, path: str, status: int
+) -> None:
+    ours = await api.http.request(method, path)
+    assert (ours.status_code, "param" in ours.json()["error"]) == (status, True)
+    assert len(ours.headers["x-request-id"]) == 32
+    assert ours.headers["request-id"] == ours.headers["x-request-id"]
+    theirs = await api.http.request(method, path, headers={"anthropic-version": "2023-06-01", "x-request-id": "mine"})
+    assert (theirs.status_code, theirs.json()["type"], theirs.json()["request_id"]) == (status, "error", "mine")
+    assert theirs.headers["x-request-id"] == "mine"
 
 
 async def test_a_body_that_is_too_large_is_refused(engine: FakeEngine, model: Path) -> None:

@@ -49,6 +49,7 @@ async def test_no_route_does_anything_for_a_page_of_another_origin(
         for path, body in POSTS.items():
             response = await api.http.post(path, content=body, headers=headers)
             assert (path, response.status_code) == (path, 403)
+            assert response.headers["x-request-id"]
             assert "http.allowed_origins" in response.json()["error"]["message"]
             assert "access-control-allow-origin" not in response.headers
         for path in GETS:
@@ -68,6 +69,7 @@ async def test_a_name_that_was_rebound_to_this_machine_reads_nothing(engine: Fak
             "/v1/completions", content=BODY, headers={**own, "content-type": "application/json"}
         )
         assert (refused.status_code, refused.json()["error"]["code"]) == (421, "host_not_allowed")
+        assert refused.headers["x-request-id"]
         assert refused.json()["error"]["type"] == "invalid_request_error"
         # Anthropic's clients read errors of their own form.
         refused = await api.http.post("/v1/messages", content=CHAT, headers=own)

@@ -9,7 +9,7 @@ from penstock_common.errors import PermissionDenied, Unauthenticated
 from penstock_frontend.api.anthropic import errors as anthropic
 from penstock_frontend.api.anthropic.errors import is_anthropic
 from penstock_frontend.api.openai import errors as openai
-from penstock_frontend.api.openai.endpoint import REQUEST_ID, send_error
+from penstock_frontend.api.openai.endpoint import id_headers, send_error
 from penstock_frontend.auth import principal
 from penstock_frontend.auth.authenticator import Authenticator
 from penstock_frontend.auth.principal import current_principal
@@ -67,9 +67,8 @@ class HttpAuthentication:
             needed: principal.Scope = "admin" if scope["path"] in self._operators_paths else "inference"
             caller = self._authenticator.principal(headers, scope=needed)
         except (Unauthenticated, PermissionDenied) as e:
-            request_id = headers.get(REQUEST_ID)
-            shape = anthropic.answer if is_anthropic(scope["path"]) else openai.answer
-            await send_error(send, e, {REQUEST_ID: request_id} if request_id else {}, shape)
+            shape = anthropic.answer if is_anthropic(scope) else openai.answer
+            await send_error(send, e, id_headers(headers), shape)
             return
         current_principal.set(caller)
         await self._app(scope, receive, send)

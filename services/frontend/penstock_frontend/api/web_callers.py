@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock_common.security.cross_site import CallerRules, refusal
 from penstock_frontend.api.anthropic import errors as anthropic
 from penstock_frontend.api.openai import errors as openai
-from penstock_frontend.api.openai.endpoint import REQUEST_ID, send_error
+from penstock_frontend.api.openai.endpoint import id_headers, send_error
 
 PROBES = frozenset(("/health", "/ping"))
 """Paths that tell only whether the server serves. Probes call them by any address, of a pod among others."""
@@ -24,10 +24,7 @@ class WebCallers:
         if scope["type"] == "http" and scope["path"] not in PROBES:
             refused = refusal(scope["method"], scope["headers"], self._rules)
             if refused is not None:
-                request_id = Headers(scope=scope).get(REQUEST_ID)
-                shape = anthropic.answer if anthropic.is_anthropic(scope["path"]) else openai.answer
-                await send_error(
-                    send, openai.HttpError(*refused), {REQUEST_ID: request_id} if request_id else {}, shape
-                )
+                shape = anthropic.answer if anthropic.is_anthropic(scope) else openai.answer
+                await send_error(send, openai.HttpError(*refused), id_headers(Headers(scope=scope)), shape)
                 return
         await self._app(scope, receive, send)

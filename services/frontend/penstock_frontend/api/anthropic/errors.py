@@ -1,11 +1,13 @@
 """Errors as Anthropic's: ``{"type": "error", "error": {type, message}, "request_id"}`` and a status."""
 
 import msgspec
+from starlette.types import Scope
 
 from penstock_frontend.api.openai import errors as openai
 
 PREFIX = "/v1/messages"
 """What the paths of the protocol begin with."""
+_VERSION = b"anthropic-version"
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -39,9 +41,9 @@ class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str | None = None
 
 
-def is_anthropic(path: str) -> bool:
-    """Whether who asks for that path speaks Anthropic's protocol."""
-    return path == PREFIX or path.startswith(f"{PREFIX}/")
+def is_anthropic(scope: Scope) -> bool:
+    """Whether the client of a call speaks Anthropic's protocol, as the path or the header ``anthropic-version`` says."""
+    return f"{PREFIX}/" in f"{scope['path']}/" or any(name == _VERSION for name, _ in scope["headers"])
 
 
 def answer(error: Exception, request_id: str = "") -> openai.ErrorAnswer:

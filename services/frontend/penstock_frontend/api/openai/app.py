@@ -6,16 +6,18 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
 
 from penstock_common.config.reread import Reread
 from penstock_frontend.api.anthropic import errors as anthropic
+from penstock_frontend.api.anthropic.models import AnthropicModels
 from penstock_frontend.api.openai import errors, lora_adapters
 from penstock_frontend.api.openai.bodies import Bodies
 from penstock_frontend.api.openai.chat_completions import ChatCompletions
 from penstock_frontend.api.openai.completions import Completions
 from penstock_frontend.api.openai.embeddings import Embeddings
-from penstock_frontend.api.openai.endpoint import REQUEST_ID, Endpoint, Gate, Handler
+from penstock_frontend.api.openai.endpoint import REQUEST_ID, Endpoint, Gate, Handler, id_headers
 from penstock_frontend.api.openai.lora_adapters import LoraAdapters
 from penstock_frontend.api.openai.models import Models
 from penstock_frontend.api.openai.pooling.classification import Classifications
@@ -71,30 +73,66 @@ def routes(
         loading = LoraAdapters(llm.adapters)
         posts |= {lora_adapters.LOAD: loading.load, lora_adapters.UNLOAD: loading.unload}
     gets: dict[str, Handler] = {
-        "/v1/models": models.list,
-        "/v1/models/{name:path}": models.get,
         "/version": version,
         _RESPONSE: stored.get,
         f"{_RESPONSE}/input_items": stored.items,
     }
+    theirs = AnthropicModels(llm, models)
+    both = {
+        path: (Endpoint(gate, bodies, ours), Endpoint(gate, bodies, of_anthropic, anthropic.answer))
+        for path, ours, of_anthropic in (
+            ("/v1/models", models.list, theirs.list),
+            ("/v1/models/{name:path}", models.get, theirs.get),
+        )
+    }
     return [
         *(Route(path, Endpoint(gate, bodies, handler), methods=["POST"]) for path, handler in posts.items()),
         *(Route(path, Endpoint(gate, bodies, handler), methods=["GET"]) for path, handler in gets.items()),
+        *(Route(path, _ByProtocol(*endpoints), methods=["GET"]) for path, endpoints in both.items()),
         Route(_RESPONSE, Endpoint(gate, bodies, stored.delete), methods=["DELETE"]),
     ]
+
+
+class _ByProtocol:
+    """Serves a path that OpenAI's and Anthropic's protocol both have, in the form of the client's protocol."""
+
+    def __init__(self, openai: Endpoint, anthropic_: Endpoint) -> None:
+        self._openai = openai
+        self._anthropic = anthropic_
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one call."""
+        endpoint = self._anthropic if anthropic.is_anthropic(scope) else self._openai
+        await endpoint(scope, receive, send)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """A path or a method that nothing serves."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    off = ": lora.http_loading is false" if request.url.path in lora_adapters.PATHS else ""
-    message = {404: f"there is no {request.url.path}{off}", 405: f"{request.url.path} does not serve {request.method}"}
+    path = request.url.path
+    off = ": lora.http_loading is false" if path in lora_adapters.PATHS else _hint(path, request.app.routes)
+    message = {404: f"there is no {path}{off}", 405: f"{path} does not serve {request.method}"}
     code = {404: "path_not_found", 405: "method_not_allowed"}
     failure = errors.HttpError(status, message.get(status, f"HTTP {status}"), code.get(status, "http_error"))
-    shape = anthropic.answer if anthropic.is_anthropic(request.url.path) else errors.answer
-    answer = shape(failure, request.headers.get(REQUEST_ID, ""))
+    shape = anthropic.answer if anthropic.is_anthropic(request.scope) else errors.answer
+    ids = id_headers(request.headers)
+    answer = shape(failure, ids[REQUEST_ID])
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    return Response(answer.body, status, {**headers, **answer.headers}, "application/json")
+    return Response(answer.body, status, {**headers, **answer.headers, **ids}, "application/json")
+
+
+def _hint(path: str, routes: Sequence[BaseRoute]) -> str:
+    """What may have been meant by a path that is a part of a known one, or has one in it: clients put the path of a call behind
+    their base_url.
+    """
+    known = [route.path for route in routes if isinstance(route, Route) and route.path.startswith("/v1/")]
+    known = [each for each in known if "{" not in each]
+    longer, shorter = [each for each in known if each.endswith(path)], [each for each in known if each in path]
+    if path == "/" or not (longer or shorter):
+        return ""
+    best = max(shorter, key=len) if shorter else min(longer, key=len)
+    remedy = "without /v1, for an Anthropic client" if best.startswith(anthropic.PREFIX) else "with /v1 behind it, once"
+    return f"; did you mean {best}? Set the client's base_url to the server's address {remedy}"
 
 
 EXCEPTION_HANDLERS: Mapping[Any, Any] = {HTTPException: _on_http_error}

@@ -33,6 +33,12 @@ _MAX_TIMEOUT = 86_400.0
 """Seconds."""
 
 
+def id_headers(headers: Headers) -> dict[str, str]:
+    """Return the headers of an answer that have the call's id: the client's, or a random one."""
+    request_id = headers.get(REQUEST_ID) or uuid.uuid4().hex
+    return {REQUEST_ID: request_id, _SHORT_REQUEST_ID: request_id}
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """What a call says beside its body.
 
@@ -117,8 +123,8 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one call."""
         headers = Headers(scope=scope)
-        request_id = headers.get(REQUEST_ID) or uuid.uuid4().hex
-        echo = {REQUEST_ID: request_id, _SHORT_REQUEST_ID: request_id}
+        echo = id_headers(headers)
+        request_id = echo[REQUEST_ID]
         try:
             with self._bodies.open(client_of(scope)) as body:
                 await body.read(receive, _announced(headers), headers.get("content-encoding", ""))

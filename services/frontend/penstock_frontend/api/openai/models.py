@@ -41,7 +41,12 @@ class Models:
     def __init__(self, llm: AsyncLLM, model: ModelConfig) -> None:
         self._llm = llm
         self._model = model
-        self._created = int(time.time())
+        self.created = int(time.time())
+        """Seconds since the Unix epoch."""
+
+    def names(self) -> Sequence[str]:
+        """Return the names of the model and of its LoRA adapters."""
+        return [self._model.name, *(named.adapter.name for named in self._llm.adapters.adapters.all())]
 
     async def list(self, call: Call, given: Body) -> Answer:
         """All of them: the model, and the LoRA adapters of it."""
@@ -65,7 +70,7 @@ class Models:
         limits = self._llm.engines.view.limits
         return Model(
             id=self._model.name,
-            created=self._created,
+            created=self.created,
             root=self._model.path,
             max_model_len=limits.max_model_len if limits else None,
             capabilities=self._llm.engines.view.capabilities,

@@ -159,8 +159,8 @@ class InputProcessor:
         if budget is not None and self.reasoning is None:
             field = "sampling_params.thinking_token_budget"
             raise InvalidArgument(
-                f"{field} is {budget}, but this model's reasoning does not stand between two tokens that the server knows "
-                "(model.reasoning_parser); leave it out and set max_tokens",
+                f"{field} is {budget}, but the server cannot limit this model's reasoning: the model has no reasoning parser "
+                "(model.reasoning_parser), or one whose tags are several tokens; leave the field out and set max_tokens",
                 field=field,
             )
         return self.reasoning if budget is not None or params.structured_output is not None else None
