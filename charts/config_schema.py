@@ -27,7 +27,7 @@ SET_BY_CHART = (
     {"server.host", "server.port", "server.health_port", "http.host", "http.port", "http.engine_metrics"}
     | {"metrics.host", "metrics.port", "log.level", "log.format", "log.requests", "log.prompts"}
     | {"tracing.endpoint", "tracing.sample_ratio", "tracing.service_name"}
-    | {"model.path", "model.served_model_name", "model.revision", "model.device"}
+    | {"model.path", "model.served_model_name", "model.aliases", "model.revision", "model.device"}
     | {
         "coordinator.address",
         "coordinator.advertise",

@@ -23,6 +23,29 @@ def test_a_hub_model_is_downloaded_with_the_token_of_a_secret(component: str):
     assert CACHE in rendered.mounts(component)
 
 
+def test_frontends_alone_know_the_models_other_names():
+    rendered = release(HUB, "model.aliases.gpt-4o=", "model.aliases.sailor=pirate", "enginecore.lora.enabled=true")
+    assert rendered.config("frontend")["model"]["aliases"] == {"gpt-4o": "", "sailor": "pirate"}
+    assert "aliases" not in rendered.config("enginecore")["model"]
+    assert "aliases" not in release(HUB).config("frontend")["model"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("model.servedName=chat", "model.aliases.chat="), "model.aliases: chat is model.servedName"),
+        (("model.aliases.a=b", "model.aliases.b="), "model.aliases.a is b, which is an alias itself"),
+        (
+            ("model.aliases.pirate=", "enginecore.lora.enabled=true", "enginecore.lora.adapters.pirate=/pirate"),
+            "model.aliases: pirate is the name of a LoRA adapter, in lora.adapters of the pool default",
+        ),
+    ],
+)
+def test_a_name_that_means_two_things_is_refused(settings: tuple[str, ...], message: str):
+    with pytest.raises(ChartError, match=message):
+        release(HUB, *settings)
+
+
 @pytest.mark.parametrize("component", READERS)
 def test_a_public_hub_model_needs_no_token(component: str):
     rendered = release(HUB)

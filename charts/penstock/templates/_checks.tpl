@@ -1,6 +1,7 @@
 {{/* Everything about the values that a schema cannot say. */}}
 {{- define "penstock.check" -}}
 {{- include "penstock.check.frontend" . -}}
+{{- include "penstock.check.aliases" . -}}
 {{- include "penstock.check.moved" . -}}
 {{- include "penstock.edge.check" . -}}
 {{- if and (eq .Values.model.source "oci") (semverCompare "<1.35.0-0" .Capabilities.KubeVersion.Version) }}
@@ -14,6 +15,24 @@
 {{- end }}
 {{- include "penstock.check.roles" . -}}
 {{- include "penstock.needs.check" . -}}
+{{- end -}}
+
+{{/* A name that requests use means one thing. Adapters of a directory, and names that the path gives, are checked by the frontends. */}}
+{{- define "penstock.check.aliases" -}}
+{{- $aliases := .Values.model.aliases -}}
+{{- range $name, $target := $aliases -}}
+{{- if eq $name $.Values.model.servedName -}}
+{{- fail (printf "model.aliases: %s is model.servedName, the model's own name" $name) -}}
+{{- end -}}
+{{- if hasKey $aliases $target -}}
+{{- fail (printf "model.aliases.%s is %s, which is an alias itself; name what that stands for" $name $target) -}}
+{{- end -}}
+{{- range $pool, $values := include "penstock.pools" $ | fromYaml -}}
+{{- if and $values.lora.enabled (hasKey (default dict $values.lora.adapters) $name) -}}
+{{- fail (printf "model.aliases: %s is the name of a LoRA adapter, in lora.adapters of the pool %s; leave one of them out" $name $pool) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "penstock.check.frontend" -}}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
+from penstock_common.errors import ConfigError
 from penstock_common.observability.logging import get_logger
 from penstock_frontend.engine.adapters import Adapters
 
@@ -18,7 +19,7 @@ Stamp: TypeAlias = "tuple[tuple[int, int, int] | None, ...]"
 
 
 class AdapterDirectory:
-    """Gives an adapter's name to each subdirectory. ``look`` once before requests are served, then ``run``.
+    """Gives an adapter's name to each subdirectory. ``begin`` before requests are served, then ``run``.
 
     If the directory cannot be read, all names stay as they are. If a subdirectory cannot be looked into, its name stays or stays
     away, and the others are followed.
@@ -38,6 +39,15 @@ class AdapterDirectory:
         while True:
             await asyncio.sleep(self._interval)
             await self.look()
+
+    async def begin(self) -> None:
+        """Look for the first time. Raises ConfigError if an adapter has a name of ``model.aliases``."""
+        await self.look()
+        for name, target in self._adapters.aliases.items():
+            if name in self._found:
+                raise ConfigError(
+                    f"model.aliases has {name!r} for {target!r}, but lora.directory has an adapter of that name: {self._at(name)}"
+                )
 
     async def look(self) -> None:
         """Follow what is there now."""
@@ -65,7 +75,7 @@ class AdapterDirectory:
         )
         get_logger().info("LoRA adapters in lora.directory", come=come, gone=gone, changed=sorted(changed))
         if left_out:
-            self._warn(f"has names that are too many, or cannot be names: {', '.join(left_out[:_SHOWN])}")
+            self._warn(f"has names that are too many, taken, or cannot be names: {', '.join(left_out[:_SHOWN])}")
 
     def _at(self, name: str) -> str:
         return str(self._path / name)

@@ -130,7 +130,7 @@ class Frontend:
         count_tasks(self._metrics.registry, asyncio.get_running_loop())
         self._warn_of_a_short_drain()
         if self._directory is not None:
-            await self._directory.look()
+            await self._directory.begin()
             self._directory_task = asyncio.create_task(self._directory.run(), name="lora directory")
         await self._servers.start()
         self._metrics_server = MetricsServer(self._config.metrics, self._metrics.registry, self._certificates)

@@ -106,7 +106,7 @@ def assemble(
     service = None
     if family is not None:
         service = MediaService(family, media, settings.limits, MediaMetrics(metrics.registry, model.name))
-    adapters = Adapters(lora, model=model.name, frontend_id=frontend_id)
+    adapters = Adapters(lora, model=model.name, aliases=model.aliases, frontend_id=frontend_id)
     inputs = InputProcessor(
         tokenizer,
         files.generation_config,

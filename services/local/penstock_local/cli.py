@@ -266,6 +266,8 @@ def _run_serve(arguments: argparse.Namespace) -> int:
     from penstock_local.settings import parse_settings
 
     given = {name: value for name, value in vars(arguments).items() if value is not None and name != "run"}
+    if "served_model_name" in given:
+        given["served_model_name"] = tuple(given["served_model_name"])
     if "kv_cache_memory" in given:
         given["kv_cache_memory"] = parse_bytes(given["kv_cache_memory"], key="--kv-cache-memory")
     for name in ("host_cache", "disk_cache_size"):

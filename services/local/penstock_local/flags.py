@@ -31,7 +31,7 @@ def add_options(group: argparse._ActionsContainer, options: type[msgspec.Struct]
     for name, metavar in metavars.items():
         setting = _setting(options, name)
         kind = setting.kind
-        default = "" if setting.default in (None, "") else f"default: {setting.default_text}"
+        default = "" if setting.default in (None, "", ()) else f"default: {setting.default_text}"
         facts = "; ".join(filter(None, (kind.range, default)))
         text = f"{kind.description} ({facts})" if facts else kind.description
         if kind.type is bool:
@@ -39,6 +39,7 @@ def add_options(group: argparse._ActionsContainer, options: type[msgspec.Struct]
             continue
         group.add_argument(
             setting.flag,
+            action="append" if kind.shape == "list" else "store",
             type=kind.type if kind.type in (int, float) and not kind.is_size else str,
             choices=kind.choices or None,
             metavar=metavar or None,

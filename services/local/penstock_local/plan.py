@@ -232,7 +232,7 @@ def _frontend(name: str, config: dict[str, Any], address: str, *, plain_health: 
 
 def _frontend_config(options: ServeOptions, coordinator_address: str, admin_port: int) -> dict[str, Any]:
     return {
-        "model": {**_model_config(options), **_chat_template(options)},
+        "model": {**_model_config(options), **_aliases(options), **_chat_template(options)},
         "coordinator": {"address": coordinator_address},
         # There is no other frontend to go to when all stop.
         "server": {"host": options.host, "port": options.grpc_port, "max_connection_age": 0},
@@ -260,6 +260,11 @@ def _frontend_lora(options: ServeOptions) -> dict[str, Any]:
 def _model_config(options: ServeOptions) -> dict[str, Any]:
     path = Path(options.model).expanduser()
     return {"path": str(path) if path.is_dir() else options.model, "served_model_name": options.model_name}
+
+
+def _aliases(options: ServeOptions) -> dict[str, Any]:
+    """What frontends alone are told of the model's names: engines know it by the first."""
+    return {"aliases": options.aliases} if options.aliases else {}
 
 
 def _chat_template(options: ServeOptions) -> dict[str, Any]:

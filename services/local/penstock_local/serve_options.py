@@ -28,7 +28,12 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What to serve and where: the flags of ``penstock serve``."""
 
     model: Annotated[str, Meta(description="Directory of a Hugging Face checkpoint, or its id on the hub.")]
-    served_model_name: Annotated[str, Meta(description="Name that clients use; empty: the end of MODEL.")] = ""
+    served_model_name: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Name that clients use, unset: the end of MODEL; may be repeated: the others are aliases of the first."
+        ),
+    ] = ()
     chat_template: Annotated[
         str,
         Meta(description="File with a chat template in jinja2, instead of the model's own; empty: the model's own."),
@@ -193,8 +198,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         check_flags(self)
         self.speculation()
         self.media_sections()
-        if self.model_name in self.lora:
-            raise ConfigError(f"--lora {self.model_name}=...: {self.model_name!r} is the model's own name")
+        self._check_names()
         if self.data_parallel_size > 1:
             self._check_group()
         if self.prefill_engines or self.decode_engines:
@@ -206,6 +210,21 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{highest[0]}: with --frontends {self.frontends} the last one would need {highest[1]}")
         if len({port for _, port in ports}) < len(ports):
             raise ConfigError(f"the ports must differ: {', '.join(f'{flag} {port}' for flag, port in ports)}")
+
+    def _check_names(self) -> None:
+        if self.model_name in self.lora:
+            raise ConfigError(f"--lora {self.model_name}=...: {self.model_name!r} is the model's own name")
+        for number, name in enumerate(self.served_model_name):
+            if not name or name in self.served_model_name[:number]:
+                raise ConfigError(f"--served-model-name {name!r} is {'given twice' if name else 'empty'}")
+            if name in self.lora:
+                raise ConfigError(
+                    f"--served-model-name {name} and --lora {name}=... are the same name; change one of them"
+                )
+        if self.aliases and "model.aliases" in self.settings.get("frontend", {}):
+            raise ConfigError(
+                "--served-model-name is given more than once, and --set frontend.model.aliases; name all aliases in one of them"
+            )
 
     def speculation(self) -> dict[str, Any]:
         """The section ``speculative`` of an engine's configuration; empty: nothing is drafted. Raises ConfigError."""
@@ -301,9 +320,14 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     def model_name(self) -> str:
         """The name clients use: the given one, or the last part of the model's path or hub id."""
         if self.served_model_name:
-            return self.served_model_name
+            return self.served_model_name[0]
         path = Path(self.model).expanduser()
         return path.resolve().name if path.is_dir() else self.model.rsplit("/", 1)[-1]
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Other names of the model, each with the model's."""
+        return dict.fromkeys(self.served_model_name[1:], self.model_name)
 
     @property
     def client_address(self) -> str:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock_common.errors import ConfigError
 from penstock_common.lora.registration import LoraAdapter
 from penstock_frontend.adapter_directory import AdapterDirectory
 from penstock_frontend.config import LoraConfig
@@ -30,6 +31,14 @@ class Rig:
 @pytest.fixture
 def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path)
+
+
+async def test_an_adapter_with_the_name_of_an_alias_is_refused_at_the_start(rig: Rig) -> None:
+    rig.save("claude")
+    aliases = {"claude": ""}
+    adapters = Adapters(LoraConfig(directory=str(rig.path)), model="base", aliases=aliases, frontend_id="f")
+    with pytest.raises(ConfigError, match="model.aliases has 'claude' for 'base', but lora.directory has an adapter"):
+        await AdapterDirectory(str(rig.path), 60.0, adapters).begin()
 
 
 async def test_names_come_and_go_with_subdirectories(rig: Rig) -> None:
@@ -97,7 +106,7 @@ async def test_names_that_are_too_many_are_told_once(tmp_path: Path, capsys: pyt
         rig.save(name)
     for _ in range(3):
         assert await rig.names() == ["a", "b"]
-    assert capsys.readouterr().out.count("has names that are too many, or cannot be names: c") == 1
+    assert capsys.readouterr().out.count("has names that are too many, taken, or cannot be names: c") == 1
 
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])

@@ -211,6 +211,11 @@ def test_the_models_own_name_is_no_adapters(adapter: Path) -> None:
         ServeOptions(model=str(adapter), lora={"pirate": str(adapter)})
 
 
+def test_a_further_name_of_the_model_is_no_adapters(adapter: Path) -> None:
+    with pytest.raises(ConfigError, match="--served-model-name pirate and --lora pirate=... are the same name"):
+        ServeOptions(model="org/name", served_model_name=("a", "pirate"), lora={"pirate": str(adapter)})
+
+
 def test_a_directory_must_be_there() -> None:
     with pytest.raises(ConfigError, match="--lora-directory /none: there is no such directory"):
         parse_directory("/none")

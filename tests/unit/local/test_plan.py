@@ -56,12 +56,37 @@ def test_a_service_has_more_time_to_stop_than_it_takes_to_drain() -> None:
 
 def test_engines_get_the_options_of_the_model(tmp_path: Path) -> None:
     options: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "max_model_len": 512, "kv_cache_memory": 2**29}
-    config = read(EngineCoreConfig, specs(engines=2, served_model_name="me", **options)["engine-1"], tmp_path)
+    config = read(
+        EngineCoreConfig, specs(engines=2, served_model_name=("me", "other"), **options)["engine-1"], tmp_path
+    )
     assert (config.model.path, config.model.name, config.engine_id) == ("org/name", "me", "engine-1")
     assert (config.model.dtype, config.model.device, config.model.max_model_len) == ("bfloat16", "cpu", 512)
     assert config.cache.kv_cache_memory == 2**29
     assert (config.server.host, config.server.port) == ("127.0.0.1", 20_003)
     assert (config.coordinator.address, config.coordinator.advertise) == ("127.0.0.1:20001", "127.0.0.1:20003")
+
+
+def test_frontends_alone_know_the_further_names_of_the_model(tmp_path: Path) -> None:
+    planned = specs(served_model_name=("me", "gpt-4o", "claude"))
+    assert read(FrontendConfig, planned["frontend"], tmp_path).model.aliases == {"gpt-4o": "me", "claude": "me"}
+    assert planned["engine-0"].config["model"]["served_model_name"] == "me"
+    assert "aliases" not in planned["engine-0"].config["model"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"served_model_name": ("a", "a")}, "--served-model-name 'a' is given twice"),
+        ({"served_model_name": ("a", "")}, "--served-model-name '' is empty"),
+        (
+            {"served_model_name": ("a", "b"), "settings": {"frontend": {"model.aliases": {"c": "a"}}}},
+            "--served-model-name is given more than once, and --set frontend.model.aliases",
+        ),
+    ],
+)
+def test_names_that_cannot_be_served_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServeOptions(model="org/name", **fields)
 
 
 def test_the_frontend_listens_where_the_user_said(tmp_path: Path) -> None:

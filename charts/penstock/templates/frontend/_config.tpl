@@ -19,6 +19,9 @@
       "tracing" (include "penstock.tracing" (dict "root" . "component" "frontend") | fromYaml)
       "ready_without_engines" (eq (include "penstock.frontend.fewestEngines" .) "0")
       "drain_timeout" .Values.frontend.drainTimeoutSeconds -}}
+{{- with .Values.model.aliases }}
+{{- $_ := set $own.model "aliases" . }}
+{{- end }}
 {{- if include "penstock.tls.secret" $ }}
 {{- $_ := set $own "engine_tls" (dict "ca" "/etc/penstock-tls/ca.crt" "certificate" "/etc/penstock-tls/tls.crt" "key" "/etc/penstock-tls/tls.key" "server_name" "penstock-enginecore") }}
 {{- end }}

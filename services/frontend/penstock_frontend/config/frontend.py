@@ -28,6 +28,7 @@ from penstock_common.config.sections import (
 )
 from penstock_common.errors import ConfigError
 from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT
+from penstock_frontend.config.aliases import check_aliases
 from penstock_frontend.config.auth import AuthConfig
 from penstock_frontend.config.disaggregation import DisaggregationConfig
 from penstock_frontend.config.http import HttpConfig
@@ -55,6 +56,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     served_model_name: Annotated[
         str, Meta(description="Name that clients use; empty: the last part of the path or id.")
     ] = ""
+    aliases: Annotated[
+        dict[str, str],
+        Meta(
+            description="Other names that requests may use, each with the name that it stands for: the model's, or that of a "
+            "LoRA adapter; empty: the model's."
+        ),
+    ] = {}
     revision: Annotated[str, Meta(description="Branch, tag or commit on the hub; empty: the default branch.")] = ""
     tool_parser: Annotated[
         str,
@@ -291,6 +299,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError("coordinator.address or engines is required: the frontend must find its engines")
         if self.model.name in self.lora.adapters:
             raise ConfigError(f"lora.adapters: {self.model.name!r} is the model's own name")
+        check_aliases(self.model.aliases, self.model.name, self.lora)
         if self.ready_without_engines and not self.coordinator.address:
             raise ConfigError("ready_without_engines is true; it needs coordinator.address, which tells of new engines")
 

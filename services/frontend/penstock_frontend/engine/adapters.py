@@ -3,6 +3,7 @@
 import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -50,9 +51,18 @@ class Adapters:
     """
 
     def __init__(
-        self, config: LoraConfig, *, model: str, frontend_id: str, on_change: Callable[[], None] = lambda: None
+        self,
+        config: LoraConfig,
+        *,
+        model: str,
+        frontend_id: str,
+        aliases: Mapping[str, str] = MappingProxyType({}),
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """``model``: the base model's name, which means no adapter. ``on_change``: called when something was registered here."""
+        """``model``: the base model's name, which means no adapter. ``aliases``: other names, and those that they stand for.
+        ``on_change``: called when something was registered here.
+        """
+        self._aliases = {name: target or model for name, target in aliases.items()}
         self.registry = LoraRegistry()
         self.on_change = on_change
         self._config = config
@@ -81,14 +91,20 @@ class Adapters:
     def names(self) -> list[str]:
         """All names, in order."""
         known = {each.name for each in self.registry.loaded()}.union(*self._paths.values())
-        return sorted(known - {self._model})
+        return sorted(known - {self._model, *self._aliases})
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Other names, in order, with those that they stand for: the model's or an adapter's, which there may be not (yet)."""
+        return dict(sorted(self._aliases.items()))
 
     def all(self) -> list[NamedAdapter]:
         """What all names mean, by name."""
         return [named for name in self.names if (named := self.get(name)) is not None]
 
     def get(self, name: str) -> NamedAdapter | None:
-        """What a name means; None where it means nothing."""
+        """The adapter that a name means; None where it means none."""
+        name = self._aliases.get(name, name)
         if name == self._model:
             return None
         for source, paths in self._paths.items():
@@ -117,15 +133,17 @@ class Adapters:
 
         Raises NotFound for what there is not, InvalidArgument for two names, Unimplemented for ``lora`` where none are served.
         """
+        asked, (model, lora) = model, (self._aliases.get(name, name) for name in (model, lora))
         model, lora = ("" if name == self._model else name for name in (model, lora))
         if lora and not self.serves:
             raise Unimplemented("lora is not served: this frontend has no LoRA adapters (lora.enabled)", field="lora")
         if model and self.get(model) is None:
             names = self.names
-            hint = nearest(model, [self._model, *names])
+            hint = nearest(model, [self._model, *self._aliases, *names])
             adapters = f" and {len(names)} LoRA adapter{'s' * (len(names) > 1)}" if names else ""
-            known = f"known: {self._model}{adapters}{hint}" if hint else _listed([self._model, *names])
-            raise NotFound(f"{field} is {quoted(model)}; {known}", field=field)
+            known = f"known: {self._model}{adapters}{hint}" if hint else _listed([self._model, *self._aliases, *names])
+            stands = f", which stands for {quoted(model)}" if asked != model else ""
+            raise NotFound(f"{field} is {quoted(asked)}{stands}; {known}", field=field)
         if lora:
             self.named(lora, field="lora")
         if model and lora and model != lora:
@@ -141,6 +159,9 @@ class Adapters:
             raise InvalidArgument(f"name {refusal}", field="name")
         if name == self._model:
             raise InvalidArgument(f"name is {quoted(name)}, the model's own", field="name")
+        if name in self._aliases:
+            stands = quoted(self._aliases[name])
+            raise InvalidArgument(f"name is {quoted(name)}, which model.aliases has for {stands}", field="name")
         named = self.get(name)
         if named is not None and named.source is not LoraSource.RUN_TIME:
             raise AlreadyExists(f"name is {quoted(name)}, which the {_WORDS[named.source]} gives", field="name")
@@ -162,7 +183,7 @@ class Adapters:
             raise FailedPrecondition(
                 f"name is {quoted(name)}, which the {_WORDS[named.source]} gives: remove it there", field="name"
             )
-        self._say(name, unloaded=True)
+        self._say(named.name, unloaded=True)
         return named
 
     def pin(self, named: NamedAdapter, *, pinned: bool) -> NamedAdapter:
@@ -184,7 +205,7 @@ class Adapters:
 
     def follow_directory(self, paths: Mapping[str, str], changed: Mapping[str, str]) -> list[str]:
         """The watched directory has these adapters now, by name; what is in ``changed`` has other content than before. Returns
-        names for which there is no room, or that cannot be names.
+        names for which there is no room, or that cannot be names, such as the model's own and its aliases.
         """
         for key in changed.items():
             self._digests.pop(key, None)
@@ -193,7 +214,8 @@ class Adapters:
             self._digests.pop(key, None)
             self._pinned.discard(key)
         room = self._config.max_registered - len(self._config.adapters)
-        fit = [name for name in sorted(paths) if not name_refusal(name) and name != self._model]
+        taken = {self._model, *self._aliases}
+        fit = [name for name in sorted(paths) if not name_refusal(name) and name not in taken]
         self._paths[LoraSource.DIRECTORY] = {name: paths[name] for name in fit[:room]}
         return sorted(paths.keys() - self._paths[LoraSource.DIRECTORY].keys())
 

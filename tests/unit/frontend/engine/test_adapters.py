@@ -21,6 +21,51 @@ def make(frontend_id="f", **config):
     return Adapters(LoraConfig(**{"enabled": True, **config}), model="base", frontend_id=frontend_id)
 
 
+def with_aliases(**config):
+    aliases = {"gpt-4o": "", "claude": "base", "sailor": "pirate", "ghost": "gone"}
+    return Adapters(LoraConfig(**{"enabled": True, **config}), model="base", frontend_id="f", aliases=aliases)
+
+
+@pytest.mark.parametrize("name", ["gpt-4o", "claude", "base", ""])
+def test_aliases_of_the_model_name_no_adapter(name):
+    adapters = with_aliases(adapters={"pirate": "/pirate"})
+    assert adapters.asked_for(name, "") == ""
+    assert adapters.asked_for("", name) == ""
+
+
+def test_aliases_of_adapters_name_them():
+    adapters = with_aliases(adapters={"pirate": "/pirate"})
+    assert adapters.asked_for("sailor", "") == adapters.asked_for("", "sailor") == "pirate"
+    assert adapters.asked_for("sailor", "pirate") == "pirate"
+    assert adapters.asked_for("claude", "sailor") == "pirate"
+    assert adapters.get("sailor").name == "pirate"
+    assert adapters.names == ["pirate"]
+
+
+def test_an_alias_of_what_there_is_not_is_not_found():
+    with pytest.raises(NotFound, match="model is 'ghost', which stands for 'gone'; known: base, gpt-4o, claude"):
+        with_aliases().asked_for("ghost", "")
+    with pytest.raises(NotFound, match="did you mean 'claude'"):
+        with_aliases().asked_for("claud", "")
+
+
+def test_no_adapter_gets_the_name_of_an_alias():
+    adapters = with_aliases()
+    with pytest.raises(InvalidArgument, match="name is 'sailor', which model.aliases has for 'pirate'"):
+        adapters.check_registrable("sailor")
+    assert adapters.follow_directory({"sailor": "/sailor", "poet": "/poet"}, {}) == ["sailor"]
+    adapters.registry.merge([said_elsewhere("sailor", 1)])
+    assert adapters.names == ["poet"]
+    assert adapters.get("sailor") is None
+
+
+def test_an_adapter_is_unloaded_by_an_alias():
+    adapters = with_aliases()
+    adapters.register(LoraAdapter("pirate", "/pirate", b"1" * 16), pinned=False)
+    assert adapters.unregister("sailor").name == "pirate"
+    assert adapters.names == []
+
+
 def said_elsewhere(name, version, **fields):
     return LoraRegistration(name=name, version=version, frontend_id="g", path=f"/{version}", **fields)
 

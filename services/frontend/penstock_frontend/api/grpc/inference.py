@@ -132,15 +132,27 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """The models that are served."""
         adapters = self._llm.adapters.adapters
-        return pb.ListModelsResponse(models=[self._describe(), *map(self._adapter, adapters.all())])
+        aliases = (self._named(name) for name in adapters.aliases)
+        return pb.ListModelsResponse(
+            models=[self._describe(), *map(self._adapter, adapters.all()), *filter(None, aliases)]
+        )
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """One of them."""
         if not request.name:
             raise NotFound(f"name is not set; known: {self._model.name}", field="name")
         self._llm.inputs.check_model(request.name, field="name")
-        adapter = self._llm.adapters.adapters.get(request.name)
-        return pb.GetModelResponse(model=self._describe() if adapter is None else self._adapter(adapter))
+        return pb.GetModelResponse(model=self._named(request.name) or self._describe())
+
+    def _named(self, name: str) -> pb.Model | None:
+        """A model under one of its names; None for an alias of an adapter that there is not."""
+        adapters = self._llm.adapters.adapters
+        adapter = adapters.get(name)
+        if adapter is None and adapters.aliases.get(name, name) != self._model.name:
+            return None
+        model = self._describe() if adapter is None else self._adapter(adapter)
+        model.name = name
+        return model
 
     def _adapter(self, named: NamedAdapter) -> pb.Model:
         """A LoRA adapter as the model that requests can name."""

@@ -49,9 +49,10 @@ class Models:
         return [self._model.name, *(named.adapter.name for named in self._llm.adapters.adapters.all())]
 
     async def list(self, call: Call, given: Body) -> Answer:
-        """All of them: the model, and the LoRA adapters of it."""
+        """All of them: the model, the LoRA adapters of it, and aliases of these."""
         adapters = self._llm.adapters.adapters.all()
-        return ModelList(data=[self._describe(), *map(self._adapter, adapters)])
+        aliases = (self._named(name) for name in self._llm.adapters.adapters.aliases)
+        return ModelList(data=[self._describe(), *map(self._adapter, adapters), *filter(None, aliases)])
 
     async def get(self, call: Call, given: Body) -> Answer:
         """One of them. Raises NotFound."""
@@ -59,8 +60,15 @@ class Models:
         if not name:
             raise NotFound(f"name is not set; known: {self._model.name}", field="name")
         self._llm.inputs.check_model(name)
-        adapter = self._llm.adapters.adapters.get(name)
-        return self._describe() if adapter is None else self._adapter(adapter)
+        return self._named(name) or self._describe()
+
+    def _named(self, name: str) -> Model | None:
+        """A model under one of its names; None for an alias of an adapter that there is not."""
+        adapters = self._llm.adapters.adapters
+        adapter = adapters.get(name)
+        if adapter is None and adapters.aliases.get(name, name) != self._model.name:
+            return None
+        return msgspec.structs.replace(self._describe() if adapter is None else self._adapter(adapter), id=name)
 
     def _adapter(self, named: NamedAdapter) -> Model:
         adapter = named.adapter
