@@ -63,7 +63,7 @@ COMMANDS_NOT_RUN = {
     MULTIMODAL_SERVES: "is the server of that page's tests",
     "penstock serve MODEL": "MODEL is the reader's",
     "penstock serve examples/demo_model/penstock-tiny --lora": "tests/e2e/test_lora.py does so",
-    "penstock serve examples/demo_model/penstock-tiny --served-model-name": "tests/integration/test_aliases.py has such a frontend",
+    "penstock serve examples/demo_model/penstock-tiny --served-model-name": "tests/integration/test_aliases.py serves aliases",
     "penstock chat --lora": "needs a server with adapters, as tests/e2e/test_lora.py has one",
     "penstock lora": "tests/e2e/test_lora.py does so, beside a server with adapters",
     "penstock scale": "needs a cluster, which tests/integration/test_scale.py has",

@@ -75,3 +75,25 @@ async def test_a_batch_is_answered_alike_by_an_engine_of_its_own_and_by_a_server
     failed = read(tmp_path / "here.errors.jsonl")
     assert failed == read(tmp_path / "there.errors.jsonl")
     assert {name: each["status"] for name, each in failed.items()} == {"5": 404, "6": 400, "7": 400, "8": 400}
+
+
+@pytest.mark.asyncio
+async def test_an_engine_of_its_own_applies_the_adapters_that_lines_name(tmp_path: Path) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}
+    lines = [
+        {"custom_id": name, "url": "/v1/completions", "body": {**body, "model": name}} for name in ("model", "pirate")
+    ]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = BatchOptions(
+        input=str(source),
+        output=str(tmp_path / "out.jsonl"),
+        model=str(DEMO),
+        served_model_name="model",
+        lora={"pirate": str(DEMO.parent / "penstock-tiny-pirate")},
+        **ENGINE,
+    )
+    assert await asyncio.to_thread(batch, options) == 0
+    answers = [json.loads(line)["response"]["body"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [answer["model"] for answer in answers] == ["model", "pirate"]
+    assert answers[0]["choices"][0]["text"] != answers[1]["choices"][0]["text"]

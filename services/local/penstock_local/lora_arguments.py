@@ -7,8 +7,8 @@ from typing import Any
 from penstock_local import flags
 
 
-def add_adapters(group: argparse._ArgumentGroup) -> None:
-    """The adapters that are served from the start."""
+def add_adapter(group: argparse._ArgumentGroup) -> None:
+    """Add the flag that names an adapter."""
     group.add_argument(
         "--lora",
         action="append",
@@ -16,6 +16,11 @@ def add_adapters(group: argparse._ArgumentGroup) -> None:
         metavar="NAME=PATH",
         help="serve the LoRA adapter in the directory PATH as NAME; may be repeated",
     )
+
+
+def add_adapters(group: argparse._ArgumentGroup) -> None:
+    """The adapters that are served from the start."""
+    add_adapter(group)
     group.add_argument(
         "--lora-directory",
         metavar="DIR",

@@ -5,6 +5,7 @@ from typing import Any
 
 from penstock_local import flags
 from penstock_local.batch.options import BatchOptions
+from penstock_local.lora_arguments import add_adapter
 
 
 def add_batch(commands: Any) -> None:
@@ -38,12 +39,16 @@ def add_batch(commands: Any) -> None:
     flags.add_options(
         engine, BatchOptions, max_num_seqs="N", kv_cache_memory="SIZE", num_threads="N", tensor_parallel_size="N"
     )
+    add_adapter(engine)
 
 
 def _run_batch(arguments: argparse.Namespace) -> int:
     from penstock_local.batch.batch import batch
+    from penstock_local.lora import parse_adapters
 
     given = {name: value for name in BatchOptions.__struct_fields__ if (value := getattr(arguments, name)) is not None}
     if "server" in given:
         given["server"] = tuple(given["server"])
+    if "lora" in given:
+        given["lora"] = parse_adapters(given["lora"])
     return batch(BatchOptions(**given))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from penstock_common.errors import ConfigError, InvalidArgument, RequestFailed
+from penstock_common.errors import ConfigError, RequestFailed
 from penstock_local.batch import records
 from penstock_local.batch.backend import Backend, Servers
 from penstock_local.batch.files import OutputFile
@@ -79,12 +79,10 @@ class _Requests:
 
     def each(self) -> Iterator[BatchRequest | BatchRecord]:
         """Each of them."""
-        for number, line, earlier in self._source.lines():
+        for number, line in self._source.lines():
             if number < len(self._done) and self._done[number]:
                 continue
             try:
-                if earlier:
-                    raise _duplicate(custom_id_of(line), earlier)
                 yield request_of(line, number, self._urls)
             except RequestFailed as e:
                 yield records.failed(number, custom_id_of(line), e)
@@ -101,12 +99,6 @@ class _Requests:
         return records.answered(
             request.number, request.custom_id, BatchResponse(answer.status, answer.request_id, body)
         )
-
-
-def _duplicate(custom_id: str, earlier: int) -> InvalidArgument:
-    return InvalidArgument(
-        f"custom_id is {custom_id!r}, which line {earlier} has", field="custom_id", reason="DUPLICATE_CUSTOM_ID"
-    )
 
 
 def _done(source: InputFile, *files: OutputFile) -> tuple[bytearray, int]:
@@ -136,7 +128,7 @@ def make_backend(options: BatchOptions) -> Backend:
     say(f"loading {options.model}")
     from penstock_local.batch.engine import LocalEngine  # imports torch
 
-    return LocalEngine(options.model, options.engine_options)
+    return LocalEngine(options.model, options.engine_options, options.lora)
 
 
 def _report(options: BatchOptions, total: int, num_failed: int) -> None:

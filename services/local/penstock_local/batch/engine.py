@@ -15,9 +15,9 @@ from penstock_local.inprocess.runtime import Runtime
 class LocalEngine:
     """The engine of an ``LLM``, behind the routes of a server."""
 
-    def __init__(self, model: str, options: Mapping[str, object]) -> None:
-        """Load the model. Raises ConfigError and ModelLoadError."""
-        self._runtime = Runtime(engine_config(model, options))
+    def __init__(self, model: str, options: Mapping[str, object], adapters: Mapping[str, str]) -> None:
+        """Load the model. ``adapters``: directories of LoRA adapters by name. Raises ConfigError and ModelLoadError."""
+        self._runtime = Runtime(engine_config(model, options, num_adapters=len(adapters)), adapters=adapters)
         self._calls = OpenAICalls(self._runtime.assembly, self._runtime.model, HttpConfig())
 
     @property

@@ -25,12 +25,20 @@ class _Line(msgspec.Struct, frozen=True):
 
 class _Body(msgspec.Struct, frozen=True):
     stream: bool | None = None
+    input: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
 
 
 class _Named(msgspec.Struct, frozen=True):
     custom_id: str = ""
 
 
+_CHAT, _RESPONSES = "/v1/chat/completions", "/v1/responses"
+_NO_RESPONSES = (
+    f"for {_CHAT}, write body.messages in place of input, a message with the role system in place of instructions, and "
+    "max_completion_tokens in place of max_output_tokens"
+)
+"""What to write in place of a response, which a server keeps for later calls; a batch keeps nothing."""
 _LINES = msgspec.json.Decoder(_Line)
 _BODIES = msgspec.json.Decoder(_Body)
 _NAMES = msgspec.json.Decoder(_Named)
@@ -57,15 +65,21 @@ def request_of(line: bytes, number: int, urls: Collection[str]) -> BatchRequest:
     if given.method != "POST":
         raise _wrong(f"method is {given.method!r}; it must be 'POST'", "INVALID_FIELD", "method")
     if given.url not in urls:
-        hint = nearest(given.url, urls)
+        hint = f"; {_NO_RESPONSES}" if given.url.rstrip("/") == _RESPONSES else nearest(given.url, urls)
         raise _wrong(f"url is {given.url!r}; known: {', '.join(urls)}{hint}", "UNKNOWN_URL", "url")
     try:
-        streamed = _BODIES.decode(given.body).stream
+        body = _BODIES.decode(given.body)
     except msgspec.DecodeError as e:
         raise _wrong(f"body: {str(e)[:1].lower()}{str(e)[1:]}", "INVALID_TYPE", "body") from None
-    if streamed:
+    if given.url == _CHAT and _is_set(body.input) and not _is_set(body.messages):
+        raise _wrong(f"body.input is set, as for {_RESPONSES}; {_NO_RESPONSES}", "INVALID_FIELD", "body.input")
+    if body.stream:
         raise _wrong("body.stream is true; a batch has whole answers", "INVALID_FIELD", "body.stream")
     return BatchRequest(number, given.custom_id, given.url, bytes(given.body))
+
+
+def _is_set(value: msgspec.Raw) -> bool:
+    return bytes(value) not in (b"", b"null")
 
 
 def _wrong(message: str, reason: str, field: str = "") -> InvalidArgument:

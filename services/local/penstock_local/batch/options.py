@@ -48,6 +48,8 @@ class BatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory: Annotated[str, Meta(description="Memory of the KV cache, as 2GiB.")] = ""
     tensor_parallel_size: Annotated[int, Meta(ge=1, description="Workers that the model is split over.")] | None = None
     num_threads: Annotated[int, Meta(ge=1, description="CPU threads of the engine.")] | None = None
+    lora: Mapping[str, str] = {}
+    """Directories of LoRA adapters by the names that requests have as ``model`` or ``lora``."""
     task: Annotated[str, Meta(description="What the model is for, as embed, where its config does not say.")] = ""
 
     def __post_init__(self) -> None:
@@ -59,8 +61,8 @@ class BatchOptions(msgspec.Struct, frozen=True, kw_only=True):
             )
         if len({self.input, self.output, self.error_file}) < 3:
             raise ConfigError("the input, the output and the error file must differ")
-        for name in _ENGINE_OPTIONS:
-            if self.server and getattr(self, name) not in (None, ""):
+        for name in (*_ENGINE_OPTIONS, "lora"):
+            if self.server and getattr(self, name) not in (None, "", {}):
                 raise ConfigError(f"--{name.replace('_', '-')} is for an engine in this process; --server has its own")
 
     @property

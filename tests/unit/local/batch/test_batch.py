@@ -21,7 +21,7 @@ class Echo(Servers):
     gone.
     """
 
-    urls = ("/v1/completions",)
+    urls = ("/v1/completions", "/v1/chat/completions")
 
     def __init__(self, fuse: int | None = None, error: type[BaseException] = Unavailable) -> None:
         super().__init__(["http://nowhere"])
@@ -145,8 +145,9 @@ def test_lines_that_are_wrong_are_in_the_error_file_with_what_is_wrong(batch: Ba
         line(0),
         "no json",
         "",
-        line(0),
+        {**line(7), "url": "/v1/chat/completions", "body": {"input": "hi"}},
         {**line(1), "url": "/v1/completion"},
+        {**line(6), "url": "/v1/responses", "body": {"input": "hi"}},
         {**line(2), "method": "GET"},
         line(3, stream=True),
         {"url": "/v1/completions", "body": {}},
@@ -158,13 +159,34 @@ def test_lines_that_are_wrong_are_in_the_error_file_with_what_is_wrong(batch: Ba
     wrong = [json.loads(text) for text in batch.errors.read_text().splitlines()]
     assert [(each["id"], each["error"]["message"][:38]) for each in wrong] == [
         ("batch_req_2", "it is no JSON: JSON is malformed: inva"),
-        ("batch_req_4", "custom_id is 'c0', which line 1 has"),
+        ("batch_req_4", "body.input is set, as for /v1/response"),
         ("batch_req_5", "url is '/v1/completion'; known: /v1/co"),
-        ("batch_req_6", "method is 'GET'; it must be 'POST'"),
-        ("batch_req_7", "body.stream is true; a batch has whole"),
-        ("batch_req_8", "object missing required field `custom_"),
-        ("batch_req_9", "body: expected `object`, got `int`"),
+        ("batch_req_6", "url is '/v1/responses'; known: /v1/com"),
+        ("batch_req_7", "method is 'GET'; it must be 'POST'"),
+        ("batch_req_8", "body.stream is true; a batch has whole"),
+        ("batch_req_9", "object missing required field `custom_"),
+        ("batch_req_10", "body: expected `object`, got `int`"),
     ]
+    for each in (wrong[1], wrong[3]):
+        assert "write body.messages in place of input" in each["error"]["message"]
+        assert "did you mean" not in each["error"]["message"]
+
+
+def test_two_lines_of_one_name_are_refused_before_anything_is_asked(batch: Batch) -> None:
+    batch.write(line(0), line(1), "", line(2), line(1), line(0))
+    backend = Echo()
+    with pytest.raises(ConfigError, match="in.jsonl: line 5 has the custom_id 'c1', which line 2 has"):
+        batch.run(backend)
+    assert backend.asked == []
+    assert not batch.output.exists()
+
+
+def test_a_byte_order_mark_is_skipped(batch: Batch) -> None:
+    batch.write(line(0), line(1))
+    batch.input.write_bytes(b"\xef\xbb\xbf" + batch.input.read_bytes())
+    assert batch.run(Echo()) == 0
+    assert batch.ids() == ["c0", "c1"]
+    assert batch.run(Echo(fuse=0)) == 0  # the lines are known again
 
 
 def test_files_that_do_not_fit_are_refused(batch: Batch, tmp_path: Path) -> None:
@@ -220,6 +242,7 @@ def test_urls_are_read_and_written_when_all_is_done(
         ({"model": "m", "server": ("http://a",)}, "not both"),
         ({"model": "m", "output": "in.jsonl"}, "the input, the output and the error file must differ"),
         ({"server": ("http://a",), "dtype": "float32"}, "--dtype is for an engine in this process"),
+        ({"server": ("http://a",), "lora": {"a": "/a"}}, "--lora is for an engine in this process"),
         ({"model": "m", "concurrency": 0}, "--concurrency is 0"),
     ],
 )
