@@ -158,6 +158,18 @@ async def test_reasoning_is_told_apart_under_both_names(api: OpenAIServer, engin
     assert (choice.message.reasoning, hasattr(choice.message, "reasoning_content")) == (None, False)
 
 
+async def test_a_part_of_a_character_has_its_own_bytes(api: OpenAIServer, engine: FakeEngine) -> None:
+    says(engine, "naïve 你 🙂")
+    [choice] = (await chat(api, logprobs=True, top_logprobs=1)).choices
+    found = choice.logprobs.content
+    assert any("\ufffd" in entry.token for entry in found)
+    assert b"".join(bytes(entry.bytes) for entry in found).decode() == f"{choice.message.content}</s>"
+    chunks = await streamed(api, logprobs=True, top_logprobs=1)
+    pieces = [c.choices[0].logprobs for c in chunks]
+    assert [entry.bytes for piece in pieces if piece for entry in piece.content] == [entry.bytes for entry in found]
+    assert all(top.bytes is not None for entry in found for top in entry.top_logprobs)
+
+
 async def test_a_tool_that_must_be_called_is_a_constraint(api: OpenAIServer, engine: FakeEngine) -> None:
     says(engine, CALL)
     await chat(api, tools=[WEATHER], tool_choice="required")

@@ -123,7 +123,10 @@ async def test_log_probabilities_are_in_the_legacy_form(api: OpenAIServer, engin
     assert len(found.tokens) == len(found.top_logprobs) == len(found.text_offset) == len(ids)
     assert all(len(top) <= 3 for top in found.top_logprobs)
     for token, offset in zip(found.tokens, found.text_offset, strict=True):
-        assert "\ufffd" in token or choice.text[offset:].startswith(token)
+        assert token.startswith("bytes:") or choice.text[offset:].startswith(token)
+    pieces = [token.removeprefix("bytes:") for token in found.tokens]
+    raw = [bytes.fromhex(piece.replace("\\x", "")) if piece.startswith("\\x") else piece.encode() for piece in pieces]
+    assert b"".join(raw).decode() == choice.text
     pieces = [c.choices[0].logprobs for c in chunks]
     assert [token for piece in pieces for token in piece.tokens] == found.tokens
     assert [offset for piece in pieces for offset in piece.text_offset] == found.text_offset

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock_frontend.api.openai.choice_logprobs import ChatLogprobs, chat_logprobs
+from penstock_frontend.api.openai.choice_logprobs import BytesOf, ChatLogprobs, chat_logprobs
 from penstock_frontend.api.openai.generation import FINISH_REASONS
 from penstock_frontend.processing.chat.answers import ChatOutput
 from penstock_frontend.processing.parsers.base import ToolCallDelta
@@ -73,6 +73,7 @@ class ChatStyle(msgspec.Struct, frozen=True, kw_only=True):
     """What the choices of a call show. ``top_logprobs``: None without log-probabilities, -1 for all there are."""
 
     top_logprobs: int | None
+    bytes_of: BytesOf
     token_ids: bool
     reasoning: bool
     parallel_tool_calls: bool
@@ -148,7 +149,7 @@ class ChatChoiceWriter:
 
     def _logprobs(self, output: ChatOutput) -> ChatLogprobs | None:
         top = self._style.top_logprobs
-        return None if top is None else chat_logprobs(output.logprobs, top=top)
+        return None if top is None else chat_logprobs(output.logprobs, top=top, bytes_of=self._style.bytes_of)
 
 
 def _part(call: ToolCallDelta, *, index: int | msgspec.UnsetType) -> ToolCallPart:

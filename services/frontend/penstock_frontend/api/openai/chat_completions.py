@@ -15,7 +15,7 @@ from penstock_frontend.api.openai import sampling_fields
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, shown
 from penstock_frontend.api.openai.chat_choices import ChatChoice, ChatChoiceWriter, ChatStyle, ChunkChoice
-from penstock_frontend.api.openai.choice_logprobs import PromptLogprobs, prompt_logprobs
+from penstock_frontend.api.openai.choice_logprobs import BytesOf, PromptLogprobs, prompt_logprobs
 from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.conversation import (
     CONVERSATION,
@@ -111,7 +111,7 @@ class ChatCompletions:
         prompt_token_ids = await self._prompt_token_ids(body, request)
         request_id = request.context.external_request_id
         source = Source(request_id, demand, functools.partial(self._chat.run, request), _names(body))
-        making = _Making(body, request_id, model, prompt_token_ids)
+        making = _Making(body, request_id, model, prompt_token_ids, self._llm.tokenizer.bytes_of)
         generation = Generation(self._llm, [source], given)
         if body.stream:
             return await EventStream.started(making.chunks(generation))
@@ -133,7 +133,12 @@ class _Making:
     """One call's answer in the making."""
 
     def __init__(
-        self, body: ChatCompletionRequest, completion_id: str, model: str, prompt_token_ids: Sequence[int]
+        self,
+        body: ChatCompletionRequest,
+        completion_id: str,
+        model: str,
+        prompt_token_ids: Sequence[int],
+        bytes_of: BytesOf,
     ) -> None:
         self._body = body
         self._id = completion_id
@@ -143,6 +148,7 @@ class _Making:
         self._usage = UsageCount()
         self._style = ChatStyle(
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            bytes_of=bytes_of,
             token_ids=bool(body.return_token_ids),
             reasoning=body.include_reasoning is not False,
             parallel_tool_calls=body.parallel_tool_calls is not False,

@@ -7,13 +7,16 @@ import msgspec
 from penstock_common.types.logprobs import Logprobs
 from penstock_frontend.processing.outputs.detokenizer import REPLACEMENT, IncrementalDetokenizer
 
+BytesOf = Callable[[int], bytes]
+"""The bytes of a token id, as ``Tokenizer.bytes_of`` has them."""
+
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """A token as chat completions write it. ``bytes`` is null for a token that holds a part of a character."""
+    """A token as chat completions write it. The ``token`` of a part of a character is U+FFFD; its ``bytes`` are its own."""
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class ContentLogprob(msgspec.Struct, frozen=True):
@@ -21,7 +24,7 @@ class ContentLogprob(msgspec.Struct, frozen=True):
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
     top_logprobs: list[TokenLogprob]
 
 
@@ -33,9 +36,10 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """The log-probabilities of a completion's choice. The first token of an echoed prompt has none.
+    r"""The log-probabilities of a completion's choice. The first token of an echoed prompt has none.
 
-    ``text_offset``: where each token's text begins in the text of the choice, in characters.
+    Parts of characters are written by their bytes, as by OpenAI: ``bytes:\xf0\x9f``. ``text_offset``: where each token's text
+    begins in the text of the choice, in characters.
     """
 
     tokens: list[str] = []
@@ -70,13 +74,24 @@ class TextOffsets:
     does, behind one that is never finished after the U+FFFD that this becomes.
     """
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, text_of: Callable[[int], str]) -> None:
+    def __init__(self, detokenizer: IncrementalDetokenizer, text_of: Callable[[int], str], bytes_of: BytesOf) -> None:
         self._detokenizer = detokenizer
         self._length = 0
         self._pending: list[int] = []  # tokens that wait for the rest of their character
         self._num_told = 0  # of them
-        self.text_of = text_of
-        """The text of a token id, as log-probabilities have it."""
+        self._text_of = text_of
+        self._bytes_of = bytes_of
+
+    def name_of(self, token_id: int, text: str | None = None) -> str:
+        """Return what completions call a token: its text, or its bytes if it is a part of a character.
+
+        ``text``: the token's text, where the caller has it.
+        """
+        if text is None:
+            text = self._text_of(token_id)
+        if REPLACEMENT not in text or (data := self._bytes_of(token_id)) == text.encode():
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def of(self, token_ids: Sequence[int]) -> list[int]:
         """The offsets of the next tokens. Of those at the end that are not a whole character, as if they stayed that."""
@@ -128,20 +143,23 @@ def add_completion_logprobs(into: CompletionLogprobs, logprobs: Logprobs, offset
     """Append all positions to those of a completion's choice."""
     chosen = [logprobs.token_ids[begin] for begin in logprobs.offsets[: len(logprobs)]]
     for position, offset in enumerate(offsets.of(chosen)):
-        (_, text, logprob, _), *_ = found = list(entries(logprobs, position))
+        found = [(offsets.name_of(i, text), value) for i, text, value, _ in entries(logprobs, position)]
         top: dict[str, float] = {}
-        for _, other, value, _ in found:
-            top.setdefault(other, value)  # texts of partial characters are alike: the likeliest stays
-        into.add(text, offset, top, logprob)
+        for other, value in found:
+            top.setdefault(other, value)  # some tokens have the same text: the likeliest stays
+        into.add(found[0][0], offset, top, found[0][1])
 
 
-def chat_logprobs(logprobs: Logprobs | None, *, top: int) -> ChatLogprobs | None:
+def chat_logprobs(logprobs: Logprobs | None, *, top: int, bytes_of: BytesOf) -> ChatLogprobs | None:
     """Those of a chat completion's choice, with the ``top`` likeliest at each position."""
     if logprobs is None:
         return None
     content = []
     for position in range(len(logprobs)):
-        chosen, *likeliest = (_token(text, logprob) for _, text, logprob, _ in entries(logprobs, position))
+        chosen, *likeliest = (
+            TokenLogprob(text, logprob, list(bytes_of(token_id)))
+            for token_id, text, logprob, _ in entries(logprobs, position)
+        )
         content.append(
             ContentLogprob(chosen.token, chosen.logprob, chosen.bytes, likeliest if top < 0 else likeliest[:top])
         )
@@ -154,7 +172,3 @@ def prompt_logprobs(logprobs: Logprobs | None) -> PromptLogprobs:
         return [None]
     positions = (entries(logprobs, position) for position in range(len(logprobs)))
     return [None, *({i: PromptLogprob(value, rank, text) for i, text, value, rank in found} for found in positions)]
-
-
-def _token(text: str, logprob: float) -> TokenLogprob:
-    return TokenLogprob(text, logprob, None if REPLACEMENT in text else list(text.encode()))

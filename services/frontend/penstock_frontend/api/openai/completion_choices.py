@@ -92,6 +92,6 @@ class ChoiceWriter:
             return
         token_id = self._prompt.token_ids[0]
         [offset] = self._offsets.of([token_id])
-        written.add(self._offsets.text_of(token_id), offset, None, None)
+        written.add(self._offsets.name_of(token_id), offset, None, None)
         if of_prompt is not None:
             add_completion_logprobs(written, of_prompt, self._offsets)

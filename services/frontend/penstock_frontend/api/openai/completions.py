@@ -239,7 +239,9 @@ class _Making:
         context = () if self._body.echo else prompt.token_ids or ()
         skip = self._body.skip_special_tokens is not False
         tokenizer = self._llm.tokenizer
-        return TextOffsets(IncrementalDetokenizer(tokenizer, context, skip_special_tokens=skip), tokenizer.text_of)
+        return TextOffsets(
+            IncrementalDetokenizer(tokenizer, context, skip_special_tokens=skip), tokenizer.text_of, tokenizer.bytes_of
+        )
 
     def _completion(
         self,

@@ -43,7 +43,7 @@ class _Bytes(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         if token_id in self._odd:
             raise OddTokenError
-        data = _bytes_of(self._backend.id_to_token(token_id) or "")
+        data = spelt_bytes(self._backend.id_to_token(token_id) or "")
         if data.decode("utf-8", "replace") != self._decode([token_id]):
             self._odd.add(token_id)
             raise OddTokenError
@@ -61,8 +61,8 @@ def _byte_of_char() -> dict[str, int]:
 _BYTE_OF_CHAR = _byte_of_char()
 
 
-def _bytes_of(token: str) -> bytes:
-    """A token that has other characters, as added tokens may, is its own text."""
+def spelt_bytes(token: str) -> bytes:
+    """Return the bytes that a byte-level vocabulary spells by a token; a token with other characters is its own text."""
     try:
         return bytes(_BYTE_OF_CHAR[char] for char in token)
     except KeyError:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,7 @@ import tokenizers
 from penstock_common import input_files
 from penstock_common.errors import ConfigError, Unimplemented
 from penstock_frontend.config import ModelConfig
-from penstock_frontend.processing.prompts.byte_level import ByteLevelDecoder, OddTokenError, is_byte_level
+from penstock_frontend.processing.prompts.byte_level import ByteLevelDecoder, OddTokenError, is_byte_level, spelt_bytes
 from penstock_frontend.processing.prompts.guarded_text import GuardedText
 from penstock_frontend.processing.prompts.hidden_tokens import hide
 from penstock_frontend.processing.prompts.truncation import encode_cut, encode_pair_cut
@@ -26,6 +27,9 @@ _FILES = ("*.json", "tokenizer.model", "*.jinja", "*.tiktoken")
 _WEIGHT_INDEXES = ("*.index.json",)
 
 
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+"""The token of a byte, in vocabularies of SentencePiece."""
 _LONG_TEXT = 64 * 1024
 """Characters above which a text is tokenized in a thread for such texts alone: it may take seconds, and others do not wait."""
 
@@ -81,6 +85,7 @@ class Tokenizer:
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self._byte_level = ByteLevelDecoder(backend, self._decode) if is_byte_level(backend) else None
         self._texts: dict[int, str] = {}
+        self._bytes: dict[int, bytes] = {}
         self._anchor = self._find_anchor()
 
     def hide(self, tokens: Sequence[str]) -> None:
@@ -177,6 +182,22 @@ class Tokenizer:
             text = joined.removeprefix(before) if joined.startswith(before) else self.decode([token_id])
             self._texts[token_id] = text
         return text
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of ``text_of`` a token, where a part of a character has its own bytes and not those of U+FFFD."""
+        data = self._bytes.get(token_id)
+        if data is None:
+            text = self.text_of(token_id)
+            data = self._bytes[token_id] = self._own_bytes(token_id, text) if _REPLACEMENT in text else text.encode()
+        return data
+
+    def _own_bytes(self, token_id: int, text: str) -> bytes:
+        """The bytes of a token that becomes ``text``, of a vocabulary that spells bytes; else those of the text."""
+        token = self._backend.id_to_token(token_id) or ""
+        if (fallback := _BYTE_TOKEN.fullmatch(token)) is not None:
+            return bytes([int(fallback[1], 16)])
+        data = spelt_bytes(token)
+        return data if data.decode("utf-8", "replace") == text else text.encode()
 
     async def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = False, longest: int | None = None

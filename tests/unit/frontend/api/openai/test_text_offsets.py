@@ -37,7 +37,7 @@ class Offsets:
         return IncrementalDetokenizer(self.tokenizer, (), skip_special_tokens=True)
 
     def of(self, *batches: list[int]) -> list[int]:
-        offsets = TextOffsets(self.detokenizer(), self.tokenizer.text_of)
+        offsets = TextOffsets(self.detokenizer(), self.tokenizer.text_of, self.tokenizer.bytes_of)
         return [offset for batch in batches for offset in offsets.of(batch)]
 
     def text(self, token_ids: Sequence[int]) -> str:

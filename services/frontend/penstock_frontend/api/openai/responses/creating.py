@@ -124,6 +124,7 @@ class _Making:
             parallel_calls=begun.parallel_tool_calls,
             reasoning=body.include_reasoning is not False,
             top_logprobs=begun.top_logprobs if body.with_logprobs else None,
+            bytes_of=llm.tokenizer.bytes_of,
         )
         self._tenant = tenant
         self._items = _items(body.input)

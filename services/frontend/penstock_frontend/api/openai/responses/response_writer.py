@@ -10,7 +10,7 @@ import msgspec
 from penstock_common.errors import Cancelled, RequestFailed
 from penstock_common.types.outputs import FinishReason
 from penstock_frontend.api.openai import errors
-from penstock_frontend.api.openai.choice_logprobs import ContentLogprob, chat_logprobs
+from penstock_frontend.api.openai.choice_logprobs import BytesOf, ContentLogprob, chat_logprobs
 from penstock_frontend.api.openai.responses import events, response
 from penstock_frontend.api.openai.responses.items import (
     FunctionCallItem,
@@ -52,10 +52,12 @@ class ResponseWriter:
         parallel_calls: bool,
         reasoning: bool,
         top_logprobs: int | None,
+        bytes_of: BytesOf,
     ) -> None:
         self.response = begun
         self.blocks = Blocks(parallel_calls=parallel_calls, reasoning=reasoning)
         self._top_logprobs = top_logprobs
+        self._bytes_of = bytes_of
         self._ids: list[str] = []
         self._logprobs: list[list[ContentLogprob]] = []
         self._untold: list[ContentLogprob] = []  # of tokens whose text is still to come
@@ -197,7 +199,7 @@ class ResponseWriter:
         """Those that belong to the piece's text: tokens may come before it. None, and none later, of reasoning and calls."""
         if self._top_logprobs is None:
             return []
-        if (found := chat_logprobs(output.logprobs, top=self._top_logprobs)) is not None:
+        if (found := chat_logprobs(output.logprobs, top=self._top_logprobs, bytes_of=self._bytes_of)) is not None:
             self._untold += found.content
         if not output.content and not output.reasoning and not output.tool_calls and output.finish is None:
             return []
@@ -216,7 +218,7 @@ def _of_text(logprobs: Sequence[ContentLogprob], text: str) -> Sequence[ContentL
     while begin and size > 0:
         begin -= 1
         token = logprobs[begin]
-        size -= len(token.bytes) if token.bytes is not None else 1
+        size -= len(token.bytes)
     return logprobs[begin:]
 
 
