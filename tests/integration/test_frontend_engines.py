@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.admin.v1 import messages_pb2 as admin_pb
 from penstock.common.v1 import control_pb2, finish_pb2
@@ -68,6 +69,28 @@ async def two_begun(frontend: FrontendServer, engines: tuple[FakeEngine, FakeEng
         engine.step()
         engine.step()
     return calls
+
+
+async def test_a_lost_engine_is_told_with_the_sequences_that_moved_and_logged_once(
+    frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]
+) -> None:
+    a, b = engines
+    calls = [frontend.generate(max_tokens=1, n=3) for _ in range(2)]
+    for engine in engines:
+        await engine.until(lambda e: len(e.running) == 3)
+    with capture_logs() as lines:
+        await a.kill()
+        await b.until(lambda e: len(e.running) == 6)
+    cluster = await until_states(frontend, {"a": control_pb2.ENGINE_STATE_DEAD, "b": control_pb2.ENGINE_STATE_SERVING})
+    [lost] = cluster.lost_engines
+    assert (lost.engine_id, lost.address, lost.num_moved) == ("a", a.address, 3)
+    about = [line["event"] for line in lines if a.address in f"{line.get('engine', '')} {line['event']}"]
+    assert about == ["engine lost"]
+    b.step()
+    for call in calls:
+        assert len([output for output in await collect(call) if output.finish_reason]) == 3
+    cluster = await frontend.admin.GetCluster(admin_pb.GetClusterRequest())
+    assert [each.num_moved for each in cluster.lost_engines] == [3]
 
 
 async def test_requests_are_spread_evenly(frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]) -> None:

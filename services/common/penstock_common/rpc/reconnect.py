@@ -20,7 +20,13 @@ class Reconnector:
     over. Delays grow up to ``max_delay`` seconds and start anew after a session that held at least as long.
     """
 
-    def __init__(self, session: Callable[[], Awaitable[None]], *, peer: str, max_delay: float) -> None:
+    def __init__(
+        self, session: Callable[[], Awaitable[None]], *, peer: str, max_delay: float, logs_sessions: bool = True
+    ) -> None:
+        """``logs_sessions``: log when a session is established and when it ends. If False, ``session`` logs both itself, and
+        only peers that cannot be reached at all are logged here.
+        """
+        self._logs_sessions = logs_sessions
         self._session = session
         self._peer = peer
         self._backoff = Backoff(initial=min(INITIAL_DELAY, max_delay), maximum=max_delay)
@@ -49,9 +55,9 @@ class Reconnector:
                 problem = await self._attempt()
                 if self._held_for() >= self._backoff.maximum:
                     self._backoff.reset()
-                self._established_at = None
+                was_established, self._established_at = self.connected, None
                 if not self.closing:
-                    self._report(problem)
+                    self._report(problem, was_established=was_established)
                     await wait_at_most(self._closing, self._backoff.next())
         finally:
             self._established_at = None
@@ -68,7 +74,8 @@ class Reconnector:
         """To be called by the session when the peer has accepted it."""
         self._established_at = asyncio.get_running_loop().time()
         self._away = False
-        get_logger().info(f"connected to the {self._peer}")
+        if self._logs_sessions:
+            get_logger().info(f"connected to the {self._peer}")
 
     def limit_delay(self, seconds: float) -> None:
         """Wait no longer than this between attempts from now on."""
@@ -97,9 +104,9 @@ class Reconnector:
         """Seconds that the session was established; 0 if it never was."""
         return 0.0 if self._established_at is None else asyncio.get_running_loop().time() - self._established_at
 
-    def _report(self, problem: str) -> None:
+    def _report(self, problem: str, *, was_established: bool) -> None:
         """Once per absence: a peer that stays away is no news."""
-        if not self._away:
+        if not self._away and (self._logs_sessions or not was_established):
             get_logger().warning(f"no connection to the {self._peer}; trying again", problem=problem)
         self._away = True
 

@@ -251,13 +251,13 @@ class BusyLoop:
         self._leases_ended |= self._engine.expire_leases()
         engine, now = self._engine, self._clock()
         for effect in self._shutdown.advance(now, has_requests=engine.has_requests, has_leases=engine.has_leases):
-            logger.info("shutdown: %s", effect.value)
             match effect:
                 case ShutdownEffect.ANNOUNCE_DRAINING:
                     self._sink.draining(self._shutdown.timeout)
                     if self._engine.paused:  # what is frozen would only wait for the deadline
                         self._abort_all()
                 case ShutdownEffect.ABORT_REQUESTS:
+                    logger.info("shutdown: %s", effect.value)
                     self._abort_all()
                     engine.revoke_leases()
 

@@ -89,7 +89,9 @@ class EngineConnection:
         self._on_lost = on_lost
         self._credentials = credentials
         self._media = media
-        self._reconnector = Reconnector(self._serve, peer=f"engine at {address}", max_delay=_MAX_RECONNECT_DELAY)
+        self._reconnector = Reconnector(
+            self._serve, peer=f"engine at {address}", max_delay=_MAX_RECONNECT_DELAY, logs_sessions=False
+        )
         self._task = asyncio.create_task(self._reconnector.run(), name=f"engine {address}")
 
     @property

@@ -1,6 +1,7 @@
 import asyncio
 
 import pytest
+from structlog.testing import capture_logs
 
 from penstock_common.errors import Unavailable
 from penstock_common.rpc.reconnect import Reconnector
@@ -118,3 +119,52 @@ async def test_cancelling_run_cancels_the_session():
         with pytest.raises(asyncio.CancelledError):
             await running
         await reconnector.close()
+
+
+@pytest.mark.parametrize(
+    ("logs_sessions", "lines"),
+    [
+        (True, ["connected to the server", "no connection to the server; trying again"]),
+        (False, []),
+    ],
+)
+async def test_the_end_of_a_session_is_logged_by_one_of_both(logs_sessions, lines):
+    """Sessions that log their own begin and end would have every event in the log twice."""
+    ends = [None, None]
+    enough = asyncio.Event()
+
+    async def session():
+        if not ends:
+            enough.set()
+            raise Unavailable("away")
+        ends.pop()
+        reconnector.established()
+
+    reconnector = Reconnector(session, peer="server", max_delay=0.01, logs_sessions=logs_sessions)
+    with capture_logs() as logged:
+        running = asyncio.create_task(reconnector.run())
+        async with asyncio.timeout(TIMEOUT):
+            await enough.wait()
+            await reconnector.close()
+            await running
+    assert [line["event"] for line in logged] == 2 * lines
+
+
+async def test_a_server_that_was_never_there_is_logged_once_whoever_logs_sessions():
+    tries = []
+    enough = asyncio.Event()
+
+    async def session():
+        tries.append(1)
+        if len(tries) == 3:
+            enough.set()
+        raise Unavailable("away")
+
+    reconnector = Reconnector(session, peer="server", max_delay=0.01, logs_sessions=False)
+    with capture_logs() as logged:
+        running = asyncio.create_task(reconnector.run())
+        async with asyncio.timeout(TIMEOUT):
+            await enough.wait()
+            await reconnector.close()
+            await running
+    assert [line["event"] for line in logged] == ["no connection to the server; trying again"]

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import logging
 import os
 import queue
 import signal
@@ -372,7 +373,8 @@ def test_a_utility_that_breaks_answers_with_an_internal_error():
         rig.sink.wait_for_ends(request)
 
 
-def test_draining_lets_requests_finish_and_refuses_new_ones():
+def test_draining_lets_requests_finish_and_refuses_new_ones(caplog):
+    caplog.set_level(logging.INFO)
     with running(drain_timeout=TIMEOUT) as rig:
         request, late = make_request(max_tokens=30), make_request()
         rig.add_and_hold(request)
@@ -382,6 +384,7 @@ def test_draining_lets_requests_finish_and_refuses_new_ones():
         rig.gate.set()
         rig.join()
     assert rig.sink.draining_timeout == TIMEOUT
+    assert not [line for line in caplog.messages if line.startswith("shutdown")], "whoever is told of draining logs it"
     assert_as_expected(rig.engine, rig.sink.of(), request)
     end = rig.sink.of().ends[late.request_id]
     assert (end.finish_reason, end.error.code, end.error.reason) == (FinishReason.ERROR, "UNAVAILABLE", "DRAINING")
