@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock_coordinator.app import Coordinator
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_frontend.config import CoordinatorClientConfig, LimitsConfig
+from penstock_local.rpc.health import SERVICE, serving
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import LOOPBACK, FrontendServer, collect, eventually
 from tests.fakes.models.small_tokenizers import byte_level
@@ -23,6 +24,10 @@ async def status(frontend: FrontendServer, service: str) -> int:
     return int((await stub.Check(health_pb2.HealthCheckRequest(service=service))).status)
 
 
+def admin_address(frontend: FrontendServer) -> str:
+    return f"127.0.0.1:{frontend.frontend.admin_port}"
+
+
 async def test_health_waits_for_the_first_engine_and_follows_none(model: Path) -> None:
     names = ("", "penstock.inference.v1.InferenceService", "vllm.grpc.engine.VllmEngine")
     async with FakeEngine(vocab_size=VOCAB) as engine:
@@ -30,9 +35,11 @@ async def test_health_waits_for_the_first_engine_and_follows_none(model: Path) -
         await engine.kill()
         async with FrontendServer(model, engines=[address], engine_wait_timeout=PATIENCE) as frontend:
             assert [await status(frontend, name) for name in names] == [health_pb2.HealthCheckResponse.NOT_SERVING] * 3
+            assert await serving(admin_address(frontend), SERVICE, deadline=PATIENCE) is False
             await engine.start(port)
             for name in names:
                 await frontend.until_health(serving=True, service=name)
+            assert await serving(admin_address(frontend), SERVICE, deadline=PATIENCE) is True
             await engine.kill()
             await frontend.until_engines(0)
             assert [await status(frontend, name) for name in names] == [health_pb2.HealthCheckResponse.SERVING] * 3

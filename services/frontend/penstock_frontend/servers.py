@@ -74,10 +74,13 @@ class Servers:
         await self.public.start()
         await self.admin.start()
         await self.admin.set_serving(True)
+        await self.admin.set_serving(self._readiness.ready, *PUBLIC_SERVICES)
         await self.http.start()
 
     async def tell_health(self) -> None:
         """Tell watchers what ``readiness`` says: services' names whether to route here, the empty one whether to begin calls."""
+        # Operators' tools ask the operators' port for it, so that they need one address.
+        await self.admin.set_serving(self._readiness.ready, *PUBLIC_SERVICES)
         await self.public.set_serving(self._readiness.ready, *PUBLIC_SERVICES)
         await self.public.set_serving(self._readiness.answers, EVERYTHING)
 

@@ -216,7 +216,7 @@ def _add_status(commands: Any) -> None:
         help=f"of the operators' API (default: {flags.DEFAULT_ADMIN_ADDRESS}); again for each further frontend",
     )
     parser.add_argument(
-        "--address", default=flags.DEFAULT_ADDRESS, help="of the public API, for its health (default: %(default)s)"
+        "--address", default="", help="of the public API, for its health (default: the operators' API says how it is)"
     )
     parser.add_argument("--once", action="store_true", help="print the table and leave")
     parser.add_argument("--json", action="store_true", help="print a JSON object and leave")

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.text import Text
 
-from penstock_local.rpc.admin import Cluster
+from penstock_local.rpc.admin import Cluster, LostEngine
 
 _SHOWN = 10
 """Lines of each kind; ``--json`` has all."""
@@ -18,9 +18,14 @@ def incident_lines(clusters: Sequence[Cluster]) -> list[Text]:
     return [*_lost(clusters), *_refused(clusters)]
 
 
+def shown_losses(cluster: Cluster) -> Sequence[LostEngine]:
+    """Return the losses that have a line."""
+    return cluster.lost_engines[:_SHOWN]
+
+
 def _lost(clusters: Sequence[Cluster]) -> Iterable[Text]:
     present = {engine.engine_id for engine in clusters[0].engines if engine.state.name != "DEAD"}
-    for lost in clusters[0].lost_engines[:_SHOWN]:
+    for lost in shown_losses(clusters[0]):
         # Frontends notice a loss at different times, within seconds.
         also = [
             other

@@ -13,16 +13,17 @@ from penstock_common.errors import ConfigError
 from penstock_common.memory import host_memory
 from penstock_local.console import BOLD, GREEN, JoinedLog, paint, say
 from penstock_local.devices import visible_gpus
+from penstock_local.flags import DEFAULT_ADMIN_ADDRESS
 from penstock_local.group_ranks import GroupRanks
 from penstock_local.plan import check, engine_spec, needs_secret, num_internal_ports, plan
 from penstock_local.ports import LOOPBACK, free_ports
 from penstock_local.process import ProcessSpec
 from penstock_local.rpc.client import InferenceClient, ModelInfo
+from penstock_local.rpc.health import SERVICE
 from penstock_local.serve_options import ServeOptions
 from penstock_local.shared_secret import secret_file
 from penstock_local.supervisor import StopRequest, Supervisor, first_of, run
 
-SERVICE = "penstock.inference.v1.InferenceService"
 _POLL_SECONDS = 0.02
 _MOST_NAMES = 8
 """Adapters that the first words name."""
@@ -100,7 +101,8 @@ def ready_block(options: ServeOptions, model: ModelInfo, *, seconds: float) -> s
     if options.prefill_engines:
         engines += f", {options.prefill_engines} of them for prompts"
     title = paint(f"Penstock is ready after {seconds:.1f} s", GREEN, sys.stdout)
-    first_call = "\n    ".join(paint(line, BOLD, sys.stdout) for line in _first_calls(options, model, host, elsewhere))
+    calls = [*_first_calls(options, model, host, elsewhere), _status_call(options)]
+    first_call = "\n    ".join(paint(line, BOLD, sys.stdout) for line in calls)
     return f"""
   {title}
 
@@ -115,6 +117,13 @@ def ready_block(options: ServeOptions, model: ModelInfo, *, seconds: float) -> s
 
   or with any gRPC client: the server describes its services by reflection. Ctrl-C stops everything.
 """
+
+
+def _status_call(options: ServeOptions) -> str:
+    addresses = [f"localhost:{port}" for port in options.admin_ports]
+    if addresses == [DEFAULT_ADMIN_ADDRESS]:
+        return "penstock status"
+    return " ".join(["penstock status", *(f"--admin-address {address}" for address in addresses)])
 
 
 def _operators_lines(options: ServeOptions) -> str:

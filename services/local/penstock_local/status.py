@@ -22,9 +22,9 @@ from penstock_common.types.kv_transfer import EngineRole
 from penstock_local.console import fail
 from penstock_local.drafts_cell import drafts_of
 from penstock_local.failures import of_operators_api, one_line
-from penstock_local.incident_lines import incident_lines
+from penstock_local.incident_lines import incident_lines, shown_losses
 from penstock_local.rpc.admin import AdminClient, Cluster
-from penstock_local.rpc.health import serving
+from penstock_local.rpc.health import SERVICE, serving
 from penstock_local.worker_table import device_of
 
 EXIT_FAILED = 1
@@ -59,8 +59,8 @@ class StatusOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     admin_address: str
     """Operators' API of the frontend whose cluster is shown."""
-    address: str
-    """Public API of that frontend, which is asked for its health."""
+    address: str = ""
+    """Public API of that frontend, which is asked for its health; empty: the operators' API is asked for it."""
     others: tuple[str, ...] = ()
     """Operators' APIs of further frontends of the same cluster."""
     interval: Annotated[float, Meta(ge=0.05, le=3600, description="Seconds between two refreshes of the table.")] = 1.0
@@ -115,11 +115,17 @@ async def take_snapshot(admin: AdminClient, options: StatusOptions) -> Snapshot:
     """Ask everything at once. Raises what the question for the cluster failed with; without the rest it goes on."""
     cluster, public, infos, others = await asyncio.gather(
         admin.cluster(deadline=_TIMEOUT),
-        serving(options.address, deadline=_TIMEOUT),
+        _health(options),
         _infos(admin),
         asyncio.gather(*map(_cluster_at, options.others)),
     )
     return Snapshot(cluster=cluster, serving=public, infos=infos, others=dict(zip(options.others, others, strict=True)))
+
+
+async def _health(options: StatusOptions) -> bool | None:
+    if options.address:
+        return await serving(options.address, deadline=_TIMEOUT)
+    return await serving(options.admin_address, SERVICE, deadline=_TIMEOUT)
 
 
 async def _cluster_at(address: str) -> Cluster | None:
@@ -161,11 +167,10 @@ async def _watch(admin: AdminClient, options: StatusOptions, console: Console, s
 
 def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> RenderableType:
     """Lines on the cluster and a row per engine. ``width`` in characters: a narrow terminal gets fewer columns."""
-    engines = snapshot.cluster.engines
+    engines = _shown(snapshot.cluster)
     if not engines:
-        return Group(
-            *_summaries(snapshot, options), *_incidents(snapshot), Text("no engine is known yet", style="yellow")
-        )
+        none = "no engine is left" if snapshot.cluster.engines else "no engine is known yet"
+        return Group(*_summaries(snapshot, options), *_incidents(snapshot), Text(none, style="yellow"))
     rows = Table(box=None, pad_edge=False, header_style="dim")
     hidden = len(_WIDE_ONLY) if width < _WIDE else 0 if len({engine.pool for engine in engines}) > 1 else 1
     columns = list(_COLUMNS[: len(_COLUMNS) - hidden])
@@ -270,13 +275,20 @@ def _summary(snapshot: Snapshot, options: StatusOptions) -> Text:
         False: ("not serving", "bold red"),
         None: ("does not answer", "bold red"),
     }[snapshot.serving]
-    return Text.assemble((options.address, "bold"), " ", (health, style), _size(snapshot.cluster))
+    where = options.address or options.admin_address
+    return Text.assemble((where, "bold"), " ", (health, style), _size(snapshot.cluster))
 
 
 def _size(cluster: Cluster) -> str:
-    count = len(cluster.engines)
+    count = len(_shown(cluster))
     coordinator = "connected" if cluster.coordinator_connected else "not connected"
     return f" · {count} engine{'' if count == 1 else 's'} · coordinator {coordinator}"
+
+
+def _shown(cluster: Cluster) -> list[EngineStatus]:
+    """Return the engines that have a row: all but dead ones of which a line below the table says when and how they were lost."""
+    told = {lost.address for lost in shown_losses(cluster)}
+    return [each for each in cluster.engines if each.state is not EngineState.DEAD or each.address not in told]
 
 
 def _groups(snapshot: Snapshot) -> list[Text]:

@@ -271,6 +271,35 @@ async def test_further_frontends_have_a_line_each_also_those_that_do_not_answer(
     assert seen == {server.address: {"num_engines": 1, "coordinator_connected": True}, silent: None}
 
 
+async def test_one_address_is_enough_since_the_operators_api_tells_the_health_too(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.admin.engines = [engine(0)]
+    arguments = ["status", "--admin-address", server.address, "--once"]
+    for serves, said in ((True, "serving"), (False, "not serving")):
+        await server.rpc.set_serving(serves, "penstock.inference.v1.InferenceService")
+        assert await asyncio.to_thread(main, arguments) == 0
+        assert capsys.readouterr().out.startswith(f"{server.address} {said} · 1 engine · coordinator connected\n")
+
+
+async def test_a_dead_engine_is_told_of_once(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    dead = engine(1, state=control_pb2.ENGINE_STATE_DEAD)
+    server.admin.engines = [engine(0), dead]
+    await server.run("--once")
+    assert "engine-1  dead" in capsys.readouterr().out, "nobody has told of its loss"
+    server.admin.lost = [
+        messages_pb2.LostEngine(engine_id="engine-1", address=dead.address, reason="it broke", seconds_ago=3.0)
+    ]
+    await server.run("--once")
+    said = capsys.readouterr().out
+    assert said.count("engine-1") == 1
+    assert "engine-1 lost 3 s ago, 0 requests moved: it broke" in said
+    assert "serving · 1 engine ·" in said
+    server.admin.engines = [dead]
+    assert await server.run("--once") == 1
+    assert "no engine is left" in capsys.readouterr().out
+
+
 async def test_without_engines_the_exit_code_is_1(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert await server.run("--once") == 1
     assert "no engine is known yet" in capsys.readouterr().out

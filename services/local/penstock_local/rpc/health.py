@@ -8,6 +8,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock_common.rpc.channel import make_channel
 from penstock_local.rpc.connect import connect
 
+SERVICE = "penstock.inference.v1.InferenceService"
+"""The public gRPC API."""
 _RETRY_SECONDS = 0.05
 
 
@@ -32,12 +34,15 @@ async def wait_until_serving(address: str, *, secured: bool = False) -> None:
             await asyncio.sleep(_RETRY_SECONDS)
 
 
-async def serving(address: str, *, deadline: float) -> bool | None:
-    """Whether ``grpc.health.v1`` at ``address`` reports SERVING for the process; None when nothing answers in time."""
+async def serving(address: str, service: str = "", *, deadline: float) -> bool | None:
+    """Return whether ``grpc.health.v1`` at ``address`` reports SERVING for a service, or for the process if ``service`` is empty.
+
+    None when nothing answers in time, or the server does not know the service.
+    """
     async with connect(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=deadline)  # type: ignore[attr-defined]
+            response = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=deadline)  # type: ignore[attr-defined]
         except grpc.aio.AioRpcError:
             return None
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
