@@ -54,3 +54,35 @@ def test_an_autoscaler_that_would_count_the_engines_of_other_pools_is_refused():
     ]
     # A LeaderWorkerSet selects nothing but its own.
     assert release(MULTINODE).one("HorizontalPodAutoscaler", "enginecore")["spec"]["maxReplicas"] == 4
+
+
+@pytest.mark.parametrize("key", ["image.tag", "frontend.image.tag", "enginecore.image.tag", "coordinator.image.tag"])
+def test_a_tag_that_is_a_number_is_refused_with_how_to_give_it(key: str):
+    with pytest.raises(ChartError, match=rf"{key} is the number 10, and a tag is a text; use --set-string {key}=TAG"):
+        release(HUB, f"{key}=10")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["proxy.https=http://proxy.example:3128"], r"go to port 3128 \(proxy.https is http://proxy.example:3128\)"),
+        (["proxy.http=http://proxy.example"], r"go to port 80 \(proxy.http is http://proxy.example\)"),
+        (["model.hub.endpoint=https://hub.example:8443"], r"go to port 8443 \(model.hub.endpoint is"),
+    ],
+)
+def test_a_network_policy_that_would_stop_downloads_is_refused(settings: list[str], said: str):
+    with pytest.raises(ChartError, match=said):
+        release(HUB, "networkPolicy.enabled=true", *settings)
+    port = said.split("port ")[1].split()[0]
+    release(HUB, "networkPolicy.enabled=true", f"networkPolicy.hub.port={port}", *settings)
+    release(HUB, *settings)
+
+
+@pytest.mark.parametrize("setting", ["min_prefill_tokens=1024", "overflow=false"])
+def test_settings_of_engines_for_prompts_need_such_engines(setting: str):
+    key = f"frontend.config.disaggregation.{setting}"
+    with pytest.raises(
+        ChartError, match=r"frontend.config.disaggregation.\w+ is \w+, which has no effect: it needs a pool with"
+    ):
+        release(HUB, key)
+    release("disaggregated", key)

@@ -173,7 +173,7 @@ def test_only_what_reads_the_model_fetches_it():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("model.hub.id=",), "model.hub.id is required, .*profiles/cpu-demo-values.yaml"),
+        (("model.hub.id=",), "model.hub.id is required, .*charts/penstock/profiles/cpu-demo-values.yaml"),
         (("model.source=pvc",), "model.pvc.claimName is required when model.source is pvc"),
         (("model.source=image",), "model.image.path is required when model.source is image"),
         (("model.source=oci",), "model.oci.reference is required when model.source is oci"),

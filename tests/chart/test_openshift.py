@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from charts import lint
+from charts.lint import ChartError
 from tests.chart.rendering import DEMO, FETCHED, GROUPS, HUB, VALUE_SETS, Release, release
 
 OPENSHIFT = VALUE_SETS["openshift"]
@@ -53,3 +54,39 @@ def test_the_shared_secret_is_for_the_group_that_the_cluster_chooses():
 
 def test_elsewhere_pods_have_ids():
     assert release(HUB).pod_spec("frontend")["securityContext"]["runAsUser"] == 10001
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            ["model.source=hostPath", "model.hostPath.path=/models"],
+            "model.source is hostPath, and openshift is true: the SCC",
+        ),
+        (
+            ["model.source=oci", "model.oci.reference=example/model:1"],
+            "model.source is oci, and openshift is true: the SCC",
+        ),
+        (
+            ["podSecurityContext.runAsUser=1234"],
+            "podSecurityContext.runAsUser is 1234, and openshift is true, which leaves",
+        ),
+        (["podSecurityContext.fsGroup=7"], "podSecurityContext.fsGroup is 7, and openshift is true"),
+        (
+            ["podSecurityContext.supplementalGroups={7}"],
+            r"podSecurityContext.supplementalGroups is \[7\], and openshift",
+        ),
+        (
+            ["frontend.extraVolumes[0].name=data", "frontend.extraVolumes[0].hostPath.path=/data"],
+            "frontend.extraVolumes: data is of the kind hostPath, and openshift is true",
+        ),
+        (
+            ["enginecore.extraVolumes[0].name=data", "enginecore.extraVolumes[0].image.reference=example/data:1"],
+            "enginecore.extraVolumes: data is of the kind image, and openshift is true",
+        ),
+    ],
+)
+def test_what_the_cluster_would_refuse_or_the_chart_leave_out_is_refused_by_name(settings: list[str], said: str):
+    model = ["model.hub.id="] if settings[0].startswith("model.") else []
+    with pytest.raises(ChartError, match=said):
+        lint.render(OPENSHIFT, settings=[*model, *settings], kube_version="1.35.0")

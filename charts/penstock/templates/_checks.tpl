@@ -13,6 +13,12 @@
 {{- range $pool, $values := include "penstock.pools" . | fromYaml }}
 {{- include "penstock.check.pool" (dict "root" $ "component" "enginecore" "pool" $pool "values" $values) -}}
 {{- end }}
+{{- include "penstock.check.tag" (dict "key" "image.tag" "tag" .Values.image.tag) -}}
+{{- range list "frontend" "coordinator" }}
+{{- include "penstock.check.tag" (dict "key" (printf "%s.image.tag" .) "tag" (index $.Values . "image").tag) -}}
+{{- end }}
+{{- include "penstock.check.openshift" . -}}
+{{- include "penstock.check.hub" . -}}
 {{- include "penstock.check.roles" . -}}
 {{- include "penstock.needs.check" . -}}
 {{- end -}}
@@ -30,6 +36,48 @@
 {{- range $pool, $values := include "penstock.pools" $ | fromYaml -}}
 {{- if and $values.lora.enabled (hasKey (default dict $values.lora.adapters) $name) -}}
 {{- fail (printf "model.aliases: %s is the name of a LoRA adapter, in lora.adapters of the pool %s; leave one of them out" $name $pool) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* YAML reads 1.10 as the number 1.1, so a tag that looks like a number has lost its digits by now. Takes tag and key. */}}
+{{- define "penstock.check.tag" -}}
+{{- if and .tag (not (kindIs "string" .tag)) -}}
+{{- fail (printf "%s is the number %v, and a tag is a text; use --set-string %s=TAG, or quotes in a file of values" .key .tag .key) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What the SCC restricted-v2 refuses. Takes the root. */}}
+{{- define "penstock.check.openshift" -}}
+{{- if .Values.openshift -}}
+{{- if has .Values.model.source (list "hostPath" "oci") -}}
+{{- fail (printf "model.source is %s, and openshift is true: the SCC restricted-v2 admits no volume of that kind; set model.source to hub, pvc, init or image, or openshift to false" .Values.model.source) -}}
+{{- end -}}
+{{- $security := default dict .Values.podSecurityContext -}}
+{{- $defaults := dict "runAsUser" 10001 "runAsGroup" 10001 "fsGroup" 10001 "fsGroupChangePolicy" "OnRootMismatch" -}}
+{{- range $name := include "penstock.openshift.omitted" . | fromYamlArray -}}
+{{- $now := get $security $name -}}
+{{- if and $now (ne (toString $now) (get $defaults $name | toString)) -}}
+{{- fail (printf "podSecurityContext.%s is %v, and openshift is true, which leaves it out: the SCC chooses users and groups for the namespace; leave podSecurityContext.%s out, or set openshift to false" $name (toJson $now) $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* With a NetworkPolicy downloads reach networkPolicy.hub alone: it has to have the port of what they go to. Takes the root. */}}
+{{- define "penstock.check.hub" -}}
+{{- if and .Values.networkPolicy.enabled (has .Values.model.source (list "hub" "init")) -}}
+{{- $key := "model.hub.endpoint" -}}
+{{- $url := .Values.model.hub.endpoint -}}
+{{- with .Values.proxy.http }}{{ $key = "proxy.http" }}{{ $url = . }}{{ end -}}
+{{- with .Values.proxy.https }}{{ $key = "proxy.https" }}{{ $url = . }}{{ end -}}
+{{- if $url -}}
+{{- $parts := urlParse $url -}}
+{{- $port := ternary 80 443 (eq $parts.scheme "http") -}}
+{{- with regexFind ":[0-9]+$" $parts.host }}{{ $port = trimPrefix ":" . | int }}{{ end -}}
+{{- if ne $port (int .Values.networkPolicy.hub.port) -}}
+{{- fail (printf "networkPolicy.hub.port is %d, and downloads go to port %d (%s is %s): the NetworkPolicy would stop them; set networkPolicy.hub.to and networkPolicy.hub.port to the address and port of %s" (int .Values.networkPolicy.hub.port) $port $key $url $key) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -57,6 +105,7 @@
 {{- include "penstock.check.ranks" (merge (dict "key" $key) .) -}}
 {{- include "penstock.check.gpu" (merge (dict "key" $key) .) -}}
 {{- include "penstock.check.kv" (merge (dict "key" $key) .) -}}
+{{- include "penstock.check.tag" (dict "key" (printf "%s.image.tag" $key) "tag" .values.image.tag) -}}
 {{- $name := printf "%s-headless" (include "penstock.name" .) -}}
 {{- if gt (len $name) 63 -}}
 {{- fail (printf "%s: the Service %s would have a name of %d characters, and 63 are allowed; give the pool or the release (fullnameOverride) a shorter one" $key $name (len $name)) -}}

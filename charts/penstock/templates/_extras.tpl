@@ -39,6 +39,12 @@ initContainers:
 {{- if has .name $own }}
 {{- fail (printf "%s.extraVolumes: %s is a volume of the chart" (include "penstock.key" $) .name) }}
 {{- end }}
+{{- $volume := . }}
+{{- range list "hostPath" "image" }}
+{{- if and $.root.Values.openshift (hasKey $volume .) }}
+{{- fail (printf "%s.extraVolumes: %s is of the kind %s, and openshift is true: the SCC restricted-v2 admits no such volume; use another kind, or set openshift to false" (include "penstock.key" $) $volume.name .) }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- with .values.extraVolumes }}{{ toYaml . }}{{ end }}
 {{- end -}}

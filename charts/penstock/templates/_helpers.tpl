@@ -159,10 +159,15 @@ affinity:
 {{- end }}
 {{- end -}}
 
+{{/* The fields of podSecurityContext that OpenShift sets itself. */}}
+{{- define "penstock.openshift.omitted" -}}
+[runAsUser, runAsGroup, fsGroup, fsGroupChangePolicy, supplementalGroups]
+{{- end -}}
+
 {{/* Who pods run as. OpenShift refuses ids that are not the namespace's. Takes the root. */}}
 {{- define "penstock.podSecurityContext" -}}
 {{- $security := default dict .Values.podSecurityContext -}}
-{{- if .Values.openshift }}{{ $security = omit $security "runAsUser" "runAsGroup" "fsGroup" "fsGroupChangePolicy" "supplementalGroups" }}{{ end -}}
+{{- if .Values.openshift }}{{ range include "penstock.openshift.omitted" . | fromYamlArray }}{{ $security = omit $security . }}{{ end }}{{ end -}}
 {{- toYaml $security -}}
 {{- end -}}
 

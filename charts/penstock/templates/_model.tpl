@@ -3,7 +3,7 @@
 {{- $model := .Values.model -}}
 {{- $mounted := "/var/lib/penstock/model" -}}
 {{- if eq $model.source "hub" -}}
-{{- required "model.hub.id is required, e.g. --set model.hub.id=OWNER/NAME; to try the chart without a GPU, install it with -f profiles/cpu-demo-values.yaml" $model.hub.id -}}
+{{- required "model.hub.id is required, e.g. --set model.hub.id=OWNER/NAME; to try the chart without a GPU, install it with -f charts/penstock/profiles/cpu-demo-values.yaml" $model.hub.id -}}
 {{- else if eq $model.source "image" -}}
 {{- required "model.image.path is required when model.source is image" $model.image.path -}}
 {{- else if eq $model.source "hostPath" -}}

@@ -196,6 +196,14 @@
 {{/* Requests that begin on engines of one role go on on those of the other, or of both. Takes the root. */}}
 {{- define "penstock.check.roles" -}}
 {{- $pools := include "penstock.pools" . | fromYaml -}}
+{{- $prefill := false -}}
+{{- range $pools }}{{ if eq .role "prefill" }}{{ $prefill = true }}{{ end }}{{ end -}}
+{{- $given := dig "disaggregation" dict (default dict .Values.frontend.config) -}}
+{{- range $name, $usual := dict "min_prefill_tokens" 512 "overflow" true -}}
+{{- if and (not $prefill) (hasKey $given $name) (ne (get $given $name | toString) (toString $usual)) -}}
+{{- fail (printf "frontend.config.disaggregation.%s is %v, which has no effect: it needs a pool with role prefill (enginecore.pools); set that as well, or leave it out" $name (get $given $name)) -}}
+{{- end -}}
+{{- end -}}
 {{- range $pool, $values := $pools -}}
 {{- if ne $values.role "both" -}}
 {{- $key := include "penstock.key" (dict "root" $ "component" "enginecore" "pool" $pool) -}}
