@@ -231,6 +231,39 @@ async def test_a_response_goes_on_with_an_earlier_one(api: OpenAIServer, engine:
     assert caught.value.param == "previous_response_id"
 
 
+async def test_items_of_kept_responses_may_be_named_instead_of_sent(api: OpenAIServer, engine: FakeEngine) -> None:
+    says(engine, THOUGHTFUL)
+    first = await create(api, tools=[WEATHER])
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "rain"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    question = {"role": "user", "content": "hi"}
+    says(engine, "Rain.")
+    sent = await create(api, [question, *(item.to_dict() for item in first.output), *results], tools=[WEATHER])
+    named = [{"type": "item_reference", "id": item.id} for item in first.output]
+    second = await create(api, [question, *named, *results], tools=[WEATHER])
+    _, whole, by_name = prompts(engine)
+    assert by_name == whole
+    kept = await api.client.responses.input_items.list(second.id, order="asc")
+    assert [item.type for item in kept.data[1:5]] == [item.type for item in first.output]
+    await create(api, [question, {"type": "item_reference", "id": second.output[0].id}])
+    assert "Rain." in prompts(engine)[-1]
+    for stranger in (named[0]["id"], "msg_x"):
+        with pytest.raises(openai.NotFoundError, match="send the item itself") as caught:
+            await create(
+                api,
+                [question, {"type": "item_reference", "id": stranger}],
+                extra_headers={"x-penstock-tenant": "acme"},
+            )
+        assert caught.value.param == "input[1].id"
+    for made in (first, sent, second):
+        await api.client.responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError):
+        await create(api, [question, named[0]])
+
+
 async def test_a_response_is_kept_until_it_is_deleted(api: OpenAIServer, engine: FakeEngine) -> None:
     says(engine, THOUGHTFUL)
     made = await create(api, [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}], tools=[WEATHER])
@@ -396,7 +429,7 @@ async def test_reasoning_is_asked_for_and_counted(api: OpenAIServer, engine: Fak
         ({"input": []}, "input", None),
         ({"input": 5}, "input", None),
         ({"input": [{"role": "user", "content": "a"}, {"type": "web_search_call"}]}, "input[1].type", None),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", None),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id", None),
         ({"input": [{"content": "a"}]}, "input[0].role", "input[0].role is not set"),
         ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id", None),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url", None),
@@ -435,7 +468,7 @@ async def test_a_wrong_field_is_named(shared: OpenAIServer, body: Any, param: st
         response = await shared.http.post("/v1/responses", json={"input": "hi", "stream": stream, **body})
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (
-            404 if set(body) & {"model", "previous_response_id"} else 400,
+            404 if set(body) & {"model", "previous_response_id"} or param == "input[0].id" else 400,
             param,
         )
         assert message in (None, error["message"])

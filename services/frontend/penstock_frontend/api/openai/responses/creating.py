@@ -21,6 +21,7 @@ from penstock_frontend.api.openai.media_fields import options_of
 from penstock_frontend.api.openai.prediction import text_of
 from penstock_frontend.api.openai.responses import input_items, response
 from penstock_frontend.api.openai.responses.events import Event
+from penstock_frontend.api.openai.responses.item_references import resolved
 from penstock_frontend.api.openai.responses.response import Response
 from penstock_frontend.api.openai.responses.response_body import (
     FormatBody,
@@ -67,8 +68,9 @@ class ResponseCreation:
                 field="store",
                 reason="RESPONSES_NOT_STORED",
             )
-        given_turns = await given.converted(functools.partial(_turns, body))
         tenant = call.context.tenant
+        body = msgspec.structs.replace(body, input=resolved(body.input, self._store, tenant))
+        given_turns = await given.converted(functools.partial(_turns, body))
         before = (
             self._store.messages(tenant, body.previous_response_id) if body.previous_response_id is not None else []
         )

@@ -23,12 +23,19 @@ class Running(NamedTuple):
     cancel: Callable[[], None]
 
 
+class _Output(msgspec.Struct, frozen=True):
+    """The output of a kept response, as items of a later input."""
+
+    output: list[InputItem]
+
+
 class Kept(NamedTuple):
-    """A response that has ended: that, its input and the whole conversation, as JSON."""
+    """A response that has ended: that, its input and the whole conversation, as JSON, and the ids of the items of its output."""
 
     response: bytes
     items: bytes
     messages: bytes
+    item_ids: Sequence[str]
 
     @property
     def size(self) -> int:
@@ -46,6 +53,8 @@ class ResponseStore:
     def __init__(self, config: ResponsesConfig) -> None:
         self._config = config
         self._kept: dict[str, OrderedDict[str, Kept]] = {}
+        self._holders: dict[str, dict[str, str]] = {}
+        """By tenant and item of an output: the id of the response that has it."""
         self._sizes: dict[str, int] = {}
         self._running: dict[tuple[str, str], Running] = {}
 
@@ -66,10 +75,12 @@ class ResponseStore:
         self, tenant: str, response: Response, items: Sequence[InputItem], messages: Sequence[ChatMessage]
     ) -> None:
         """Keep a response that has ended, if it is not larger than the limit alone."""
-        kept = Kept(_ENCODER.encode(response), _ENCODER.encode(items), _ENCODER.encode(messages))
+        item_ids = [item.id for item in response.output]
+        kept = Kept(_ENCODER.encode(response), _ENCODER.encode(items), _ENCODER.encode(messages), item_ids)
         if kept.size > self._config.max_stored_bytes:
             return
         self._kept.setdefault(tenant, OrderedDict())[response.id] = kept
+        self._holders.setdefault(tenant, {}).update(dict.fromkeys(item_ids, response.id))
         self._sizes[tenant] = self._sizes.get(tenant, 0) + kept.size
         while self._num_kept > self._config.max_stored or sum(self._sizes.values()) > self._config.max_stored_bytes:
             largest = max(self._sizes, key=self._sizes.__getitem__)
@@ -94,6 +105,26 @@ class ResponseStore:
         kept = self.get(tenant, response_id, field="previous_response_id")
         return msgspec.json.decode(kept.messages, type=list[ChatMessage])
 
+    def holder(self, tenant: str, item_id: str, *, field: str) -> str:
+        """Return the id of the kept response whose output has the item.
+
+        Raises:
+            NotFound: No kept response of the tenant has the item.
+            InvalidArgument: The server keeps no responses.
+        """
+        self._check_enabled(field)
+        if (found := self._holders.get(tenant, {}).get(item_id)) is None:
+            raise NotFound(
+                f"{field} is {quoted(item_id)}; no response that is kept here has such an item, or not any more; "
+                "send the item itself",
+                field=field,
+            )
+        return found
+
+    def output(self, tenant: str, response_id: str) -> list[InputItem]:
+        """Return the output of a response, as items of a later input. Raises as ``get`` does."""
+        return msgspec.json.decode(self.get(tenant, response_id).response, type=_Output).output
+
     def delete(self, tenant: str, response_id: str) -> None:
         """Forget a response; one in the making ends. Raises as ``get`` does."""
         if (running := self._running.pop((tenant, response_id), None)) is not None:
@@ -107,9 +138,12 @@ class ResponseStore:
         return sum(map(len, self._kept.values()))
 
     def _drop(self, tenant: str, response_id: str) -> None:
-        self._sizes[tenant] -= self._kept[tenant].pop(response_id).size
+        dropped = self._kept[tenant].pop(response_id)
+        self._sizes[tenant] -= dropped.size
+        for item_id in dropped.item_ids:
+            del self._holders[tenant][item_id]
         if not self._kept[tenant]:
-            del self._kept[tenant], self._sizes[tenant]
+            del self._kept[tenant], self._sizes[tenant], self._holders[tenant]
 
     def _check_enabled(self, field: str) -> None:
         if not self.enabled:

@@ -1,9 +1,11 @@
 """The store of responses: what it holds, and what goes first."""
 
+import msgspec
 import pytest
 
 from penstock_common.errors import InvalidArgument, NotFound
 from penstock_common.types.media import TensorData
+from penstock_frontend.api.openai.responses.items import MessageItem, OutputText
 from penstock_frontend.api.openai.responses.response import Response
 from penstock_frontend.api.openai.responses.response_body import ReasoningBody, TextBody
 from penstock_frontend.api.openai.responses.response_store import ResponseStore, Running
@@ -35,8 +37,10 @@ def response(name: str) -> Response:
     )
 
 
-def keep(store: ResponseStore, tenant: str, name: str, length: int = 10) -> None:
-    store.keep(tenant, response(name), [], [ChatMessage(role="user", content="x" * length)])
+def keep(store: ResponseStore, tenant: str, name: str, length: int = 10, *items: str) -> None:
+    output = [MessageItem(id=item, status="completed", content=[OutputText(text=item)]) for item in items]
+    ended = msgspec.structs.replace(response(name), output=output)
+    store.keep(tenant, ended, [], [ChatMessage(role="user", content="x" * length)])
 
 
 def there(store: ResponseStore, tenant: str, *names: str) -> list[str]:
@@ -94,6 +98,21 @@ def test_bytes_are_bounded_also_when_responses_are_deleted() -> None:
     assert there(store, "", *"abcd") == ["c", "d"]
     keep(store, "", "e", 20_000)
     assert there(store, "", *"cde") == ["c", "d"]
+
+
+def test_items_go_with_their_response() -> None:
+    store = ResponseStore(ResponsesConfig(max_stored=2))
+    keep(store, "t", "a", 10, "a1", "a2")
+    keep(store, "t", "b", 10, "b1")
+    assert [store.holder("t", item, field="f") for item in ("a1", "a2", "b1")] == ["a", "a", "b"]
+    assert [item.id for item in store.output("t", "a")] == ["a1", "a2"]
+    with pytest.raises(NotFound):
+        store.holder("other", "a1", field="f")
+    keep(store, "t", "c")
+    store.delete("t", "b")
+    for item in ("a1", "a2", "b1"):
+        with pytest.raises(NotFound, match="f is"):
+            store.holder("t", item, field="f")
 
 
 def test_one_in_the_making_ends_when_it_is_deleted() -> None:
