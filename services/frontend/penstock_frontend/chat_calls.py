@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument
+from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_common.types.sampling import OutputKind, StructuredOutput
 from penstock_frontend.admission import check_deadline
 from penstock_frontend.async_llm import AsyncLLM
@@ -15,7 +15,7 @@ from penstock_frontend.live_request import LiveRequest
 from penstock_frontend.processing.chat.answers import ChatOutput, ChatOutputs
 from penstock_frontend.processing.chat.reasoning_tokens import CountByParser, CountToEndToken, ReasoningTokenCount
 from penstock_frontend.processing.chat.rendering import ChatRenderer
-from penstock_frontend.processing.chat.tool_choice import check_choice, tool_constraint
+from penstock_frontend.processing.chat.tool_choice import blamed_on_tools, check_choice, tool_constraint
 from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
 from penstock_frontend.processing.parsers.answer import AnswerParser
 from penstock_frontend.processing.parsers.registry import Parsers
@@ -57,13 +57,18 @@ class ChatCalls:
 
         kind = request.sampling.get("output_kind", OutputKind.DELTA)
         outputs = ChatOutputs(kind, make_parser, self._counts(rendered, prompt))
-        async for output in self._llm.generate(rendered, live):
-            try:
-                answer = outputs.read(output)
-            except Exception as e:
-                live.observed.failed(e)
+        try:
+            async for output in self._llm.generate(rendered, live):
+                try:
+                    answer = outputs.read(output)
+                except Exception as e:
+                    live.observed.failed(e)
+                    raise
+                yield answer
+        except RequestFailed as e:
+            if rendered.sampling.get("structured_output") is request.sampling.get("structured_output"):
                 raise
-            yield answer
+            raise blamed_on_tools(e, request.tools, request.named_tool) from e
 
     def _counts(self, rendered: GenerateRequest, prompt: str) -> Callable[[], ReasoningTokenCount] | None:
         """Return what makes the count of a sequence's reasoning tokens, None for a model that does not reason."""

@@ -16,6 +16,7 @@ class SchemaError(ValueError):
     def __init__(self, path: str, what: str) -> None:
         super().__init__(f"{path} {what}" if path else what)
         self.path = path
+        self.what = what
 
 
 class UnfulfillableError(SchemaError):

@@ -182,7 +182,7 @@ def _tag_schema(part: dict[str, Any], whitespace: JsonWhitespace, work: Work, pa
     try:
         return schema_grammar(part.get("json_schema"), whitespace, work)
     except SchemaError as e:
-        raise type(e)(f"{path}/json_schema", str(e)) from None
+        raise type(e)(f"{path}/json_schema{e.path.removeprefix('#')}", e.what) from None
 
 
 def _tag_regex(part: dict[str, Any], path: str) -> str:

@@ -140,6 +140,7 @@ def _names(body: ConversationBody, turns: Turns) -> Mapping[str, str]:
     thinking = {} if body.thinking is None else {"sampling_params.thinking_token_budget": "thinking.budget_tokens"}
     return {
         **{f"messages[{index}]": place for index, place in enumerate(turns.places)},
+        **{f"tools[{index}].parameters": f"tools[{index}].input_schema" for index in range(len(body.tools or ()))},
         **_NAMES,
         **thinking,
         **sampling_fields.names(body, format_constraint(body)),

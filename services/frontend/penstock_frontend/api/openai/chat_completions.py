@@ -263,6 +263,7 @@ def _request(body: ChatCompletionRequest, call: Call, kv: KvParams) -> ChatReque
 
 def _names(body: ChatCompletionRequest) -> Mapping[str, str]:
     names = {**CONVERSATION, "text": "messages", "prompt": "messages", **sampling_fields.names(body)}
+    names |= {f"tools[{i}].parameters": f"tools[{i}].function.parameters" for i in range(len(body.tools or ()))}
     if body.top_logprobs is not None:
         names["sampling_params.logprobs"] = "top_logprobs"
     return names

@@ -1,15 +1,19 @@
 """Calls of tools that a client insists on, as constraints on the model's output."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from penstock_common.errors import InvalidArgument, excerpt, quoted
+from penstock_common.errors import InvalidArgument, RequestFailed, excerpt, quoted
 from penstock_common.types.sampling import StructuredOutput
 from penstock_frontend.call_types import Tool
 from penstock_frontend.processing.parsers.base import ReasoningParser, ToolParser
 
 CHOICES = ("auto", "none", "required")
+_FIELD = "sampling_params.structured_output"
+_OF_TOOL = re.compile(r"\S+: #\S*?/tags/(?P<index>[0-9]+)/content/json_schema(?P<what>.*)", re.DOTALL)
+"""An error about the schema of one tool, at its place in the constraint."""
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -50,6 +54,22 @@ def tool_constraint(
         calls = {"type": "sequence", "elements": [around[0], calls, around[1]]}
     format_ = _after_reasoning(calls, reasoning, prompt) if reasoning is not None else calls
     return StructuredOutput(structural_tag=json.dumps({"type": "structural_tag", "format": format_}))
+
+
+def blamed_on_tools(error: RequestFailed, tools: Sequence[Tool], named: str) -> RequestFailed:
+    """Return an error about the constraint of ``tool_constraint``, which no client has written, as one about the tools."""
+    if not error.field.startswith(_FIELD):
+        return error
+    message, field = error.message, "tools"
+    if (found := _OF_TOOL.fullmatch(message)) is not None:
+        allowed = [index for index, tool in enumerate(tools) if not named or tool.name == named]
+        field = f"tools[{allowed[int(found['index'])]}].parameters"
+        message = f"{field}: #{found['what']}"
+    else:
+        message = message.replace(error.field, field)
+    result = type(error)(message, field=field, reason=error.reason, retry_after=error.retry_after)
+    result.__cause__ = error
+    return result
 
 
 def named_choice(name: str, *, field: str) -> tuple[str, str]:

@@ -231,7 +231,7 @@ def test_a_constraint_has_a_largest_size(constraint: dict[str, Any]):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({"type": "json_schema", "json_schema": {"foo": {}}}, "#/format/content/json_schema #/foo is not supported"),
+        ({"type": "json_schema", "json_schema": {"foo": {}}}, "#/format/content/json_schema/foo is not supported"),
         ({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}, "#/format/content/style is 'qwen_xml'"),
         ({"type": "regex", "pattern": r"\b"}, "#/format/content/pattern a word boundary"),
         ({"type": "token", "token": 3}, "#/format/content/type is 'token'"),
