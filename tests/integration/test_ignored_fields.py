@@ -61,6 +61,7 @@ BODIES: dict[str, Any] = {
         "messages": [{"role": "user", "content": PARTS}, {"role": "assistant", "content": PARTS}],
         "system": PARTS,
         "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+        "output_config": {},
         "max_tokens": 5,
         "temperature": 0.0,
     },

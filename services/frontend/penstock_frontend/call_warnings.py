@@ -6,6 +6,7 @@ into initial metadata of that name.
 
 import enum
 import re
+from collections.abc import Mapping
 from contextvars import ContextVar
 
 from prometheus_client import CollectorRegistry, Counter
@@ -37,6 +38,8 @@ class WarningKind(enum.StrEnum):
     """The arguments of a call in the conversation are no JSON object; the model sees them as a text."""
     RESULT_WITHOUT_CALL = "result_without_call"
     """A tool's result in the conversation belongs to no call in it."""
+    MEDIA_LEFT_OUT = "media_left_out"
+    """The model sees a text in the place of an image, a sound or a video of a tool's result, which it does not read."""
     HINT_IGNORED = "hint_ignored"
     """A value of a field has no effect here; the answer is as without it."""
 
@@ -48,9 +51,16 @@ class CallWarnings:
         self._log = log
         self._client = client
         self._texts: dict[str, None] = {}
+        self.names: Mapping[str, str] = {}
+        """Our names of fields to the client's, for warnings that are still to come."""
 
     def add(self, kind: WarningKind, field: str, text: str) -> None:
         """Add a warning unless the call has it already; log and count it."""
+        for ours, theirs in self.names.items():
+            rest = field.removeprefix(ours)
+            if rest != field and rest[:1] in ("", ".", "["):
+                field = theirs + rest
+                break
         shown = _header_safe(f"{kind}: {field} {text}")
         if shown not in self._texts:
             self._texts[shown] = None
@@ -105,6 +115,12 @@ def warn(kind: WarningKind, field: str, text: str) -> None:
         text: Goes on behind the field: ``is of type 'web_search', ...``. Values of clients are excerpts in it.
     """
     (_current.get() or CallWarnings(_OUTSIDE, "local")).add(kind, field, text)
+
+
+def name_fields(names: Mapping[str, str]) -> None:
+    """Have the call's later warnings name the client's fields. ``names``: our names, where a field begins, to the client's."""
+    if (warnings := _current.get()) is not None:
+        warnings.names = names
 
 
 def _header_safe(text: str) -> str:

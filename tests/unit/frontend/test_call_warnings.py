@@ -6,7 +6,7 @@ import contextvars
 import structlog
 from prometheus_client import CollectorRegistry
 
-from penstock_frontend.call_warnings import CallWarnings, WarningKind, WarningLog, warn
+from penstock_frontend.call_warnings import CallWarnings, WarningKind, WarningLog, name_fields, warn
 
 LEFT_OUT, AS_TEXT = WarningKind.TOOL_LEFT_OUT, WarningKind.HISTORY_AS_TEXT
 
@@ -80,3 +80,13 @@ def test_outside_of_a_call_a_warning_is_logged() -> None:
     with structlog.testing.capture_logs() as logs:
         contextvars.Context().run(warn, WarningKind.HINT_IGNORED, "outside", "x")
     assert [(log["kind"], log["field"], log["client"]) for log in logs] == [("hint_ignored", "outside", "local")]
+
+
+async def test_fields_of_later_warnings_are_the_clients() -> None:
+    warnings = WarningLog().begin("a")
+    warn(AS_TEXT, "messages[1]", "is the client's own name")
+    name_fields({"messages[1]": "input[3]", "messages": "input"})
+    warn(AS_TEXT, "messages[1].content[0]", "x")
+    warn(AS_TEXT, "messages[12]", "y")
+    fields = [text.split()[1] for text in warnings.headers["penstock-warning"].split("; ")]
+    assert fields == ["messages[1]", "input[3].content[0]", "input[12]"]

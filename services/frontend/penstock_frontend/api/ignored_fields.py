@@ -46,6 +46,9 @@ _CACHED = "every prefix is cached, per tenant"
 _ONE_TIER = "there is one service tier; priority is the field priority"
 _ALWAYS = "schemas are always enforced"
 _REPEATED = "the response repeats it"
+_NO_VARIABLE = "templates have no such variable; use chat_template_kwargs"
+_WHOLE = "the model sees the whole conversation"
+_ALL_TOOLS = "the model is told of all tools that the client runs"
 _CHAT, _RESPONSE, _MESSAGES = ("ChatCompletionRequest",), ("ResponseBody",), ("MessagesBody", "ConversationBody")
 _PARTS = ("PartBody",)
 
@@ -115,7 +118,7 @@ IGNORED: tuple[IgnoredField, ...] = (
     IgnoredField(CHAT, "", "user", "u1", _LABEL, _CHAT),
     IgnoredField(CHAT, "", "metadata", {"a": "b"}, _NOT_STORED, _CHAT),
     IgnoredField(CHAT, "", "store", False, _NOT_STORED, _CHAT),
-    IgnoredField(CHAT, "", "verbosity", "low", "templates have no such variable; use chat_template_kwargs", _CHAT),
+    IgnoredField(CHAT, "", "verbosity", "low", _NO_VARIABLE, _CHAT),
     IgnoredField(CHAT, "tools[].function", "strict", True, _ALWAYS, ("FunctionBody",)),
     IgnoredField(CHAT, "response_format.json_schema", "strict", True, _ALWAYS, ("JsonSchemaFormat",)),
     IgnoredField(
@@ -152,6 +155,23 @@ IGNORED: tuple[IgnoredField, ...] = (
     IgnoredField(RESPONSES, "input[]", "encrypted_content", "x", "reasoning comes in the clear", ("InputItem",)),
     IgnoredField(RESPONSES, "input[].content[]", "annotations", [], "outputs that clients send back", ("InputPart",)),
     IgnoredField(RESPONSES, "input[].content[]", "logprobs", [], "outputs that clients send back", ("InputPart",)),
+    IgnoredField(RESPONSES, "", "client_metadata", {"a": "b"}, _LABEL, _RESPONSE),
+    IgnoredField(RESPONSES, "", "context_management", [{"type": "compaction"}], _WHOLE, _RESPONSE),
+    IgnoredField(RESPONSES, "text", "verbosity", "low", f"{_NO_VARIABLE}; {_REPEATED}", ("TextBody",), True),
+    IgnoredField(RESPONSES, "tools[]", "defer_loading", True, _ALL_TOOLS, ("FunctionTool",)),
+    IgnoredField(RESPONSES, "input[]", "phase", "final_answer", "templates have no place for it", ("InputItem",)),
+    IgnoredField(MESSAGES, "", "context_management", {"edits": []}, _WHOLE, _MESSAGES),
+    IgnoredField(MESSAGES, "", "betas", ["x"], "what is served needs no leave", _MESSAGES),
+    IgnoredField(MESSAGES, "", "speed", "fast", _ONE_TIER, _MESSAGES),
+    IgnoredField(MESSAGES, "", "inference_geo", "us", _ROUTER, _MESSAGES),
+    IgnoredField(MESSAGES, "", "fallbacks", [{"model": "x"}], _ROUTER, _MESSAGES),
+    IgnoredField(MESSAGES, "output_config", "task_budget", {"total": 9}, "max_tokens bounds it", ("OutputConfigBody",)),
+    IgnoredField(MESSAGES, "tools[]", "defer_loading", True, _ALL_TOOLS, ("ClientToolBody",)),
+    IgnoredField(MESSAGES, "tools[]", "allowed_callers", ["direct"], _ALL_TOOLS, ("ClientToolBody",)),
+    IgnoredField(MESSAGES, "tools[]", "input_examples", [{}], "templates have no place for it", ("ClientToolBody",)),
+    IgnoredField(
+        MESSAGES, "messages[].content[]", "caller", {"type": "direct"}, "calls are read alike", ("BlockBody",)
+    ),
     IgnoredField(MESSAGES, "", "metadata", {"user_id": "u1"}, _LABEL, _MESSAGES),
     IgnoredField(MESSAGES, "", "service_tier", "auto", _ONE_TIER, _MESSAGES),
     IgnoredField(MESSAGES, "", "cache_control", {"type": "ephemeral"}, _CACHED, _MESSAGES),

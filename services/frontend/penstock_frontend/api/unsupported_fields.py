@@ -248,7 +248,13 @@ _REASONING = (
 _SERVER_TOOLS = ("connectors", "plugins", "mcp_servers", "container")
 _TOOLS = (
     _F(("functions",), "tools in OpenAI's first form", "tools", structs=_NOT_COMPLETIONS),
-    _F(("function_call",), "a choice of tools in OpenAI's first form", "tool_choice", structs=_NOT_COMPLETIONS),
+    _F(
+        ("function_call",),
+        "a choice of tools in OpenAI's first form",
+        "tool_choice",
+        structs=_NOT_COMPLETIONS,
+        neutral=("none", "auto"),
+    ),
     _F(
         ("tools", "tool_choice", "functions", "function_call"),
         "calls of tools",
@@ -269,7 +275,7 @@ _CONVERSATION = (
     _F(("conversation", "previous_response"), "a conversation that is kept", "previous_response_id", RESPONSES),
     _F(("conversation",), "a conversation that is kept", _AT_RESPONSES, structs=_NOT_RESPONSES),
     _F(("background",), "a call that outlives its client", structs=_NOT_RESPONSES),
-    _F(("context_management",), "a conversation that is cut"),
+    _F(("context_management",), "a conversation that is cut", structs=CHAT + COMPLETIONS),
     _F(("text",), _FORMAT, "response_format", structs=_NOT_RESPONSES),
     _F(("output_config",), _FORMAT, "response_format", structs=CHAT + COMPLETIONS + RESPONSES),
     _F(("output_format",), _FORMAT, "output_config.format", structs=MESSAGES),

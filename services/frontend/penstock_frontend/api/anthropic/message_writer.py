@@ -22,8 +22,9 @@ _NOTHING = Usage(input_tokens=0, cache_read_input_tokens=0, output_tokens=0)
 class MessageWriter:
     """Makes events of outputs, and a message of all of them."""
 
-    def __init__(self, message_id: str, model: str, *, parallel_calls: bool) -> None:
-        self._blocks = Blocks(parallel_calls=parallel_calls)
+    def __init__(self, message_id: str, model: str, *, parallel_calls: bool, thinking: bool = True) -> None:
+        """``thinking``: whether it is shown."""
+        self._blocks = Blocks(parallel_calls=parallel_calls, reasoning=thinking)
         self._end = parts.EndDelta(stop_reason=None, stop_sequence=None)
         self._begun = AssistantMessage(
             id=message_id, model=model, content=(), stop_reason=None, stop_sequence=None, usage=_NOTHING

@@ -9,16 +9,15 @@ from penstock_common.errors import RequestFailed
 from penstock_common.types.sampling import OutputKind
 from penstock_frontend.admission import demand_of
 from penstock_frontend.api.anthropic import errors
+from penstock_frontend.api.anthropic.client_tools import choice_of, tools_of
 from penstock_frontend.api.anthropic.message import AssistantMessage, StreamEvent, TokenCount
 from penstock_frontend.api.anthropic.message_writer import MessageWriter
 from penstock_frontend.api.anthropic.messages_body import ConversationBody, MessagesBody, check
 from penstock_frontend.api.anthropic.turns import (
     Turns,
-    choice_of,
     continues,
     format_constraint,
     template_kwargs,
-    tools_of,
     turns_of,
 )
 from penstock_frontend.api.media_places import placed
@@ -31,8 +30,10 @@ from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.generation import Generation, Source
 from penstock_frontend.api.openai.prediction import text_of
 from penstock_frontend.api.openai.sse import EventStream, StreamForm, named
+from penstock_frontend.api.served_tools import ChosenTools
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import ChatRequest
+from penstock_frontend.call_warnings import WarningKind, name_fields, warn
 from penstock_frontend.chat_calls import ChatCalls
 from penstock_frontend.processing.chat.answers import ChatOutput
 
@@ -59,16 +60,21 @@ class Messages:
         model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         check(body)
         turns = turns_of(body)
-        request = _request(body, call, turns, _sampling(body, reasons=self._chat.reasons))
+        tools = tools_of(body.tools)
+        chosen = tools.chosen(choice_of(body.tool_choice, tools=bool(body.tools)))
+        request = _request(body, call, turns, self._sampling(body), chosen)
+        names = _names(body, turns, chosen)
+        name_fields(names)
         demand = demand_of(request)
         self._llm.check_room([demand])
         label = request.context.external_request_id
-        source = Source(label, demand, functools.partial(self._chat.run, request), _names(body, turns))
+        source = Source(label, demand, functools.partial(self._chat.run, request), names)
         choice = body.tool_choice
         writer = MessageWriter(
             label,
             model,
             parallel_calls=choice is None or not choice.disable_parallel_tool_use,
+            thinking=body.thinking is None or body.thinking.display != "omitted",
         )
         generation = Generation(self._llm, [source], given)
         if body.stream:
@@ -81,12 +87,25 @@ class Messages:
         self._llm.inputs.check_model(body.model or "", body.lora or "")
         check(body)
         turns = turns_of(body)
+        chosen = tools_of(body.tools).chosen(choice_of(body.tool_choice, tools=bool(body.tools)))
         try:
-            rendered = await self._chat.renderer.render(_request(body, call, turns, {}))
+            rendered = await self._chat.renderer.render(_request(body, call, turns, {}, chosen))
             token_ids = await self._llm.prompt_ids(rendered)
         except RequestFailed as e:
-            raise renamed(e, _names(body, turns)) from e
+            raise renamed(e, _names(body, turns, chosen)) from e
         return TokenCount(len(token_ids))
+
+    def _sampling(self, body: MessagesBody) -> dict[str, Any]:
+        # Pieces also for an answer in one piece: its blocks are those of the stream.
+        values = {**sampling_fields.values(body, format_constraint(body)), "output_kind": OutputKind.DELTA}
+        # Clients send the budget to any model. An answer without thinking blocks has no thinking to bound.
+        if self._chat.reasons and body.thinking is not None and body.thinking.budget_tokens is not None:
+            if self._llm.inputs.reasoning is not None:
+                values["thinking_token_budget"] = body.thinking.budget_tokens
+            else:
+                why = "is not enforced: the tags of this model's reasoning are several tokens"
+                warn(WarningKind.HINT_IGNORED, "thinking.budget_tokens", why)
+        return values
 
 
 async def _whole(writer: MessageWriter, generation: Generation[ChatOutput]) -> AssistantMessage:
@@ -110,13 +129,14 @@ async def _events(writer: MessageWriter, generation: Generation[ChatOutput]) -> 
                     yield event
 
 
-def _request(body: ConversationBody, call: Call, turns: Turns, sampling: dict[str, Any]) -> ChatRequest:
-    choice, named_tool = choice_of(body.tool_choice, tools=bool(body.tools))
+def _request(
+    body: ConversationBody, call: Call, turns: Turns, sampling: dict[str, Any], chosen: ChosenTools
+) -> ChatRequest:
     return ChatRequest(
         messages=placed(turns.messages),
-        tools=tools_of(body.tools),
-        tool_choice=choice,
-        named_tool=named_tool,
+        tools=chosen.tools,
+        tool_choice=chosen.mode,
+        named_tool=chosen.named,
         continue_final_message=continues(body),
         template=body.chat_template or "",
         template_kwargs=template_kwargs(body),
@@ -126,21 +146,12 @@ def _request(body: ConversationBody, call: Call, turns: Turns, sampling: dict[st
     )
 
 
-def _sampling(body: MessagesBody, *, reasons: bool) -> dict[str, Any]:
-    # Pieces also for an answer in one piece: its blocks are those of the stream.
-    values = {**sampling_fields.values(body, format_constraint(body)), "output_kind": OutputKind.DELTA}
-    # An answer without thinking blocks has no thinking to bound; clients send the budget to any model.
-    if reasons and body.thinking is not None and body.thinking.budget_tokens is not None:
-        values["thinking_token_budget"] = body.thinking.budget_tokens
-    return values
-
-
-def _names(body: ConversationBody, turns: Turns) -> Mapping[str, str]:
+def _names(body: ConversationBody, turns: Turns, chosen: ChosenTools) -> Mapping[str, str]:
     """Our names of fields to the client's."""
     thinking = {} if body.thinking is None else {"sampling_params.thinking_token_budget": "thinking.budget_tokens"}
     return {
         **{f"messages[{index}]": place for index, place in enumerate(turns.places)},
-        **{f"tools[{index}].parameters": f"tools[{index}].input_schema" for index in range(len(body.tools or ()))},
+        **chosen.names,
         **_NAMES,
         **thinking,
         **sampling_fields.names(body, format_constraint(body)),

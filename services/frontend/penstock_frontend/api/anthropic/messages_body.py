@@ -7,6 +7,7 @@ import msgspec
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_frontend.api.openai import sampling_fields
 from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, shown
+from penstock_frontend.api.openai.errors import undecodable
 from penstock_frontend.api.openai.sampling_fields import SamplingFields
 
 _INT32_MAX = 2**31 - 1
@@ -14,12 +15,13 @@ _THINKING = ("enabled", "adaptive", "disabled")
 
 
 class SourceBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What an image is: ``base64`` with its type and file, or ``url``."""
+    """What an image is: ``base64`` with its type and file, or ``url``. Documents are ``text``, or ``content``: blocks of it."""
 
     type: str
     media_type: str = ""
     data: str = ""
     url: str = ""
+    content: Any = None
 
 
 class BlockBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,11 +32,14 @@ class BlockBody(msgspec.Struct, frozen=True, kw_only=True):
     thinking: str = ""
     id: str = ""
     name: str = ""
-    input: dict[str, Any] | None = None
+    input: Any = None
     tool_use_id: str = ""
-    content: "str | list[BlockBody] | None" = None
+    content: Any = None
     is_error: bool | None = None
-    source: SourceBody | None = None
+    source: SourceBody | str | None = None
+    title: str | None = None
+    context: str | None = None
+    tool_name: str = ""
 
 
 class TurnBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,9 +50,11 @@ class TurnBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClientToolBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool that the client runs. ``type``: null or ``custom``; tools that Anthropic runs have others."""
+    """A tool that the client runs. ``type``: null or ``custom``; tools that Anthropic runs or defines have others, and are left
+    out.
+    """
 
-    name: str
+    name: str = ""
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
@@ -62,7 +69,9 @@ class ToolUseChoiceBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThinkingBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the model thinks first, where its template lets a client say so, and for how many tokens at most."""
+    """Whether the model thinks first, where its template lets a client say so, and for how many tokens at most. ``display``:
+    ``omitted`` leaves the thinking out of the answer.
+    """
 
     type: str
     budget_tokens: int | None = None
@@ -120,10 +129,6 @@ def check(body: ConversationBody) -> None:
             raise Unimplemented(
                 f"thinking.type is {quoted(body.thinking.type)}; known: {', '.join(_THINKING)}", field="thinking.type"
             )
-        if body.thinking.display == "omitted":
-            raise Unimplemented(
-                "thinking.display is 'omitted', but thinking is always shown; leave it out", field="thinking.display"
-            )
         budget = body.thinking.budget_tokens
         check_range("thinking.budget_tokens", budget, 1, _INT32_MAX)
         if None not in (budget, body.thinking_token_budget) and budget != body.thinking_token_budget:
@@ -140,3 +145,11 @@ def check(body: ConversationBody) -> None:
             )
     if isinstance(body, MessagesBody):
         check_range("max_tokens", body.max_tokens, 1, _INT32_MAX)
+
+
+def blocks_of(content: Any, path: str) -> str | list[BlockBody] | None:
+    """The content of a block as blocks; of tools that Anthropic runs it has another form. Raises InvalidArgument."""
+    try:
+        return msgspec.convert(content, str | list[BlockBody] | None)
+    except msgspec.ValidationError as e:
+        raise undecodable(e, path) from None

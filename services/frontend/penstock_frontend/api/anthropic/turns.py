@@ -1,4 +1,4 @@
-"""Messages and tools as Anthropic's protocol writes them, to the domain's."""
+"""Messages as Anthropic's protocol writes them, to the domain's."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -6,19 +6,20 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
+from penstock_frontend.api.anthropic.block_texts import TEXTS, result_text, text_of
 from penstock_frontend.api.anthropic.images import image_of
 from penstock_frontend.api.anthropic.messages_body import (
     BlockBody,
-    ClientToolBody,
     ConversationBody,
-    ToolUseChoiceBody,
     TurnBody,
+    blocks_of,
 )
 from penstock_frontend.api.openai.response_format import Constraint
-from penstock_frontend.call_types import ChatMessage, ContentPart, Tool, ToolCall
-from penstock_frontend.processing.chat.tool_choice import named_choice
+from penstock_frontend.api.reasoning_effort import effort_kwargs
+from penstock_frontend.call_types import ChatMessage, ContentPart, ToolCall
+from penstock_frontend.call_warnings import WarningKind, warn
+from penstock_frontend.processing.chat.histories import arguments_text, warn_of_lost_calls
 
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _BILLING = "x-anthropic-billing-header"
 """What a block begins with that Anthropic's own clients put into the system's text, different in every call."""
 
@@ -43,7 +44,7 @@ def turns_of(body: ConversationBody) -> Turns:
                 system += _system(turn.content, f"{path}.content")
                 continue
             case "assistant":
-                found = [_answer(turn, path)]
+                found = _answer(turn, path)
             case "user":
                 found = _question(turn, path)
             case role:
@@ -51,6 +52,7 @@ def turns_of(body: ConversationBody) -> Turns:
                 raise InvalidArgument(f"{path}.role is {quoted(role)}; known: {known}", field=f"{path}.role")
         messages += found
         places += [path] * len(found)
+    warn_of_lost_calls(messages, places)
     if system:
         messages.insert(0, ChatMessage(role="system", content="\n".join(system)))
         places.insert(0, "system")
@@ -62,39 +64,11 @@ def continues(body: ConversationBody) -> bool:
     return bool(body.messages) and body.messages[-1].role == "assistant"
 
 
-def tools_of(bodies: Sequence[ClientToolBody] | None) -> list[Tool]:
-    """The domain's tools. Raises Unimplemented for those that the client does not run."""
-    for index, body in enumerate(bodies or ()):
-        if body.type not in (None, "custom"):
-            field = f"tools[{index}].type"
-            raise Unimplemented(f"{field} is {quoted(body.type)}; only 'custom' is served", field=field)
-    return [
-        Tool(name=body.name, description=body.description or "", parameters=body.input_schema) for body in bodies or ()
-    ]
-
-
-def choice_of(choice: ToolUseChoiceBody | None, *, tools: bool) -> tuple[str, str]:
-    """The domain's ``tool_choice`` and ``named_tool``. Without a choice it is ``auto``, without tools ``none``."""
-    if choice is None:
-        return ("auto" if tools else "none"), ""
-    if choice.type == "tool":
-        return named_choice(choice.name, field="tool_choice.name")
-    if choice.type not in _CHOICES:
-        known = ", ".join([*_CHOICES, "tool"])
-        raise InvalidArgument(f"tool_choice.type is {quoted(choice.type)}; known: {known}", field="tool_choice.type")
-    if choice.type == "any" and not tools:
-        raise InvalidArgument("tool_choice.type is 'any', but there are no tools; set tools", field="tool_choice.type")
-    return _CHOICES[choice.type], ""
-
-
 def template_kwargs(body: ConversationBody) -> dict[str, Any]:
     """Variables of the chat template."""
-    kwargs = dict(body.chat_template_kwargs or {})
-    if body.thinking is not None:
-        kwargs.setdefault("enable_thinking", body.thinking.type != "disabled")
-    if body.output_config is not None and body.output_config.effort is not None:
-        kwargs.setdefault("reasoning_effort", body.output_config.effort)
-    return kwargs
+    effort = body.output_config.effort if body.output_config is not None else None
+    thinking = {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
+    return {**effort_kwargs(effort, "output_config.effort"), **thinking, **(body.chat_template_kwargs or {})}
 
 
 def format_constraint(body: ConversationBody) -> Constraint | None:
@@ -111,29 +85,57 @@ def format_constraint(body: ConversationBody) -> Constraint | None:
     return Constraint(f"{path}.schema", path, "json_schema", schema)
 
 
-def _answer(turn: TurnBody, path: str) -> ChatMessage:
+def _answer(turn: TurnBody, path: str) -> list[ChatMessage]:
+    """The assistant's messages: a new one begins behind each result of a tool that Anthropic ran."""
     if isinstance(turn.content, str):
-        return ChatMessage(role="assistant", content=turn.content)
-    texts, thoughts, calls = [], [], []
+        return [ChatMessage(role="assistant", content=turn.content)]
+    found: list[ChatMessage] = []
+    said = _Said([], [], [])
     for index, block in enumerate(turn.content):
         place = f"{path}.content[{index}]"
         match block.type:
-            case "text":
-                texts.append(block.text)
+            case kind if kind in TEXTS:
+                said.texts.append(text_of(block, place))
             case "thinking":
-                thoughts.append(block.thinking)
+                said.thoughts.append(block.thinking)
             case "redacted_thinking":
-                pass  # what nobody but who made it can read
-            case "tool_use":
+                warn(WarningKind.HISTORY_LEFT_OUT, place, "is redacted thinking, which only its author can read")
+            case "compaction":
+                said.texts.append(block.content if isinstance(block.content, str) else "")
+            case "tool_use" | "server_tool_use" | "mcp_tool_use":
                 if not block.name:
                     raise InvalidArgument(f"{place}.name is not set", field=f"{place}.name", reason="MISSING_FIELD")
-                arguments = msgspec.json.encode(block.input or {}).decode()
-                calls.append(ToolCall(id=block.id, name=block.name, arguments=arguments))
+                arguments = arguments_text(block.input, f"{place}.input")
+                said.calls.append(ToolCall(id=block.id, name=block.name, arguments=arguments))
+            case kind if kind.endswith("_tool_result"):
+                found += [said.message(), _hosted_result(block, place)]
+                said = _Said([], [], [])
             case kind:
                 raise _not_served(kind, place)
-    return ChatMessage(
-        role="assistant", content="\n".join(texts), reasoning="\n".join(thoughts), tool_calls=tuple(calls)
-    )
+    if not found or said.texts or said.thoughts or said.calls:
+        found.append(said.message())
+    return found
+
+
+class _Said(NamedTuple):
+    """One message of an assistant's in the making."""
+
+    texts: list[str]
+    thoughts: list[str]
+    calls: list[ToolCall]
+
+    def message(self) -> ChatMessage:
+        return ChatMessage(
+            role="assistant",
+            content="\n".join(self.texts),
+            reasoning="\n".join(self.thoughts),
+            tool_calls=tuple(self.calls),
+        )
+
+
+def _hosted_result(block: BlockBody, place: str) -> ChatMessage:
+    """What a tool gave that Anthropic ran."""
+    return ChatMessage(role="tool", content=result_text(block, place), tool_call_id=block.tool_use_id)
 
 
 def _question(turn: TurnBody, path: str) -> list[ChatMessage]:
@@ -143,13 +145,13 @@ def _question(turn: TurnBody, path: str) -> list[ChatMessage]:
     for index, block in enumerate(turn.content):
         place = f"{path}.content[{index}]"
         match block.type:
-            case "text" | "image":
+            case kind if kind == "image" or kind in TEXTS:
                 parts.append(_part(block, path, f"content[{index}]"))
             case "tool_result":
                 if not block.tool_use_id:
                     field = f"{place}.tool_use_id"
                     raise InvalidArgument(f"{field} is not set", field=field, reason="MISSING_FIELD")
-                content = _result(block.content, path, f"content[{index}].content")
+                content = _result(blocks_of(block.content, f"{place}.content"), path, f"content[{index}].content")
                 results.append(ChatMessage(role="tool", content=content, tool_call_id=block.tool_use_id))
             case kind:
                 raise _not_served(kind, place)
@@ -174,12 +176,13 @@ def _result(content: str | Sequence[BlockBody] | None, path: str, place: str) ->
 
 
 def _part(block: BlockBody, path: str, place: str) -> ContentPart:
-    """A text or an image. Raises Unimplemented for another block."""
+    """An image, or a text or what becomes one. Raises Unimplemented for another block."""
     if block.type == "image":
-        return ContentPart(type="media", media=image_of(block.source, path, f"{place}.source"))
-    if block.type != "text":
+        source = None if isinstance(block.source, str) else block.source
+        return ContentPart(type="media", media=image_of(source, path, f"{place}.source"))
+    if block.type not in TEXTS:
         raise _not_served(block.type, f"{path}.{place}")
-    return ContentPart(type="text", text=block.text)
+    return ContentPart(type="text", text=text_of(block, f"{path}.{place}"))
 
 
 def _joined(parts: list[ContentPart]) -> str | list[ContentPart]:

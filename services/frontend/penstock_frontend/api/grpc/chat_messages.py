@@ -12,6 +12,7 @@ from penstock_frontend.api.grpc.media_messages import media_part
 from penstock_frontend.call_types import ChatMessage, ChatRequest, ContentPart, Tool, ToolCall
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.chat.answers import ChatOutput
+from penstock_frontend.processing.chat.histories import warn_of_lost_calls
 from penstock_frontend.processing.chat.tool_choice import named_choice
 from penstock_frontend.processing.prompts.counts import check_conversation, check_count
 from penstock_frontend.processing.prompts.sampling_params import check_lists
@@ -29,8 +30,10 @@ def chat_request(
         check_count(f"messages[{index}].parts", len(each.parts), limits, "max_content_parts")
     check_lists(message.sampling_params, limits)
     choice, named = _choice(message)
+    messages = [_message(each, f"messages[{index}]") for index, each in enumerate(message.messages)]
+    warn_of_lost_calls(messages, [f"messages[{index}]" for index in range(len(messages))])
     return ChatRequest(
-        messages=[_message(each, f"messages[{index}]") for index, each in enumerate(message.messages)],
+        messages=messages,
         tools=[_tool(each, f"tools[{index}]") for index, each in enumerate(message.tools)],
         tool_choice=choice,
         named_tool=named,

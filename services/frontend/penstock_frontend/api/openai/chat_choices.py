@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from penstock_frontend.api.custom_inputs import CustomInputs
 from penstock_frontend.api.openai.choice_logprobs import BytesOf, ChatLogprobs, chat_logprobs
 from penstock_frontend.api.openai.generation import FINISH_REASONS
+from penstock_frontend.api.served_tools import ServedTool, ServedTools
 from penstock_frontend.processing.chat.answers import ChatOutput
 from penstock_frontend.processing.parsers.base import ToolCallDelta
 
@@ -17,13 +19,21 @@ class FunctionPart(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str | msgspec.UnsetType = msgspec.UNSET
 
 
+class CustomPart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A custom tool's name, which comes whole, and its input, a text."""
+
+    input: str | msgspec.UnsetType = msgspec.UNSET
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
 class ToolCallPart(msgspec.Struct, frozen=True, kw_only=True):
     """A call, or more of it. Only the first piece has ``id`` and ``type``, only pieces have ``index``."""
 
     index: int | msgspec.UnsetType = msgspec.UNSET
     id: str | msgspec.UnsetType = msgspec.UNSET
     type: str | msgspec.UnsetType = msgspec.UNSET
-    function: FunctionPart
+    function: FunctionPart | msgspec.UnsetType = msgspec.UNSET
+    custom: CustomPart | msgspec.UnsetType = msgspec.UNSET
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,8 +92,11 @@ class ChatStyle(msgspec.Struct, frozen=True, kw_only=True):
 class ChatChoiceWriter:
     """Writes one answer. ``num_tokens``: those that were written."""
 
-    def __init__(self, index: int, style: ChatStyle) -> None:
+    def __init__(self, index: int, style: ChatStyle, tools: ServedTools) -> None:
         self._index = index
+        self._tools = tools
+        self._inputs = CustomInputs(tools)
+        self._called: dict[int, ServedTool | None] = {}
         self._style = style
         self._started = False
         self._has_calls = False
@@ -91,13 +104,14 @@ class ChatChoiceWriter:
 
     def whole(self, output: ChatOutput) -> ChatChoice:
         """The choice for all of the output, in which each call is one piece."""
+        output = self._inputs.read(output)
         calls = self._calls(output)
         reasoning = (output.reasoning or None) if self._style.reasoning else None
         message = Message(
             content=output.content if output.content or not calls else None,
             reasoning_content=reasoning or msgspec.UNSET,
             reasoning=reasoning,
-            tool_calls=[_part(call, index=msgspec.UNSET) for call in calls] or msgspec.UNSET,
+            tool_calls=[self._part(call, index=msgspec.UNSET) for call in calls] or msgspec.UNSET,
         )
         return ChatChoice(
             index=self._index,
@@ -110,6 +124,7 @@ class ChatChoiceWriter:
 
     def piece(self, output: ChatOutput) -> ChunkChoice | None:
         """The choice for a piece of output; None when there is nothing to tell of it."""
+        output = self._inputs.read(output)
         calls = self._calls(output)
         self.num_tokens += len(output.token_ids)
         reasoning = output.reasoning if self._style.reasoning and output.reasoning else msgspec.UNSET
@@ -123,7 +138,7 @@ class ChatChoiceWriter:
             content=output.content if output.content or (first and not shown) else msgspec.UNSET,
             reasoning_content=reasoning,
             reasoning=reasoning,
-            tool_calls=[_part(call, index=call.index) for call in calls] or msgspec.UNSET,
+            tool_calls=[self._part(call, index=call.index) for call in calls] or msgspec.UNSET,
         )
         return ChunkChoice(
             index=self._index,
@@ -151,10 +166,15 @@ class ChatChoiceWriter:
         top = self._style.top_logprobs
         return None if top is None else chat_logprobs(output.logprobs, top=top, bytes_of=self._style.bytes_of)
 
-
-def _part(call: ToolCallDelta, *, index: int | msgspec.UnsetType) -> ToolCallPart:
-    """A call whole, or a piece of it, of which the first has the name."""
-    if not call.name:
-        return ToolCallPart(index=index, function=FunctionPart(arguments=call.arguments))
-    function = FunctionPart(arguments=call.arguments, name=call.name)
-    return ToolCallPart(index=index, id=call.id, type="function", function=function)
+    def _part(self, call: ToolCallDelta, *, index: int | msgspec.UnsetType) -> ToolCallPart:
+        """A call whole, or a piece of it, of which the first has the name."""
+        if call.name:
+            self._called[call.index] = self._tools.called(call.name)
+        tool = self._called.get(call.index)
+        name = tool.name if tool is not None and call.name else call.name or msgspec.UNSET
+        call_id = call.id if call.name else msgspec.UNSET
+        if tool is not None and tool.custom:
+            kind, custom = "custom" if call.name else msgspec.UNSET, CustomPart(input=call.arguments, name=name)
+            return ToolCallPart(index=index, id=call_id, type=kind, custom=custom)
+        function = FunctionPart(arguments=call.arguments, name=name)
+        return ToolCallPart(index=index, id=call_id, type="function" if call.name else msgspec.UNSET, function=function)

@@ -15,17 +15,10 @@ from penstock_frontend.api.openai import sampling_fields
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, shown
 from penstock_frontend.api.openai.chat_choices import ChatChoice, ChatChoiceWriter, ChatStyle, ChunkChoice
+from penstock_frontend.api.openai.chat_tools import ToolBody, ToolChoiceObject, choice_of, tools_of
 from penstock_frontend.api.openai.choice_logprobs import BytesOf, PromptLogprobs, prompt_logprobs
 from penstock_frontend.api.openai.context import context_of
-from penstock_frontend.api.openai.conversation import (
-    CONVERSATION,
-    MessageBody,
-    NamedToolChoice,
-    ToolBody,
-    choice_of,
-    messages_of,
-    tools_of,
-)
+from penstock_frontend.api.openai.conversation import CONVERSATION, MessageBody, messages_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.generation import Generation, Source
@@ -35,6 +28,8 @@ from penstock_frontend.api.openai.prompts import AS_MANY_AS_FIT
 from penstock_frontend.api.openai.sampling_fields import SamplingFields, StreamOptions
 from penstock_frontend.api.openai.sse import EventStream
 from penstock_frontend.api.openai.usage import UsageCount, UsageInfo, usage_info
+from penstock_frontend.api.reasoning_effort import effort_kwargs
+from penstock_frontend.api.served_tools import ChosenTools, ServedTools
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import ChatRequest, Finish, KvParams
 from penstock_frontend.chat_calls import ChatCalls
@@ -48,7 +43,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
     messages: list[MessageBody]
     tools: list[ToolBody] | None = None
-    tool_choice: str | NamedToolChoice | None = None
+    tool_choice: str | ToolChoiceObject | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -105,19 +100,24 @@ class ChatCompletions:
         if body.truncate_prompt_tokens == AS_MANY_AS_FIT:
             body.truncate_prompt_tokens = await self._llm.prompt_room(body.max_tokens or 1, call.context)
         kv = sampling_fields.kv_params(body, self._llm.gateway, num_sequences=body.n or 1)
-        request = await given.converted(functools.partial(_request, body, call, kv))
+        tools = tools_of(body.tools)
+        chosen = tools.chosen(choice_of(body.tool_choice))
+        names = _names(body, chosen)
+        request = await given.converted(functools.partial(_request, body, call, kv, chosen))
         demand = demand_of(request)
         self._llm.check_room([demand])
-        prompt_token_ids = await self._prompt_token_ids(body, request)
+        prompt_token_ids = await self._prompt_token_ids(body, request, names)
         request_id = request.context.external_request_id
-        source = Source(request_id, demand, functools.partial(self._chat.run, request), _names(body))
-        making = _Making(body, request_id, model, prompt_token_ids, self._llm.tokenizer.bytes_of)
+        source = Source(request_id, demand, functools.partial(self._chat.run, request), names)
+        making = _Making(body, request_id, model, prompt_token_ids, self._llm.tokenizer.bytes_of, tools)
         generation = Generation(self._llm, [source], given)
         if body.stream:
             return await EventStream.started(making.chunks(generation))
         return await making.whole(generation)
 
-    async def _prompt_token_ids(self, body: ChatCompletionRequest, request: ChatRequest) -> list[int]:
+    async def _prompt_token_ids(
+        self, body: ChatCompletionRequest, request: ChatRequest, names: Mapping[str, str]
+    ) -> list[int]:
         """The prompt's, where the answer speaks of them; else none."""
         if not body.return_token_ids and not (body.stream_options and body.stream_options.continuous_usage_stats):
             return []
@@ -125,7 +125,7 @@ class ChatCompletions:
             rendered = await self._chat.renderer.render(request)
             ids = await self._llm.prompt_ids(rendered)
         except RequestFailed as e:
-            raise renamed(e, _names(body)) from e
+            raise renamed(e, names) from e
         return ids if body.truncate_prompt_tokens is None else ids[-body.truncate_prompt_tokens :]
 
 
@@ -139,8 +139,10 @@ class _Making:
         model: str,
         prompt_token_ids: Sequence[int],
         bytes_of: BytesOf,
+        tools: ServedTools,
     ) -> None:
         self._body = body
+        self._tools = tools
         self._id = completion_id
         self._model = model
         self._created = int(time.time())
@@ -202,7 +204,7 @@ class _Making:
 
     def _writer(self, index: int) -> ChatChoiceWriter:
         if index not in self._writers:
-            self._writers[index] = ChatChoiceWriter(index, self._style)
+            self._writers[index] = ChatChoiceWriter(index, self._style, self._tools)
         return self._writers[index]
 
     def _count(self, output: ChatOutput) -> None:
@@ -237,19 +239,16 @@ def _check(body: ChatCompletionRequest) -> None:
         raise InvalidArgument("top_logprobs is set; it needs logprobs", field="top_logprobs")
 
 
-def _request(body: ChatCompletionRequest, call: Call, kv: KvParams) -> ChatRequest:
+def _request(body: ChatCompletionRequest, call: Call, kv: KvParams, chosen: ChosenTools) -> ChatRequest:
     values = sampling_fields.values(body)
     if body.logprobs:
         values["logprobs"] = body.top_logprobs or 0
-    kwargs = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    choice, named = choice_of(body.tool_choice, tools=bool(body.tools))
+    kwargs = {**effort_kwargs(body.reasoning_effort, "reasoning_effort"), **(body.chat_template_kwargs or {})}
     return ChatRequest(
         messages=messages_of(body.messages, options_of(body.mm_processor_kwargs, body.media_io_kwargs)),
-        tools=tools_of(body.tools),
-        tool_choice=choice,
-        named_tool=named,
+        tools=chosen.tools,
+        tool_choice=chosen.mode,
+        named_tool=chosen.named,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         template=body.chat_template or "",
@@ -261,9 +260,8 @@ def _request(body: ChatCompletionRequest, call: Call, kv: KvParams) -> ChatReque
     )
 
 
-def _names(body: ChatCompletionRequest) -> Mapping[str, str]:
-    names = {**CONVERSATION, "text": "messages", "prompt": "messages", **sampling_fields.names(body)}
-    names |= {f"tools[{i}].parameters": f"tools[{i}].function.parameters" for i in range(len(body.tools or ()))}
+def _names(body: ChatCompletionRequest, chosen: ChosenTools) -> Mapping[str, str]:
+    names = {**CONVERSATION, **chosen.names, "text": "messages", "prompt": "messages", **sampling_fields.names(body)}
     if body.top_logprobs is not None:
         names["sampling_params.logprobs"] = "top_logprobs"
     return names

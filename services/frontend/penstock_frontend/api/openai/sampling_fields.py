@@ -13,6 +13,7 @@ from penstock_frontend.api.openai.other_names import other_names, unify
 from penstock_frontend.api.openai.prediction import NAMES, PredictionBody
 from penstock_frontend.api.openai.response_format import Constraint
 from penstock_frontend.call_types import Finish, KvParams
+from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.engine.gateway import KvGateway, answer_of
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
@@ -125,7 +126,7 @@ def check(body: SamplingFields) -> None:
             f"truncation_side is {shown(body.truncation_side)}; only 'left' is served", field="truncation_side"
         )
     if body.stream_options is not None and not body.stream:
-        raise InvalidArgument("stream_options is set; it needs stream", field="stream_options")
+        warn(WarningKind.HINT_IGNORED, "stream_options", "has no effect without stream")
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidArgument("prompt_logprobs is set; a stream has none", field="prompt_logprobs")
 

@@ -7,11 +7,13 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
 from penstock_frontend.api.openai.bodies import Body
-from penstock_frontend.api.openai.conversation import MessageBody, ToolBody, messages_of, tools_of
+from penstock_frontend.api.openai.chat_tools import ToolBody, tools_of
+from penstock_frontend.api.openai.conversation import MessageBody, messages_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.media_fields import MediaIoBody, options_of
 from penstock_frontend.api.openai.sampling_fields import TokenId
+from penstock_frontend.api.served_tools import ToolChoice
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import ChatRequest, GenerateRequest
 from penstock_frontend.chat_calls import ChatCalls
@@ -111,7 +113,7 @@ class Tokenization:
             return GenerateRequest(prompt=body.prompt or "")
         request = ChatRequest(
             messages=messages_of(body.messages, options_of(body.mm_processor_kwargs, body.media_io_kwargs)),
-            tools=tools_of(body.tools),
+            tools=tools_of(body.tools).chosen(ToolChoice("auto")).tools,
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=bool(body.continue_final_message),
             template=body.chat_template or "",

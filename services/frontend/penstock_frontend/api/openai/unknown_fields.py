@@ -17,6 +17,27 @@ _OPEN = frozenset({"DocumentBody"})
 """Structs whose objects are a client's own data: their further fields are listed as ignored."""
 _RAW = {"response_format": ResponseFormat}
 """Structs of fields that bodies keep as text."""
+_TYPES = {
+    "ToolBody": frozenset({b"", b"function", b"custom"}),
+    "FunctionTool": frozenset({b"function", b"custom", b"namespace"}),
+    "ClientToolBody": frozenset({b"", b"custom"}),
+    "AllowedToolBody": frozenset({b"", b"function", b"custom"}),
+    "BlockBody": frozenset(
+        (
+            b"text",
+            b"image",
+            b"document",
+            b"search_result",
+            b"tool_use",
+            b"tool_result",
+            b"thinking",
+            b"redacted_thinking",
+        )
+    ),
+}
+"""Types of objects whose fields are known, by struct. Tools of other types are left out, whatever fields they have."""
+_NESTED = {"BlockBody": "content"}
+"""Fields that may have a list of their own struct, and are declared as of any form."""
 _NULL = b"null"
 
 
@@ -69,7 +90,8 @@ def _walk(given: Mapping[str, msgspec.Raw], kind: type, path: str, shape: str) -
     for name, of in plan.lists.items():
         if (value := given.get(name)) is not None and _begins(value, b"["):
             for index, each in _objects_of(value):
-                yield from _walk(each, of, f"{path}{name}[{index}].", f"{shape}{name}[].")
+                if _has_known_type(each, of):
+                    yield from _walk(each, of, f"{path}{name}[{index}].", f"{shape}{name}[].")
 
 
 def _unknown_in(given: Mapping[str, msgspec.Raw], plan: _Plan, path: str, shape: str) -> Iterator[UnknownField]:
@@ -103,12 +125,18 @@ def _is_structural_tag(value: Mapping[str, msgspec.Raw]) -> bool:
     return bytes(value.get("type", msgspec.Raw())) == b'"structural_tag"'
 
 
+def _has_known_type(value: Mapping[str, msgspec.Raw], kind: type) -> bool:
+    types = _TYPES.get(kind.__name__)
+    given = bytes(value.get("type", msgspec.Raw()))
+    return types is None or given == _NULL or given.strip(b'"') in types
+
+
 @cache
 def _plan(kind: type[msgspec.Struct]) -> _Plan:
     fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
     known = frozenset(fields)
     objects: dict[str, type] = {name: of for name, of in _RAW.items() if name in fields}
-    lists: dict[str, type] = {}
+    lists: dict[str, type] = {_NESTED[kind.__name__]: kind} if kind.__name__ in _NESTED else {}
     for name, of in fields.items():
         for member in _members(of):
             if typing.get_origin(member) is list:

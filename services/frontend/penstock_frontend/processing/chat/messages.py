@@ -8,6 +8,7 @@ from penstock_common.errors import InvalidArgument, quoted
 from penstock_frontend.call_types import ChatMessage, ContentPart, ToolCall
 from penstock_frontend.media_parts import MediaPart
 from penstock_frontend.processing.chat.content_format import ContentFormat
+from penstock_frontend.processing.chat.histories import arguments_text
 from penstock_frontend.processing.chat.places import Places
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -115,12 +116,7 @@ def _text_part(text: str) -> dict[str, str]:
 def _call_variable(call: ToolCall, path: str) -> dict[str, Any]:
     if not call.name:
         raise InvalidArgument(f"{path}.name is empty", field=f"{path}.name")
-    try:
-        arguments = json.loads(call.arguments or "{}")
-    except (ValueError, RecursionError) as e:
-        raise InvalidArgument(f"{path}.arguments is no JSON: {e}", field=f"{path}.arguments") from None
-    if not isinstance(arguments, dict):
-        raise InvalidArgument(f"{path}.arguments is no JSON object", field=f"{path}.arguments")
+    arguments = json.loads(arguments_text(call.arguments, f"{path}.arguments"))
     function = {"name": call.name, "arguments": arguments}
     # Most templates read calls in OpenAI's form.
     return {"id": call.id, "type": "function", "function": function}

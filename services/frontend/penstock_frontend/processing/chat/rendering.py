@@ -4,6 +4,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_frontend.call_types import ChatRequest, GenerateRequest, MixedPrompt, Tool
@@ -11,6 +13,7 @@ from penstock_frontend.config import LimitsConfig
 from penstock_frontend.media_parts import MediaPart
 from penstock_frontend.processing.chat.content_format import ContentFormat
 from penstock_frontend.processing.chat.control_tokens import ControlTokens
+from penstock_frontend.processing.chat.histories import without_unread
 from penstock_frontend.processing.chat.messages import MessageReader, add_text, media_of, size_of
 from penstock_frontend.processing.chat.places import Places
 from penstock_frontend.processing.chat.roles import ShownRoles, as_shown, check_shown, shown_roles
@@ -156,6 +159,7 @@ class ChatRenderer:
 
     def _prepared(self, request: ChatRequest, form: ContentFormat, shown: ShownRoles) -> _Prepared:
         _check_turns(request)
+        request = msgspec.structs.replace(request, messages=without_unread(request.messages, self._family))
         media = media_of(request.messages)
         check_media(media, self._family)
         places = Places(self._family, media) if self._family is not None and media else None

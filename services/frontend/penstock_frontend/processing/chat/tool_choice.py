@@ -14,6 +14,7 @@ CHOICES = ("auto", "none", "required")
 _FIELD = "sampling_params.structured_output"
 _OF_TOOL = re.compile(r"\S+: #\S*?/tags/(?P<index>[0-9]+)/content/json_schema(?P<what>.*)", re.DOTALL)
 """An error about the schema of one tool, at its place in the constraint."""
+_OPEN_FORMS = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const", "type")
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -92,6 +93,8 @@ def check_choice(tools: Sequence[Tool], choice: str, named: str) -> None:
 
 def _tag(begin: str, end: str, tool: Tool) -> dict[str, Any]:
     schema = _NO_ARGUMENTS if tool.parameters is None else tool.parameters
+    if not any(schema.get(name) is not None for name in _OPEN_FORMS):
+        schema = {**schema, "type": "object"}  # arguments are an object, though the schema does not say so
     return {
         "type": "tag",
         "begin": begin.replace("{name}", json.dumps(tool.name, ensure_ascii=False)).replace("{bare}", tool.name),

@@ -43,7 +43,7 @@ class CallScanner:
     """Follows the object's outermost level and hands its arguments on as they stand.
 
     It is known to be a call once its name and the begin of its arguments have been read. Arguments that are no object are
-    handed on whole: a string holds them as JSON once more, null is none.
+    handed on whole: a string holds them as JSON once more, null and an empty string are none.
     """
 
     def __init__(self, *, need_arguments: bool) -> None:
@@ -169,7 +169,7 @@ class CallScanner:
             self._name = text
             self._start()
         elif self._key in _ARGUMENTS:
-            self._ready.append(text)
+            self._ready.append(text if text.strip() else "{}")
             self._start()
         self._at = _At.AFTER_VALUE
         return bool(text) or self._key != "name"

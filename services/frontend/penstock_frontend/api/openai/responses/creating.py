@@ -33,12 +33,16 @@ from penstock_frontend.api.openai.responses.response_body import (
     check,
 )
 from penstock_frontend.api.openai.responses.response_store import ResponseStore, Running
+from penstock_frontend.api.openai.responses.response_tools import SERVED, choice_of, tools_of
 from penstock_frontend.api.openai.responses.response_writer import ResponseWriter
 from penstock_frontend.api.openai.sse import EventStream, StreamForm, named
+from penstock_frontend.api.served_tools import ChosenTools, ServedTools
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import ChatMessage, ChatRequest, KvParams
+from penstock_frontend.call_warnings import name_fields
 from penstock_frontend.chat_calls import ChatCalls
 from penstock_frontend.processing.chat.answers import ChatOutput
+from penstock_frontend.processing.chat.histories import warn_of_lost_calls
 
 
 def _unexpected(error: Exception, request_id: str) -> bytes:
@@ -68,6 +72,8 @@ class ResponseCreation:
                 field="store",
                 reason="RESPONSES_NOT_STORED",
             )
+        tools = tools_of(body.tools)
+        chosen = tools.chosen(choice_of(body.tool_choice))
         tenant = call.context.tenant
         body = msgspec.structs.replace(body, input=resolved(body.input, self._store, tenant))
         given_turns = await given.converted(functools.partial(_turns, body))
@@ -75,17 +81,19 @@ class ResponseCreation:
             self._store.messages(tenant, body.previous_response_id) if body.previous_response_id is not None else []
         )
         messages = [*before, *given_turns.messages]
+        warn_of_lost_calls(messages, [""] * len(before) + given_turns.places)
         kv = sampling_fields.kv_params(body, self._llm.gateway, num_sequences=1)
-        request = _request(body, call, messages, kv)
+        request = _request(body, call, messages, kv, chosen)
         num_before = len(request.messages) - len(given_turns.messages)
-        names = input_items.names(body, given_turns.places, num_before)
+        names = input_items.names(body, given_turns.places, num_before, chosen)
+        name_fields(names)
         demand = demand_of(request)
         self._llm.check_room([demand])
         label = request.context.external_request_id
         source = Source(label, demand, functools.partial(self._chat.run, request), names)
         # Clients may give an id to several calls; a response has one of its own.
         response_id = f"resp_{uuid.uuid4().hex if call.given_id else call.request_id}"
-        making = _Making(self._begun(body, response_id, model, keep=keep), self._llm, body, tenant, messages)
+        making = _Making(self._begun(body, response_id, model, keep=keep), self._llm, body, tenant, messages, tools)
         generation = Generation(self._llm, [source], given)
         if body.stream:
             return await EventStream.started(making.events(generation, self._store), EVENTS)
@@ -108,7 +116,7 @@ class ResponseCreation:
             temperature=body.temperature,
             text=TextBody(format=text.format or FormatBody(type="text"), verbosity=text.verbosity),
             tool_choice=body.tool_choice or "auto",
-            tools=body.tools or [],
+            tools=[tool for tool in body.tools or () if tool.type in SERVED],
             top_logprobs=body.top_logprobs or 0,
             top_p=body.top_p,
             user=body.user,
@@ -119,7 +127,13 @@ class _Making:
     """One response in the making. ``messages``: the conversation that it answers, without instructions."""
 
     def __init__(
-        self, begun: Response, llm: AsyncLLM, body: ResponseBody, tenant: str, messages: Sequence[ChatMessage]
+        self,
+        begun: Response,
+        llm: AsyncLLM,
+        body: ResponseBody,
+        tenant: str,
+        messages: Sequence[ChatMessage],
+        tools: ServedTools,
     ) -> None:
         self._writer = ResponseWriter(
             begun,
@@ -127,7 +141,9 @@ class _Making:
             reasoning=body.include_reasoning is not False,
             top_logprobs=begun.top_logprobs if body.with_logprobs else None,
             bytes_of=llm.tokenizer.bytes_of,
+            tools=tools,
         )
+        self._tools = tools
         self._tenant = tenant
         self._items = _items(body.input)
         self._messages = messages
@@ -181,7 +197,7 @@ class _Making:
     def _end(self, store: ResponseStore) -> None:
         ended = self._writer.response
         if store.end(self._tenant, ended.id) and ended.status != response.FAILED:
-            messages = [*self._messages, *input_items.answered(self._writer.blocks.all)]
+            messages = [*self._messages, *input_items.answered(self._writer.blocks.all, self._tools)]
             store.keep(self._tenant, ended, self._items, messages)
 
 
@@ -189,19 +205,20 @@ def _turns(body: ResponseBody) -> input_items.Turns:
     return input_items.turns_of(body.input, options_of(body.mm_processor_kwargs, body.media_io_kwargs))
 
 
-def _request(body: ResponseBody, call: Call, messages: Sequence[ChatMessage], kv: KvParams) -> ChatRequest:
+def _request(
+    body: ResponseBody, call: Call, messages: Sequence[ChatMessage], kv: KvParams, chosen: ChosenTools
+) -> ChatRequest:
     # Pieces also for an answer in one piece: its items are those of the stream.
     own = input_items.format_constraint(body.text.format if body.text is not None else None)
     values = {**sampling_fields.values(body, own), "output_kind": OutputKind.DELTA}
     if body.with_logprobs:
         values["logprobs"] = body.top_logprobs or 0
-    choice, named = input_items.choice_of(body.tool_choice, tools=bool(body.tools))
     instructions = [ChatMessage(role="system", content=body.instructions)] if body.instructions else []
     return ChatRequest(
         messages=placed([*instructions, *messages]),
-        tools=input_items.tools_of(body.tools),
-        tool_choice=choice,
-        named_tool=named,
+        tools=chosen.tools,
+        tool_choice=chosen.mode,
+        named_tool=chosen.named,
         template=body.chat_template or "",
         template_kwargs=input_items.template_kwargs(body),
         sampling=values,

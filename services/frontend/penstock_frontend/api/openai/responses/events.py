@@ -91,3 +91,19 @@ class ArgumentsDone(Event, frozen=True, kw_only=True):
     output_index: int
     name: str
     arguments: str
+
+
+class InputDelta(Event, frozen=True, kw_only=True):
+    """``response.custom_tool_call_input.delta``."""
+
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class InputDone(Event, frozen=True, kw_only=True):
+    """``response.custom_tool_call_input.done``."""
+
+    item_id: str
+    output_index: int
+    input: str

@@ -6,21 +6,22 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
+from penstock_frontend.api.custom_inputs import input_arguments
 from penstock_frontend.api.openai import sampling_fields
 from penstock_frontend.api.openai.conversation import CONVERSATION
 from penstock_frontend.api.openai.media_fields import MediaOptions, is_media, media_of
 from penstock_frontend.api.openai.response_format import Constraint
+from penstock_frontend.api.openai.responses import tool_items
 from penstock_frontend.api.openai.responses.response_body import (
     FormatBody,
-    FunctionTool,
     InputItem,
     InputPart,
     ResponseBody,
-    ToolChoiceBody,
 )
-from penstock_frontend.call_types import ChatMessage, ContentPart, Tool, ToolCall
+from penstock_frontend.api.reasoning_effort import effort_kwargs
+from penstock_frontend.api.served_tools import ChosenTools, ServedTools
+from penstock_frontend.call_types import ChatMessage, ContentPart, ToolCall
 from penstock_frontend.processing.chat.blocks import Block, BlockKind
-from penstock_frontend.processing.chat.tool_choice import named_choice
 
 _TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
@@ -48,8 +49,8 @@ def turns_of(given: str | Sequence[InputItem], options: MediaOptions) -> Turns:
     return Turns(turns.all(), places)
 
 
-def answered(blocks: Iterable[Block]) -> list[ChatMessage]:
-    """What an assistant has answered, as messages."""
+def answered(blocks: Iterable[Block], tools: ServedTools) -> list[ChatMessage]:
+    """What an assistant has answered, as messages. ``tools``: those that it had."""
     turns = _Turns()
     for block in blocks:
         if block.kind is BlockKind.REASONING:
@@ -57,38 +58,16 @@ def answered(blocks: Iterable[Block]) -> list[ChatMessage]:
         elif block.kind is BlockKind.TEXT:
             turns.said(block.text)
         else:
-            turns.called(ToolCall(id=block.call_id, name=block.name, arguments=block.text))
+            tool = tools.called(block.name)
+            arguments = input_arguments(block.text) if tool is not None and tool.custom else block.text
+            turns.called(ToolCall(id=block.call_id, name=block.name, arguments=arguments))
     return turns.all()
-
-
-def tools_of(bodies: Sequence[FunctionTool] | None) -> list[Tool]:
-    """The domain's tools. Raises Unimplemented for those that are no functions."""
-    for index, body in enumerate(bodies or ()):
-        _check_function(body.type, f"tools[{index}]")
-    return [
-        Tool(name=body.name, description=body.description or "", parameters=body.parameters) for body in bodies or ()
-    ]
-
-
-def choice_of(choice: str | ToolChoiceBody | None, *, tools: bool) -> tuple[str, str]:
-    """The domain's ``tool_choice`` and ``named_tool``. Without a choice it is ``auto``, without tools ``none``."""
-    if choice is None:
-        return ("auto" if tools else "none"), ""
-    if isinstance(choice, str):
-        return choice if tools or choice != "auto" else "none", ""
-    _check_function(choice.type, "tool_choice")
-    return named_choice(choice.name, field="tool_choice.name")
 
 
 def template_kwargs(body: ResponseBody) -> dict[str, Any]:
     """Variables of the chat template."""
-    kwargs = dict(body.chat_template_kwargs or {})
     effort = body.reasoning.effort if body.reasoning else None
-    if effort == "none":
-        kwargs.setdefault("enable_thinking", False)
-    elif effort is not None:
-        kwargs.setdefault("reasoning_effort", effort)
-    return kwargs
+    return {**effort_kwargs(effort, "reasoning.effort"), **(body.chat_template_kwargs or {})}
 
 
 def format_constraint(format_: FormatBody | None) -> Constraint | None:
@@ -109,14 +88,15 @@ def format_constraint(format_: FormatBody | None) -> Constraint | None:
             )
 
 
-def names(body: ResponseBody, places: Sequence[str], before: int) -> Mapping[str, str]:
+def names(body: ResponseBody, places: Sequence[str], before: int, chosen: ChosenTools) -> Mapping[str, str]:
     """Our names of fields to the client's, for errors. ``places``: of the input's messages, which stand behind ``before``
-    others.
+    others; ``chosen``: the tools.
     """
     own = format_constraint(body.text.format if body.text is not None else None)
     return {
         **{f"messages[{before + index}]": place for index, place in enumerate(places)},
         **CONVERSATION,
+        **chosen.names,
         "text": "input",
         "prompt": "input",
         "messages": "input",
@@ -131,6 +111,7 @@ class _Turns:
     def __init__(self) -> None:
         self._done: list[ChatMessage] = []
         self._open: ChatMessage | None = None
+        self._noted = False  # whether the open message has nothing but notes yet
 
     def all(self) -> list[ChatMessage]:
         self._close()
@@ -149,7 +130,23 @@ class _Turns:
             self._begin()
         self._change(reasoning=(self._open.reasoning if self._open else "") + text)
 
+    def noted(self, text: str) -> None:
+        """Add what a tool left between what the assistant says."""
+        if self._open is None or self._open.tool_calls or not isinstance(self._open.content, str | None):
+            self._begin()
+        said = self._open.content if self._open is not None else None
+        self._change(content=f"{said}\n{text}" if said else text)
+        self._noted = True
+
     def said(self, content: str | Sequence[ContentPart] | None) -> None:
+        if self._noted and self._open is not None and isinstance(self._open.content, str):
+            if not isinstance(content, str | None):
+                content = [ContentPart(type="text", text=self._open.content), *content]
+            elif content:
+                content = f"{self._open.content}\n{content}"
+            self._noted = False
+            self._change(content=content)
+            return
         if self._open is None or self._open.content is not None or self._open.tool_calls:
             self._begin()
         self._change(content=content)
@@ -161,6 +158,7 @@ class _Turns:
 
     def _begin(self) -> None:
         self._close()
+        self._noted = False
         self._open = ChatMessage(role="assistant")
 
     def _change(self, **fields: Any) -> None:
@@ -182,24 +180,27 @@ def _add(turns: _Turns, item: InputItem, path: str, options: MediaOptions) -> No
                 turns.said(content)
             else:
                 turns.add(ChatMessage(role=item.role, content=content))
-        case "function_call":
-            if not item.name:
-                raise _missing(f"{path}.name")
-            turns.called(ToolCall(id=item.call_id or "", name=item.name, arguments=item.arguments or ""))
-        case "function_call_output":
-            if not item.call_id:
+        case kind if kind in tool_items.CALLS:
+            turns.called(tool_items.call_of(item, path))
+        case kind if kind in tool_items.OUTPUTS:
+            call_id = item.call_id or item.id
+            if not call_id:
                 raise _missing(f"{path}.call_id")
-            output = _content(item.output, path, "output", options)
-            turns.add(ChatMessage(role="tool", content=output, tool_call_id=item.call_id))
+            output = _content(tool_items.output_of(item, path), path, "output", options)
+            turns.add(ChatMessage(role="tool", content=output, tool_call_id=call_id))
         case "reasoning":
             parts = item.content or item.summary or ()
             if thoughts := parts if isinstance(parts, str) else "".join(part.text for part in parts):
                 turns.thought(thoughts)
+            elif item.encrypted_content:
+                tool_items.warn_of_secret(item, path)
+        case kind if kind in tool_items.TEXTS:
+            turns.noted(tool_items.text_of(item, path))
+        case kind if kind in tool_items.SECRETS:
+            tool_items.warn_of_secret(item, path)
         case kind:
-            raise Unimplemented(
-                f"{path}.type is {quoted(kind)}; known: message, function_call, function_call_output, reasoning",
-                field=f"{path}.type",
-            )
+            known = ", ".join(["message", "reasoning", *tool_items.CALLS, *tool_items.OUTPUTS, *tool_items.TEXTS])
+            raise Unimplemented(f"{path}.type is {quoted(kind)}; known: {known}", field=f"{path}.type")
 
 
 def _content(
@@ -225,8 +226,3 @@ def _part(part: InputPart, path: str, place: str, options: MediaOptions) -> Cont
 
 def _missing(field: str) -> InvalidArgument:
     return InvalidArgument(f"{field} is not set", field=field, reason="MISSING_FIELD")
-
-
-def _check_function(kind: str, path: str) -> None:
-    if kind != "function":
-        raise Unimplemented(f"{path}.type is {quoted(kind)}; only 'function' is served", field=f"{path}.type")

@@ -42,14 +42,26 @@ class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
 
 class FunctionCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
-    """A call of a function. ``arguments``: a JSON object as text."""
+    """A call of a function. ``arguments``: a JSON object as text. ``namespace``: of a function that is in one."""
 
     id: str
     status: str
     call_id: str
     name: str
     arguments: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
-OutputItem: TypeAlias = MessageItem | ReasoningItem | FunctionCallItem
+class CustomCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool. ``input``: a text."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    input: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+
+
+OutputItem: TypeAlias = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem
 Part: TypeAlias = OutputText | ReasoningText

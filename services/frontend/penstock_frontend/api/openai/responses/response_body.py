@@ -9,10 +9,20 @@ from penstock_frontend.api.openai import sampling_fields
 from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, shown
 from penstock_frontend.api.openai.media_fields import MediaFields, MediaIoBody
 from penstock_frontend.api.openai.sampling_fields import SamplingFields
+from penstock_frontend.call_warnings import WarningKind, warn
 
 _INT32_MAX = 2**31 - 1
 _MOST_METADATA = 16
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
+_HOSTED = (
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+"""More of items that answers of this server do not have."""
 
 
 class InputPart(MediaFields, frozen=True, kw_only=True, omit_defaults=True):
@@ -24,7 +34,9 @@ class InputPart(MediaFields, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An item of the input: a message, a call of a function, what one gave, or reasoning. Items of outputs are taken as well."""
+    """An item of the input: a message, a call of a tool, what one gave, or reasoning. Items of outputs are taken as well. Items
+    of tools that OpenAI runs have fields of any form, which become text.
+    """
 
     type: str | None = None
     role: str | None = None
@@ -33,26 +45,62 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     status: str | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
-    output: str | list[InputPart] | None = None
+    namespace: str | None = None
+    arguments: Any = None
+    input: Any = None
+    output: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     summary: list[InputPart] | None = None
+    encrypted_content: str | None = None
+    action: Any = None
+    approval_request_id: str | None = None
+    approve: bool | None = None
+    code: str | None = None
+    error: Any = None
+    operation: Any = None
+    outputs: Any = None
+    queries: Any = None
+    reason: str | None = None
+    result: Any = None
+    results: Any = None
+    server_label: str | None = None
+    tools: Any = None
+
+
+class ToolFormatBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The form of a custom tool's input: ``text``, or ``grammar`` with its ``syntax``, ``lark`` or ``regex``."""
+
+    type: str
+    syntax: str = ""
+    definition: str = ""
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that the model may call. Schemas of tools that must be called are enforced, whatever ``strict`` says."""
+    """A function that the model may call, a custom tool, or a namespace of them. Tools of other types are left out. Schemas of
+    tools that must be called are enforced, whatever ``strict`` says.
+    """
 
     type: str
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: ToolFormatBody | msgspec.UnsetType | None = msgspec.UNSET
+    tools: "list[FunctionTool] | msgspec.UnsetType | None" = msgspec.UNSET
 
 
-class ToolChoiceBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The tool that must be called."""
+class AllowedToolBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A tool that may be called. A hosted tool has a type alone."""
 
     type: str
     name: str = ""
+    namespace: str | None = None
+
+
+class ToolChoiceBody(AllowedToolBody, frozen=True, kw_only=True, omit_defaults=True):
+    """The tool that must be called, or with the type ``allowed_tools`` those that may be, and whether one must be."""
+
+    mode: str | None = None
+    tools: list[AllowedToolBody] | None = None
 
 
 class FormatBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -113,22 +161,20 @@ def check(body: ResponseBody) -> None:
     """Raise InvalidArgument or Unimplemented for what can be said of the body without the domain."""
     refuse_fields(body, "prompt_logprobs", "truncate_prompt_tokens", "return_token_ids", "add_special_tokens")
     sampling_fields.check(body)
-    for name, served in (("background", False), ("truncation", "disabled"), ("n", 1)):
-        if (value := getattr(body, name)) not in (None, served):
-            raise Unimplemented(f"{name} is {shown(value)}; only {shown(served)} is served", field=name)
+    if body.truncation == "auto":
+        warn(
+            WarningKind.HINT_IGNORED, "truncation", "is 'auto', but a conversation that is too long is refused, not cut"
+        )
+    for name, served in (("background", (False,)), ("truncation", ("disabled", "auto")), ("n", (1,))):
+        if (value := getattr(body, name)) not in (None, *served):
+            raise Unimplemented(f"{name} is {shown(value)}; only {shown(served[0])} is served", field=name)
     check_range("top_logprobs", body.top_logprobs, 0, _INT32_MAX)
     for index, name in enumerate(body.include or ()):
-        if name not in _INCLUDED:
+        if name not in (*_INCLUDED, *_HOSTED):
             field = f"include[{index}]"
             raise Unimplemented(f"{field} is {quoted(name)}; known: {', '.join(_INCLUDED)}", field=field)
-    if body.text is not None and body.text.verbosity not in (None, "medium"):
-        raise Unimplemented(
-            f"text.verbosity is {quoted(body.text.verbosity)}; only 'medium' is served", field="text.verbosity"
-        )
     if body.reasoning is not None and body.reasoning.summary not in (None, "auto"):
-        raise Unimplemented(
-            "reasoning.summary is set, but reasoning is shown whole; leave it out", field="reasoning.summary"
-        )
+        warn(WarningKind.HINT_IGNORED, "reasoning.summary", "has no effect: reasoning is shown whole")
     if len(body.metadata or ()) > _MOST_METADATA:
         raise InvalidArgument(
             f"metadata has {len(body.metadata or ())} entries; it may have {_MOST_METADATA}", field="metadata"

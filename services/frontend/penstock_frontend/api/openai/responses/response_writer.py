@@ -9,10 +9,12 @@ import msgspec
 
 from penstock_common.errors import Cancelled, RequestFailed
 from penstock_common.types.outputs import FinishReason
+from penstock_frontend.api.custom_inputs import CustomInputs
 from penstock_frontend.api.openai import errors
 from penstock_frontend.api.openai.choice_logprobs import BytesOf, ContentLogprob, chat_logprobs
 from penstock_frontend.api.openai.responses import events, response
 from penstock_frontend.api.openai.responses.items import (
+    CustomCallItem,
     FunctionCallItem,
     MessageItem,
     OutputItem,
@@ -30,6 +32,7 @@ from penstock_frontend.api.openai.responses.response import (
     ResponseUsage,
 )
 from penstock_frontend.api.openai.sampling_fields import kv_answer
+from penstock_frontend.api.served_tools import ServedTools
 from penstock_frontend.call_types import Finish
 from penstock_frontend.processing.chat.answers import ChatOutput
 from penstock_frontend.processing.chat.blocks import Block, BlockKind, BlockPiece, Blocks
@@ -53,8 +56,11 @@ class ResponseWriter:
         reasoning: bool,
         top_logprobs: int | None,
         bytes_of: BytesOf,
+        tools: ServedTools,
     ) -> None:
         self.response = begun
+        self._tools = tools
+        self._inputs = CustomInputs(tools)
         self.blocks = Blocks(parallel_calls=parallel_calls, reasoning=reasoning)
         self._top_logprobs = top_logprobs
         self._bytes_of = bytes_of
@@ -70,6 +76,7 @@ class ResponseWriter:
 
     def take(self, output: ChatOutput) -> Iterator[events.Event]:
         """The events of a piece of output. Behind the last one the response is as it ended."""
+        output = self._inputs.read(output)
         logprobs = self._logprobs_of(output)
         for piece in self.blocks.push(output):
             told: Sequence[ContentLogprob] = []
@@ -126,7 +133,8 @@ class ResponseWriter:
     ) -> Iterator[events.Event]:
         block = piece.block
         if piece.begins:
-            self._ids.append(f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}")
+            prefix = "ctc" if self._is_custom(block) else _PREFIXES[block.kind]
+            self._ids.append(f"{prefix}_{uuid.uuid4().hex}")
             self._logprobs.append([])
             item = self._item(block, response.IN_PROGRESS, empty=True)
             yield self._event(events.ItemEvent, "response.output_item.added", output_index=block.index, item=item)
@@ -151,6 +159,8 @@ class ResponseWriter:
                 return self._event(events.TextDelta, kind, **place, content_index=0, logprobs=logprobs)
             case BlockKind.REASONING:
                 return self._event(events.ReasoningDelta, "response.reasoning_text.delta", **place, content_index=0)
+            case BlockKind.CALL if self._is_custom(block):
+                return self._event(events.InputDelta, "response.custom_tool_call_input.delta", **place)
             case BlockKind.CALL:
                 return self._event(events.ArgumentsDelta, "response.function_call_arguments.delta", **place)
 
@@ -163,8 +173,11 @@ class ResponseWriter:
             case BlockKind.REASONING:
                 kind = "response.reasoning_text.done"
                 return self._event(events.ReasoningDone, kind, **place, content_index=0, text=block.text)
+            case BlockKind.CALL if self._is_custom(block):
+                return self._event(events.InputDone, "response.custom_tool_call_input.done", **place, input=block.text)
             case BlockKind.CALL:
-                call = {"name": block.name, "arguments": block.text}
+                tool = self._tools.called(block.name)
+                call = {"name": tool.name if tool else block.name, "arguments": block.text}
                 return self._event(events.ArgumentsDone, "response.function_call_arguments.done", **place, **call)
 
     def _part_event(self, kind: str, block: Block, *, empty: bool = False) -> events.Event:
@@ -186,14 +199,22 @@ class ResponseWriter:
     def _item(self, block: Block, status: str, *, empty: bool = False) -> OutputItem:
         item_id = self._ids[block.index]
         if block.kind is BlockKind.CALL:
-            arguments = "" if empty else block.text
-            return FunctionCallItem(
-                id=item_id, status=status, call_id=block.call_id, name=block.name, arguments=arguments
+            text, tool = "" if empty else block.text, self._tools.called(block.name)
+            call: dict[str, Any] = {"id": item_id, "status": status, "call_id": block.call_id, "name": block.name}
+            if tool is not None:
+                call |= {"name": tool.name, "namespace": tool.namespace or msgspec.UNSET}
+            return (
+                CustomCallItem(**call, input=text)
+                if self._is_custom(block)
+                else FunctionCallItem(**call, arguments=text)
             )
         parts: list[Any] = [] if empty else [self._part(block)]
         if block.kind is BlockKind.REASONING:
             return ReasoningItem(id=item_id, status=status, content=parts)
         return MessageItem(id=item_id, status=status, content=parts)
+
+    def _is_custom(self, block: Block) -> bool:
+        return block.kind is BlockKind.CALL and (tool := self._tools.called(block.name)) is not None and tool.custom
 
     def _logprobs_of(self, output: ChatOutput) -> list[ContentLogprob]:
         """Those that belong to the piece's text: tokens may come before it. None, and none later, of reasoning and calls."""

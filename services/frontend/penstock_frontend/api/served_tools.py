@@ -1,0 +1,207 @@
+"""A request's tools: those that the model is told of, under names that it can write, and those that this server does not run."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument, excerpt, quoted
+from penstock_frontend.call_types import Tool
+from penstock_frontend.call_warnings import WarningKind, warn
+from penstock_frontend.processing.chat.tool_choice import named_choice
+
+INPUT = "input"
+"""The only argument of the function that a custom tool becomes: a text."""
+_SEPARATOR = "__"
+
+
+class ServedTool(NamedTuple):
+    """A tool that the model is told of.
+
+    Attributes:
+        tool: The function that the model sees.
+        field: The object in the request that has the tool's name, such as ``tools[1].function``.
+        name: The client's name of the tool.
+        namespace: The client's name of the group that the tool is of; empty: of none.
+        custom: Whether the client wants a text as the call's input, instead of arguments.
+        syntax: The form of the grammar that the input must match; empty: any text.
+        schema: The client's name of the schema of a function's arguments.
+    """
+
+    tool: Tool
+    field: str
+    name: str
+    namespace: str = ""
+    custom: bool = False
+    syntax: str = ""
+    schema: str = "parameters"
+
+
+class ToolChoice(NamedTuple):
+    """What a request says of calls.
+
+    Attributes:
+        mode: ``auto``, ``none`` or ``required``.
+        named: The tool that must be called, by the name that the model sees; empty: no such one.
+        allowed: The tools that may be called, by the same names; None: all.
+        hosted: The type of a tool that must be called, where the choice has no name; empty: it is no such choice.
+        field: What errors about the choice name.
+    """
+
+    mode: str
+    named: str = ""
+    allowed: Collection[str] | None = None
+    hosted: str = ""
+    field: str = "tool_choice"
+
+
+class ChosenTools(NamedTuple):
+    """What a conversation has of the tools. ``names``: our names of fields to the client's, for errors."""
+
+    tools: Sequence[Tool]
+    mode: str
+    named: str
+    names: Mapping[str, str]
+
+
+class ServedTools:
+    """Collects the tools of one request. Tools that this server does not run are left out with a warning."""
+
+    def __init__(self) -> None:
+        self._served: list[ServedTool] = []
+        self._left_out: list[tuple[str, str, str]] = []
+
+    def function(
+        self,
+        name: str,
+        description: str | None,
+        parameters: dict[str, Any] | None,
+        field: str,
+        *,
+        namespace: str = "",
+        schema: str = "parameters",
+    ) -> None:
+        """Add a function. ``schema``: the client's name of ``parameters``. Raises InvalidArgument for a schema of something else
+        than an object.
+        """
+        kind = (parameters or {}).get("type")
+        if kind is not None and kind != "object":
+            at = f"{field}.{schema}.type"
+            raise InvalidArgument(f"{at} is {_shown(kind)}; arguments are an object, so it must be 'object'", field=at)
+        tool = Tool(name=flat_name(name, namespace), description=description or "", parameters=parameters)
+        self._served.append(ServedTool(tool, field, name, namespace, schema=schema))
+
+    def custom(
+        self,
+        name: str,
+        description: str | None,
+        field: str,
+        *,
+        syntax: str = "",
+        definition: str = "",
+        namespace: str = "",
+    ) -> None:
+        """Add a custom tool, whose input is a text, as a function of one text. ``syntax``: of the grammar ``definition``."""
+        text = {"type": "string"}
+        told = description or ""
+        if syntax:
+            told += f"\n\nThe {INPUT} must match this {syntax} grammar:\n{definition}"
+        if syntax == "regex":
+            text["pattern"] = f"^(?:{definition})$"
+        schema = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+        tool = Tool(name=flat_name(name, namespace), description=told.strip(), parameters=schema)
+        self._served.append(ServedTool(tool, field, name, namespace, custom=True, syntax=syntax))
+
+    def leave_out(self, kind: str, field: str, name: str = "") -> None:
+        """Leave a tool out that this server does not run, and warn of it. ``kind``: its type."""
+        self._left_out.append((kind, field, name))
+        warn(
+            WarningKind.TOOL_LEFT_OUT,
+            field,
+            f"is of type {quoted(kind)}, which this server does not run, and is left out",
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self._served)
+
+    @property
+    def has_custom(self) -> bool:
+        """Whether there are custom tools."""
+        return any(served.custom for served in self._served)
+
+    def called(self, name: str) -> ServedTool | None:
+        """Return the tool that the model calls so; None where there is none."""
+        return next((served for served in self._served if served.tool.name == name), None)
+
+    def chosen(self, choice: ToolChoice) -> ChosenTools:
+        """Apply the choice. Raises InvalidArgument for a choice of a tool that is left out, or that is not there."""
+        self._check(choice)
+        served = [
+            each
+            for each in self._served
+            if choice.allowed is None or (not choice.named and each.tool.name in choice.allowed)
+        ]
+        mode, named = choice.mode, ""
+        if choice.named:
+            mode, named = named_choice(choice.named, field=choice.field)
+        elif mode == "auto" and not served:
+            mode = "none"
+        if mode != "none":
+            for each in served:
+                _warn_of_grammar(each, forced=mode == "required" or named == each.tool.name)
+        names: dict[str, str] = {}
+        for index, each in enumerate(served):
+            names[f"tools[{index}].parameters"] = f"{each.field}.{'format' if each.custom else each.schema}"
+            names[f"tools[{index}]"] = each.field
+        return ChosenTools([each.tool for each in served], mode, named, names)
+
+    def _check(self, choice: ToolChoice) -> None:
+        for kind, field, name in self._left_out:
+            if choice.hosted == kind or (choice.named and choice.named == name):
+                raise InvalidArgument(
+                    f"{choice.field} requires a call of {field}, of type {quoted(kind)}, which this server does not run; "
+                    "choose another tool, or 'auto'",
+                    field=choice.field,
+                )
+        if choice.hosted:
+            raise InvalidArgument(
+                f"{choice.field} requires a call of a tool of type {quoted(choice.hosted)}, which this server does not run; "
+                "choose another tool, or 'auto'",
+                field=choice.field,
+            )
+        left = [each for each in self._served if choice.allowed is None or each.tool.name in choice.allowed]
+        if choice.mode == "required" and not left and self._left_out:
+            kinds = excerpt(", ".join(f"{field} is of type {quoted(kind)}" for kind, field, _ in self._left_out))
+            raise InvalidArgument(
+                f"{choice.field} requires a call, but this server runs none of the tools: {kinds}", field=choice.field
+            )
+        if choice.allowed is not None and not left and choice.mode == "required":
+            known = excerpt(", ".join(each.tool.name for each in self._served) or "none")
+            raise InvalidArgument(f"{choice.field} allows none of the tools, which are: {known}", field=choice.field)
+
+
+def flat_name(name: str, namespace: str | None = "") -> str:
+    """Return the name that the model sees of a tool in a namespace: models know no groups of tools."""
+    if not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith(_SEPARATOR) else f"{namespace}{_SEPARATOR}{name}"
+
+
+def _shown(value: object) -> str:
+    return quoted(value) if isinstance(value, str) else excerpt(msgspec.json.encode(value).decode())
+
+
+def _warn_of_grammar(served: ServedTool, *, forced: bool) -> None:
+    if served.syntax == "regex" and forced:
+        return
+    if served.syntax:
+        why = (
+            "only calls that tool_choice requires are constrained"
+            if served.syntax == "regex"
+            else "only 'regex' is enforced"
+        )
+        warn(
+            WarningKind.TOOL_FORMAT_NOT_ENFORCED,
+            f"{served.field}.format",
+            f"is a {served.syntax} grammar, which the model is told of, but {why}",
+        )
