@@ -174,6 +174,11 @@ def check_chat_template(path: str, *, setting: str) -> None:
     given_template(path, {}, setting=setting)
 
 
+def check_parsers(*, tool: str, reasoning: str) -> None:
+    """Check the names of parsers as ``model.tool_parser`` and ``model.reasoning_parser``. Raises ConfigError for unknown ones."""
+    registry.pick(tool=tool, reasoning=reasoning, template="")
+
+
 def _read(model: ModelConfig, tokenizer_path: str, *, num_threads: int, with_media: bool) -> _Files:
     """Tokenizer and chat template are of ``tokenizer_path``, unless it is empty; all else is the model's. Raises ConfigError."""
     texts = msgspec.structs.replace(model, path=tokenizer_path or model.path)

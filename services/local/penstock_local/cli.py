@@ -15,7 +15,7 @@ from typing import Any
 from penstock_common.config.sizes import parse_bytes
 from penstock_common.errors import ConfigError, PenstockError
 from penstock_common.types.cluster import DEFAULT_POOL
-from penstock_local import flags
+from penstock_local import flags, vllm_flags
 from penstock_local.batch.arguments import add_batch
 from penstock_local.bench.arguments import add_bench
 from penstock_local.console import fail
@@ -114,6 +114,7 @@ def _add_serve(commands: Any) -> None:
     )
     parser.set_defaults(run=_run_serve)
     parser.suggest = _serve_flag
+    parser.suggest_value = vllm_flags.of_value
     model = parser.add_argument_group("model")
     engines = parser.add_argument_group("engines")
     drafts = parser.add_argument_group("speculation")
@@ -150,8 +151,8 @@ def _serve_flag(flag: str) -> str:
     """What a flag of another server is called here, or the setting of its name."""
     from penstock_local.settings import named
 
-    if flag == "--port":
-        return "; --http-port is the OpenAI API's, --grpc-port the gRPC API's"
+    if flag in vllm_flags.FLAGS:
+        return f"; {vllm_flags.FLAGS[flag]}"
     keys = named(flag.removeprefix("--").replace("-", "_"))
     return f"; it is a setting: --set {' or '.join(f'{key}=VALUE' for key in keys)}" if keys else ""
 

@@ -14,11 +14,11 @@ from penstock_local import speculation
 from penstock_local.cache_memory import check_cache_memory
 from penstock_local.devices import assign
 from penstock_local.hub import check_hub
-from penstock_local.ports import LOOPBACK, check_free
+from penstock_local.ports import LOOPBACK, check_free, check_host
 from penstock_local.process import ProcessSpec
 from penstock_local.rpc.connect import API_KEY, PUBLIC
 from penstock_local.serve_options import ServeOptions
-from penstock_local.settings import apply_settings
+from penstock_local.settings import apply_settings, check_config, check_parsers
 
 DRAIN_SECONDS = 30.0
 """Time that engines and frontends give running requests when they stop."""
@@ -46,6 +46,8 @@ def check(
     """
     if environ is not None:
         _check_own_client(with_settings(options, "frontend", {}), environ)
+    check_host(options.host)
+    check_parsers(options.settings.get("frontend", {}))
     settings = with_settings(options, "engine", {"speculative": options.speculation()})
     speculation.check_section(settings["speculative"])
     speculation.check_drafting_model(settings["speculative"])
@@ -78,6 +80,13 @@ def check(
     public = (options.grpc_port, options.http_port)
     for flag, port in options.all_ports:
         check_free(options.host if port in public else LOOPBACK, port, flag=flag)
+
+
+def check_configs(specs: Sequence[ProcessSpec]) -> None:
+    """Check what the services are told, before any of them is started. Raises ConfigError."""
+    kinds = {"penstock_coordinator": "coordinator", "penstock_enginecore": "engine", "penstock_frontend": "frontend"}
+    for spec in {spec.module: spec for spec in specs}.values():  # of several of a kind, all settings are the same
+        check_config(kinds[spec.module], spec.config)
 
 
 def _check_own_client(frontend: Mapping[str, Any], environ: Mapping[str, str]) -> None:

@@ -27,6 +27,15 @@ def free_ports(count: int, *, but: Collection[int] = ()) -> list[int]:
     return ports
 
 
+def check_host(host: str) -> None:
+    """Raise ConfigError if nothing on this machine can listen on ``host``."""
+    if (problem := why_taken(host, 0)) is not None:
+        raise ConfigError(
+            f"--host is {host!r}, on which nothing can listen here: {problem}; give an address of this machine, 127.0.0.1 for "
+            "this machine's programs alone or 0.0.0.0 for every network"
+        )
+
+
 def check_free(host: str, port: int, *, flag: str) -> None:
     """Raise ConfigError, with ``flag`` as the way out, when ``host:port`` cannot be listened on."""
     if (problem := why_taken(host, port)) is not None:

@@ -15,7 +15,7 @@ from penstock_local.console import BOLD, GREEN, JoinedLog, paint, say
 from penstock_local.devices import visible_gpus
 from penstock_local.flags import DEFAULT_ADMIN_ADDRESS
 from penstock_local.group_ranks import GroupRanks
-from penstock_local.plan import check, engine_spec, needs_secret, num_internal_ports, plan
+from penstock_local.plan import check, check_configs, engine_spec, needs_secret, num_internal_ports, plan
 from penstock_local.ports import LOOPBACK, free_ports
 from penstock_local.process import ProcessSpec
 from penstock_local.rpc.client import InferenceClient, ModelInfo
@@ -57,6 +57,7 @@ async def _serve_while(options: ServeOptions, work: Work, gpus: Sequence[str], s
     given = {port for _, port in options.all_ports}
     internal_ports = free_ports(num_internal_ports(options), but=given)
     specs = plan(options, internal_ports=internal_ports, cores=usable_cores(), gpus=gpus, secret_file=secret)
+    check_configs(specs)
     log = JoinedLog([spec.name for spec in specs], stream=sys.stderr, on_closed=request.stop.set)
     supervisor = Supervisor(specs, on_line=log.write)
     coordinator = specs[0].address

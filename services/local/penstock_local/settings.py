@@ -1,13 +1,14 @@
 """``penstock serve --set SERVICE.KEY=VALUE``: any setting of a service, beside those that have a flag."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import yaml
 
-from penstock_common.config.loader import hint
-from penstock_common.config.settings import removed, settings_of
+from penstock_common.config.loader import build, hint
+from penstock_common.config.settings import ENV_PREFIX, removed, settings_of
 from penstock_common.errors import ConfigError, nearest
 
 FLAG = "--set"
@@ -75,6 +76,37 @@ def apply_settings(config: dict[str, Any], settings: Mapping[str, Any]) -> dict[
             section = section.setdefault(parent, {})
         section[last] = value
     return config
+
+
+def check_config(service: str, config: Mapping[str, Any]) -> None:
+    """Check a service's configuration as the service does at its start. Raises ConfigError that begins with ``service``."""
+    try:
+        build(_structs()[service], copy.deepcopy(dict(config)), strict=False)
+    except ConfigError as e:
+        raise ConfigError(f"{service}: {e}") from None
+
+
+def check_parsers(frontend: Mapping[str, Any]) -> None:
+    """Check the names of parsers in the settings of frontends. Raises ConfigError for unknown ones."""
+    tool, reasoning = (str(frontend.get(f"model.{name}_parser", "none")) for name in ("tool", "reasoning"))
+    if not {tool, reasoning} <= {"auto", "none"}:
+        from penstock_frontend.assembly import check_parsers as check  # imports what a frontend is made of
+
+        try:
+            check(tool=tool, reasoning=reasoning)
+        except ConfigError as e:
+            raise ConfigError(f"frontend: {e}") from None
+
+
+def of_environment(name: str) -> str:
+    """Return the settings that an environment variable stands for, as ``SERVICE.KEY``; nothing for what the command sets itself
+    and for what is no setting.
+    """
+    key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+    structs = _structs().items()
+    if _is_own(key):
+        return ""
+    return " or ".join(f"{s}.{key}" for s, struct in structs if any(each.key == key for each in settings_of(struct)))
 
 
 def _is_own(key: str) -> bool:

@@ -18,6 +18,7 @@ from penstock_local.console import fail, say
 from penstock_local.process import ProcessSpec, ServiceProcess, describe_exit
 from penstock_local.rpc.connect import VARIABLES
 from penstock_local.rpc.health import wait_until_serving
+from penstock_local.settings import of_environment
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -101,7 +102,10 @@ class Supervisor:
         """
         environ = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
         if ignored := sorted(os.environ.keys() - environ.keys() - VARIABLES):
-            say(f"ignoring {', '.join(ignored)} of the environment: the settings are the command's flags")
+            for name in ignored:
+                setting = of_environment(name)
+                instead = f"use --set {setting}=VALUE" if setting else "it is no setting that --set takes"
+                say(f"ignoring {name} of the environment, which all services would read: {instead}")
         environ["PYTHONUNBUFFERED"] = "1"
         self._folder, self._environ = folder, environ
         for process in self._processes:

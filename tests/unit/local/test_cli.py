@@ -67,6 +67,13 @@ def test_a_name_that_the_library_does_not_have_is_said_so() -> None:
         (["serve", "m", "--max-num-seqs=8"], "it is a setting: --set engine.scheduler.max_num_seqs=VALUE"),
         (["serve", "m", "--gpu-memory-utilization", "0.5"], "--set engine.cache.memory_utilization=VALUE"),
         (["serve", "m", "--tool-call-parser", "hermes"], "--set frontend.model.tool_parser=VALUE"),
+        (["serve", "--model", "m"], "MODEL stands behind the command, without a flag: penstock serve MODEL"),
+        (["serve", "m", "--model", "m"], "MODEL stands behind the command, without a flag: penstock serve MODEL"),
+        (["serve", "m", "--api-key", "k"], "--set frontend.auth.api_keys=FILE"),
+        (["serve", "m", "--enable-auto-tool-choice"], "wherever the model's chat template shows them"),
+        (["serve", "m", "--enforce-eager"], "leave it out"),
+        (["serve", "m", "-tp", "2"], "use --tensor-parallel-size N"),
+        (["serve", "m", "--enable-lora"], "--lora NAME=PATH"),
         (["generate", "hi", "--max-token", "3"], "did you mean '--max-tokens'?"),
         (["bench", "--concurency", "3"], "did you mean '--concurrency'?"),
         (["serve", "m", "other"], "unrecognized arguments: other"),
@@ -91,7 +98,12 @@ def test_a_flag_that_is_not_there_gets_what_may_have_been_meant(
             "'serv' is not known; known: serve, generate, chat, status, scale, bench, models, pull, lora, batch, demo; "
             "did you mean 'serve'?",
         ),
-        (["serve", "m", "--device", "gpu"], "--device: 'gpu' is not known; known: auto, cpu, cuda"),
+        (["serve", "m", "--device", "gpu"], "--device: 'gpu' is not known; known: auto, cpu, cuda; GPUs are cuda here"),
+        (["serve", "m", "--dtype", "half"], "known: auto, float32, bfloat16, float16; half is float16 here"),
+        (
+            ["serve", "m", "--quantization", "awq"],
+            "known: auto, int8; a quantized checkpoint is recognized by its files",
+        ),
         (
             ["serve", "m", "--kv-transfer", "rdma"],
             "--kv-transfer: 'rdma' is not known; known: auto, grpc, shared_memory",

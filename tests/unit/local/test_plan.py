@@ -240,7 +240,7 @@ def test_what_the_files_show_is_said_before_anything_starts(tmp_path: Path) -> N
 
 
 def test_a_host_that_is_not_of_this_machine_is_refused() -> None:
-    with pytest.raises(ConfigError, match="port 50051 on 192.0.2.1 cannot be used"):
+    with pytest.raises(ConfigError, match="--host is .192.0.2.1., on which nothing can listen here"):
         check(ServeOptions(model=str(DEMO_MODEL), host="192.0.2.1"))
 
 

@@ -14,12 +14,16 @@ from penstock_common.rpc.status import DETAILS_KEY, from_rpc_error
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import FinishReason
 from penstock_local.media_files import MediaFile
-from penstock_local.rpc.connect import PUBLIC, connect
-from penstock_local.rpc.tls_probe import mismatch
+from penstock_local.rpc.connect import ADMIN, PUBLIC, connect
+from penstock_local.rpc.tls_probe import is_http_port, mismatch
 
 
 class ServerUnreachableError(PenstockError):
     """Nothing answers at the address, or the connection broke."""
+
+
+class WrongAddressError(PenstockError):
+    """There is no gRPC API at the address. The message says which address to give."""
 
 
 class TlsMismatchError(PenstockError):
@@ -202,6 +206,14 @@ class InferenceClient:
         ]
 
 
+def _takes(address: str, prefix: str) -> str:
+    """Which flag takes which address of the same host."""
+    host = address.split("://")[-1].split("/")[0].rpartition(":")[0] or "localhost"
+    if prefix == ADMIN:
+        return f"--admin-address is the operators' gRPC API, {host}:50053 unless --admin-port of penstock serve says another"
+    return f"--address is the gRPC API, {host}:50051 unless --grpc-port of penstock serve says another"
+
+
 async def call_failure(error: grpc.aio.AioRpcError, address: str, *, prefix: str = PUBLIC) -> PenstockError:
     """Errors of a Penstock server carry details; an UNAVAILABLE without them is the connection's, an UNIMPLEMENTED that of a
     server that has no such call.
@@ -210,6 +222,10 @@ async def call_failure(error: grpc.aio.AioRpcError, address: str, *, prefix: str
     if error.code() is grpc.StatusCode.UNAVAILABLE and not has_details:
         if why := await mismatch(address, prefix=prefix):
             return TlsMismatchError(why)
+        if address.startswith(("http://", "https://")):
+            return WrongAddressError(f"{address} is a URL; {_takes(address, prefix)}")
+        if await is_http_port(address):
+            return WrongAddressError(f"{address} is an HTTP port; {_takes(address, prefix)}")
         return ServerUnreachableError(f"no connection to {address}: {error.details()}")
     if error.code() is grpc.StatusCode.UNIMPLEMENTED and not has_details:
         here = "public API listens on --grpc-port" if prefix == PUBLIC else "operators' API listens on --admin-port"

@@ -1,4 +1,4 @@
-"""Why a connection did not come about: one side speaks TLS and the other does not."""
+"""Why a connection did not come about: one side speaks TLS and the other does not, or it is the HTTP port."""
 
 import asyncio
 import contextlib
@@ -22,6 +22,25 @@ async def mismatch(address: str, *, prefix: str, environ: Mapping[str, str] = os
     if speaks:
         return f"the server at {address} wants TLS: set {prefix}_CA to the file of the authority that issued its certificate"
     return f"the server at {address} does not speak TLS: unset {prefix}_CA"
+
+
+async def is_http_port(address: str) -> bool:
+    """Return whether a server at ``address``, host:port, answers HTTP/1.1 without TLS, which no gRPC port does."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or not host or "/" in host:
+        return False
+    try:
+        async with asyncio.timeout(_TIMEOUT):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            try:
+                writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+                return (await reader.read(7)).startswith(b"HTTP/1.")
+            finally:
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+    except (OSError, TimeoutError):
+        return False
 
 
 async def _speaks_tls(address: str) -> bool | None:

@@ -1,5 +1,6 @@
 """A server that wants TLS is told apart from none at all."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,8 @@ import pytest
 from penstock_common.config.sections import ServerConfig
 from penstock_common.rpc.server import RpcServer
 from penstock_local.rpc.admin import AdminClient
-from penstock_local.rpc.client import InferenceClient, ServerUnreachableError, TlsMismatchError
-from penstock_local.rpc.tls_probe import mismatch
+from penstock_local.rpc.client import InferenceClient, ServerUnreachableError, TlsMismatchError, WrongAddressError
+from penstock_local.rpc.tls_probe import is_http_port, mismatch
 from tests.fakes.network.certificates import Authority
 
 WITH_TLS = {"PENSTOCK_TLS_CA": "ca.crt"}
@@ -56,3 +57,37 @@ async def test_no_server_at_all_is_unreachable() -> None:
     async with InferenceClient("127.0.0.1:9") as client:
         with pytest.raises(ServerUnreachableError, match="no connection to 127.0.0.1:9"):
             await client.models()
+
+
+async def test_an_http_port_is_told_apart_with_the_address_to_give() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server:
+        async with InferenceClient(address) as client:
+            with pytest.raises(
+                WrongAddressError, match="is an HTTP port; --address is the gRPC API, 127.0.0.1:50051 unless"
+            ):
+                await client.models()
+        async with AdminClient(address) as admin:
+            with pytest.raises(
+                WrongAddressError, match="--admin-address is the operators' gRPC API, 127.0.0.1:50053 unless"
+            ):
+                await admin.cluster(deadline=30)
+    async with InferenceClient(f"http://{address}") as client:
+        with pytest.raises(WrongAddressError, match="is a URL; --address is the gRPC API, 127.0.0.1:50051 unless"):
+            await client.models()
+
+
+async def test_a_grpc_port_is_no_http_port() -> None:
+    server = RpcServer(ServerConfig(host="127.0.0.1"), service_names=[])
+    address = f"127.0.0.1:{await server.start()}"
+    try:
+        assert not await is_http_port(address)
+    finally:
+        await server.stop(0)
