@@ -354,3 +354,12 @@ async def test_a_gap_is_filled_where_the_model_has_tokens_for_it(
     before, behind, middle = (tokenizer.token_to_id(token) for token in form)
     expected = [0, before, *ids_of("the fox"), behind, *ids_of("the dog"), middle]
     assert list(engine.requests[0].prompt_token_ids) == expected
+
+
+async def test_two_bos_tokens_are_warned_of_in_a_header(api: OpenAIServer) -> None:
+    for body in ({"prompt": "<s>the"}, {"prompt": "<s>the", "stream": True}):
+        answer = await api.http.post("/v1/completions", json={"model": "model", "max_tokens": 1, **body})
+        assert answer.status_code == 200
+        assert answer.headers["penstock-warning"].startswith("double_bos: prompt begins with '<s>'")
+    answer = await api.http.post("/v1/completions", json={"model": "model", "max_tokens": 1, "prompt": "the"})
+    assert "penstock-warning" not in answer.headers

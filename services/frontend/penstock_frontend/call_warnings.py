@@ -40,6 +40,8 @@ class WarningKind(enum.StrEnum):
     """A tool's result in the conversation belongs to no call in it."""
     MEDIA_LEFT_OUT = "media_left_out"
     """The model sees a text in the place of an image, a sound or a video of a tool's result, which it does not read."""
+    DOUBLE_BOS = "double_bos"
+    """The prompt begins with the token that begins a text, and the tokenizer puts another one in front."""
     HINT_IGNORED = "hint_ignored"
     """A value of a field has no effect here; the answer is as without it."""
 

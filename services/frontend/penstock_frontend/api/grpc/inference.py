@@ -54,12 +54,17 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         self._max_response_bytes = config.server.max_message_bytes
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        """Continues a prompt; the output is streamed."""
+        """Continues a prompt; the output is streamed. Warnings are initial metadata."""
+        warnings = self._warnings.begin(_caller(context))
         converted = generate_messages.generate_request(request, **_call(context), limits=self._limits.now)
         live = self._llm.accept(converted.context.external_request_id, demand_of(converted))
         # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
+        begun = False
         async for output in self._llm.generate(converted, live):
+            if not begun and warnings.headers:
+                await context.send_initial_metadata(tuple(warnings.headers.items()))
+            begun = True
             yield generate_messages.generate_response(output, live.request_id)
 
     async def GenerateSession(

@@ -16,6 +16,7 @@ from penstock_frontend.call_types import MixedPrompt, PoolingRequest
 from penstock_frontend.config import LimitsConfig, ModelConfig
 from penstock_frontend.media_parts import MediaPart
 from penstock_frontend.ports import ModelLimits
+from penstock_frontend.processing.prompts.double_bos import warn_of_double_bos
 from penstock_frontend.processing.prompts.guarded_text import cut
 from penstock_frontend.processing.prompts.input import InputProcessor, check_size, check_token_ids, longest_text
 from penstock_frontend.processing.prompts.media_inputs import no_media_with
@@ -139,6 +140,8 @@ class PoolingInputs:
                 tokenized.append(_Tokenized(joined.token_ids, features=joined.features))
             else:
                 tokenized.append(_Tokenized(next(of_texts) if isinstance(prompt, str) else list(prompt[:longest])))
+                if add and isinstance(prompt, str):
+                    warn_of_double_bos(tokenized[-1].ids, self._tokenizer, field=field)
             if not tokenized[-1].ids:
                 raise InvalidArgument(f"{field} has no tokens: there is nothing to compute", field=field)
         return tokenized

@@ -23,6 +23,7 @@ from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.chat.reasoning import Reasoning
 from penstock_frontend.processing.media.base import MediaPreparer
 from penstock_frontend.processing.prompts import sampling_params
+from penstock_frontend.processing.prompts.double_bos import warn_of_double_bos
 from penstock_frontend.processing.prompts.media_inputs import MediaInputs, check_beside_media, check_media
 from penstock_frontend.processing.prompts.media_text import PlacedMedia
 from penstock_frontend.processing.prompts.mixed_prompt import JoinedPrompt, join_parts
@@ -209,15 +210,16 @@ class InputProcessor:
     ) -> JoinedPrompt:
         prompt = request.prompt
         if isinstance(prompt, MixedPrompt):
-            return await self.join(
-                prompt, context, None if truncated else limits, add_special_tokens=request.add_special_tokens
-            )
+            add = request.add_special_tokens
+            return await self.join(prompt, context, None if truncated else limits, add_special_tokens=add)
         field = "text" if isinstance(prompt, str) else "token_ids.ids"
         if not prompt:
             raise InvalidArgument(f"{field} is empty: there is no prompt", field=field)
         self.check_length(prompt, field=field)
         if isinstance(prompt, str):
             ids = (await self._tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)).ids
+            if request.add_special_tokens:
+                warn_of_double_bos(ids, self._tokenizer, field="prompt")
         else:
             ids = list(prompt)
         if not ids:
@@ -265,7 +267,10 @@ class InputProcessor:
                 check_media(prompt.media, None)
             else:
                 media = await self.media.placed(prompt, context)
-        return await join_parts(prompt, encode, max_positions=longest, what=what, media=media)
+        joined = await join_parts(prompt, encode, max_positions=longest, what=what, media=media)
+        if add_special_tokens and isinstance(prompt.parts[0], str):
+            warn_of_double_bos(joined.token_ids, self._tokenizer, field=prompt.fields[0])
+        return joined
 
 
 def longest_text(max_model_len: int) -> int:

@@ -158,6 +158,12 @@ class Tokenizer:
         except BaseException as e:
             raise _without_panic(e) from e
 
+    @functools.cached_property
+    def leading_token(self) -> int | None:
+        """The token that is put in front of every text, as a BOS or CLS; None if there is none."""
+        with_it, without = (self._backend.encode("a", add_special_tokens=add).ids for add in (True, False))
+        return with_it[0] if len(with_it) > len(without) and with_it[:1] != without[:1] else None
+
     def num_added(self, *, pair: bool) -> int:
         """How many tokens are put around a text, or around both of a pair."""
         return int(self._backend.num_special_tokens_to_add(pair))

@@ -12,7 +12,8 @@ from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, NotFound
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
-from penstock_frontend.call_types import GenerateRequest
+from penstock_frontend.call_types import GenerateRequest, MixedPrompt
+from penstock_frontend.call_warnings import WarningLog
 from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.prompts.input import InputProcessor
@@ -59,6 +60,33 @@ async def test_text_is_tokenized_with_the_special_tokens_of_the_tokenizer(
 
 async def test_token_ids_are_used_as_they_are(inputs: InputProcessor) -> None:
     assert (await process(inputs, prompt=(7, 8, 9))).prompt_token_ids == [7, 8, 9]
+
+
+@pytest.mark.parametrize("prompt", ["<s>hello", MixedPrompt(("<s>hello", " you"), ("mixed.parts[0].text", ""))])
+async def test_a_prompt_that_gets_two_bos_tokens_is_warned_of(inputs: InputProcessor, prompt: Any) -> None:
+    warnings = WarningLog().begin("client")
+    assert (await process(inputs, prompt=prompt)).prompt_token_ids[:2] == [0, 0]
+    field = "prompt" if isinstance(prompt, str) else "mixed.parts[0].text"
+    assert warnings.headers["penstock-warning"] == (
+        f"double_bos: {field} begins with '<s>', and the tokenizer adds another one: leave it out, or set add_special_tokens "
+        "to false"
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "hello"},
+        {"prompt": "hello <s>"},
+        {"prompt": "<s>hello", "add_special_tokens": False},
+        {"prompt": "<s><s>hello", "add_special_tokens": False},
+        {"prompt": (0, 0, 5)},
+    ],
+)
+async def test_other_prompts_are_not_warned_of(inputs: InputProcessor, fields: dict[str, Any]) -> None:
+    warnings = WarningLog().begin("client")
+    await process(inputs, **fields)
+    assert warnings.headers == {}
 
 
 async def test_truncation_keeps_the_last_tokens(inputs: InputProcessor) -> None:
