@@ -148,7 +148,8 @@ class ServedTools:
             mode = "none"
         if mode != "none":
             for each in served:
-                _warn_of_grammar(each, forced=mode == "required" or named == each.tool.name)
+                if not named or named == each.tool.name:
+                    _warn_of_grammar(each, forced=bool(named) or mode == "required")
         names: dict[str, str] = {}
         for index, each in enumerate(served):
             names[f"tools[{index}].parameters"] = f"{each.field}.{'format' if each.custom else each.schema}"

@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from penstock_common.errors import InvalidArgument, RequestFailed
+from penstock_common.observability.logging import get_logger
 from penstock_common.types.sampling import OutputKind, SamplingParams
 from penstock_frontend.call_types import ChatMessage, Tool
 from penstock_frontend.python_media.messages import contents_of
@@ -203,6 +204,11 @@ def _conversation(messages: object, index: int) -> list[ChatMessage]:
 
 
 def _message(message: object, name: str) -> ChatMessage:
+    if isinstance(message, Mapping):
+        # Answers that programs send back have every field, and what was thought under OpenAI's clients' name.
+        message = {key: value for key, value in message.items() if value is not None}
+        if "reasoning_content" in message:
+            message.setdefault("reasoning", message["reasoning_content"])
     if isinstance(message, Mapping) and isinstance(message.get("tool_calls"), list):
         message = {**message, "tool_calls": [_without_function(call) for call in message["tool_calls"]]}
     if isinstance(message, Mapping) and isinstance(message.get("content"), list):
@@ -220,16 +226,24 @@ def _without_function(given: object) -> object:
         return given
     flat = {**given, **given["function"]}
     del flat["function"]
-    if isinstance(flat.get("arguments"), Mapping):
+    if flat.get("arguments", "") is None:
+        del flat["arguments"]
+    elif isinstance(flat.get("arguments"), Mapping):
         flat["arguments"] = msgspec.json.encode(flat["arguments"]).decode()
     return flat
 
 
 def tools_of(tools: Iterable[Mapping[str, Any]] | None) -> list[Tool]:
-    """Tools as OpenAI's protocol has them, or only their functions. Raises InvalidArgument naming the tool."""
+    """Tools as OpenAI's protocol has them, or only their functions. Tools of other types are left out, with a line in the log.
+    Raises InvalidArgument naming the tool.
+    """
     listed = [] if tools is None else _listed(tools, "tools", "tools are a list of functions")
     found = []
     for index, tool in enumerate(listed):
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if isinstance(kind, str) and kind != "function":
+            get_logger().warning("request was changed to be served", kind="tool_left_out", field=f"tools[{index}]")
+            continue
         try:
             found.append(msgspec.convert(_without_function(tool), Tool))
         except msgspec.ValidationError as e:

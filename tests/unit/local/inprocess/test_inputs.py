@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import structlog
 
 from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_local.inprocess.inputs import (
@@ -166,6 +167,20 @@ def test_tools_and_calls_of_them_may_be_as_in_openais_protocol() -> None:
     assert (message.tool_calls[0].name, message.tool_calls[0].arguments) == ("weather", '{"city":"Rome"}')
     with pytest.raises(InvalidArgument, match=r"^tools\[0\]: Object missing required field `name`"):
         tools_of([{"type": "function"}])
+
+
+def test_tools_that_are_no_functions_are_left_out_with_a_line_in_the_log() -> None:
+    with structlog.testing.capture_logs() as logs:
+        found = tools_of([{"type": "web_search"}, {"type": "function", "function": {"name": "f"}}])
+    assert [tool.name for tool in found] == ["f"]
+    assert [(log["kind"], log["field"]) for log in logs] == [("tool_left_out", "tools[0]")]
+
+
+def test_an_answer_may_be_sent_back_as_it_came() -> None:
+    call = {"id": "1", "type": None, "index": 0, "function": {"name": "now", "arguments": None}}
+    answer = {"role": "assistant", "content": None, "refusal": None, "tool_call_id": None, "reasoning_content": "Hm."}
+    ((message,),) = listed(conversations_of([{**answer, "annotations": [], "tool_calls": [call]}]).each)
+    assert (message.reasoning, message.tool_calls[0].name, message.tool_calls[0].arguments) == ("Hm.", "now", "")
 
 
 def test_a_prompt_may_have_a_prediction_as_text_or_token_ids() -> None:

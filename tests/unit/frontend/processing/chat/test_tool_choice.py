@@ -108,3 +108,21 @@ def test_what_cannot_be_chosen_is_refused(tools: list[Tool], choice: str, option
 def test_a_call_in_an_unknown_form_cannot_be_insisted_on() -> None:
     with pytest.raises(InvalidArgument, match="how this model writes calls is not known"):
         tool_constraint(TOOLS, "required", None)
+
+
+@pytest.mark.parametrize(
+    ("given", "enforced"),
+    [
+        ({}, {"type": "object"}),
+        ({"properties": {"a": {}}}, {"properties": {"a": {}}, "type": "object"}),
+        ({"type": None}, {"type": "object"}),
+        ({"anyOf": [{"type": "object"}]}, {"anyOf": [{"type": "object"}]}),
+        ({"$ref": "#/$defs/a", "$defs": {}}, {"$ref": "#/$defs/a", "$defs": {}}),
+    ],
+)
+def test_arguments_are_an_object_though_the_schema_does_not_say_so(given: Any, enforced: Any) -> None:
+    constraint = tool_constraint([Tool(name="f", parameters=given)], "required", HermesToolParser)
+    assert constraint is not None
+    assert constraint.structural_tag is not None
+    tag = json.loads(constraint.structural_tag)["format"]["tags"][0]
+    assert tag["content"]["json_schema"] == enforced

@@ -83,6 +83,7 @@ def parsed(text: str, tool: str = "hermes", *, prompt: str = "") -> Answer:
         ('<tool_call>{"arguments": {"a": [1]}, "name": "f"}</tool_call>', "", [("f", '{"a": [1]}')]),
         ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
         ('<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": ""}</tool_call>', "", [("f", "{}")]),
         (r'<tool_call>{"name": "f", "arguments": "{\"a\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
         (r'<tool_call>{"name": "\u0066", "arguments": {"a": "}\"{"}}</tool_call>', "", [("f", r'{"a": "}\"{"}')]),
         (
