@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from penstock_frontend.api.anthropic.messages_body import MessagesBody
+from penstock_frontend.api.openai import unknown_fields
 from penstock_frontend.api.openai.chat_completions import ChatCompletionRequest
 from penstock_frontend.api.openai.completions import CompletionRequest
 from penstock_frontend.api.openai.pooling.reranking import RerankBody
@@ -92,3 +93,48 @@ def test_a_field_of_every_message_is_told_once_and_there_is_an_end_of_telling() 
     assert (field.path, field.shape, field.name) == ("messages[0].nmae", "messages[].nmae", "nmae")
     many = json.dumps({"messages": [HI], **{f"x{number}": 1 for number in range(1000)}}).encode()
     assert len(find_unknown(many, ChatCompletionRequest)) == 32
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (
+            ChatCompletionRequest,
+            {"messages": [HI, {"role": "user", "content": [{"type": "text", "text": "x"}]}], "n": 2},
+        ),
+        (
+            ChatCompletionRequest,
+            {"messages": [HI], "tools": [{"function": {"name": "f", "parameters": {"any": {"x": 1}}}}]},
+        ),
+        (ChatCompletionRequest, {"messages": [HI], "response_format": {"type": "json_object"}, "store": True}),
+        (ResponseBody, {"input": [{"role": "user", "content": "hi"}]}),
+        (
+            MessagesBody,
+            {
+                "max_tokens": 1,
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "content": [{"type": "text", "text": "x"}]}]}
+                ],
+            },
+        ),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_a_body_of_known_fields_is_read_in_one_pass(
+    monkeypatch: pytest.MonkeyPatch, kind: type, body: dict[str, Any]
+) -> None:
+    def walk(*_: object) -> None:
+        raise AssertionError("every object was looked at")
+
+    monkeypatch.setattr(unknown_fields, "_walk", walk)
+    assert paths(kind, model="m", **body) == set()
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3, 6])
+def test_blocks_within_blocks_are_looked_at_however_deep(levels: int) -> None:
+    block: dict[str, Any] = {"type": "text", "text": "x", "unknown": 1}
+    for _ in range(levels):
+        block = {"type": "tool_result", "content": [block]}
+    messages = [{"role": "user", "content": [block]}]
+    (path,) = paths(MessagesBody, model="m", max_tokens=1, messages=messages)
+    assert path == "messages[0].content[0]" + ".content[0]" * levels + ".unknown"
