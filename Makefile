@@ -169,6 +169,12 @@ stubs: setup ## Build the packages of the contracts: wheel, npm package, Go modu
 clients-test: setup ## The clients of every language that there are tools for, built from the packages, against one suite
 	@$(PYTEST) tests/clients -n 0 -q
 
+.PHONY: framework-clients
+framework-clients: ## Environments of their own with LangChain and LlamaIndex, into build/frameworks, for tests/clients/test_frameworks.py
+	@for name in langchain llama-index; do \
+	  $(PYTHON) -m venv build/frameworks/$$name && build/frameworks/$$name/bin/pip install -q -r tests/clients/frameworks/$$name.txt || exit 1; \
+	done
+
 .PHONY: format
 format: setup ## Format and fix what ruff can fix
 	@$(BIN)/ruff check --fix

@@ -334,7 +334,7 @@ def test_variables_that_the_pages_name_are_read() -> None:
 
 
 NOT_INSTALLED = ("langchain_openai", "llama_index")
-"""Clients whose settings pages tell: what they need is tested by the shapes of their requests."""
+"""Clients with environments of their own: tests/clients/test_frameworks.py runs them."""
 
 
 @pytest.mark.parametrize("block", [b for b in blocks("python") if b.page != "docs/clients/python.md"], ids=ids)
