@@ -19,7 +19,7 @@ from penstock.common.v1 import control_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc as rpc
 from penstock_common.rpc.channel import make_channel
-from tests.fakes.models.small_tokenizers import byte_level
+from tests.fakes.models.expert_model import Expected, save_expert_model
 from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
 from tests.fakes.systems.cluster import read
@@ -31,19 +31,12 @@ PROMPTS = [[1 + i, 2, 3, 4 + i, 5] for i in range(6)]
 KILLS = int(os.environ.get("PENSTOCK_GROUP_KILLS", "0"))
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
-Expected = list[list[int]]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Expected]:
     """A tiny model of experts, and transformers' greedy tokens for the prompts."""
-    from tests.fakes.models.tiny_models import save_tiny_model  # here: torch, of one process that runs tests
-    from tests.fakes.models.transformers_greedy import greedy_tokens
-
-    folder = tmp_path_factory.mktemp("experts")
-    made = save_tiny_model("qwen3_moe", folder)
-    byte_level().save(str(folder / "tokenizer.json"))
-    return folder, [greedy_tokens(made, prompt, COUNT) for prompt in PROMPTS]
+    return save_expert_model(tmp_path_factory.mktemp("experts"), PROMPTS, COUNT)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

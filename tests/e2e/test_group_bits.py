@@ -13,7 +13,7 @@ import pytest_asyncio
 from penstock.admin.v1 import messages_pb2 as admin_pb
 from penstock.common.v1 import control_pb2
 from tests.e2e.test_group_sizes import EXPERTS, FEWEST, SHARED, STREAMS
-from tests.fakes.models.small_tokenizers import byte_level
+from tests.fakes.models.expert_model import save_expert_model
 from tests.fakes.systems.rank_group import RankGroup, metric
 from tests.fakes.systems.scored import Scored, alone
 from tests.fakes.systems.streams import Load, Stream, Streams, asks_for
@@ -31,14 +31,10 @@ Model = tuple[Path, list[Scored]]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """A small model of many experts, and what one engine makes of the prompts: transformers' greedy tokens."""
-    from tests.fakes.models.tiny_models import save_tiny_model  # here: torch, of one process that runs tests
-    from tests.fakes.models.transformers_greedy import greedy_tokens
-
-    folder = tmp_path_factory.mktemp("experts")
-    made = save_tiny_model("qwen3_moe", folder, num_experts=EXPERTS, num_experts_per_tok=EXPERTS_OF_A_TOKEN)
-    byte_level().save(str(folder / "tokenizer.json"))
+    experts = {"num_experts": EXPERTS, "num_experts_per_tok": EXPERTS_OF_A_TOKEN}
+    folder, expected = save_expert_model(tmp_path_factory.mktemp("experts"), PROMPTS, COUNT, **experts)
     answers = alone(folder, PROMPTS, COUNT)
-    assert [answer.token_ids for answer in answers] == [greedy_tokens(made, prompt, COUNT) for prompt in PROMPTS]
+    assert [answer.token_ids for answer in answers] == expected
     assert [len(answer.prompt) for answer in answers] == [len(prompt) - 1 for prompt in PROMPTS]
     assert all(len(answer.output) == COUNT for answer in answers)
     return folder, answers

@@ -9,8 +9,7 @@ import pytest
 import pytest_asyncio
 
 from penstock.inference.v1 import messages_pb2 as pb
-from tests.e2e.test_data_parallel import Expected
-from tests.fakes.models.small_tokenizers import byte_level
+from tests.fakes.models.expert_model import Expected, save_expert_model
 from tests.fakes.processes import Service
 from tests.fakes.systems.cluster import read
 from tests.fakes.systems.rank_group import RankGroup
@@ -25,13 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Expected]:
     """A tiny model of experts, and transformers' greedy tokens for the prompts."""
-    from tests.fakes.models.tiny_models import save_tiny_model  # here: torch, of one process that runs tests
-    from tests.fakes.models.transformers_greedy import greedy_tokens
-
-    folder = tmp_path_factory.mktemp("experts")
-    made = save_tiny_model("qwen3_moe", folder)
-    byte_level().save(str(folder / "tokenizer.json"))
-    return folder, [greedy_tokens(made, prompt, COUNT) for prompt in PROMPTS]
+    return save_expert_model(tmp_path_factory.mktemp("experts"), PROMPTS, COUNT)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["whole models", "shared experts"])

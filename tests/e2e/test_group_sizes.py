@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.e2e.test_data_parallel import KILLS, Expected
-from tests.fakes.models.small_tokenizers import byte_level
+from tests.e2e.test_data_parallel import KILLS
+from tests.fakes.models.expert_model import Expected, save_expert_model
 from tests.fakes.processes import Service
 from tests.fakes.systems.cluster import read
 from tests.fakes.systems.rank_group import RankGroup, metric
@@ -38,13 +38,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Expected]:
     """A small model of many experts, and transformers' greedy tokens for the prompts."""
-    from tests.fakes.models.tiny_models import save_tiny_model  # here: torch, of one process that runs tests
-    from tests.fakes.models.transformers_greedy import greedy_tokens
-
-    folder = tmp_path_factory.mktemp("experts")
-    made = save_tiny_model("qwen3_moe", folder, num_experts=EXPERTS)
-    byte_level().save(str(folder / "tokenizer.json"))
-    return folder, [greedy_tokens(made, prompt, COUNT) for prompt in PROMPTS]
+    return save_expert_model(tmp_path_factory.mktemp("experts"), PROMPTS, COUNT, num_experts=EXPERTS)
 
 
 @pytest_asyncio.fixture(

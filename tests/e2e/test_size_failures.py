@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.e2e.test_data_parallel import Expected
 from tests.e2e.test_group_sizes import FEWEST, PROMPTS, SHARED, STREAMS, model
 from tests.fakes.engines.rank_faults import CHANGING, LEAVING
+from tests.fakes.models.expert_model import Expected
 from tests.fakes.processes import Service
 from tests.fakes.systems.faulty_ranks import FaultyRanks
 from tests.fakes.systems.rank_group import metric, until

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.pairs.features import FACTS, Feature
+from tests.pairs.features import Feature
 from tests.pairs.table import Refused, SameAs, Tested, Verdict, pairs
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "feature-pairs.md"
@@ -45,7 +45,7 @@ make test-slow
 `tests/integration/test_feature_pairs.py` has the pairs without groups, `tests/e2e/test_feature_pairs.py` those with groups.
 Workers of tensor and pipeline parallel engines are threads there; nodes and ranks are processes.
 
-To add a feature, add a member to `Feature`, and what it sets to `FACTS`, in `tests/pairs/features.py`. Every pair with it is then
+To add a feature, add a member to `Feature` in `tests/pairs/features.py`, with what it sets. Every pair with it is then
 tested, unless `tests/pairs/table.py` names the refusal or the reason. `make test` runs the quick pairs and the refusals, `make
 test-slow` the others. `make settings` writes this page from the same table.
 """
@@ -58,7 +58,7 @@ def page() -> str:
 
 
 def _features() -> list[str]:
-    rows = [f"| {number} | {FACTS[each].title} | {FACTS[each].setting} |" for number, each in enumerate(Feature, 1)]
+    rows = [f"| {number} | {each.title} | {each.setting} |" for number, each in enumerate(Feature, 1)]
     return ["## Features", "", "| number | feature | turned on by |", "|--:|---|---|", *rows]
 
 
@@ -69,7 +69,7 @@ def _table(verdicts: Mapping[frozenset[Feature], Verdict]) -> list[str]:
     rows = []
     for number, row in enumerate(features, 1):
         marks = [_mark(verdicts.get(frozenset({row, column}))) for column in features]
-        rows.append(f"| {number} {FACTS[row].title} | {' | '.join(marks)} |")
+        rows.append(f"| {number} {row.title} | {' | '.join(marks)} |")
     return [
         "## Table",
         "",
@@ -105,7 +105,7 @@ def _same() -> list[str]:
 
 
 def _both(two: frozenset[Feature]) -> str:
-    return ", ".join(FACTS[each].title for each in Feature if each in two)
+    return ", ".join(each.title for each in Feature if each in two)
 
 
 def main() -> None:

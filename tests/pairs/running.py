@@ -30,7 +30,7 @@ from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
 from tests.integration.test_kv_tiers import copy_at_once
 from tests.integration.test_nodes import HERE, at_node
-from tests.pairs.features import DRAFTS, FACTS, Feature
+from tests.pairs.features import DRAFTS, PLAIN, Feature
 from tests.pairs.models import REGEX, Checkpoint
 
 Tokens = dict[str, list[int]]
@@ -56,7 +56,7 @@ def merged(*sections: Mapping[str, Mapping[str, Any]]) -> Sections:
 def sections_of(features: frozenset[Feature], checkpoint: Checkpoint) -> Sections:
     """The configuration of an engine that has all of these."""
     made = merged(
-        {"cache": {"block_size": BLOCK_SIZE, "num_blocks": PLENTY}}, *(FACTS[feature].sections for feature in features)
+        {"cache": {"block_size": BLOCK_SIZE, "num_blocks": PLENTY}}, *(feature.sections for feature in features)
     )
     if Feature.DRAFT_MODEL in features:
         made["speculative"]["model"] = str(checkpoint.path)
@@ -74,7 +74,7 @@ def sections_of(features: frozenset[Feature], checkpoint: Checkpoint) -> Section
 
 def plain(features: frozenset[Feature], checkpoint: Checkpoint) -> Sections:
     """The configuration of one engine that has nothing but what changes tokens, and no way to reuse anything."""
-    kept = frozenset(feature for feature in features if FACTS[feature].is_plain)
+    kept = PLAIN.intersection(features)
     alone = {
         "cache": {"enable_prefix_caching": False},
         "scheduler": {"async_scheduling": False, "max_num_batched_tokens": 512},
