@@ -49,6 +49,16 @@ _REPEATED = "the response repeats it"
 _NO_VARIABLE = "templates have no such variable; use chat_template_kwargs"
 _WHOLE = "the model sees the whole conversation"
 _ALL_TOOLS = "the model is told of all tools that the client runs"
+_OF_RUNS: tuple[tuple[str, object], ...] = (
+    ("container_id", "c"),
+    ("created_by", "x"),
+    ("execution", "client"),
+    ("environment", {"type": "local"}),
+    ("max_output_length", 9),
+    ("pending_safety_checks", [{"id": "x"}]),
+    ("acknowledged_safety_checks", [{"id": "x"}]),
+)
+"""Fields of calls and results in conversations, for who runs the tools: name, example."""
 _CHAT, _RESPONSE, _MESSAGES = ("ChatCompletionRequest",), ("ResponseBody",), ("MessagesBody", "ConversationBody")
 _PARTS = ("PartBody",)
 
@@ -159,6 +169,10 @@ IGNORED: tuple[IgnoredField, ...] = (
     IgnoredField(RESPONSES, "", "context_management", [{"type": "compaction"}], _WHOLE, _RESPONSE),
     IgnoredField(RESPONSES, "text", "verbosity", "low", f"{_NO_VARIABLE}; {_REPEATED}", ("TextBody",), True),
     IgnoredField(RESPONSES, "tools[]", "defer_loading", True, _ALL_TOOLS, ("FunctionTool",)),
+    *(
+        IgnoredField(RESPONSES, "input[]", name, example, "only who ran the tool needs it", ("InputItem",))
+        for name, example in _OF_RUNS
+    ),
     IgnoredField(RESPONSES, "input[]", "phase", "final_answer", "templates have no place for it", ("InputItem",)),
     IgnoredField(MESSAGES, "", "context_management", {"edits": []}, _WHOLE, _MESSAGES),
     IgnoredField(MESSAGES, "", "betas", ["x"], "what is served needs no leave", _MESSAGES),

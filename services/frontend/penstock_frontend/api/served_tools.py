@@ -69,6 +69,7 @@ class ServedTools:
 
     def __init__(self) -> None:
         self._served: list[ServedTool] = []
+        self._by_name: dict[str, ServedTool] = {}
         self._left_out: list[tuple[str, str, str]] = []
 
     def function(
@@ -89,7 +90,7 @@ class ServedTools:
             at = f"{field}.{schema}.type"
             raise InvalidArgument(f"{at} is {_shown(kind)}; arguments are an object, so it must be 'object'", field=at)
         tool = Tool(name=flat_name(name, namespace), description=description or "", parameters=parameters)
-        self._served.append(ServedTool(tool, field, name, namespace, schema=schema))
+        self._add(ServedTool(tool, field, name, namespace, schema=schema))
 
     def custom(
         self,
@@ -110,7 +111,7 @@ class ServedTools:
             text["pattern"] = f"^(?:{definition})$"
         schema = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
         tool = Tool(name=flat_name(name, namespace), description=told.strip(), parameters=schema)
-        self._served.append(ServedTool(tool, field, name, namespace, custom=True, syntax=syntax))
+        self._add(ServedTool(tool, field, name, namespace, custom=True, syntax=syntax))
 
     def leave_out(self, kind: str, field: str, name: str = "") -> None:
         """Leave a tool out that this server does not run, and warn of it. ``kind``: its type."""
@@ -131,7 +132,7 @@ class ServedTools:
 
     def called(self, name: str) -> ServedTool | None:
         """Return the tool that the model calls so; None where there is none."""
-        return next((served for served in self._served if served.tool.name == name), None)
+        return self._by_name.get(name)
 
     def chosen(self, choice: ToolChoice) -> ChosenTools:
         """Apply the choice. Raises InvalidArgument for a choice of a tool that is left out, or that is not there."""
@@ -155,6 +156,10 @@ class ServedTools:
             names[f"tools[{index}].parameters"] = f"{each.field}.{'format' if each.custom else each.schema}"
             names[f"tools[{index}]"] = each.field
         return ChosenTools([each.tool for each in served], mode, named, names)
+
+    def _add(self, served: ServedTool) -> None:
+        self._served.append(served)
+        self._by_name.setdefault(served.tool.name, served)
 
     def _check(self, choice: ToolChoice) -> None:
         for kind, field, name in self._left_out:
