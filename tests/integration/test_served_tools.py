@@ -529,3 +529,31 @@ async def test_warnings_of_hints(served: Served) -> None:
     ).replace(", hint", "; hint")
     message = await served.refused(CHAT, reasoning_effort="banana")
     assert message.startswith("reasoning_effort is 'banana'; known: none, minimal, low, medium, high, xhigh, max")
+
+
+async def test_the_published_client_reads_calls_of_custom_tools(served: Served) -> None:
+    served.says(PATCH)
+    client: Any = served.api.client
+    tools = [{"type": "custom", **CUSTOM}]
+    stream = await client.responses.create(model="model", input="hi", tools=tools, stream=True, max_output_tokens=1000)
+    events = [event async for event in stream]
+    kinds = dict.fromkeys(type(event).__name__ for event in events)
+    assert list(kinds) == [
+        "ResponseCreatedEvent",
+        "ResponseInProgressEvent",
+        "ResponseOutputItemAddedEvent",
+        "ResponseCustomToolCallInputDeltaEvent",
+        "ResponseCustomToolCallInputDoneEvent",
+        "ResponseOutputItemDoneEvent",
+        "ResponseCompletedEvent",
+    ]
+    [item] = events[-1].response.output
+    assert (type(item).__name__, item.input) == ("ResponseCustomToolCall", INPUT)
+    answer = await client.chat.completions.create(
+        model="model",
+        messages=[{"role": "user", "content": "hi"}],
+        tools=[{"type": "custom", "custom": CUSTOM}],
+        max_tokens=1000,
+    )
+    [call] = answer.choices[0].message.tool_calls
+    assert (type(call).__name__, call.custom.input) == ("ChatCompletionMessageCustomToolCall", INPUT)
