@@ -152,7 +152,7 @@ async def test_a_bad_constraint_is_refused_through_the_session_and_the_engine_go
 
     try:
         async with connected(server.address) as client:
-            await client.add("keyword", sampling_params=wire(json_schema='{"type": "integer", "multipleOf": 3}'))
+            await client.add("keyword", sampling_params=wire(json_schema='{"type": "array", "uniqueItems": true}'))
             await client.add("syntax", sampling_params=wire(json_schema="{"))
             await client.add("grammar", sampling_params=wire(grammar="root ::= undefined_rule"))
             await client.add("good", sampling_params=wire(choice={"options": ["left", "right"]}))
@@ -160,7 +160,7 @@ async def test_a_bad_constraint_is_refused_through_the_session_and_the_engine_go
             for request_id in ("keyword", "syntax", "grammar"):
                 assert client.ends[request_id].error.code == "INVALID_ARGUMENT"
                 assert client.ends[request_id].error.field.startswith("sampling_params.structured_output")
-            assert "multipleOf" in client.ends["keyword"].error.message
+            assert "uniqueItems" in client.ends["keyword"].error.message
             assert text_of(client.tokens["good"]) in ("left", "right")
     finally:
         server.stop()

@@ -14,7 +14,13 @@ from penstock_enginecore.structured_output.constraints.json_keywords import (
     names,
     schemas,
 )
-from penstock_enginecore.structured_output.constraints.json_types import Schema, SchemaError, never
+from penstock_enginecore.structured_output.constraints.json_types import (
+    Schema,
+    SchemaError,
+    TooMuchWorkError,
+    Work,
+    never,
+)
 from penstock_enginecore.structured_output.constraints.references import Document
 from penstock_enginecore.structured_output.constraints.values import dependents, listed
 
@@ -38,9 +44,10 @@ class Ways(NamedTuple):
 class Alternatives:
     """Splits the keywords of one document into ways."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, work: Work) -> None:
         self._document = document
-        self._apart = Apart(document)
+        self._work = work
+        self._apart = Apart(document, work)
 
     def of(self, fact: Fact, *, alone: bool) -> Ways | None:
         """The ways to fulfil the first keyword of ``fact`` that leaves several; None where none does. ``alone``: whether nothing
@@ -87,6 +94,8 @@ class Alternatives:
             for other in overlapping:
                 try:
                     ways_out = self._negated(other)
+                except TooMuchWorkError:
+                    raise
                 except SchemaError:
                     ways_out = []
                 if not ways_out:
@@ -102,6 +111,7 @@ class Alternatives:
     def _negated(self, part: Part, depth: int = 0) -> list[Way]:
         """The ways not to fulfil ``part``; none where every value fulfils it. Raises SchemaError for what has no such ways."""
         schema, path = part.schema, part.path
+        self._work.spend(path, 3)
         if depth > _MAX_NEGATION:
             raise SchemaError(path, f"nests more than {_MAX_NEGATION} negations")
         if schema is False:

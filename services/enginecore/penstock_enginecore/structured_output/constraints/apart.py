@@ -3,7 +3,7 @@
 from typing import Any
 
 from penstock_enginecore.structured_output.constraints.conjunction import Part
-from penstock_enginecore.structured_output.constraints.json_types import TYPES, Schema, equal, fits, present
+from penstock_enginecore.structured_output.constraints.json_types import TYPES, Schema, Work, fits, identity, present
 from penstock_enginecore.structured_output.constraints.references import Document
 
 _OPENING = frozenset({"anyOf", "oneOf", "if", "not", "patternProperties", "dependentSchemas", "dependencies"})
@@ -15,8 +15,9 @@ _MAX_DEPTH = 8
 class Apart:
     """Compares the schemas of one document. What it cannot tell counts as possible."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, work: Work) -> None:
         self._document = document
+        self._work = work
 
     def never_both(self, written: Part, other: Part, *, alone: bool) -> bool:
         """Whether it is certain that no value which is written for one schema fulfils the other. ``alone``: whether nothing else
@@ -29,7 +30,7 @@ class Apart:
         if not kinds & others:
             return True
         if (a := _constants(mine)) is not None and (b := _constants(yours)) is not None:
-            return not any(equal(x, y) for x in a for y in b)
+            return not _some_equal(a, b)
         if kinds & others != {"object"}:
             return False
         needed = _required(yours)
@@ -39,6 +40,7 @@ class Apart:
 
     def _views(self, part: Part, depth: int = 0) -> list[Schema] | None:
         """The schemas that a value must fulfil all, as far as they are followed."""
+        self._work.spend(part.path, 1)
         schema = present(part.schema)
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
             return None if depth == 0 else [{"anyOf": []}]
@@ -70,7 +72,7 @@ class Apart:
         if not self._kinds(a) & self._kinds(b):
             return True
         x, y = _constants(a), _constants(b)
-        return x is not None and y is not None and not any(equal(p, q) for p in x for q in y)
+        return x is not None and y is not None and not _some_equal(x, y)
 
     def _property(self, views: list[Schema], name: str) -> list[Schema] | None:
         found: list[Schema] = []
@@ -100,6 +102,10 @@ def _constants(views: list[Schema]) -> list[Any] | None:
         if isinstance(view.get("enum"), list):
             return list(view["enum"])
     return None
+
+
+def _some_equal(a: list[Any], b: list[Any]) -> bool:
+    return not set(map(identity, a)).isdisjoint(map(identity, b))
 
 
 def _required(views: list[Schema]) -> set[str]:

@@ -1,17 +1,20 @@
 """Arrays of a schema: items by place, how many, one that must be among them, none twice."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
 from itertools import combinations
 from typing import Any
 
 from penstock_enginecore.structured_output.constraints.conjunction import Fact, Part, SchemaWriter
 from penstock_enginecore.structured_output.constraints.json_keywords import count, flag
-from penstock_enginecore.structured_output.constraints.json_types import SchemaError, UnfulfillableError, equal
+from penstock_enginecore.structured_output.constraints.json_types import SchemaError, UnfulfillableError, identity
 from penstock_enginecore.structured_output.constraints.layout import Layout
 from penstock_enginecore.structured_output.constraints.values import tuple_of
 
-_MAX_SUBSETS = 512
+_MAX_SUBSETS = 256
 """Sets of values that arrays without equal items may have written: each is a rule. Beyond it they keep the order of the enum."""
+_MAX_IN_ORDER = 10_000
+"""Values times the most that are written of them, where they keep their order: each is a rule."""
 _MAX_PLACES = 64
 """Places at which an item that must be there is looked for, where the array has a greatest length."""
 
@@ -174,15 +177,17 @@ def _unique(
     given = writer.values_of(rest) if rest else None
     if given is None:
         raise SchemaError(place, "is only supported where the items are values of an enum, booleans or null")
-    values: list[Any] = []
+    different: dict[Hashable, Any] = {}
     for value in given:
-        if not any(equal(value, each) for each in values):
-            values.append(value)
+        different.setdefault(identity(value), value)
+    values = [*different.values()]
     high = len(values) if high is None else min(high, len(values))
     if low > high:
         raise UnfulfillableError(place, f"leaves {len(values)} items; minItems is {low}")
     written = [writer.convert([Part({"enum": [value]}, place)], depth + 1) for value in values]
     rules = writer.rules
+    if len(values) * high > _MAX_IN_ORDER:
+        raise SchemaError(place, f"is only supported up to {math.isqrt(_MAX_IN_ORDER)} values; there are {len(values)}")
     if _subsets(len(values), high) > _MAX_SUBSETS:
         return _in_order(writer, written, low, high, blanks)
     names = {
@@ -245,7 +250,7 @@ def _apart_by_place(
     if high is None or high > len(places) or len(listed) < len(places):
         raise SchemaError(place, "is only supported where the items are values of an enum, booleans or null")
     for a, b in combinations(listed, 2):
-        if any(equal(x, y) for x in a for y in b):
+        if not set(map(identity, a)).isdisjoint(map(identity, b)):
             raise SchemaError(place, "is not supported beside items with places of their own that may be equal")
     return _items(writer, places, rest, low, high, blanks, depth)
 

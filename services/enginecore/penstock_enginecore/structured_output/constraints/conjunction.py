@@ -3,7 +3,7 @@
 A ``Part`` is one schema with its place in the client's document, so that whatever is refused is refused at that place.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +14,8 @@ from penstock_enginecore.structured_output.constraints.json_keywords import (
     KEYWORDS,
     constraining,
     kinds_of,
+    mapping,
+    names,
     schemas,
 )
 from penstock_enginecore.structured_output.constraints.json_types import (
@@ -22,10 +24,14 @@ from penstock_enginecore.structured_output.constraints.json_types import (
     SchemaError,
     UnfulfillableError,
     Work,
+    identity,
+    shown,
 )
 from penstock_enginecore.structured_output.constraints.layout import Layout
 from penstock_enginecore.structured_output.constraints.references import Document
 from penstock_enginecore.structured_output.constraints.texts import Texts
+
+_CONSTANTS = frozenset({"const", "enum"})
 
 
 class Part(NamedTuple):
@@ -112,7 +118,7 @@ def facts_of(parts: Sequence[Part], document: Document, work: Work) -> tuple[lis
             found.append(taken)
             continue
         part, above = taken
-        work.spend(part.path, 3)
+        work.spend(part.path, 1)
         if part.schema is True:
             continue
         if part.schema is False:
@@ -198,3 +204,39 @@ def of_kind(facts: Sequence[Fact], kind: str) -> list[Fact]:
 def combines(fact: Fact) -> bool:
     """Whether the fact has a keyword that speaks of values of any type."""
     return bool(fact.keywords.keys() & COMBINED)
+
+
+def written_of(parts: Iterable[Part]) -> list[Fact]:
+    """What ``parts`` say themselves, without what they refer to."""
+    return [Fact(part.schema, part.path, part.ours, part.main) for part in parts if isinstance(part.schema, dict)]
+
+
+def check_properties(facts: Sequence[Fact], path: str) -> None:
+    """Raise UnfulfillableError where a required property can have no value, as far as that is seen at once: before conditions on
+    the same property are combined, of which there may be many.
+    """
+    required = {name for fact in facts for name in names(fact.keywords, "required", fact.path)}
+    left: dict[str, set[Hashable]] = {}
+    excluded: dict[str, set[Hashable]] = {}
+    for fact in facts:
+        properties = mapping(fact.keywords, "properties", fact.path)
+        for name in required.intersection(properties):
+            schema = properties[name]
+            if schema is False:
+                raise UnfulfillableError(fact.path, f"forbids {shown(name)}, which is required")
+            if not isinstance(schema, dict):
+                continue
+            if (values := _constants(schema)) is not None:
+                left[name] = left[name] & values if name in left else values
+            elif len(schema) == 1 and isinstance(negated := schema.get("not"), dict) and set(negated) <= _CONSTANTS:
+                excluded.setdefault(name, set()).update(_constants(negated) or ())
+    for name, values in left.items():
+        if not values - excluded.get(name, set()):
+            raise UnfulfillableError(path, f"leaves no value for {shown(name)}")
+
+
+def _constants(schema: Schema) -> set[Hashable] | None:
+    if "const" in schema:
+        return {identity(schema["const"])}
+    values = schema.get("enum")
+    return set(map(identity, values)) if isinstance(values, list) else None

@@ -15,16 +15,18 @@ from penstock_enginecore.structured_output.constraints.arrays import array
 from penstock_enginecore.structured_output.constraints.conjunction import (
     Fact,
     Part,
+    check_properties,
     combines,
     facts_of,
     of_kind,
     reference_of,
     types_of,
+    written_of,
 )
 from penstock_enginecore.structured_output.constraints.formats import FORMATS
 from penstock_enginecore.structured_output.constraints.json_grammar import Rules
 from penstock_enginecore.structured_output.constraints.json_keywords import KEYWORDS, count
-from penstock_enginecore.structured_output.constraints.json_types import SchemaError, UnfulfillableError, Work, equal
+from penstock_enginecore.structured_output.constraints.json_types import SchemaError, UnfulfillableError, Work
 from penstock_enginecore.structured_output.constraints.layout import Layout, Level, deeper
 from penstock_enginecore.structured_output.constraints.numbers import numbers
 from penstock_enginecore.structured_output.constraints.objects import object_
@@ -39,7 +41,7 @@ MAX_DEPTH = 64
 MAX_REFS = 1000
 """How many different places ``$ref`` may point to."""
 
-MAX_WORK = 1_000_000
+MAX_WORK = 500_000
 """Steps of a translation that is bounded by its process's time anyway."""
 
 
@@ -59,7 +61,7 @@ class _Converter:
         self.document = Document(root)
         self.work = work
         self._values = Values(self.document, work)
-        self._alternatives = Alternatives(self.document)
+        self._alternatives = Alternatives(self.document, work)
         self._level: Level = 0
         self._shared: dict[tuple[tuple[str, str], ...], str] = {}
         self._places: dict[str, str] = {}
@@ -122,8 +124,11 @@ class _Converter:
 
     def _convert(self, facts: Sequence[Fact], path: str, depth: int) -> str:
         """An expression for the values of which all ``facts`` are true."""
+        self.work.spend(path, 3 * len(facts))
         if (values := self._listed(facts, path)) is not None:
             return self._written_values(values, path)
+        if len(facts) > 1:
+            check_properties(facts, path)
         for index, fact in enumerate(facts):
             others = [each for each in facts if each is not fact]
             ways = self._alternatives.of(fact, alone=not any(map(_speaks_of_objects, [fact, *others])))
@@ -157,7 +162,10 @@ class _Converter:
         for way in ways.ways:
             shared, pending = dict(self._shared), len(self._pending)
             try:
-                options.append(self.convert([*around, *way], depth + 1, way[0].path if way else path))
+                place = way[0].path if way else path
+                if ways.ours:
+                    check_properties([*rest, *written_of(way)], path)
+                options.append(self.convert([*around, *way], depth + (not ways.ours), place))
             except UnfulfillableError as e:
                 if not rest and not ways.ours:
                     raise
@@ -165,7 +173,7 @@ class _Converter:
                 self._shared = shared
                 del self._pending[pending:]
         if not options:
-            raise failed or UnfulfillableError(path, "allows no value")
+            raise failed or UnfulfillableError(f"{path}/{ways.keyword}", "allows no value")
         return self._any_of(options)
 
     def values_of(self, parts: Sequence[Part]) -> list[Any] | None:
@@ -192,7 +200,8 @@ class _Converter:
             if (values := listed(fact.keywords, fact.path)) is None:
                 continue
             types_of(facts, path)  # a type that is not known is refused, not compared
-            parts = [each.part for each in facts]
+            left = {name: value for name, value in fact.keywords.items() if name not in ("const", "enum")}
+            parts = [each.part for each in facts if each is not fact] + [fact._replace(keywords=left).part]
             found = [value for value in values if self.fulfils(value, parts)]
             if not found:
                 keyword = "const" if "const" in fact.keywords else "enum"
@@ -232,7 +241,7 @@ class _Converter:
 
     def boolean(self, facts: Sequence[Fact], path: str, _depth: int) -> str:
         excluded = [value for fact in facts for value in fact.keywords.get("!enum", ())]
-        left = [value for value in (True, False) if not any(equal(value, each) for each in excluded)]
+        left = [value for value in (True, False) if not any(each is value for each in excluded)]
         if not left:
             raise UnfulfillableError(path, "allows neither true nor false")
         return "boolean" if len(left) == 2 else self._written_values(left, path)

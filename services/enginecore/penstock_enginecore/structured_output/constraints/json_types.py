@@ -1,6 +1,6 @@
 """What can be said about JSON schemas without writing a grammar: types, errors, values, and how much work a schema may be."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -71,13 +71,13 @@ def fits(value: Any, kind: str) -> bool:
     return kind == ("object" if isinstance(value, dict) else "array" if isinstance(value, list) else "string")
 
 
-def equal(a: Any, b: Any) -> bool:
-    """Equality of JSON values at any depth: 1 equals 1.0, but not true."""
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(equal, a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
-    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
+def identity(value: Any) -> Hashable:
+    """What JSON values have in common that are equal, at any depth: 1 equals 1.0, but not true."""
+    if isinstance(value, list):
+        return list, tuple(map(identity, value))
+    if isinstance(value, dict):
+        return dict, frozenset((name, identity(part)) for name, part in value.items())
+    return isinstance(value, bool), value
 
 
 def escaped(name: str) -> str:

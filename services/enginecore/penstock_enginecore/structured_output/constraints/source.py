@@ -39,7 +39,7 @@ class GrammarSource(msgspec.Struct, frozen=True):
     text: str
 
 
-_CHECKED_WORK = 3000
+_CHECKED_WORK = 2000
 """Steps of a translation that is only a check, where requests come in: a few milliseconds."""
 
 

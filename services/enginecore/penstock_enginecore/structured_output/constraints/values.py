@@ -1,6 +1,6 @@
 """Whether a value that is known fulfils a schema: what is left of ``enum`` and ``const`` beside other keywords."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from decimal import Decimal
 from typing import Any
 
@@ -15,7 +15,7 @@ from penstock_enginecore.structured_output.constraints.json_keywords import (
     number,
     schemas,
 )
-from penstock_enginecore.structured_output.constraints.json_types import SchemaError, Work, equal, escaped, fits
+from penstock_enginecore.structured_output.constraints.json_types import SchemaError, Work, escaped, fits, identity
 from penstock_enginecore.structured_output.constraints.references import Document
 from penstock_enginecore.structured_output.constraints.regex import RegexError
 from penstock_enginecore.structured_output.constraints.texts import matches, pattern_at
@@ -30,6 +30,7 @@ class Values:
         self._document = document
         self._work = work
         self._depth = 0
+        self._known: dict[int, tuple[Any, frozenset[Hashable]]] = {}
 
     def fulfils(self, value: Any, schema: Any, path: str, *, ours: bool = False) -> bool:
         """Whether ``value`` fulfils the schema at ``path``. Raises SchemaError for a schema that is malformed."""
@@ -59,10 +60,21 @@ class Values:
         return any(fits(value, kind) for kind in kinds_of(keywords["type"], path))
 
     def _listed(self, value: Any, keywords: dict[str, Any], path: str) -> bool:
-        if any(equal(value, each) for each in keywords.get("!enum", ())):
+        mine = identity(value)
+        if "!enum" in keywords and mine in self._identities(keywords["!enum"], path):
             return False
-        given = listed(keywords, path)
-        return given is None or any(equal(value, each) for each in given)
+        if "const" in keywords and mine != identity(keywords["const"]):
+            return False
+        return "enum" not in keywords or mine in self._identities(keywords["enum"], path)
+
+    def _identities(self, values: Any, path: str) -> frozenset[Hashable]:
+        """The values of a list that the schema has, to look others up in."""
+        if not isinstance(values, list):
+            raise SchemaError(f"{path}/enum", "must be a list")
+        if id(values) not in self._known:
+            self._work.spend(path, len(values) // 4)
+            self._known[id(values)] = values, frozenset(map(identity, values))
+        return self._known[id(values)][1]
 
     def _combined(self, value: Any, keywords: dict[str, Any], path: str) -> bool:
         if "$ref" in keywords:
@@ -108,7 +120,7 @@ class Values:
     def _array(self, value: Any, keywords: dict[str, Any], path: str) -> bool:
         if not _between(len(value), keywords, "Items", path):
             return False
-        if flag(keywords, "uniqueItems", path) and any(equal(a, b) for i, a in enumerate(value) for b in value[:i]):
+        if flag(keywords, "uniqueItems", path) and len(set(map(identity, value))) < len(value):
             return False
         prefix, rest = tuple_of(keywords, path)
         for index, item in enumerate(value):
@@ -168,7 +180,7 @@ def listed(keywords: dict[str, Any], path: str) -> list[Any] | None:
     if "const" not in keywords:
         return values
     const = keywords["const"]
-    return [const] if values is None or any(equal(const, value) for value in values) else []
+    return [const] if values is None or identity(const) in set(map(identity, values)) else []
 
 
 def tuple_of(keywords: dict[str, Any], path: str) -> tuple[list[tuple[Any, str]], tuple[Any, str]]:
