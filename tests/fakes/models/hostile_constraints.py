@@ -53,6 +53,18 @@ HOSTILE: Mapping[str, tuple[dict[str, Any], Verdict]] = {
         },
         "either",
     ),
+    "json_schema: alternatives that multiply": (
+        {
+            "json_schema": json.dumps(
+                {"allOf": [{"anyOf": [{"properties": {f"a{i}": {"const": j}}} for j in range(6)]} for i in range(12)]}
+            )
+        },
+        "refused",
+    ),
+    "json_schema: expressions that multiply": (
+        {"json_schema": json.dumps({"type": "string", "allOf": [{"pattern": f"{c}.{{5}}{c}"} for c in "abcdefghij"]})},
+        "refused",
+    ),
     "json_schema: deep constant": ({"json_schema": json.dumps({"anyOf": [{"const": _nested(500)}]})}, "refused"),
     "structural_tag: regex bounded twice": (
         {"structural_tag": _tag({"type": "regex", "pattern": "(a{0,1000}){0,1000}"})},
