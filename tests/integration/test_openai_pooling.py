@@ -142,7 +142,7 @@ async def test_pooling_gives_rows_per_token_unless_asked_for_something_else(mode
         ("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 9}, "max_tokens_per_doc", None),
         ("/score", {"queries": "a", "documents": "b", "instruction": "Be kind."}, "instruction", None),
         ("/classify", {"input": "a", "softmax": False}, "softmax", "softmax is not served; use use_activation"),
-        ("/classify", {"input": "a", "truncation_side": "left"}, "truncation_side", None),
+        ("/classify", {"input": "a", "truncation_side": "up"}, "truncation_side", None),
         ("/classify", {"input": "a"}, "model", "the model does not serve classify; it serves embed"),
         ("/classify", {"messages": []}, "input", "input is not set"),
         ("/classify", {"input": "a", "messages": [{}]}, "messages", "messages is not served; use input"),

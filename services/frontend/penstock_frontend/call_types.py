@@ -1,7 +1,7 @@
 """What calls ask for and what they get, whatever protocol they come by."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -180,6 +180,10 @@ PoolingPrompt = Prompt | MixedPrompt
 """The same, or text and media one after the other."""
 
 
+Truncation = Literal["none", "end", "start"]
+"""Where inputs of pooling requests that are too long are cut."""
+
+
 class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Inputs to embed, classify or score, each on its own."""
 
@@ -190,7 +194,11 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     seconds: Sequence[str] = ()
     """The second text of every pair, for a model that reads pairs."""
     truncate_prompt_tokens: int | None = None
-    """Tokens that longer inputs are cut to, at their ends; -1: as many as the model reads. None: no input is cut."""
+    """Tokens that longer inputs are cut to; -1: as many as the model reads. None: as ``truncation`` says."""
+    truncation: Truncation | None = None
+    """Where longer inputs are cut, to as many tokens as the model reads unless ``truncate_prompt_tokens`` is set; ``none``: an
+    input that is too long is refused. None: at the end if ``truncate_prompt_tokens`` is set, else as the server's
+    ``limits.pooling_truncation`` says."""
     add_special_tokens: bool = True
     """False for a rendered conversation, whose template writes them."""
     context: RequestContext = RequestContext()
@@ -222,6 +230,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """False: the model's bare scores. Only for models that read pairs."""
     truncate_prompt_tokens: int | None = None
     """As of a PoolingRequest: of every pair where the model reads pairs, else of every text."""
+    truncation: Truncation | None = None
     context: RequestContext = RequestContext()
 
 

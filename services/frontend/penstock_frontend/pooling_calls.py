@@ -14,11 +14,9 @@ from penstock_frontend.adapter_calls import AdapterCalls
 from penstock_frontend.call_types import PoolingRequest, PoolingResult
 from penstock_frontend.pace import SEQUENCES_PER_TURN, Pace
 from penstock_frontend.ports import EngineClient
-from penstock_frontend.processing.pooling.inputs import PoolingInputs, answer_bytes
+from penstock_frontend.processing.pooling.inputs import AS_MANY_AS_FIT, PoolingInputs, answer_bytes
 from penstock_frontend.processing.pooling.outputs import PooledOutputs, PooledState
 from penstock_frontend.processing.prompts.media_text import media_tokens
-
-_AS_MANY_AS_FIT = -1
 
 
 class PoolingCalls:
@@ -46,7 +44,8 @@ class PoolingCalls:
 
         Raises RequestFailed: the first failure is that of the call.
         """
-        if request.truncate_prompt_tokens == _AS_MANY_AS_FIT:
+        request = self.inputs.with_truncation(request)
+        if request.truncate_prompt_tokens == AS_MANY_AS_FIT:
             known = await self._engines.wait_until_usable(request.context.deadline, tenant=request.context.tenant)
             request = msgspec.structs.replace(request, truncate_prompt_tokens=known.max_model_len)
         core_requests = await self.inputs.process(request, request_id, self._engines.view.limits)

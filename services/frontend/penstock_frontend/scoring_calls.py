@@ -60,6 +60,7 @@ def _pairs(request: ScoreRequest) -> PoolingRequest:
         fields=request.document_fields,
         params=PoolingParams(task=PoolingTask.SCORE, use_activation=request.use_activation),
         truncate_prompt_tokens=request.truncate_prompt_tokens,
+        truncation=request.truncation,
         context=request.context,
     )
 
@@ -70,6 +71,7 @@ def _similarity(request: ScoreRequest) -> PoolingRequest:
         fields=[*request.query_fields, *request.document_fields],
         params=PoolingParams(task=PoolingTask.EMBED, normalize=True),
         truncate_prompt_tokens=request.truncate_prompt_tokens,
+        truncation=request.truncation,
         context=request.context,
     )
 

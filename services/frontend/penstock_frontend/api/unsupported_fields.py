@@ -285,11 +285,35 @@ _CONVERSATION = (
     _F(("extra_headers", "extra_query"), "headers and parameters", "the request's own headers and parameters"),
 )
 _NOT_EMBEDDINGS = POOLING + SCORES + CLASSIFY + RERANK
+_VECTORS = EMBEDDINGS + POOLING
 _POOLING = (
     _F(("chat_template",), "another chat template", structs=POOLING_ROUTES),
     _F(("mm_processor_kwargs", "chat_template_kwargs"), "options of media and templates", structs=_NOT_EMBEDDINGS),
     _F(("instruction",), "a text in front of inputs", structs=POOLING_ROUTES),
     _F(("max_tokens_per_doc", "max_tokens_per_query"), "a cut of inputs", "truncate_prompt_tokens", POOLING_ROUTES),
+    _F(
+        ("prompt_name", "prompt", "input_type", "task_type"),
+        "a text in front of inputs, of the model's own",
+        "that text in the input itself",
+        structs=POOLING_ROUTES,
+    ),
+    _F(("inputs", "texts", "sentences"), "inputs under another name", "input", structs=EMBEDDINGS + POOLING + CLASSIFY),
+    _F(("images",), "images as inputs", "messages", structs=EMBEDDINGS),
+    _F(("texts",), "documents under another name", "documents", structs=RERANK + SCORES),
+    _F(("return_text",), "documents in the answer", "return_documents", structs=RERANK),
+    _F(("raw_scores",), "scores without an activation", "use_activation", structs=RERANK + CLASSIFY + SCORES),
+    _F(("task", "late_chunking"), "an adapter or a mode of the model", structs=EMBEDDINGS),
+    _F(("output_dimension", "output_dimensionality"), "shorter vectors", "dimensions", structs=EMBEDDINGS + POOLING),
+    _F(
+        ("embedding_type", "output_dtype", "precision"),
+        "numbers in another form",
+        "encoding_format",
+        _VECTORS,
+        ("float",),
+    ),
+    _F(("embed_dtype",), "numbers in another form", "encoding_format", EMBEDDINGS, ("float32",)),
+    _F(("normalized", "normalize_embeddings"), "vectors of length one", "normalize", structs=_VECTORS, strict=True),
+    _F(("pooling", "pooling_type"), "another pooling", structs=POOLING_ROUTES),
     _F(("softmax", "activation"), "scores without an activation", "use_activation", POOLING_ROUTES, strict=True),
     _F(("messages",), "a conversation as input", "input", structs=POOLING + CLASSIFY),
     _F(("messages",), "a conversation as input", "queries and documents", structs=SCORES),

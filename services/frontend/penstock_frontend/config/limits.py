@@ -1,6 +1,6 @@
 """What one request may ask for, and how many requests there may be at once."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -71,6 +71,13 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_pooling_inputs: Annotated[
         int, Meta(ge=1, description="Inputs of one Embed or Classify, or documents of one Score.")
     ] = 2048
+    pooling_truncation: Annotated[
+        Literal["none", "end", "start"],
+        Meta(
+            description="Where inputs of Embed, Classify and Score with more tokens than the model reads are cut: at the end or "
+            "the start; none: they are refused. Fields of a request win. Inputs with media are never cut."
+        ),
+    ] = "none"
     max_prompts: Annotated[int, Meta(ge=1, description="Prompts of one completion call over HTTP, each a request.")] = (
         1024
     )

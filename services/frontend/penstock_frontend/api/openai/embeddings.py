@@ -7,18 +7,19 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, RequestFailed
+from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
 from penstock_common.rpc.outputs import floats
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_frontend.api.openai.bodies import Body
-from penstock_frontend.api.openai.body_fields import check_range
-from penstock_frontend.api.openai.context import ContextFields, context_of
+from penstock_frontend.api.openai.body_fields import check_range, shown
+from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.conversation import MessageBody, messages_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.media_fields import MediaIoBody, options_of
-from penstock_frontend.api.openai.pooling.input_fields import Input, check_longest, inputs_of, normalize_of
+from penstock_frontend.api.openai.pooling.input_fields import Input, inputs_of, normalize_of
+from penstock_frontend.api.openai.pooling.truncation_fields import TruncationFields, truncation_of
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import ChatRequest, PoolingRequest
 from penstock_frontend.chat_calls import ChatCalls
@@ -27,13 +28,14 @@ from penstock_frontend.processing.pooling.outputs import vectors_of
 
 _INT32 = 2**31
 _NUMBER_BYTES = 4
+_ENCODINGS = ("float", "base64")
 _ENCODER = msgspec.json.Encoder()
 
 
-class EmbeddingRequest(ContextFields, kw_only=True):
+class EmbeddingRequest(TruncationFields, kw_only=True):
     """The body. ``input``: a text, texts, token ids, or lists of them. The rest is vLLM's: ``messages`` in its place, a
-    conversation that is one input; ``normalize``, also called ``use_activation``, null: as the model says;
-    ``truncate_prompt_tokens``: see PoolingFields.
+    conversation that is one input; ``normalize``, also called ``use_activation``, null: as the model says.
+    ``embedding_types``: Cohere's list of one encoding, ``float`` or ``base64``.
     """
 
     input: Input | None = None
@@ -49,7 +51,7 @@ class EmbeddingRequest(ContextFields, kw_only=True):
     dimensions: int | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    embedding_types: list[str] | None = None
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +91,8 @@ class Embeddings:
         """Embed the inputs. Raises RequestFailed."""
         body = await given.decode(EmbeddingRequest)
         check_range("dimensions", body.dimensions, 1, _INT32 - 1)
-        check_longest(body.truncate_prompt_tokens)
+        truncation = truncation_of(body)
+        as_text = _encoding_of(body) == "base64"
         normalize = normalize_of(body.normalize, body.use_activation)
         context = context_of(call, "embd", body)
         model = self._llm.inputs.check_model(context.model, context.lora)
@@ -99,6 +102,7 @@ class Embeddings:
             params=PoolingParams(task=PoolingTask.EMBED, dimensions=body.dimensions, normalize=normalize),
             context=msgspec.structs.replace(context, cache_salt=body.cache_salt or ""),
             truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation=truncation,
         )
         request = await self._with_inputs(request, body, given)
         try:
@@ -107,7 +111,6 @@ class Embeddings:
         except RequestFailed as e:
             raise renamed(e, {"pooling_params.": ""}) from e
         usage = EmbeddingUsage(result.prompt_tokens, result.prompt_tokens)
-        as_text = body.encoding_format == "base64"
         # The encoder copies a Raw as it is.
         data = cast(Sequence[Embedding], await self._written(result.outputs, as_text=as_text))
         return EmbeddingList(id=request_id, data=data, model=model, usage=usage)
@@ -148,3 +151,20 @@ class Embeddings:
             vector = base64.b64encode(vectors.data).decode() if as_text else floats(vectors)
             written.append(msgspec.Raw(_ENCODER.encode(Embedding(index=index, embedding=vector))))
         return written
+
+
+def _encoding_of(body: EmbeddingRequest) -> str | None:
+    """Return the encoding of the vectors. Raises InvalidArgument for two different ones, Unimplemented for several at once."""
+    types = body.embedding_types
+    if not types:
+        return body.encoding_format
+    if len(types) > 1 or types[0] not in _ENCODINGS:
+        raise Unimplemented(
+            f'embedding_types is {shown(types)}; only ["float"] or ["base64"] is served', field="embedding_types"
+        )
+    if body.encoding_format not in (None, types[0]):
+        raise InvalidArgument(
+            f"encoding_format is {shown(body.encoding_format)} and embedding_types is {shown(types)}; set one",
+            field="embedding_types",
+        )
+    return types[0]

@@ -22,7 +22,10 @@ from penstock_frontend.processing.prompts.input import InputProcessor, check_siz
 from penstock_frontend.processing.prompts.media_inputs import no_media_with
 from penstock_frontend.processing.prompts.media_text import media_tokens
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer, read_json, resolve
+from penstock_frontend.processing.prompts.truncation import Cut
 
+AS_MANY_AS_FIT = -1
+"""Tokens of an input, if they are as many as the model reads."""
 POOLING_WORDS = tuple(task.name.lower() for task in PoolingTask)
 """Capabilities of engines that pool."""
 
@@ -53,6 +56,22 @@ class PoolingInputs:
                 f"{field} has {count} entries; limits.max_pooling_inputs is {limit}",
                 field=field,
             )
+
+    def with_truncation(self, request: PoolingRequest) -> PoolingRequest:
+        """Return the request with how its inputs are cut: ``truncate_prompt_tokens`` None for not at all, else ``truncation``
+        says where.
+        """
+        where, tokens = request.truncation, request.truncate_prompt_tokens
+        if where is None and tokens is not None:
+            where = "end"
+        elif where is None:
+            # The server's setting cannot cut media, so it leaves such calls alone.
+            mixed = any(isinstance(each, MixedPrompt) for each in request.inputs)
+            where = "none" if mixed else self._limits.now.pooling_truncation
+        if where == "none":
+            return msgspec.structs.replace(request, truncate_prompt_tokens=None, truncation=where)
+        tokens = AS_MANY_AS_FIT if tokens is None else tokens
+        return msgspec.structs.replace(request, truncate_prompt_tokens=tokens, truncation=where)
 
     async def process(
         self, request: PoolingRequest, request_id: str, limits: ModelLimits | None = None
@@ -129,9 +148,9 @@ class PoolingInputs:
     ) -> list[_Tokenized]:
         """The inputs as engines get them. All texts go to one thread at once: a task for each would hold the loop up."""
         texts = [prompt for prompt in request.inputs if isinstance(prompt, str)]
-        longest = request.truncate_prompt_tokens
+        cut = _cut_of(request)
         add = request.add_special_tokens
-        encoded = await self._tokenizer.encode_all(texts, add_special_tokens=add, longest=longest) if texts else []
+        encoded = await self._tokenizer.encode_all(texts, add_special_tokens=add, cut=cut) if texts else []
         of_texts = iter(encoded)
         tokenized = []
         for prompt, field in zip(request.inputs, request.fields, strict=True):
@@ -139,7 +158,8 @@ class PoolingInputs:
                 joined = await self._inputs.join(prompt, context, limits, add_special_tokens=add)
                 tokenized.append(_Tokenized(joined.token_ids, features=joined.features))
             else:
-                tokenized.append(_Tokenized(next(of_texts) if isinstance(prompt, str) else list(prompt[:longest])))
+                ids = next(of_texts) if isinstance(prompt, str) else list(prompt)
+                tokenized.append(_Tokenized(cut.of(ids) if cut is not None and not isinstance(prompt, str) else ids))
                 if add and isinstance(prompt, str):
                     warn_of_double_bos(tokenized[-1].ids, self._tokenizer, field=field)
             if not tokenized[-1].ids:
@@ -150,9 +170,14 @@ class PoolingInputs:
         """Token ids of the pairs, and where the second text of each begins."""
         pairs = zip(request.inputs, request.seconds, strict=True)
         encoded = await self._tokenizer.encode_pairs(
-            [(str(first), second) for first, second in pairs], longest=request.truncate_prompt_tokens
+            [(str(first), second) for first, second in pairs], cut=_cut_of(request)
         )
         return [_Tokenized(pair.ids, pair.second_text_start) for pair in encoded]
+
+
+def _cut_of(request: PoolingRequest) -> Cut | None:
+    longest = request.truncate_prompt_tokens
+    return None if longest is None else Cut(longest, "start" if request.truncation == "start" else "end")
 
 
 def _check_mixed(request: PoolingRequest, prompt: MixedPrompt, field: str) -> None:
@@ -170,10 +195,13 @@ def _check_mixed(request: PoolingRequest, prompt: MixedPrompt, field: str) -> No
 
 def _shortened(request: PoolingRequest, longest: int) -> PoolingRequest:
     """The request with texts of so many characters at most: what is cut anyway need not be tokenized."""
+    at_start = request.truncation == "start"
     return msgspec.structs.replace(
         request,
-        inputs=[cut(prompt, longest) if isinstance(prompt, str) else prompt for prompt in request.inputs],
-        seconds=[second[:longest] for second in request.seconds],
+        inputs=[
+            cut(prompt, longest, at_start=at_start) if isinstance(prompt, str) else prompt for prompt in request.inputs
+        ],
+        seconds=[cut(second, longest, at_start=at_start) for second in request.seconds],
     )
 
 

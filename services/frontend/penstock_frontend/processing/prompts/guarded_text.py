@@ -21,11 +21,12 @@ class GuardedText(str):
         return made
 
 
-def cut(text: str, longest: int) -> str:
-    """At most the first ``longest`` characters of a text, guarded if the text is."""
+def cut(text: str, longest: int, *, at_start: bool = False) -> str:
+    """At most the first ``longest`` characters of a text, guarded if the text is. ``at_start``: the last ones."""
+    kept = slice(-longest, None) if at_start else slice(longest)
     if isinstance(text, GuardedText):
-        return GuardedText(text[:longest], text.named[:longest])
-    return text[:longest]
+        return GuardedText(text[kept], text.named[kept])
+    return text[kept]
 
 
 def joined(texts: Iterable[str]) -> str:

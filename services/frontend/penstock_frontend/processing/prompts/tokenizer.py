@@ -18,7 +18,7 @@ from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.prompts.byte_level import ByteLevelDecoder, OddTokenError, is_byte_level, spelt_bytes
 from penstock_frontend.processing.prompts.guarded_text import GuardedText
 from penstock_frontend.processing.prompts.hidden_tokens import hide
-from penstock_frontend.processing.prompts.truncation import encode_cut, encode_pair_cut
+from penstock_frontend.processing.prompts.truncation import Cut, encode_cut, encode_pair_cut
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -130,13 +130,13 @@ class Tokenizer:
             self._threads_for(len(text)), self._encode, text, add_special_tokens, with_tokens
         )
 
-    async def encode_pairs(self, pairs: Sequence[tuple[str, str]], *, longest: int | None = None) -> list[EncodedPair]:
-        """Tokenize two texts into one prompt, as the tokenizer's template for pairs says; for each pair. ``longest``: see
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]], *, cut: Cut | None = None) -> list[EncodedPair]:
+        """Tokenize two texts into one prompt, as the tokenizer's template for pairs says; for each pair. ``cut``: see
         ``encode_all``.
         """
 
         def encode() -> list[EncodedPair]:
-            return [self._encode_pair(text, second, longest) for text, second in pairs]
+            return [self._encode_pair(text, second, cut) for text, second in pairs]
 
         threads = self._threads_for(sum(len(text) + len(second) for text, second in pairs))
         return await asyncio.get_running_loop().run_in_executor(threads, encode)
@@ -206,21 +206,19 @@ class Tokenizer:
         return data if data.decode("utf-8", "replace") == text else text.encode()
 
     async def encode_all(
-        self, texts: Sequence[str], *, add_special_tokens: bool = False, longest: int | None = None
+        self, texts: Sequence[str], *, add_special_tokens: bool = False, cut: Cut | None = None
     ) -> list[list[int]]:
-        """Token ids of each text, ``add_special_tokens`` around it. ``longest``: tokens of a prompt with those that are added,
-        more than ``num_added``; the end of a text is cut off for that.
+        """Token ids of each text, ``add_special_tokens`` around it. ``cut``: how texts that are too long are cut, to more than
+        ``num_added`` tokens.
         """
 
         def encode() -> list[list[int]]:
             with _no_panic():
                 readings = [self._reading(text) for text in texts]
-                if add_special_tokens and longest is not None:
-                    return [encode_cut(reader, text, longest).ids for reader, text in readings]
-                return [
-                    reader.encode(text, add_special_tokens=add_special_tokens).ids[:longest]
-                    for reader, text in readings
-                ]
+                if add_special_tokens and cut is not None:
+                    return [encode_cut(reader, text, cut).ids for reader, text in readings]
+                encoded = [reader.encode(text, add_special_tokens=add_special_tokens).ids for reader, text in readings]
+                return encoded if cut is None else [cut.of(ids) for ids in encoded]
 
         threads = self._threads_for(sum(map(len, texts)))
         return await asyncio.get_running_loop().run_in_executor(threads, encode)
@@ -269,12 +267,11 @@ class Tokenizer:
         # One by one: the library's own list of them keeps the interpreter from all other threads until it is made.
         return Encoded(ids, [self._backend.id_to_token(i) or "" for i in ids] if with_tokens else ())
 
-    def _encode_pair(self, text: str, second: str, longest: int | None) -> EncodedPair:
+    def _encode_pair(self, text: str, second: str, cut: Cut | None) -> EncodedPair:
         with _no_panic():
-            if longest is None:
-                encoding = self._reader.encode(text, second)
-            else:
-                encoding = encode_pair_cut(self._reader, text, second, longest)
+            encoding = (
+                self._reader.encode(text, second) if cut is None else encode_pair_cut(self._reader, text, second, cut)
+            )
         types = encoding.type_ids
         start = types.index(1) if 1 in types else len(types)
         if any(types[:start]) or set(types[start:]) - {1}:

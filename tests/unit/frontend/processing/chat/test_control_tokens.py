@@ -23,6 +23,7 @@ from penstock_frontend.processing.chat.rendering import ChatRenderer
 from penstock_frontend.processing.chat.templates import ChatTemplates
 from penstock_frontend.processing.prompts.guarded_text import GuardedText, cut, joined
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
+from penstock_frontend.processing.prompts.truncation import Cut
 from tests.fakes.models import small_tokenizers
 from tests.fakes.models.chat_templates import CHATML, DEEPSEEK, GEMMA, LLAMA, MISTRAL, PHI
 from tests.fakes.prepared_media import part_of
@@ -295,9 +296,11 @@ async def test_every_way_to_read_a_guarded_text_knows_it() -> None:
         encoded = await text.tokenizer.encode(prompt, add_special_tokens=False, with_tokens=True)
         assert (encoded.ids, encoded.tokens[0]) == (ids, "<|im_start|>")
         assert await text.tokenizer.encode_all([prompt, "<|im_end|>"]) == [ids, [text.tokenizer.token_id("<|im_end|>")]]
-        assert (await text.tokenizer.encode_all([prompt], add_special_tokens=True, longest=8))[0][1:] == ids[:7]
+        assert (await text.tokenizer.encode_all([prompt], add_special_tokens=True, cut=Cut(8)))[0][1:] == ids[:7]
         assert isinstance(cut(prompt, 100), GuardedText)
         assert cut("abc", 2) == "ab"
+        assert cut("abc", 2, at_start=True) == "bc"
+        assert isinstance(cut(prompt, 100, at_start=True), GuardedText)
 
 
 async def test_what_a_normalizer_makes_a_token_of_is_none() -> None:

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from penstock_common.errors import ConfigError
 from penstock_frontend.processing.prompts.hidden_tokens import hide
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
+from penstock_frontend.processing.prompts.truncation import Cut
 from tests.fakes.models import small_tokenizers
 
 IMAGE, BREAK, OTHER = "<image>", "<br>", "<|im_start|>"
@@ -104,7 +105,9 @@ async def test_every_way_to_read_a_text_knows_it_for_text() -> None:
     text = "a <image> b"
     assert image in tokenizer.literal(text)
     assert image not in (await tokenizer.encode(text)).ids
-    assert all(image not in ids for ids in await tokenizer.encode_all([text, text], add_special_tokens=True, longest=8))
+    assert all(
+        image not in ids for ids in await tokenizer.encode_all([text, text], add_special_tokens=True, cut=Cut(8))
+    )
     (pair,) = await tokenizer.encode_pairs([(text, text)])
     assert image not in pair.ids
     assert tokenizer.decode([image or 0]) == IMAGE

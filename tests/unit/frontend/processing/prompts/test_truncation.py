@@ -3,31 +3,37 @@
 import pytest
 import tokenizers
 
-from penstock_frontend.processing.prompts.truncation import encode_cut, encode_pair_cut
+from penstock_frontend.processing.prompts.truncation import Cut, End, encode_cut, encode_pair_cut
 from tests.fakes.models.small_tokenizers import byte_level
 
 SHORT, LONG = "hello", "the quick brown fox jumps over the lazy dog, hello world"
 
 
-def backend(*, longest: int | None = None) -> tokenizers.Tokenizer:
+def backend(*, longest: int | None = None, at: End = "end") -> tokenizers.Tokenizer:
     """Byte-level BPE with tokens around texts and between those of a pair."""
     made = byte_level()
     made.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
     if longest is not None:
-        made.enable_truncation(longest)
+        made.enable_truncation(longest, direction="right" if at == "end" else "left")
     return made
 
 
+@pytest.mark.parametrize("at", ["end", "start"])
 @pytest.mark.parametrize("longest", [3, 4, 7, 200])
 @pytest.mark.parametrize("text", [SHORT, LONG])
-def test_a_text_is_cut_at_its_end(text: str, longest: int) -> None:
-    assert encode_cut(backend(), text, longest).ids == backend(longest=longest).encode(text).ids
+def test_a_text_is_cut_at_its_end_or_start(text: str, longest: int, at: End) -> None:
+    expected = backend(longest=longest, at=at).encode(text).ids
+    assert encode_cut(backend(), text, Cut(longest, at)).ids == expected
+    ids = byte_level().encode(text).ids
+    assert Cut(longest, at).of(ids) == (ids[:longest] if at == "end" else ids[-longest:])
 
 
+@pytest.mark.parametrize("at", ["end", "start"])
 @pytest.mark.parametrize("longest", [5, 6, 9, 10, 15, 200])
 @pytest.mark.parametrize("pair", [(SHORT, LONG), (LONG, SHORT), (LONG, LONG), (SHORT, SHORT)])
-def test_of_a_pair_the_longer_text_gives_way(pair: tuple[str, str], longest: int) -> None:
-    cut, expected = encode_pair_cut(backend(), *pair, longest), backend(longest=longest).encode(*pair)
+def test_of_a_pair_the_longer_text_gives_way(pair: tuple[str, str], longest: int, at: End) -> None:
+    cut = encode_pair_cut(backend(), *pair, Cut(longest, at))
+    expected = backend(longest=longest, at=at).encode(*pair)
     assert (cut.ids, cut.type_ids) == (expected.ids, expected.type_ids)

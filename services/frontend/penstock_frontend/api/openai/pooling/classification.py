@@ -17,10 +17,10 @@ from penstock_frontend.api.openai.pooling.input_fields import (
     Input,
     PoolingFields,
     PoolingUsage,
-    check,
     inputs_of,
     usage_of,
 )
+from penstock_frontend.api.openai.pooling.truncation_fields import truncation_of
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import PoolingRequest
 from penstock_frontend.processing.pooling.outputs import vectors_of
@@ -64,7 +64,7 @@ class Classifications:
     async def __call__(self, call: Call, given: Body) -> Answer:
         """Classify the inputs. Raises RequestFailed."""
         body = await given.decode(ClassificationBody)
-        check(body)
+        truncation = truncation_of(body)
         context = context_of(call, "classify", body)
         model = self._llm.inputs.check_model(context.model, context.lora)
         inputs, fields = inputs_of(body.input)
@@ -79,6 +79,7 @@ class Classifications:
                     params=params,
                     context=context,
                     truncate_prompt_tokens=body.truncate_prompt_tokens,
+                    truncation=truncation,
                 )
             )
         except RequestFailed as e:

@@ -1,14 +1,14 @@
 """What the bodies of calls for vectors have in common: the inputs, and fields that are not served."""
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_frontend.api.openai.body_fields import check_range, shown
-from penstock_frontend.api.openai.context import ContextFields
+from penstock_common.errors import InvalidArgument
+from penstock_frontend.api.openai.body_fields import shown
 from penstock_frontend.api.openai.errors import renamed
+from penstock_frontend.api.openai.pooling.truncation_fields import TruncationFields
 from penstock_frontend.api.openai.prompts import Given, split
 from penstock_frontend.api.openai.sampling_fields import TokenId
 
@@ -17,14 +17,10 @@ Input: TypeAlias = str | list[str | TokenId | list[TokenId]]
 _MANY = 2**31
 
 
-class PoolingFields(ContextFields, kw_only=True):
-    """The common fields of bodies of vLLM's protocol. ``use_activation`` false: the model's bare scores.
-    ``truncate_prompt_tokens``: inputs are cut to so many, -1 to as many as the model reads; null cuts none.
-    """
+class PoolingFields(TruncationFields, kw_only=True):
+    """The common fields of bodies of vLLM's protocol. ``use_activation`` false: the model's bare scores."""
 
     use_activation: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: Any = None
 
 
 class PoolingUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,20 +29,6 @@ class PoolingUsage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int = 0
-
-
-def check(body: PoolingFields) -> None:
-    """Raise Unimplemented or InvalidArgument for a field of a value that is not served, or out of range."""
-    if body.truncation_side not in (None, "right"):
-        raise Unimplemented(
-            f"truncation_side is {shown(body.truncation_side)}; only 'right' is served", field="truncation_side"
-        )
-    check_longest(body.truncate_prompt_tokens)
-
-
-def check_longest(tokens: int | None) -> None:
-    """Raise InvalidArgument for a length to cut inputs to that is none."""
-    check_range("truncate_prompt_tokens", tokens, -1, _MANY - 1)
 
 
 def normalize_of(normalize: bool | None, use_activation: bool | None) -> bool | None:

@@ -20,11 +20,11 @@ from penstock_frontend.api.openai.pooling.input_fields import (
     Input,
     PoolingFields,
     PoolingUsage,
-    check,
     inputs_of,
     normalize_of,
     usage_of,
 )
+from penstock_frontend.api.openai.pooling.truncation_fields import truncation_of
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import PoolingRequest
 from penstock_frontend.pace import NUMBERS_PER_TURN, Pace
@@ -83,7 +83,7 @@ class Pooling:
     async def __call__(self, call: Call, given: Body) -> Answer:
         """Pool the inputs. Raises RequestFailed."""
         body = await given.decode(PoolingBody)
-        check(body)
+        truncation = truncation_of(body)
         check_range("dimensions", body.dimensions, 1, _INT32_MAX)
         context = context_of(call, "pool", body)
         model = self._llm.inputs.check_model(context.model, context.lora)
@@ -97,6 +97,7 @@ class Pooling:
             params=self._params(body),
             context=context,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation=truncation,
         )
         given.close()  # admission is the first thing that happens
         try:

@@ -8,7 +8,8 @@ from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.body_fields import check_range
 from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
-from penstock_frontend.api.openai.pooling.input_fields import PoolingFields, PoolingUsage, check, usage_of
+from penstock_frontend.api.openai.pooling.input_fields import PoolingFields, PoolingUsage, usage_of
+from penstock_frontend.api.openai.pooling.truncation_fields import truncation_of
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import ScoreRequest
 from penstock_frontend.scoring_calls import ScoringCalls
@@ -66,7 +67,7 @@ class Reranking:
     async def __call__(self, call: Call, given: Body) -> Answer:
         """Rank the documents. Raises RequestFailed."""
         body = await given.decode(RerankBody)
-        check(body)
+        truncation = truncation_of(body)
         check_range("top_n", body.top_n, 0, _INT32_MAX)
         context = context_of(call, "rerank", body)
         model = self._llm.inputs.check_model(context.model, context.lora)
@@ -79,6 +80,7 @@ class Reranking:
             document_fields=[f"documents[{index}]" for index in range(len(texts))],
             use_activation=body.use_activation is not False,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation=truncation,
             context=context,
         )
         given.close()  # admission is the first thing that happens

@@ -14,10 +14,10 @@ from penstock_frontend.api.openai.pooling.input_fields import (
     Input,
     PoolingFields,
     PoolingUsage,
-    check,
     inputs_of,
     usage_of,
 )
+from penstock_frontend.api.openai.pooling.truncation_fields import truncation_of
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import ScoreRequest
 from penstock_frontend.scoring_calls import ScoringCalls
@@ -69,7 +69,7 @@ class Scores:
     async def __call__(self, call: Call, given: Body) -> Answer:
         """Score the pairs. Raises RequestFailed."""
         body = await given.decode(ScoreBody)
-        check(body)
+        truncation = truncation_of(body)
         context = context_of(call, "score", body)
         model = self._llm.inputs.check_model(context.model, context.lora)
         sides = _sides(body)
@@ -90,6 +90,7 @@ class Scores:
             document_fields=document_fields,
             use_activation=body.use_activation is not False,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation=truncation,
             context=context,
         )
         given.close()  # admission is the first thing that happens
