@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import pytest_asyncio
@@ -50,6 +51,9 @@ class Api:
     async def post(self, route: str, **fields: Any) -> tuple[int, Any]:
         response = await self._server.http.post(route, json={**BASES[route], **fields})
         return response.status_code, response.json()
+
+    async def post_raw(self, route: str, body: bytes) -> httpx.Response:
+        return await self._server.http.post(route, content=body)
 
     async def asked(self, route: str, **fields: Any) -> bytes:
         """What the engine is asked for: prompt and parameters."""
@@ -224,6 +228,8 @@ async def test_values_that_ask_for_nothing_change_nothing(api: Api, route: str) 
         (COMPLETIONS, {"n_predict": 3, "min_tokens": 5}, "min_tokens is 5; it must be at most n_predict, which is 3"),
         (COMPLETIONS, {"grammar": GRAMMAR, "regex": "a"}, "grammar and regex both constrain the output; set one"),
         (COMPLETIONS, {"stop_sequences": [""]}, "stop_sequences[0] is empty"),
+        (MESSAGES, {"stop": [""]}, "stop[0] is empty"),
+        (MESSAGES, {"stop_sequences": [""]}, "stop_sequences[0] is empty"),
         (
             MESSAGES,
             {"regex": "a", "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
@@ -241,6 +247,24 @@ async def test_a_refusal_names_the_field_and_the_remedy(
 
 
 @pytest.mark.parametrize(
+    "field",
+    [
+        b'"plugins":"\xff"',
+        b'"\xff":1',
+        b'"grammar":"\xff"',
+        b'"guided_json":"\xff"',
+        b'"response_format":{"type":"\xff"}',
+    ]
+    + [b'"response_format":{"type":"json_schema","value":"\xff"}', b'"options":{"\xff":1}', b'"options":{"a":"\xff"}'],
+    ids=str,
+)
+async def test_what_is_no_text_is_refused(api: Api, field: bytes) -> None:
+    for body in (b'{"prompt":"x",%b}', b"{%b}"):
+        response = await api.post_raw(COMPLETIONS, body % field)
+        assert response.status_code == 400, response.text
+
+
+@pytest.mark.parametrize(
     ("route", "body", "message"),
     [
         (RESPONSES, {"inputs": "hi"}, "input is not set; the body has 'inputs': did you mean 'input'?"),
@@ -251,5 +275,5 @@ async def test_a_refusal_names_the_field_and_the_remedy(
 async def test_a_missing_field_is_told_with_the_field_that_may_be_meant(
     api: Api, route: str, body: dict[str, Any], message: str
 ) -> None:
-    response = await api._server.http.post(route, json=body)
+    response = await api.post_raw(route, json.dumps(body).encode())
     assert (response.status_code, response.json()["error"]["message"]) == (400, message)

@@ -43,7 +43,6 @@ _NAMES = {
     "text": "messages",
     "prompt": "messages",
     "continue_final_message": "messages",
-    "sampling_params.stop": "stop_sequences",
 }
 
 

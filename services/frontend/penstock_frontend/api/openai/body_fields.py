@@ -27,7 +27,10 @@ def _with_hint(error: InvalidArgument, body: bytes) -> InvalidArgument:
     """The error, and of a field that is not set the field of the body that may have been meant to be it."""
     if error.reason != "MISSING_FIELD" or "." in error.field:
         return error
-    given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    try:
+        given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:  # behind the field, where the decoder had not come to
+        return undecodable(e)
     word = nearest(error.field, given).removeprefix("; did you mean ").removesuffix("?")
     if not word:
         return error

@@ -80,7 +80,7 @@ def read_format(raw: msgspec.Raw, head: str = "response_format") -> Constraint |
         if kind == "structural_tag":
             return Constraint(head, head, "structural_tag", text.decode())
         given = msgspec.json.decode(text, type=ResponseFormat)
-    except msgspec.ValidationError as e:
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise undecodable(e, head) from None
     return _read(given, head)
 
@@ -131,7 +131,7 @@ def _wrapped(value: msgspec.Raw) -> msgspec.Raw | None:
     """Return the schema of a value in the form ``{"name": ..., "schema": ...}``, which is TGI's, else None."""
     try:
         return msgspec.json.decode(value, type=JsonSchemaFormat).schema
-    except msgspec.DecodeError:  # a schema itself, or nothing
+    except (msgspec.DecodeError, UnicodeDecodeError):  # a schema itself, or nothing
         return None
 
 

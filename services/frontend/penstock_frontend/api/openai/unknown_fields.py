@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock_frontend.api.ignored_fields import ignored_in
+from penstock_frontend.api.openai.errors import undecodable
 from penstock_frontend.api.openai.response_format import ResponseFormat
 from penstock_frontend.api.unsupported_fields import UnsupportedField, unsupported_in
 
@@ -71,7 +72,8 @@ class _Plan(NamedTuple):
 
 def find_unknown(body: bytes, kind: type) -> list[UnknownField]:
     """Return the unknown fields of a body that was decoded as ``kind``, the first of each shape. Fields that are null are unset
-    and left out, like fields that are listed as ignored. Raises Unimplemented for a field that is known and not served.
+    and left out, like fields that are listed as ignored. Raises Unimplemented for a field that is known and not served,
+    InvalidArgument for names and values that are no text: whoever decoded the body has passed over them.
     """
     try:
         _checker(kind).decode(body)
@@ -80,9 +82,12 @@ def find_unknown(body: bytes, kind: type) -> list[UnknownField]:
     else:
         return []
     found: dict[str, UnknownField] = {}
-    for field in _walk(msgspec.json.decode(body, type=dict[str, msgspec.Raw]), kind, "", ""):
-        if len(found) < _MOST:  # the walk goes on to fields that must be refused
-            found.setdefault(field.shape, field)
+    try:
+        for field in _walk(msgspec.json.decode(body, type=dict[str, msgspec.Raw]), kind, "", ""):
+            if len(found) < _MOST:  # the walk goes on to fields that must be refused
+                found.setdefault(field.shape, field)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise undecodable(e) from None
     return list(found.values())
 
 
