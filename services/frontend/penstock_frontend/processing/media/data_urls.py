@@ -73,7 +73,7 @@ def decode_data_url(url: DataUrl, *, unwritten: int = 0) -> bytes:
     for begin, piece in _slices(url.text, url.start, len(url.text)):
         if not piece.isascii():
             wrong = next(index for index, character in enumerate(piece) if not character.isascii())
-            raise _wrong(piece[wrong], begin + wrong - unwritten)
+            raise _wrong(piece[wrong], begin + wrong - unwritten, "which must be percent-encoded")
         decoded.append(unquote_to_bytes(piece))
     return b"".join(decoded)
 
@@ -165,11 +165,11 @@ def _first_wrong(piece: str, begin: int, padding: int) -> DataUrlError:
         if value == b"=":
             padding += 1
         if padding > _MAX_PADDING or (value != b"=" and (padding or value.translate(None, _DIGITS + b"-_"))):
-            return _wrong(token[0], begin + token.start(), padding > 0)
+            why = "which stands after base64's padding" if padding else "which is not base64"
+            return _wrong(token[0], begin + token.start(), why)
     raise AssertionError("every character of the slice is base64")
 
 
-def _wrong(character: str, position: int, padded: bool = False) -> DataUrlError:
+def _wrong(character: str, position: int, why: str) -> DataUrlError:
     """Return the error of a character at that position, counted from 0."""
-    why = "which stands after base64's padding" if padded else "which is not base64"
     return DataUrlError(f"has {quoted(character)} at character {position + 1}, {why}")

@@ -70,7 +70,7 @@ def test_a_data_url_of_any_length_is_decoded(size: int, end: str) -> None:
 
 def test_bytes_that_are_percent_encoded_need_no_base64() -> None:
     assert read("data:image/png," + quote(DATA)) == DATA
-    with pytest.raises(DataUrlError, match="'é' at character 19, which is not base64|'é' at character 19"):
+    with pytest.raises(DataUrlError, match="has 'é' at character 19, which must be percent-encoded"):
         read("data:image/png,%89é")
 
 
