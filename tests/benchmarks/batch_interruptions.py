@@ -174,7 +174,7 @@ def speed(role: str, count: int, max_tokens: int, folder: Path) -> dict[str, Any
                 begun.append((time.perf_counter(), time.process_time()))
                 super().close()
 
-        batch.make_backend = lambda given: Timed(given.model, given.engine_options, {})  # type: ignore[assignment]
+        batch.make_backend = lambda given: Timed(given.model, given.engine_options, given.lora)  # type: ignore[assignment]
         if batch.batch(options.BatchOptions(input=str(source), output=str(output), model=str(DEMO), **ENGINE)):
             raise RuntimeError("lines failed")
         wall, used = (end - start for start, end in zip(*begun, strict=True))

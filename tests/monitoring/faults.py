@@ -165,7 +165,7 @@ CASES = {
         Case(no_engines, {"PenstockNoEngine", "PenstockRequestsHeld", "PenstockEngineUnreachable", "PenstockErrors"}),
         Case(wedged_engine, {"PenstockEngineWedged", "PenstockEngineWithoutProgress"}),
         Case(small_cache, {"PenstockKvCacheFull", "PenstockPreemptions"}),
-        Case(nan, {"PenstockNanLogits"}),
+        Case(nan, {"PenstockNanLogits", "PenstockErrors"}),
         Case(failing_drafter, {"PenstockDrafterOff"}),
         Case(overload, {"PenstockOverloaded", "PenstockTooFewEngines"}),
         Case(slow_steps, {"PenstockFirstTokenSlow", "PenstockTokensSlow"}),
