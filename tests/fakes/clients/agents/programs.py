@@ -21,12 +21,13 @@ ON_THE_PAGE = {"my-model": "model", "65536": "1000000"}
 class Program(NamedTuple):
     """A program. ``files``: names of files in its home folder, with the headings and languages of their blocks on the page.
 
-    ``prepares``: the heading of the command that goes first.
+    ``exports``: the heading of the block that sets its environment. ``prepares``: the heading of the command that goes first.
     """
 
     executable: str
     command: tuple[str, ...]
     files: Mapping[str, tuple[str, str]] = {}
+    exports: str = ""
     prepares: str = ""
     environment: Mapping[str, str] = {}
 
@@ -44,7 +45,8 @@ class Program(NamedTuple):
             file = home / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(_block(heading, language), encoding="utf-8")
-        return {"HOME": str(home), "PATH": _search_path(), **self.environment}
+        exported = re.findall(r"export (\w+)=(\S+)", _block(self.exports, "sh")) if self.exports else []
+        return {"HOME": str(home), "PATH": _search_path(), **dict(exported), **self.environment}
 
 
 def _search_path() -> str:
@@ -63,6 +65,17 @@ def _block(heading: str, language: str) -> str:
 
 
 AGENTS = {
+    "claude_code": Program(
+        "claude",
+        ("-p", "--permission-mode", "bypassPermissions", "{task}"),
+        exports="Claude Code",
+        environment={"IS_SANDBOX": "1"},  # root may run it
+    ),
+    "codex_cli": Program(
+        "codex",
+        ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "{task}"),
+        files={".codex/config.toml": ("Codex CLI", "toml")},
+    ),
     "opencode": Program(
         "opencode",
         ("run", "{task}"),

@@ -73,6 +73,12 @@ class Recorded:
         return [*steps, Turn("This is the end.", ANSWER)]
 
     @property
+    def shows_thoughts(self) -> bool:
+        """Whether the program wants to have the model's reasoning."""
+        display: object = self._body.get("thinking", {}).get("display")
+        return display != "omitted"
+
+    @property
     def keeps_thoughts(self) -> bool:
         """Whether the program sends the model's reasoning back."""
         return all(_turn(self._made(start)).thought for start in self._starts)
