@@ -18,10 +18,10 @@ NOTES = "six times seven\n"
 
 
 def test_every_recorded_program_can_be_run() -> None:
-    assert sorted(AGENTS) == PROGRAMS
+    assert {Recorded(name).program for name in AGENTS} == {Recorded(name).program for name in PROGRAMS}
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", AGENTS)
 async def test_a_program_reaches_its_goal(name: str, tmp_path: Path) -> None:
     program = AGENTS[name]
     work, home = tmp_path / "work", tmp_path / "home"

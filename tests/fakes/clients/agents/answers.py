@@ -32,7 +32,11 @@ def _response(events: list[dict[str, Any]]) -> Answer:
     assert last["response"]["usage"]["output_tokens"] > 0
     thought = "".join(part["text"] for item in items if item["type"] == "reasoning" for part in item["content"])
     text = "".join(part["text"] for item in items if item["type"] == "message" for part in item["content"])
-    calls = [item for item in items if item["type"] == "function_call"]
+    calls = [
+        item if item["type"] == "function_call" else {**item, "arguments": json.dumps({"input": item["input"]})}
+        for item in items
+        if item["type"] in ("function_call", "custom_tool_call")
+    ]
     ids = [item[key] for item in items for key in ("id", "call_id") if key in item]
     return Answer(_turn(thought, text, {each["call_id"]: each for each in calls}), tuple(ids), last["type"])
 

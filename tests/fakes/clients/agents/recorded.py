@@ -61,9 +61,9 @@ class Recorded:
 
     @property
     def tools(self) -> list[str]:
-        """Names of the functions that the request offers."""
+        """Names of the tools that the request offers, those in namespaces left out."""
         found = (tool.get("function", tool) for tool in self._body["tools"])
-        return [tool["name"] for tool in found if "parameters" in tool or "input_schema" in tool]
+        return [tool["name"] for tool in found if "name" in tool and tool.get("type") != "namespace"]
 
     @property
     def turns(self) -> list[Turn]:
@@ -119,6 +119,8 @@ def _turn(items: Sequence[Any]) -> Turn:
                 thought += "".join(part["text"] for part in parts)
             case {"type": "function_call", "name": name, "arguments": arguments}:
                 calls.append((name, json.loads(arguments)))
+            case {"type": "custom_tool_call", "name": name, "input": given}:
+                calls.append((name, {"input": given}))
             case {"role": "assistant", "content": list(parts)}:
                 thought += "".join(part.get("thinking", "") for part in parts)
                 text += "".join(part.get("text", "") for part in parts)
