@@ -44,8 +44,7 @@ async def test_a_run_of_a_program_is_answered_from_its_first_call_to_its_last_wo
     turns = run.turns
     model.says([turn.tokens for turn in turns])
     answers = await answers_to(run, model)
-    shown = turns if run.shows_thoughts else [turn._replace(thought="") for turn in turns]
-    assert [answer.turn for answer in answers] == shown
+    assert [answer.turn for answer in answers] == turns
     assert [answer.finish for answer in answers] == [*[CALLS[run.path]] * (len(turns) - 1), ENDS[run.path]]
     assert sum(len(turn.calls) for turn in turns) == 5
     assert answers[-1].turn.text == ANSWER

@@ -512,12 +512,27 @@ async def test_a_chat_over_grpc_has_its_warnings_as_initial_metadata(served: Ser
         assert [response async for response in plain]
 
 
-async def test_thinking_that_is_to_be_omitted_is_left_out(served: Served) -> None:
+async def test_thinking_that_is_to_be_omitted_is_in_its_signature_alone(served: Served) -> None:
     served.says("<think>\nA city.\n</think>\n\nHello!")
     shown, _ = await served.post(MESSAGES, thinking={"type": "adaptive"})
     assert [block["type"] for block in shown["content"]] == ["thinking", "text"]
     omitted, _ = await served.post(MESSAGES, thinking={"type": "adaptive", "display": "omitted"})
-    assert [block["type"] for block in omitted["content"]] == ["text"]
+    thought, text = omitted["content"]
+    assert (thought["type"], thought["thinking"], text["text"]) == ("thinking", "", "Hello!")
+    prompts = []
+    for content in (shown["content"], omitted["content"]):
+        history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+        await served.post(MESSAGES, messages=[*history, {"role": "user", "content": "Again?"}])
+        prompts.append(served.prompt)
+    assert prompts[0] == prompts[1]
+    assert "<think>\nA city.\n</think>" in prompts[0]
+    foreign = {"type": "thinking", "thinking": "", "signature": "EqQBCgIYAhIM"}
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [foreign, text]}]
+    _, warning = await served.post(MESSAGES, messages=[*turns, {"role": "user", "content": "Again?"}])
+    assert warning.startswith("history_left_out: messages[1].content[0] is thinking that another server omitted")
+    events = await served.events(MESSAGES, thinking={"type": "adaptive", "display": "omitted"})
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta" and event["index"] == 0]
+    assert deltas == [{"type": "signature_delta", "signature": thought["signature"]}]
 
 
 async def test_warnings_of_hints(served: Served) -> None:

@@ -194,7 +194,6 @@ IGNORED: tuple[IgnoredField, ...] = (
     IgnoredField(MESSAGES, "tools[]", "cache_control", {"type": "ephemeral"}, _CACHED, ("ClientToolBody",)),
     IgnoredField(MESSAGES, "tools[]", "strict", True, _ALWAYS, ("ClientToolBody",)),
     IgnoredField(MESSAGES, "tools[]", "eager_input_streaming", True, "input always streams", ("ClientToolBody",)),
-    IgnoredField(MESSAGES, "messages[].content[]", "signature", "x", "thinking is not signed", ("BlockBody",)),
     IgnoredField(MESSAGES, "messages[].content[]", "data", "x", "redacted thinking cannot be read", ("BlockBody",)),
     IgnoredField(MESSAGES, "messages[].content[]", "citations", [], "there are no citations", ("BlockBody",)),
     IgnoredField(MESSAGES, "messages[].content[]", "is_error", True, "templates have no place for it", ("BlockBody",)),

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from penstock_frontend.api.anthropic.omitted_thinking import opened
 from tests.fakes.clients.agents.recorded import Answer, Turn
 
 
@@ -57,6 +58,8 @@ def _message(events: list[tuple[str, dict[str, Any]]]) -> Answer:
                     block["text"] += delta["text"]
                 case "thinking_delta":
                     block["thinking"] += delta["thinking"]
+                case "signature_delta":
+                    block["thinking"] += opened(delta["signature"])
                 case "input_json_delta":
                     block["arguments"] += delta["partial_json"]
     [finish] = [event["delta"]["stop_reason"] for name, event in events if name == "message_delta"]

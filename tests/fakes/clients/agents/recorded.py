@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from penstock_frontend.api.anthropic.omitted_thinking import opened
+
 FOLDER = Path(__file__).parent
 PROGRAMS = sorted(file.stem for file in FOLDER.glob("*.json"))
 ANSWER = "It prints 42."
@@ -73,12 +75,6 @@ class Recorded:
         return [*steps, Turn("This is the end.", ANSWER)]
 
     @property
-    def shows_thoughts(self) -> bool:
-        """Whether the program wants to have the model's reasoning."""
-        display: object = self._body.get("thinking", {}).get("display")
-        return display != "omitted"
-
-    @property
     def keeps_thoughts(self) -> bool:
         """Whether the program sends the model's reasoning back."""
         return all(_turn(self._made(start)).thought for start in self._starts)
@@ -122,7 +118,7 @@ def _turn(items: Sequence[Any]) -> Turn:
             case {"type": "custom_tool_call", "name": name, "input": given}:
                 calls.append((name, {"input": given}))
             case {"role": "assistant", "content": list(parts)}:
-                thought += "".join(part.get("thinking", "") for part in parts)
+                thought += "".join(part.get("thinking") or opened(part.get("signature", "")) for part in parts)
                 text += "".join(part.get("text", "") for part in parts)
                 calls += [(part["name"], part["input"]) for part in parts if part["type"] == "tool_use"]
             case {"role": "assistant", "content": content}:

@@ -13,7 +13,7 @@ class TextBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
-    """What the model thought. Nobody signs it."""
+    """What the model thought. ``signature`` has it where the client wants it omitted, and is empty otherwise."""
 
     thinking: str
     signature: str = ""
@@ -90,7 +90,7 @@ class ThinkingDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
 
 class SignatureDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="signature_delta"):
-    """The signature of what the model thought, which is empty."""
+    """The signature of what the model thought."""
 
     signature: str
 

@@ -7,6 +7,7 @@ import msgspec
 from penstock_common.types.outputs import FinishReason
 from penstock_frontend.api.anthropic import message as parts
 from penstock_frontend.api.anthropic.message import AssistantMessage, ContentBlock, StreamEvent, Usage
+from penstock_frontend.api.anthropic.omitted_thinking import sealed
 from penstock_frontend.call_types import Finish
 from penstock_frontend.processing.chat.answers import ChatOutput
 from penstock_frontend.processing.chat.blocks import Block, BlockKind, BlockPiece, Blocks
@@ -23,8 +24,9 @@ class MessageWriter:
     """Makes events of outputs, and a message of all of them."""
 
     def __init__(self, message_id: str, model: str, *, parallel_calls: bool, thinking: bool = True) -> None:
-        """``thinking``: whether it is shown."""
-        self._blocks = Blocks(parallel_calls=parallel_calls, reasoning=thinking)
+        """``thinking``: whether it is shown; otherwise only its signature has it."""
+        self._blocks = Blocks(parallel_calls=parallel_calls)
+        self._thinking = thinking
         self._end = parts.EndDelta(stop_reason=None, stop_sequence=None)
         self._begun = AssistantMessage(
             id=message_id, model=model, content=(), stop_reason=None, stop_sequence=None, usage=_NOTHING
@@ -39,7 +41,7 @@ class MessageWriter:
     def take(self, output: ChatOutput) -> Iterator[StreamEvent]:
         """The events of a piece of output, those of the message's end among them."""
         for piece in self._blocks.push(output):
-            yield from _events(piece)
+            yield from self._events(piece)
         if output.finish is not None:
             self._finish(output.finish)
             yield parts.MessageDelta(type="message_delta", delta=self._end, usage=self._usage)
@@ -49,7 +51,7 @@ class MessageWriter:
         """The message, once it has ended."""
         return msgspec.structs.replace(
             self._begun,
-            content=[_content(block) for block in self._blocks.all],
+            content=[self._content(block) for block in self._blocks.all],
             stop_reason=self._end.stop_reason,
             stop_sequence=self._end.stop_sequence,
             usage=self._usage,
@@ -68,17 +70,29 @@ class MessageWriter:
             output_tokens=usage.completion_tokens,
         )
 
+    def _events(self, piece: BlockPiece) -> Iterator[StreamEvent]:
+        block = piece.block
+        omitted = block.kind is BlockKind.REASONING and not self._thinking
+        if piece.begins:
+            begun = _empty(block)
+            yield parts.BlockStart(type="content_block_start", index=block.index, content_block=begun)
+        if piece.text and not omitted:
+            yield _delta(block, _more(block, piece.text))
+        if piece.ends:
+            if block.kind is BlockKind.REASONING:
+                yield _delta(block, parts.SignatureDelta(signature=sealed(block.text) if omitted else ""))
+            yield parts.BlockStop(type="content_block_stop", index=block.index)
 
-def _events(piece: BlockPiece) -> Iterator[StreamEvent]:
-    block = piece.block
-    if piece.begins:
-        yield parts.BlockStart(type="content_block_start", index=block.index, content_block=_content(block, empty=True))
-    if piece.text:
-        yield _delta(block, _more(block, piece.text))
-    if piece.ends:
-        if block.kind is BlockKind.REASONING:
-            yield _delta(block, parts.SignatureDelta(signature=""))
-        yield parts.BlockStop(type="content_block_stop", index=block.index)
+    def _content(self, block: Block) -> ContentBlock:
+        match block.kind:
+            case BlockKind.TEXT:
+                return parts.TextBlock(text=block.text)
+            case BlockKind.REASONING if self._thinking:
+                return parts.ThinkingBlock(thinking=block.text)
+            case BlockKind.REASONING:
+                return parts.ThinkingBlock(thinking="", signature=sealed(block.text))
+            case BlockKind.CALL:
+                return parts.ToolUseBlock(id=block.call_id, name=block.name, input=_input(block.text))
 
 
 def _delta(
@@ -97,15 +111,15 @@ def _more(block: Block, text: str) -> parts.TextDelta | parts.ThinkingDelta | pa
             return parts.JsonDelta(partial_json=text)
 
 
-def _content(block: Block, *, empty: bool = False) -> ContentBlock:
-    text = "" if empty else block.text
+def _empty(block: Block) -> ContentBlock:
+    """Return the block as a stream begins it."""
     match block.kind:
         case BlockKind.TEXT:
-            return parts.TextBlock(text=text)
+            return parts.TextBlock(text="")
         case BlockKind.REASONING:
-            return parts.ThinkingBlock(thinking=text)
+            return parts.ThinkingBlock(thinking="")
         case BlockKind.CALL:
-            return parts.ToolUseBlock(id=block.call_id, name=block.name, input=_input(text))
+            return parts.ToolUseBlock(id=block.call_id, name=block.name, input={})
 
 
 def _input(arguments: str) -> dict[str, object]:

@@ -25,11 +25,12 @@ class SourceBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A block of a message's content. What thinking is signed with is not read."""
+    """A block of a message's content. ``signature``: has the thinking of a block that omits it."""
 
     type: str
     text: str = ""
     thinking: str = ""
+    signature: str = ""
     id: str = ""
     name: str = ""
     input: Any = None
@@ -70,7 +71,7 @@ class ToolUseChoiceBody(msgspec.Struct, frozen=True, kw_only=True):
 
 class ThinkingBody(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the model thinks first, where its template lets a client say so, and for how many tokens at most. ``display``:
-    ``omitted`` leaves the thinking out of the answer.
+    ``omitted`` hides the thinking in its signature.
     """
 
     type: str

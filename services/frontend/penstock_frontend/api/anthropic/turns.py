@@ -14,6 +14,7 @@ from penstock_frontend.api.anthropic.messages_body import (
     TurnBody,
     blocks_of,
 )
+from penstock_frontend.api.anthropic.omitted_thinking import opened
 from penstock_frontend.api.openai.response_format import Constraint
 from penstock_frontend.api.reasoning_effort import effort_kwargs
 from penstock_frontend.call_types import ChatMessage, ContentPart, ToolCall
@@ -97,7 +98,14 @@ def _answer(turn: TurnBody, path: str) -> list[ChatMessage]:
             case kind if kind in TEXTS:
                 said.texts.append(text_of(block, place))
             case "thinking":
-                said.thoughts.append(block.thinking)
+                thought = block.thinking or opened(block.signature)
+                if block.signature and not thought:
+                    warn(
+                        WarningKind.HISTORY_LEFT_OUT,
+                        place,
+                        "is thinking that another server omitted, which only it can read",
+                    )
+                said.thoughts.append(thought)
             case "redacted_thinking":
                 warn(WarningKind.HISTORY_LEFT_OUT, place, "is redacted thinking, which only its author can read")
             case "compaction":
