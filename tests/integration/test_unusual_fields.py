@@ -254,8 +254,10 @@ async def test_a_refusal_names_the_field_and_the_remedy(
         b'"grammar":"\xff"',
         b'"guided_json":"\xff"',
         b'"response_format":{"type":"\xff"}',
-    ]
-    + [b'"response_format":{"type":"json_schema","value":"\xff"}', b'"options":{"\xff":1}', b'"options":{"a":"\xff"}'],
+        b'"response_format":{"type":"json_schema","value":"\xff"}',
+        b'"options":{"\xff":1}',
+        b'"options":{"a":"\xff"}',
+    ],
     ids=str,
 )
 async def test_what_is_no_text_is_refused(api: Api, field: bytes) -> None:
