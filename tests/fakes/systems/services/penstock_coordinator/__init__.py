@@ -1,1 +1,5 @@
-"""Stands in for the coordinator."""
+"""Stands in for the coordinator. The command reads the real one's settings, before it starts this."""
+
+import pkgutil
+
+__path__ = pkgutil.extend_path(__path__, __name__)
