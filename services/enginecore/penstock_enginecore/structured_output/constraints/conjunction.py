@@ -24,6 +24,7 @@ from penstock_enginecore.structured_output.constraints.json_types import (
     SchemaError,
     UnfulfillableError,
     Work,
+    fits,
     identity,
     shown,
 )
@@ -173,7 +174,7 @@ def types_of(facts: Sequence[Fact], path: str) -> tuple[str, ...]:
             raise UnfulfillableError(f"{fact.path}/type", f"allows no type that {other} allows, too")
         kinds, by = both, fact.path
     if kinds is None:
-        kinds = set().union(*(spoken_of(fact.keywords) for fact in facts)) or None
+        kinds = set().union(*(spoken_of(fact.keywords) for fact in facts)) or _without_excluded(facts)
     excluded = {kind for fact in facts for kind in fact.keywords.get("!type", ())}
     if excluded:
         kinds = set(TYPES) - {"integer"} if kinds is None else kinds
@@ -184,6 +185,17 @@ def types_of(facts: Sequence[Fact], path: str) -> tuple[str, ...]:
             raise UnfulfillableError(path, "allows no type")
         kinds -= excluded
     return tuple(kind for kind in TYPES if kind in (kinds or ()))
+
+
+def _without_excluded(facts: Sequence[Fact]) -> set[str] | None:
+    """The types of values in which those that must not be can be left out; None where there are none of these."""
+    excluded = [value for fact in facts for value in fact.keywords.get("!enum", ())]
+    if not excluded:
+        return None
+    kinds = {"string", "boolean", "null", "number", "array", "object"}
+    kinds -= {kind for kind in ("null", "number", "array", "object") if any(fits(value, kind) for value in excluded)}
+    kinds -= {"boolean"} if any(v is True for v in excluded) and any(v is False for v in excluded) else set()
+    return kinds if "number" in kinds else kinds | {"integer"}
 
 
 def _both(a: set[str], b: set[str]) -> set[str]:

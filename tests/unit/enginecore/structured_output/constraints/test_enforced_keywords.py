@@ -14,6 +14,7 @@ import xgrammar
 
 from penstock_common.types.sampling import JsonWhitespace, StructuredOutput
 from penstock_enginecore.core.structured_output.base import bitmask_words
+from penstock_enginecore.structured_output.constraints.json_types import identity
 from penstock_enginecore.structured_output.constraints.source import check_constraint, grammar_source
 from penstock_enginecore.structured_output.grammar import XgrammarGrammar
 
@@ -335,6 +336,14 @@ def calls(work: Callable[[], object]) -> int:
 def test_a_check_where_requests_come_in_takes_few_steps(schema: Any) -> None:
     constraint = StructuredOutput(json_schema=json.dumps(schema))
     assert calls(lambda: check_constraint(constraint, 1 << 20)) < 60_000
+
+
+@pytest.mark.parametrize("excluded", [[None, 1], [True], ["a", ""], [[1], {}], [7, "ab", False]])
+def test_values_that_must_not_be_are_not_whatever_their_type(excluded: list[Any]) -> None:
+    written = Written({"properties": {"v": {"not": {"enum": excluded}}}})
+    allowed = [value for value in ANYTHING if f'{{"v":{json.dumps(value, separators=(",", ":"))}}}' in written]
+    assert allowed
+    assert not {identity(value) for value in allowed} & {identity(value) for value in excluded}
 
 
 def test_unique_values_that_are_many_keep_their_order() -> None:
