@@ -188,6 +188,7 @@ typecheck: setup ## mypy strict
 settings: setup ## Write docs/settings.md, docs/feature-pairs.md and the chart's schema and README anew, after a change of a setting
 	@$(BIN)/python -m charts.settings
 	@$(BIN)/python -m tests.pairs.page
+	@$(BIN)/python -m tests.documents.code_map
 
 .PHONY: dashboard
 dashboard: setup ## Write the chart's dashboard anew, after a change of its panels

@@ -27,8 +27,8 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.app import build_engine
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.core.kv_transfer.tiers import TieredConnector
 from penstock_enginecore.executor.uniproc import UniprocExecutor
+from penstock_enginecore.kv_transfer.core.tiers import TieredConnector
 
 GIB = 1 << 30
 BLOCK = 16

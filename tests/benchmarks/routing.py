@@ -31,10 +31,10 @@ from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.request import Request
 from penstock_frontend.config import RoutingPolicy
-from penstock_frontend.engine import router as routing
-from penstock_frontend.engine.prefix_caches import PrefixCaches
-from penstock_frontend.engine.prefix_index import PrefixIndex
-from penstock_frontend.engine.router import Candidate, Router
+from penstock_frontend.dispatch import router as routing
+from penstock_frontend.dispatch.prefix_caches import PrefixCaches
+from penstock_frontend.dispatch.prefix_index import PrefixIndex
+from penstock_frontend.dispatch.router import Candidate, Router
 
 BLOCK_SIZE = 16
 SECONDS_PER_TOKEN = 0.025

@@ -12,11 +12,11 @@ from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ModelConfi
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from penstock_enginecore.core.kv_transfer.copier import BlockCopier
-from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, MakeRoom
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import WorkerStats
+from penstock_enginecore.kv_transfer.core.copier import BlockCopier
+from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, MakeRoom
 
 
 class NullExecutor:

@@ -73,6 +73,9 @@ def test_the_frontends_unit_tests_pass_where_torch_cannot_be_imported() -> None:
 
 
 def test_starting_the_frontend_and_the_command_does_not_import_torch_or_transformers() -> None:
-    check = "import sys, penstock_frontend.app, penstock_local.cli; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    check = (
+        "import sys, penstock_frontend.app.app, penstock_local.cli\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
     run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=120)
     assert run.stdout.strip() == "[]", run.stdout + run.stderr

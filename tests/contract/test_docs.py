@@ -384,34 +384,6 @@ def test_yaml_has_keys_that_are_there(block: Block) -> None:
     assert any(fits(keys, known) for known in (*KEYS.values(), chart_values()))
 
 
-def test_the_map_of_the_code_names_what_is_there() -> None:
-    (tree,) = [block for block in blocks("") if block.page == "docs/structure.md"]
-    missing = [entry for entry in entries(tree.code) if not any((ROOT / path).exists() for path in entry)]
-    assert missing == []
-
-
-def entries(tree: str) -> Iterator[list[str]]:
-    """Where each entry of the tree may be: beside those it is indented like, in the package of the distribution above it."""
-    above: list[tuple[int, str]] = []
-    for line in tree.splitlines():
-        indentation = len(line) - len(line.lstrip())
-        if indentation > 8:
-            continue  # the rest of a remark
-        names = re.split(r"\s{2,}", line.strip())[0].split()
-        above = [(depth, folder) for depth, folder in above if depth < indentation]
-        base = above[-1][1] if above else ""
-        for name in names:
-            yield [f"{base}{name}", f"{base}{package(base)}{name}"]
-        inner = f"{base}{names[0].rstrip('/')}/"
-        above.append(
-            (indentation, inner if (ROOT / inner).is_dir() else f"{base}{package(base)}{names[0].rstrip('/')}/")
-        )
-
-
-def package(folder: str) -> str:
-    return f"penstock_{Path(folder).name}/" if folder.startswith("services/") else ""
-
-
 # What is said to be other than it is, so that it is taken out when it is no longer.
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock_local.inprocess import vllm_names
-from penstock_local.inprocess.llm import LLM
-from penstock_local.inprocess.options import OPTIONS
+from penstock_local.llm import vllm_names
+from penstock_local.llm.llm import LLM
+from penstock_local.llm.options import OPTIONS
 from tests.peers.arguments import section
 
 HAS = {*OPTIONS, *inspect.signature(LLM.__init__).parameters} - {"self", "options"}

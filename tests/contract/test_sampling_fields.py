@@ -14,15 +14,15 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import OutputKind, RepetitionDetection, SamplingParams, StructuredOutput
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
-from penstock_enginecore.executor.multiproc.messages import Execute, decode_call, encode, execute
 from penstock_enginecore.rpc.convert import request_from_proto
+from penstock_enginecore.worker.messages import Execute, decode_call, encode, execute
 from penstock_frontend.api.openai import sampling_fields
 from penstock_frontend.api.openai.chat_completions import ChatCompletionRequest
 from penstock_frontend.api.openai.completions import CompletionRequest
 from penstock_frontend.api.openai.responses.response_body import ResponseBody
-from penstock_frontend.engine.journal_entry import Call, JournalEntry
+from penstock_frontend.dispatch.journal_entry import Call, JournalEntry
 from penstock_frontend.rpc.session_messages import add_request
-from penstock_local.inprocess.inputs import sampling_of
+from penstock_local.llm.inputs import sampling_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FIELDS = SamplingParams.__struct_fields__

@@ -1,32 +1,15 @@
-"""docs/structure.md names every room, the folders of unit tests are those of the code, and no file of production is long."""
+"""docs/code-map.md is up to date, the folders of unit tests are those of the code, and no file of production is long."""
 
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.documents.code_map import PAGE, first_sentence, page
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {path.parent.name: path for path in sorted((ROOT / "services").glob("*/penstock_*"))}
-UNNAMED = {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
 LONGEST = 600
 """Lines of a file of production."""
-
-
-def rooms(package: Path) -> set[str]:
-    """Folders and modules directly below a package, folders with a slash."""
-    found = (path.name + "/" * path.is_dir() for path in package.iterdir())
-    return {name for name in found if name.rstrip("/") not in UNNAMED and not name.startswith(".")}
-
-
-def lines_of(page: str) -> Iterator[tuple[str, str]]:
-    """The service and the name of each of the page's lines about a room."""
-    service = ""
-    for line in page.splitlines():
-        if found := re.match(r"(\S+)", line):
-            service = found[1].removeprefix("services/")
-        elif found := re.match(r"  (\S+)  ", line):
-            yield service, found[1]
 
 
 def unlike(package: Path, tests: Path) -> list[str]:
@@ -37,13 +20,26 @@ def unlike(package: Path, tests: Path) -> list[str]:
     return [str(folder) for folder in folders if not (package / folder).is_dir()]
 
 
-@pytest.mark.parametrize("service", PACKAGES)
-def test_the_page_has_one_line_for_every_room(service: str) -> None:
-    told = [name for of, name in lines_of((ROOT / "docs" / "structure.md").read_text()) if of == service]
-    there = rooms(PACKAGES[service])
-    assert there - set(told) == set(), "docs/structure.md has no line for these"
-    assert set(told) - there == set(), "docs/structure.md has a line for what is not there"
-    assert len(told) == len(there)
+def test_the_code_map_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "it is stale; run: make settings"
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    sources = (path for package in PACKAGES.values() for path in package.rglob("*.py"))
+    silent = [str(path.relative_to(ROOT)) for path in sources if not first_sentence(path.read_text(encoding="utf-8"))]
+    assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ('"""Counts. More."""', "Counts"),
+        ('"""Reads ``a.b`` of\nthe file.\n\nMore.\n"""', "Reads `a.b` of the file"),
+        ("x = 1", ""),
+    ],
+)
+def test_a_first_sentence_ends_at_its_full_stop(source: str, sentence: str) -> None:
+    assert first_sentence(source) == sentence
 
 
 @pytest.mark.parametrize("service", PACKAGES)

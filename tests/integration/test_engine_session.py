@@ -21,7 +21,7 @@ from penstock_common.rpc.revision import PROTOCOL_REVISION
 from penstock_common.rpc.server import LIVENESS
 from penstock_common.rpc.status import from_rpc_error
 from penstock_enginecore.config import LoraConfig
-from penstock_enginecore.core.lora.request import LoadedLora
+from penstock_enginecore.lora.core.request import LoadedLora
 from penstock_enginecore.rpc.io_thread import SERVICE_NAME
 from tests.fakes.engines.engine_harness import make_config
 from tests.fakes.engines.engine_server import EngineServer, wait_until

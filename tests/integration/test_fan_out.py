@@ -10,7 +10,7 @@ import pytest
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.pace import SEQUENCES_PER_TURN
+from penstock_frontend.loop_yield import SEQUENCES_PER_TURN
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import failure, make_request
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server

@@ -20,11 +20,10 @@ from penstock_frontend.api.openai.chat_completions import ChatCompletions
 from penstock_frontend.api.openai.completion_choices import ChoiceWriter
 from penstock_frontend.api.openai.completions import Completions
 from penstock_frontend.api.vllm import requests, responses
-from penstock_frontend.engine.journal import Journal
-from penstock_frontend.engine.journal_entry import JournalEntry
-from penstock_frontend.engine.kv_events import KvEventFeed
-from penstock_frontend.metrics import EngineMetrics, FrontendMetrics
-from penstock_frontend.observe import ObservedRequest, RequestObserver
+from penstock_frontend.calls.request_telemetry import ObservedRequest, RequestObserver
+from penstock_frontend.dispatch.journal import Journal
+from penstock_frontend.dispatch.journal_entry import JournalEntry
+from penstock_frontend.dispatch.kv_events import KvEventFeed
 from penstock_frontend.processing.chat.answers import ChatOutputs
 from penstock_frontend.processing.chat.rendering import ChatRenderer
 from penstock_frontend.processing.outputs.processor import OutputProcessor
@@ -32,6 +31,7 @@ from penstock_frontend.processing.pooling.inputs import PoolingInputs
 from penstock_frontend.processing.pooling.outputs import PooledOutputs
 from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
+from penstock_frontend.telemetry.metrics import EngineMetrics, FrontendMetrics
 from tests.fakes.clients.vllm_client import VllmClient
 from tests.fakes.engines.fake_engine import FakeEngine, token_at
 from tests.fakes.frontends.frontend_server import FrontendServer, collect, failure, make_request

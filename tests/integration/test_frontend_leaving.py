@@ -17,7 +17,7 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
 from penstock_client import AsyncClient
 from penstock_common.config.sections import ServerConfig
-from penstock_frontend import draining
+from penstock_frontend.app import draining
 from tests.fakes.engines.fake_engine import FakeEngine, token_at
 from tests.fakes.frontends.frontend_server import FrontendServer, eventually, make_request
 from tests.fakes.models.small_tokenizers import byte_level

@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from penstock.inference.v1 import service_pb2_grpc
 from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError, Unavailable
-from penstock_frontend import draining
+from penstock_frontend.app import draining
 from penstock_frontend.config import HttpConfig
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import FrontendServer, collect, eventually, failure, make_request

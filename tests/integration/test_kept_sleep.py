@@ -20,7 +20,7 @@ from tests.fakes.models.quantized_models import save_quantized_model
 from tests.fakes.multimodal_models import make_image, save_multimodal_model
 from tests.fakes.multimodal_prompts import PromptMaker
 
-OPEN = "penstock_enginecore.executor.kept_sleep.open_driver"
+OPEN = "penstock_enginecore.executor.sleep_in_place.open_driver"
 KEPT = {"executor": {"keep_addresses": True}, "cache": {"block_size": 16, "num_blocks": 40}}
 
 

@@ -13,7 +13,7 @@ from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.core.kv_transfer import registry
+from penstock_enginecore.kv_transfer.core import registry
 from tests.fakes.engines import shared_store
 from tests.fakes.engines.in_process import CLIENT, build_engine
 from tests.fakes.models.tiny_models import save_tiny_model

@@ -13,9 +13,9 @@ from penstock.enginecore.v1 import messages_pb2 as engine_pb
 from penstock.inference.v1 import messages_pb2 as inference_pb
 from penstock_common.errors import OutOfRange, Unavailable, Unimplemented
 from penstock_enginecore.config import LoraConfig as EngineLoraConfig
-from penstock_enginecore.core.lora.request import LoadedLora
+from penstock_enginecore.lora.core.request import LoadedLora
 from penstock_frontend.config import LoraConfig, ModelConfig
-from penstock_frontend.engine.kv_events import FIRST_SEQUENCE
+from penstock_frontend.dispatch.kv_events import FIRST_SEQUENCE
 from tests.fakes.clients.session_client import connected
 from tests.fakes.clients.vllm_client import VllmClient
 from tests.fakes.engines.engine_harness import make_config

@@ -17,11 +17,11 @@ from penstock.kvtransfer.v1 import messages_pb2 as pb
 from penstock_common.tensors.arena import Arena
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
-from penstock_enginecore import kv_transfer
-from penstock_enginecore.executor.disk_file import FILE_NAME
-from penstock_enginecore.rpc.kv import transports
-from penstock_enginecore.rpc.kv.nixl import NixlMemory
-from penstock_enginecore.rpc.kv.offers import Offers
+from penstock_enginecore.kv_transfer import assembly as kv_transfer
+from penstock_enginecore.kv_transfer.disk_file import FILE_NAME
+from penstock_enginecore.kv_transfer.rpc import transports
+from penstock_enginecore.kv_transfer.rpc.nixl import NixlMemory
+from penstock_enginecore.kv_transfer.rpc.offers import Offers
 from tests.fakes.engines.handing_over import go_on, hand_over, tokens_of, undisturbed
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.engines.transferring_engine import TransferringEngine

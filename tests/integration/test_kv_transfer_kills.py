@@ -22,9 +22,9 @@ import pytest
 from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
-from penstock_enginecore import kv_transfer
-from penstock_enginecore.rpc.kv import pull_client, pull_server
-from penstock_enginecore.rpc.kv.offers import Offers
+from penstock_enginecore.kv_transfer import assembly as kv_transfer
+from penstock_enginecore.kv_transfer.rpc import pull_client, pull_server
+from penstock_enginecore.kv_transfer.rpc.offers import Offers
 from penstock_enginecore.rpc.loop_thread import LoopThread
 from tests.fakes.engines.handing_over import go_on, hand_over, tokens_of, undisturbed
 from tests.fakes.engines.transferring_engine import TransferringEngine

@@ -24,7 +24,7 @@ from penstock_common.types.outputs import FinishReason as EngineFinishReason
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_local import LLM, BeamSearchParams, FinishReason, Interrupted, SamplingParams, StructuredOutput
-from penstock_local.inprocess.options import engine_config
+from penstock_local.llm.options import engine_config
 from tests.fakes.engines.engine_server import EngineServer
 from tests.fakes.frontends.frontend_server import FrontendServer
 from tests.fakes.models import small_tokenizers

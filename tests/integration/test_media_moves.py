@@ -25,8 +25,8 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_common.types.token_columns import NewTokens
 from penstock_frontend.config import FrontendConfig, ModelConfig, RetriesConfig
-from penstock_frontend.engine.client import GrpcEngineClient
-from penstock_frontend.engine.kv_events import KvEventFeed
+from penstock_frontend.dispatch.client import GrpcEngineClient
+from penstock_frontend.dispatch.kv_events import KvEventFeed
 from tests.fakes.engines.fake_engine import FakeEngine, media_seed, token_at
 from tests.fakes.engines.oracle_engine import outputs as oracle
 from tests.fakes.engines.oracle_process import OracleProcess

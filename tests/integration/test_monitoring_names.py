@@ -17,12 +17,12 @@ from penstock_coordinator.kubernetes.errors import KubernetesError
 from penstock_coordinator.kubernetes.failures import Failures
 from penstock_coordinator.kubernetes.rights import Right
 from penstock_enginecore.core.control import EngineState
-from penstock_enginecore.core.kv_transfer.counts import TransferCounts
-from penstock_enginecore.core.kv_transfer.tiers import TierStats
-from penstock_enginecore.core.kv_transfer.transfers import PART, Transfer
+from penstock_enginecore.kv_transfer.core.counts import TransferCounts
+from penstock_enginecore.kv_transfer.core.tiers import TierStats
+from penstock_enginecore.kv_transfer.core.transfers import PART, Transfer
+from penstock_enginecore.kv_transfer.tier_metrics import TierCollector
+from penstock_enginecore.kv_transfer.transfer_metrics import TransferCollector
 from penstock_enginecore.metrics import EngineCollector
-from penstock_enginecore.tier_metrics import TierCollector
-from penstock_enginecore.transfer_metrics import TransferCollector
 from penstock_frontend.processing.media.metrics import MediaMetrics
 from tests.fakes.frontends.frontend_server import collect, failure
 from tests.fakes.network.certificates import Authority

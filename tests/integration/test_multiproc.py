@@ -19,7 +19,7 @@ from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.scheduler.output import CachedRequestData, SchedulerOutput
 from penstock_enginecore.core.step_recovery import EngineDeadError
 from penstock_enginecore.executor.multiproc.executor import MultiprocExecutor
-from penstock_enginecore.executor.multiproc.failures import WorkerError
+from penstock_enginecore.worker.failures import WorkerError
 from tests.fakes.engines.in_process import Run, build_engine, generate
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.fakes.patience import PATIENCE

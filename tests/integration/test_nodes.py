@@ -19,7 +19,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import EngineCoreConfig, ExecutorConfig, ModelConfig, NodesConfig
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.executor.multiproc.executor import MultiprocExecutor
-from penstock_enginecore.executor.multiproc.failures import WorkersGone
+from penstock_enginecore.worker.failures import WorkersGone
 from tests.fakes.engines.in_process import build_engine, config_of
 from tests.fakes.engines.node_process import NodeProcess, node_process
 from tests.fakes.engines.worker_process import MODULE, Misdeed

@@ -18,7 +18,7 @@ from penstock_common.rpc import outputs
 from penstock_common.types.pooling import Vectors
 from penstock_frontend.api.openai import embeddings
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.pace import NUMBERS_PER_TURN
+from penstock_frontend.loop_yield import NUMBERS_PER_TURN
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
 from tests.fakes.models.small_tokenizers import byte_level

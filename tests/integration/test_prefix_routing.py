@@ -9,11 +9,11 @@ import pytest
 
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
-from penstock_enginecore.core.kv_transfer.tiers import TieredConnector
 from penstock_enginecore.executor.uniproc import UniprocExecutor
+from penstock_enginecore.kv_transfer.core.tiers import TieredConnector
 from penstock_frontend.config import ModelConfig as ServedModel
 from penstock_frontend.config import RoutingConfig
-from penstock_frontend.engine.prefix_caches import PrefixCaches
+from penstock_frontend.dispatch.prefix_caches import PrefixCaches
 from tests.fakes.engines.engine_server import EngineServer
 from tests.fakes.frontends.frontend_server import FrontendServer, eventually
 from tests.fakes.network.tcp_proxy import TcpProxy

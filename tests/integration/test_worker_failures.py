@@ -27,7 +27,7 @@ from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.step_recovery import EngineDeadError
 from penstock_enginecore.executor.multiproc.executor import MultiprocExecutor
-from penstock_enginecore.executor.multiproc.failures import WorkersGone
+from penstock_enginecore.worker.failures import WorkersGone
 from tests.fakes.engines.in_process import build_engine
 from tests.fakes.engines.remains import Remains
 from tests.fakes.engines.worker_faults import NAME, POINTS, VARIABLE, Fault, fired, installed

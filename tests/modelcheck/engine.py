@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from penstock_common.types.data_parallel import PauseMode, PrepareFailed, StartWave
-from penstock_enginecore.core.data_parallel.effects import (
+from penstock_enginecore.data_parallel.core.actions import (
     AbortCollective,
     Exchange,
     Forward,
@@ -15,7 +15,7 @@ from penstock_enginecore.core.data_parallel.effects import (
     ResumeRefused,
     RollBack,
 )
-from penstock_enginecore.core.data_parallel.rank import Rank
+from penstock_enginecore.data_parallel.core.rank import Rank
 from tests.modelcheck.invariants import check_rank
 from tests.modelcheck.violation import Violation
 

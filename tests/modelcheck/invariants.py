@@ -15,8 +15,8 @@ from penstock_common.types.data_parallel import (
 )
 from penstock_coordinator.group import GroupMachine
 from penstock_coordinator.waves import Waves
-from penstock_enginecore.core.data_parallel.effects import Exchange, Forward, ResumeRefused
-from penstock_enginecore.core.data_parallel.rank import Phase, Rank
+from penstock_enginecore.data_parallel.core.actions import Exchange, Forward, ResumeRefused
+from penstock_enginecore.data_parallel.core.rank import Phase, Rank
 from tests.modelcheck.protocol import Protocol
 from tests.modelcheck.violation import Violation
 

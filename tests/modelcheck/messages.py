@@ -14,7 +14,7 @@ from penstock_common.types.data_parallel import (
     WaveComplete,
 )
 from penstock_coordinator.group import GroupMachine
-from penstock_enginecore.core.data_parallel.rank import Phase
+from penstock_enginecore.data_parallel.core.rank import Phase
 from tests.modelcheck.engine import Engine
 
 

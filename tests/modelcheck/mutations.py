@@ -7,10 +7,10 @@ import msgspec
 from penstock_common.types.data_parallel import PauseMode, StartWave
 from penstock_coordinator.group import GroupMachine
 from penstock_coordinator.waves import Waves
-from penstock_enginecore.core.data_parallel.agreement import agree
-from penstock_enginecore.core.data_parallel.effects import Forward
-from penstock_enginecore.core.data_parallel.rank import Phase, Rank
-from penstock_frontend.engine.waves import Waves as Belief
+from penstock_enginecore.data_parallel.core.actions import Forward
+from penstock_enginecore.data_parallel.core.consensus import agree
+from penstock_enginecore.data_parallel.core.rank import Phase, Rank
+from penstock_frontend.dispatch.waves import Waves as Belief
 from tests.modelcheck.bounds import Bounds
 from tests.modelcheck.protocol import Protocol
 

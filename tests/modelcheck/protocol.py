@@ -7,9 +7,9 @@ from unittest.mock import patch
 
 from penstock_coordinator.group import GroupMachine
 from penstock_coordinator.waves import Waves
-from penstock_enginecore.core.data_parallel.agreement import Agreement, agree
-from penstock_enginecore.core.data_parallel.rank import Rank
-from penstock_frontend.engine.waves import Waves as Belief
+from penstock_enginecore.data_parallel.core.consensus import Agreement, agree
+from penstock_enginecore.data_parallel.core.rank import Rank
+from penstock_frontend.dispatch.waves import Waves as Belief
 
 
 class Protocol(NamedTuple):
@@ -26,5 +26,5 @@ class Protocol(NamedTuple):
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """While its agreement is that of the ranks."""
-        with patch("penstock_enginecore.core.data_parallel.rank.agree", self.agree):
+        with patch("penstock_enginecore.data_parallel.core.rank.agree", self.agree):
             yield

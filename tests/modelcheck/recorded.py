@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.modelcheck.recorder import Recorder
 
 SEAMS = {
-    "penstock_enginecore": ("penstock_enginecore.core.data_parallel.driver", "Rank"),
+    "penstock_enginecore": ("penstock_enginecore.data_parallel.core.driver", "Rank"),
     "penstock_coordinator": ("penstock_coordinator.pool_group", "GroupMachine"),
 }
 """Where each service makes its machine, and what it calls the class there."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock_coordinator.group import GroupMachine
-from penstock_enginecore.core.data_parallel.rank import Rank
+from penstock_enginecore.data_parallel.core.rank import Rank
 from tests.modelcheck.history import BEATS, History, is_changing
 from tests.modelcheck.trace import SUFFIX, Event, Machine, Trace, read
 from tests.modelcheck.violation import Violation

@@ -5,7 +5,7 @@ emulated kernels from one in it.
 import os
 from pathlib import Path
 
-from penstock_enginecore.executor.multiproc import words
+from penstock_enginecore.executor.multiproc import futex_counter as words
 from penstock_enginecore.native import library
 from penstock_enginecore.parallel import shared_memory
 from tests.emulation import build

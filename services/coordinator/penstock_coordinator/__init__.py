@@ -1,0 +1,1 @@
+"""The coordinator: membership, load, and the waves of data-parallel groups."""

@@ -1,4 +1,4 @@
-// What Python hands over. Every struct here has its twin in penstock_enginecore/native/structs.py.
+// What Python hands over. Every struct here has its twin in penstock_enginecore/native/ffi_structs.py.
 #pragma once
 
 #include <cstdint>

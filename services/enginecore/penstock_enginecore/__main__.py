@@ -11,13 +11,13 @@ from penstock_common.errors import ConfigError, RequestFailed
 from penstock_common.security.shared_secret import SharedSecret
 from penstock_enginecore.app import run
 from penstock_enginecore.config import DataParallelConfig, EngineCoreConfig
-from penstock_enginecore.core.data_parallel.links import Meets
 from penstock_enginecore.core.step_recovery import EngineDeadError
+from penstock_enginecore.data_parallel.core.group_channels import Meets
 from penstock_enginecore.executor.factory import make_executor
-from penstock_enginecore.executor.multiproc.failures import WorkersGone
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.structured_output.children import Children
 from penstock_enginecore.structured_output.factory import make_grammar_backend
+from penstock_enginecore.worker.failures import WorkersGone
 
 WORKER = "worker"
 """The word with which a process is a node beside an engine."""

@@ -26,22 +26,22 @@ from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.executor import Executor, Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
-from penstock_enginecore.core.kv_transfer.copier import BlockCopier
-from penstock_enginecore.core.kv_transfer.disk_tier import BlockStore
-from penstock_enginecore.core.kv_transfer.layout import layout_of
 from penstock_enginecore.core.model_info import ModelInfo
-from penstock_enginecore.core.multimodal.sizing import encoder_cache_size
-from penstock_enginecore.core.structured_output.base import GrammarBackendFactory
-from penstock_enginecore.error_dump import dump_step
-from penstock_enginecore.group import EngineRank, MakeMeets
-from penstock_enginecore.group_metrics import GroupCollector
+from penstock_enginecore.data_parallel.group import EngineRank, MakeMeets
+from penstock_enginecore.data_parallel.metrics import GroupCollector
 from penstock_enginecore.idle_memory import idle_memory_given_back
-from penstock_enginecore.kv_transfer import transferring
+from penstock_enginecore.kv_transfer.assembly import transferring
+from penstock_enginecore.kv_transfer.core.copier import BlockCopier
+from penstock_enginecore.kv_transfer.core.disk_tier import BlockStore
+from penstock_enginecore.kv_transfer.core.layout import layout_of
+from penstock_enginecore.media.core.sizing import encoder_cache_size
 from penstock_enginecore.metrics import EngineCollector
+from penstock_enginecore.numerics_fingerprint import Loaded, config_of, hash_of
 from penstock_enginecore.plugins import load_plugins
 from penstock_enginecore.rpc.io_thread import IoThread
 from penstock_enginecore.signals import signals_handled
-from penstock_enginecore.variant import Loaded, config_of, hash_of
+from penstock_enginecore.step_dump import dump_step
+from penstock_enginecore.structured_output.core.base import GrammarBackendFactory
 
 log = get_logger()
 
@@ -206,7 +206,7 @@ def computes_of(config: EngineCoreConfig, model: ModelInfo) -> dict[str, str]:
 
 def _open_disk(config: EngineCoreConfig, model: ModelInfo, kv_cache: KVCacheConfig, copier: BlockCopier) -> BlockStore:
     """What an engine of this model, cache and kernels finds again."""
-    from penstock_enginecore.executor.disk_file import DiskFile  # torch is imported by now
+    from penstock_enginecore.kv_transfer.disk_file import DiskFile  # torch is imported by now
 
     layout = layout_of(
         kv_cache,

@@ -12,7 +12,7 @@ from penstock_common.errors import ConfigError
 from penstock_common.observability.logging import configure
 from penstock_common.process import name_process
 from penstock_common.rpc.loop import GrpcEventLoop
-from penstock_frontend.app import run
+from penstock_frontend.app.app import run
 from penstock_frontend.config import FrontendConfig
 
 

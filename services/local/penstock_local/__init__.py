@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock_common.types.outputs import RequestError
     from penstock_common.types.sampling import JsonWhitespace, OutputKind
-    from penstock_local.inprocess.async_engine import AsyncLLMEngine
-    from penstock_local.inprocess.batch import Interrupted
-    from penstock_local.inprocess.beam_search import BeamSearchParams
-    from penstock_local.inprocess.llm import LLM
-    from penstock_local.inprocess.llm_engine import LLMEngine
-    from penstock_local.inprocess.outputs import (
+    from penstock_local.llm.async_engine import AsyncLLMEngine
+    from penstock_local.llm.batch import Interrupted
+    from penstock_local.llm.beam_search import BeamSearchParams
+    from penstock_local.llm.llm import LLM
+    from penstock_local.llm.llm_engine import LLMEngine
+    from penstock_local.llm.outputs import (
         Beam,
         BeamSearchOutput,
         ClassificationOutput,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         RequestOutput,
         ScoringOutput,
     )
-    from penstock_local.inprocess.parameters import SamplingParams, StructuredOutput
+    from penstock_local.llm.parameters import SamplingParams, StructuredOutput
 
 __all__ = [
     "LLM",
@@ -55,12 +55,12 @@ __all__ = [
 _HOMES = {
     "penstock_common.types.outputs": ("RequestError",),
     "penstock_common.types.sampling": ("JsonWhitespace", "OutputKind"),
-    "penstock_local.inprocess.async_engine": ("AsyncLLMEngine",),
-    "penstock_local.inprocess.batch": ("Interrupted",),
-    "penstock_local.inprocess.beam_search": ("BeamSearchParams",),
-    "penstock_local.inprocess.llm": ("LLM",),
-    "penstock_local.inprocess.llm_engine": ("LLMEngine",),
-    "penstock_local.inprocess.outputs": (
+    "penstock_local.llm.async_engine": ("AsyncLLMEngine",),
+    "penstock_local.llm.batch": ("Interrupted",),
+    "penstock_local.llm.beam_search": ("BeamSearchParams",),
+    "penstock_local.llm.llm": ("LLM",),
+    "penstock_local.llm.llm_engine": ("LLMEngine",),
+    "penstock_local.llm.outputs": (
         "Beam",
         "BeamSearchOutput",
         "ClassificationOutput",
@@ -72,7 +72,7 @@ _HOMES = {
         "RequestOutput",
         "ScoringOutput",
     ),
-    "penstock_local.inprocess.parameters": ("SamplingParams", "StructuredOutput"),
+    "penstock_local.llm.parameters": ("SamplingParams", "StructuredOutput"),
 }
 
 
@@ -90,7 +90,7 @@ def __getattr__(name: str) -> Any:
 def _replacement(name: str) -> str:
     if name.startswith("_"):  # what Python itself looks for, at every start of the command
         return ""
-    from penstock_local.inprocess import vllm_names
+    from penstock_local.llm import vllm_names
 
     return vllm_names.replacement(name, vllm_names.TYPES)
 

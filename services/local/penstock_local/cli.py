@@ -18,11 +18,11 @@ from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_local import flags, vllm_flags
 from penstock_local.batch.arguments import add_batch
 from penstock_local.bench.arguments import add_bench
-from penstock_local.console import fail
-from penstock_local.lora_arguments import add_adapters, add_lora
-from penstock_local.model_arguments import add_models
+from penstock_local.commands.lora_arguments import add_adapters, add_lora
+from penstock_local.commands.model_arguments import add_models
 from penstock_local.parser import Parser
-from penstock_local.serve_options import ServeOptions
+from penstock_local.serving.serve_options import ServeOptions
+from penstock_local.terminal.console import fail
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 
@@ -262,8 +262,8 @@ def _add_demo(commands: Any) -> None:
 
 
 def _run_serve(arguments: argparse.Namespace) -> int:
-    from penstock_local.lora import parse_adapters, parse_directory
-    from penstock_local.serve import serve
+    from penstock_local.commands.lora import parse_adapters, parse_directory
+    from penstock_local.serving.serve import serve
     from penstock_local.settings import parse_settings
 
     given = {name: value for name, value in vars(arguments).items() if value is not None and name != "run"}
@@ -284,7 +284,7 @@ def _run_serve(arguments: argparse.Namespace) -> int:
 
 
 def _run_generate(arguments: argparse.Namespace) -> int:
-    from penstock_local.generate import GenerateOptions, generate
+    from penstock_local.commands.generate import GenerateOptions, generate
 
     options = GenerateOptions(
         prompt=_read_stdin() if arguments.prompt == "-" else arguments.prompt,
@@ -299,7 +299,7 @@ def _run_generate(arguments: argparse.Namespace) -> int:
 
 
 def _run_chat(arguments: argparse.Namespace) -> int:
-    from penstock_local.chat import ChatOptions, chat
+    from penstock_local.commands.chat import ChatOptions, chat
 
     return chat(
         ChatOptions(
@@ -314,7 +314,7 @@ def _run_chat(arguments: argparse.Namespace) -> int:
 
 
 def _run_status(arguments: argparse.Namespace) -> int:
-    from penstock_local.status import StatusOptions, status
+    from penstock_local.commands.status import StatusOptions, status
 
     first, *others = arguments.admin_addresses or [flags.DEFAULT_ADMIN_ADDRESS]
     return asyncio.run(
@@ -332,7 +332,7 @@ def _run_status(arguments: argparse.Namespace) -> int:
 
 
 def _run_scale(arguments: argparse.Namespace) -> int:
-    from penstock_local.scale import ScaleOptions, scale
+    from penstock_local.commands.scale import ScaleOptions, scale
 
     options = ScaleOptions(
         admin_address=arguments.admin_address, pool=arguments.pool, replicas=arguments.replicas, wait=arguments.wait
@@ -341,7 +341,7 @@ def _run_scale(arguments: argparse.Namespace) -> int:
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:
-    from penstock_local.demo import demo
+    from penstock_local.commands.demo import demo
 
     return asyncio.run(demo(arguments.model))
 

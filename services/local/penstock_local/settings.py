@@ -90,7 +90,7 @@ def check_parsers(frontend: Mapping[str, Any]) -> None:
     """Check the names of parsers in the settings of frontends. Raises ConfigError for unknown ones."""
     tool, reasoning = (str(frontend.get(f"model.{name}_parser", "none")) for name in ("tool", "reasoning"))
     if not {tool, reasoning} <= {"auto", "none"}:
-        from penstock_frontend.assembly import check_parsers as check  # imports what a frontend is made of
+        from penstock_frontend.app.assembly import check_parsers as check  # imports what a frontend is made of
 
         try:
             check(tool=tool, reasoning=reasoning)

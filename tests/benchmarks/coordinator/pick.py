@@ -6,8 +6,8 @@ import time
 from penstock_common.security.certificates import Certificates
 from penstock_common.types.cluster import EngineState
 from penstock_frontend.config import FrontendConfig, ModelConfig
-from penstock_frontend.engine.pool import EnginePool
-from penstock_frontend.engine.router import Router
+from penstock_frontend.dispatch.pool import EnginePool
+from penstock_frontend.dispatch.router import Router
 
 ROUNDS = 200
 

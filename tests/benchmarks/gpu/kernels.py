@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from penstock_enginecore.attention.base import AttentionParams
+from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
 from penstock_enginecore.forward.cuda.kernels.attention import Scratch, attend
-from penstock_enginecore.forward.cuda.launches import GroupInputs
 from tests.benchmarks.gpu import interpreter, machine
 from tests.benchmarks.gpu.plans import plan_of
 from tests.benchmarks.gpu.shapes import BLOCK_SIZE, DecodeRow, ModelShape, Prefill

@@ -26,11 +26,11 @@ from penstock_enginecore.config import (
 )
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
-from penstock_enginecore.core.lora.request import LoraRequest
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.base import SchedulerContext
 from penstock_enginecore.core.scheduler.scheduler import DefaultScheduler
-from penstock_enginecore.error_dump import dump_step
+from penstock_enginecore.lora.core.request import LoraRequest
+from penstock_enginecore.step_dump import dump_step
 from tests.fakes.engines.fake_copier import BLOCK_BYTES
 from tests.fakes.engines.fake_executor import FakeExecutor, lora_seed, oracle_token
 from tests.fakes.engines.fake_grammars import FakeGrammars

@@ -11,8 +11,8 @@ from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.executor import Executor
-from penstock_enginecore.core.structured_output.base import GrammarBackendFactory
 from penstock_enginecore.rpc.io_thread import IoThread
+from penstock_enginecore.structured_output.core.base import GrammarBackendFactory
 from tests.fakes.patience import PATIENCE
 
 

@@ -41,7 +41,7 @@ from penstock_common.tensors.shared_memory import SegmentReader, shared_memory_i
 from penstock_common.tensors.sizes import MAX_TENSOR_BYTES
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.token_columns import TokenColumns
-from penstock_enginecore.core.multimodal.receiver_cache import ReceiverCache
+from penstock_enginecore.media.core.receiver_cache import ReceiverCache
 from penstock_enginecore.rpc.features import FeatureReader
 from tests.fakes.patience import PATIENCE
 

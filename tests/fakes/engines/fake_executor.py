@@ -25,7 +25,6 @@ from penstock_enginecore.config.scheduler import STEP_TOKENS
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.block_pool import NULL_BLOCK_ID
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, MakeRoom, PartlyLoadedError
 from penstock_enginecore.core.model_info import MediaInfo, ModelInfo
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.scheduler.output import (
@@ -36,6 +35,7 @@ from penstock_enginecore.core.scheduler.output import (
     SchedulerOutput,
 )
 from penstock_enginecore.core.worker_stats import WorkerStats
+from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, MakeRoom, PartlyLoadedError
 from tests.fakes.engines.fake_copier import FakeCopier
 from tests.fakes.engines.fake_encoder import WIDTH, FakeEncoder, embed_positions, value_of
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_common.types.sampling import StructuredOutput
-from penstock_enginecore.core.structured_output.base import Grammar, Mask, bitmask_words
+from penstock_enginecore.structured_output.core.base import Grammar, Mask, bitmask_words
 
 
 class FakeGrammar:

@@ -18,8 +18,8 @@ from penstock_common.config_file import ConfigFile
 from penstock_common.observability import metrics
 from penstock_enginecore.app import run
 from penstock_enginecore.config import EngineCoreConfig
-from penstock_enginecore.core.lora.request import LoadedLora
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.lora.core.request import LoadedLora
 from tests.fakes.engines.fake_executor import FakeExecutor
 from tests.fakes.models.small_tokenizers import byte_level
 

@@ -7,8 +7,8 @@ import numpy as np
 import xgrammar
 
 from penstock_common.types.sampling import StructuredOutput
-from penstock_enginecore.core.structured_output.base import Grammar, GrammarBackend, Mask
 from penstock_enginecore.structured_output.backend import XgrammarBackend
+from penstock_enginecore.structured_output.core.base import Grammar, GrammarBackend, Mask
 from penstock_enginecore.structured_output.grammar import XgrammarGrammar
 from tests.fakes.patience import PATIENCE
 

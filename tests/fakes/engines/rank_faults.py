@@ -56,7 +56,7 @@ def install() -> None:
 
 def _watch_steps(faults: Faults) -> None:
     from penstock_enginecore.core.busy_loop import BusyLoop
-    from penstock_enginecore.core.data_parallel.driver import GroupDriver
+    from penstock_enginecore.data_parallel.core.driver import GroupDriver
     from penstock_enginecore.executor.generation.runner import GenerationRunner
     from penstock_enginecore.parallel.group_link import SocketLink
     from penstock_enginecore.parallel.peer import EXCHANGE, Peer
@@ -97,9 +97,9 @@ def _watch_experts(faults: Faults) -> None:
 
 
 def _watch_changes(faults: Faults) -> None:
-    from penstock_enginecore.core.data_parallel.driver import GroupDriver
-    from penstock_enginecore.core.data_parallel.effects import Exchange, Join, Leave, Prepare
-    from penstock_enginecore.core.data_parallel.events import Connected
+    from penstock_enginecore.data_parallel.core.actions import Exchange, Join, Leave, Prepare
+    from penstock_enginecore.data_parallel.core.driver import GroupDriver
+    from penstock_enginecore.data_parallel.core.events import Connected
     from penstock_enginecore.parallel.group_link import SocketLink
 
     def doing(driver: Any, effect: Any) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
-from penstock_enginecore.core.kv_transfer.base import BlockHolder, LoadEnded, Place
-from penstock_enginecore.core.kv_transfer.copier import BlockCopier
-from penstock_enginecore.core.kv_transfer.registry import ConnectorContext, register_kv_connector
 from penstock_enginecore.core.request import Request
+from penstock_enginecore.kv_transfer.core.base import BlockHolder, LoadEnded, Place
+from penstock_enginecore.kv_transfer.core.copier import BlockCopier
+from penstock_enginecore.kv_transfer.core.registry import ConnectorContext, register_kv_connector
 
 NAME = "shared_store"
 STORES: dict[str, dict[BlockName, bytes]] = {}

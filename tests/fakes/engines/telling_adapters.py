@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from penstock_common.lora.registration import LoraAdapter as Named
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.config import LoraConfig
-from penstock_enginecore.executor.lora_store import ReadAdapter
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
 from penstock_enginecore.forward.modules import ModulesForward
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate, TakeAdapter
 from penstock_enginecore.lora.errors import LoraError, LoraReason
+from penstock_enginecore.lora.store import ReadAdapter
 
 PLAIN_KERNELS = {"decoder": False, "linear": False, "attention": False, "sampler": False}
 """With these models are computed by ``ModulesForward``."""

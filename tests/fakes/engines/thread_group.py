@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
+from penstock_enginecore.core.collective_errors import CollectiveBroken
 from tests.fakes.patience import PATIENCE
 
 

@@ -13,7 +13,7 @@ from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore import app
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.kv_transfer import transferring
+from penstock_enginecore.kv_transfer.assembly import transferring
 from tests.fakes.engines.in_process import CLIENT, build_engine
 from tests.fakes.patience import PATIENCE
 

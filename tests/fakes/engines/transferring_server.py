@@ -9,7 +9,7 @@ from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.executor.factory import make_executor
-from penstock_enginecore.kv_transfer import transferring
+from penstock_enginecore.kv_transfer.assembly import transferring
 from penstock_enginecore.structured_output.factory import make_grammar_backend
 from tests.fakes.engines.engine_server import EngineServer
 

@@ -123,8 +123,8 @@ def _watch_steps(loop: Any, faults: Faults) -> None:
     import torch
 
     from penstock_enginecore.executor.generation.runner import GenerationRunner
-    from penstock_enginecore.executor.multiproc.messages import Sampled
     from penstock_enginecore.executor.multiproc.ring_memory import RingMemory
+    from penstock_enginecore.worker.messages import Sampled
 
     wrap(loop, "_execute", before=lambda *_: faults.at("receiving"), after=lambda *_: faults.at("executed"))
     wrap(loop, "_sampled", after=lambda *_: faults.at("sampled"))

@@ -15,12 +15,12 @@ import msgspec
 
 from penstock_common.errors import Unavailable
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
-from penstock_enginecore.core.lora.request import LoadedLora
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput
 from penstock_enginecore.executor.multiproc import worker_channel
-from penstock_enginecore.executor.multiproc.failures import Failure
-from penstock_enginecore.executor.multiproc.messages import (
+from penstock_enginecore.lora.core.request import LoadedLora
+from penstock_enginecore.worker.failures import Failure
+from penstock_enginecore.worker.messages import (
     Execute,
     Invoke,
     Loaded,

@@ -17,7 +17,7 @@ from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import RequestFailed
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 from penstock_common.rpc.status import from_rpc_error
-from penstock_frontend.app import Frontend
+from penstock_frontend.app.app import Frontend
 from penstock_frontend.config import FrontendConfig, HttpConfig, ModelConfig
 from tests.fakes.patience import PATIENCE
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock_enginecore.core.structured_output.base import bitmask_words
+from penstock_enginecore.structured_output.core.base import bitmask_words
 from tests.fakes.engines.followed import Walk
 
 KEYS = ["a", "name", "naïve key", 'quo"te', "back\\slash", "line\nbreak", "id", "kind", "größe", "a b", "aa", ""]

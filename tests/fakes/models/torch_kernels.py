@@ -4,7 +4,7 @@ import torch
 
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales, stored
-from penstock_enginecore.forward.cuda.launches import Activation, GroupInputs, Norm, RotaryTable
+from penstock_enginecore.forward.cuda.kernel_api import Activation, GroupInputs, Norm, RotaryTable
 from penstock_enginecore.forward.cuda.weights import Int4Weight, Mxfp4Weight, QuantizedWeight, StackedWeight
 from penstock_enginecore.lora.row_tiles import RowTiles
 from penstock_enginecore.lora.slot_matrices import SlotMatrices, row_stride

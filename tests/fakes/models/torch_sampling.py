@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from penstock_enginecore.forward.cuda.launches import Draws
+from penstock_enginecore.forward.cuda.kernel_api import Draws
 from penstock_enginecore.sample.random import uniforms
 
 

@@ -15,7 +15,7 @@ from penstock_common.tensors.sizes import Limits
 from penstock_common.types.media import MultiModalFeature, TensorData
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, RequestError
 from penstock_common.types.request import EngineCoreRequest
-from penstock_enginecore.core.multimodal.receiver_cache import ReceiverCache
+from penstock_enginecore.media.core.receiver_cache import ReceiverCache
 from penstock_enginecore.rpc.features import FeatureReader
 from penstock_frontend.rpc.media_mirror import MediaMirror
 from penstock_frontend.rpc.media_transport import MediaTransport

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_enginecore.config import CoordinatorClientConfig, LoraConfig, SpeculativeConfig
-from penstock_enginecore.core.lora.request import LoadedLora
+from penstock_enginecore.lora.core.request import LoadedLora
 from penstock_enginecore.metrics import EngineCollector
 from penstock_frontend.config import CoordinatorClientConfig as FrontendCoordinatorConfig
 from penstock_frontend.config import LoraConfig as FrontendLoraConfig

@@ -14,9 +14,9 @@ from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.block_pool import BlockLog, BlockPool, FreeBlockQueue, KVCacheBlock
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
-from penstock_enginecore.core.kv_transfer.base import LoadEnded, Place
-from penstock_enginecore.core.kv_transfer.loads import Loads
-from penstock_enginecore.core.scheduler.kv_loads import KvLoads
+from penstock_enginecore.kv_transfer.core.base import LoadEnded, Place
+from penstock_enginecore.kv_transfer.core.kv_loads import KvLoads
+from penstock_enginecore.kv_transfer.core.loads import Loads
 from tests.modelcheck.violation import Violation
 
 BLOCK = 2

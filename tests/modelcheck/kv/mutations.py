@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from penstock_enginecore.core.kv_transfer.leases import Leases, LeaseState
-from penstock_enginecore.core.kv_transfer.loads import Loads
-from penstock_enginecore.core.kv_transfer.pull import Ended, Pull, PullState
-from penstock_enginecore.core.scheduler.kv_loads import KvLoads
+from penstock_enginecore.kv_transfer.core.kv_loads import KvLoads
+from penstock_enginecore.kv_transfer.core.leases import Leases, LeaseState
+from penstock_enginecore.kv_transfer.core.loads import Loads
+from penstock_enginecore.kv_transfer.core.pull import Ended, Pull, PullState
 from tests.modelcheck.kv.world import Bounds, Machines
 
 

@@ -12,7 +12,7 @@ from penstock_common.types.kv_events import BlockStored
 from penstock_common.types.media import EmbedRun
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_enginecore.core.request import Request
-from penstock_frontend.engine.prefix_caches import PrefixCaches
+from penstock_frontend.dispatch.prefix_caches import PrefixCaches
 from tests.fakes.engines.engine_harness import make_request
 from tests.fakes.engines.fake_encoder import make_feature
 

@@ -10,9 +10,9 @@ from penstock_enginecore import plugins
 from penstock_enginecore.attention import factory as attention
 from penstock_enginecore.core import extensions
 from penstock_enginecore.core.control import EngineControl
-from penstock_enginecore.core.kv_transfer import registry
 from penstock_enginecore.core.scheduler import base as scheduler
 from penstock_enginecore.executor import factory
+from penstock_enginecore.kv_transfer.core import registry
 from tests.fakes.engines.engine_harness import OtherScheduler, make_config, make_engine
 
 HERE = __name__

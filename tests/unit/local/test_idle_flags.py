@@ -5,7 +5,7 @@ import pytest
 from penstock_common.errors import ConfigError
 from penstock_local.batch.options import BatchOptions
 from penstock_local.bench.options import BenchOptions
-from penstock_local.status import StatusOptions
+from penstock_local.commands.status import StatusOptions
 
 STATUS = {"admin_address": "localhost:1", "address": "localhost:2"}
 BATCH = {"input": "in.jsonl", "output": "out.jsonl", "model": "m"}

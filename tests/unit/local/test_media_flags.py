@@ -13,10 +13,10 @@ from penstock_local import flags
 from penstock_local.bench.datasets.random import random_dataset
 from penstock_local.bench.options import BenchOptions
 from penstock_local.cli import build_parser
-from penstock_local.conversation import Conversation
 from penstock_local.media_files import MediaFile, data_url, read_media
 from penstock_local.rpc.client import ChatMessage, ModelInfo
-from tests.unit.local.test_plan import read, specs
+from penstock_local.terminal.conversation import Conversation
+from tests.unit.local.serving.test_plan import read, specs
 
 
 def test_the_frontend_gets_what_the_flags_say_of_media(tmp_path: Path) -> None:

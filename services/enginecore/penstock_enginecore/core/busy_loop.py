@@ -25,8 +25,6 @@ from penstock_common.types.outputs import (
 )
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.control import EngineControl
-from penstock_enginecore.core.data_parallel.driver import GroupDriver
-from penstock_enginecore.core.data_parallel.events import GroupEvent
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.queues import (
     AbortRequests,
@@ -49,6 +47,8 @@ from penstock_enginecore.core.scheduler.base import Clock
 from penstock_enginecore.core.shutdown import ShutdownEffect, ShutdownPhase, ShutdownState
 from penstock_enginecore.core.step_recovery import EngineDeadError
 from penstock_enginecore.core.utility_answers import UtilityAnswers
+from penstock_enginecore.data_parallel.core.driver import GroupDriver
+from penstock_enginecore.data_parallel.core.events import GroupEvent
 
 logger = logging.getLogger(__name__)
 

@@ -14,14 +14,14 @@ from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.control import CacheControl
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
-from penstock_enginecore.core.lora.intake import LoraIntake
 from penstock_enginecore.core.model_info import ModelInfo
-from penstock_enginecore.core.multimodal.control import HasMedia, MediaControl
 from penstock_enginecore.core.scheduler.base import PauseState
-from penstock_enginecore.core.spec_decode.facts import speculation_facts
 from penstock_enginecore.core.step_counts import StepCounts
 from penstock_enginecore.core.utility import UtilityRegistry, utility
 from penstock_enginecore.core.worker_stats import WorkerStats
+from penstock_enginecore.lora.core.adapter_loader import LoraIntake
+from penstock_enginecore.media.core.control import HasMedia, MediaControl
+from penstock_enginecore.speculation.core.facts import speculation_facts
 
 Mode = Literal["abort", "wait", "keep"]
 Tag = Literal["weights", "kv_cache"]

@@ -11,28 +11,28 @@ from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.config import EngineCoreConfig
-from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
+from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.core.executor import Executor, Progress
-from penstock_enginecore.core.grammar_intake import GrammarIntake
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.iteration_log import IterationLog
-from penstock_enginecore.core.kv_transfer.lease_seam import KVLeases, seconds_to_expiry
-from penstock_enginecore.core.kv_transfer.opening import OpenStore, begin_connector, make_connector
-from penstock_enginecore.core.kv_transfer.validation import read_params
-from penstock_enginecore.core.lora.intake import LoraIntake
-from penstock_enginecore.core.lora.slots import LoraSlots
-from penstock_enginecore.core.multimodal.sizing import encoder_cache_size
 from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.resolve_config import check_model, max_steps_of, settled
 from penstock_enginecore.core.scheduler.base import Clock, PauseState, Scheduler, SchedulerContext, create_scheduler
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from penstock_enginecore.core.settling import check_model, max_steps_of, settled
-from penstock_enginecore.core.spec_decode.step_timing import time_steps
 from penstock_enginecore.core.startup import size_engine
 from penstock_enginecore.core.step_counts import StepCounts
 from penstock_enginecore.core.step_recovery import KeepFailedStep, StepRecovery
 from penstock_enginecore.core.steps_in_flight import DrainAborts, StepsInFlight
-from penstock_enginecore.core.structured_output.base import GrammarBackend, GrammarBackendFactory
 from penstock_enginecore.core.validation import RequestLimits, validate_request
+from penstock_enginecore.kv_transfer.core.connector_factory import OpenStore, begin_connector, make_connector
+from penstock_enginecore.kv_transfer.core.lease_seam import KVLeases, seconds_to_expiry
+from penstock_enginecore.kv_transfer.core.validation import read_params
+from penstock_enginecore.lora.core.adapter_loader import LoraIntake
+from penstock_enginecore.lora.core.slots import LoraSlots
+from penstock_enginecore.media.core.sizing import encoder_cache_size
+from penstock_enginecore.speculation.core.step_timing import time_steps
+from penstock_enginecore.structured_output.core.base import GrammarBackend, GrammarBackendFactory
+from penstock_enginecore.structured_output.core.grammar_requests import GrammarIntake
 
 logger = logging.getLogger(__name__)
 

@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from penstock_enginecore.core.data_parallel.shared_experts import SharedExperts
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from penstock_enginecore.core.kv_transfer.copier import BlockCopier
-from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, MakeRoom
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import WorkerStats
+from penstock_enginecore.data_parallel.core.shared_experts import SharedExperts
+from penstock_enginecore.kv_transfer.core.copier import BlockCopier
+from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, MakeRoom
 
 Progress = Callable[[str], None]
 """Called with a line for the operator while something slow goes on."""

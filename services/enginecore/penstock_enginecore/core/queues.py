@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock_common.types.outputs import EngineCoreOutputs
-from penstock_enginecore.core.data_parallel.events import GroupEvent
 from penstock_enginecore.core.request import Request
+from penstock_enginecore.data_parallel.core.events import GroupEvent
 
 
 class AddRequest(msgspec.Struct, frozen=True):

@@ -9,11 +9,11 @@ from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.hold import Hold
-from penstock_enginecore.core.lora.request import LoraRequest, LoraUse
-from penstock_enginecore.core.multimodal.places import Span
-from penstock_enginecore.core.reasoning_budget import ReasoningBudget
-from penstock_enginecore.core.spec_decode.history import DraftHistory
-from penstock_enginecore.core.structured_output.base import Grammar
+from penstock_enginecore.lora.core.request import LoraRequest, LoraUse
+from penstock_enginecore.media.core.places import Span
+from penstock_enginecore.speculation.core.history import DraftHistory
+from penstock_enginecore.structured_output.core.base import Grammar
+from penstock_enginecore.structured_output.core.reasoning_budget import ReasoningBudget
 
 
 class RequestStatus(enum.IntEnum):

@@ -4,12 +4,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
+from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.core.executor import Executor
-from penstock_enginecore.core.grammar_intake import GrammarIntake
 from penstock_enginecore.core.scheduler.base import Scheduler
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.step_recovery import EngineDeadError, StepRecovery
+from penstock_enginecore.structured_output.core.grammar_requests import GrammarIntake
 
 DrainAborts = Callable[[], None]
 """Called between a step's sampling and its update, to end what was cancelled meanwhile."""

@@ -16,10 +16,10 @@ from penstock_common.types.sampling import (
     SamplingParams,
 )
 from penstock_enginecore.core.embeds_validation import check_prompt_embeds
-from penstock_enginecore.core.kv_transfer.validation import check_kv_transfer
-from penstock_enginecore.core.media_validation import check_media
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.pooling_validation import refuse_generation, validate_pooling
+from penstock_enginecore.kv_transfer.core.validation import check_kv_transfer
+from penstock_enginecore.media.core.validation import check_media
 
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 _MAX_LISTED = 1024

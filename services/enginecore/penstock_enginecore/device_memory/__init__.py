@@ -1,0 +1,1 @@
+"""GPU memory for weights and KV cache that can be freed during sleep and mapped again at the same addresses."""

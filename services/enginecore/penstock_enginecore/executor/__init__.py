@@ -1,0 +1,1 @@
+"""Runs the model: the executors, the worker, loading of weights, sleep, and the device thread."""

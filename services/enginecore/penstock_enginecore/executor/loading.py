@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from penstock_enginecore.attention.kv_cache import FLOAT8
 from penstock_enginecore.config import EngineCoreConfig, KernelsConfig, LoraConfig
 from penstock_enginecore.core.executor import Progress
-from penstock_enginecore.executor.adapter_reader import Onlooker
 from penstock_enginecore.executor.batch_invariance import check_batch_invariant
 from penstock_enginecore.executor.cache_dtype import check_cache_dtype
 from penstock_enginecore.executor.generation.runner import GenerationRunner
@@ -19,7 +18,6 @@ from penstock_enginecore.executor.generation.stage_runner import StageRunner
 from penstock_enginecore.executor.int8_weights import check_int8, round_weights
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.pooling.runner import PoolingRunner
-from penstock_enginecore.executor.towers import check_towers
 from penstock_enginecore.experts.group_experts import GroupExperts
 from penstock_enginecore.experts.reading import ExpertReader
 from penstock_enginecore.experts.shared_model import SharedModel, check_shared
@@ -28,7 +26,9 @@ from penstock_enginecore.forward.build import ForwardConfig, build_backbone, bui
 from penstock_enginecore.forward.cuda.candidate import kept_weights
 from penstock_enginecore.forward.proof import SpentError
 from penstock_enginecore.forward.stage import StageConfig
+from penstock_enginecore.lora.adapter_reader import Onlooker
 from penstock_enginecore.lora.device_slots import SlotLimits
+from penstock_enginecore.media.towers import check_towers
 from penstock_enginecore.models.checkpoint_files import weight_files
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, keep_none, load_model
@@ -38,7 +38,7 @@ from penstock_enginecore.parallel.part import Part
 from penstock_enginecore.parallel.stage_links import StageLinks
 from penstock_enginecore.parallel.timed_collectives import TimedCollectives
 from penstock_enginecore.pooling.embedder import load_pooling_model, resolve_task
-from penstock_enginecore.spec_decode.factory import create_drafter
+from penstock_enginecore.speculation.factory import create_drafter
 
 logger = logging.getLogger(__name__)
 

@@ -5,14 +5,14 @@ from typing import Protocol
 import torch
 
 from penstock_enginecore.attention.kv_cache import LayerCaches
-from penstock_enginecore.core.data_parallel.shared_experts import SharedExperts
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import GraphStats
-from penstock_enginecore.executor.completion import Late
+from penstock_enginecore.data_parallel.core.shared_experts import SharedExperts
 from penstock_enginecore.executor.generation.graph_capture import GraphCapture
 from penstock_enginecore.lora.adapter import AdaptedForward
+from penstock_enginecore.worker.result_futures import Late
 
 
 class ModelRunner(Protocol):

@@ -16,18 +16,13 @@ from penstock_common.security.shared_secret import load_secret
 from penstock_enginecore.attention.kv_memory import block_memory, block_order, num_bytes
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from penstock_enginecore.core.kv_transfer.copier import BlockFacts
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.utility import utility
 from penstock_enginecore.core.worker_stats import GraphStats, WorkerStats
-from penstock_enginecore.executor.adapter_reader import AdapterReader, Onlooker
 from penstock_enginecore.executor.device import resolve_device
 from penstock_enginecore.executor.graph_sizes import sizes_to_capture
-from penstock_enginecore.executor.kept_sleep import KeptSleep, kept_sleep
-from penstock_enginecore.executor.kv_copy import WorkerCopies
 from penstock_enginecore.executor.loading import load_runner
-from penstock_enginecore.executor.lora_store import LoraStore, MakeReader, peft_reader
 from penstock_enginecore.executor.memory import (
     check_kv_cache_memory,
     cpu_kv_cache_bytes,
@@ -36,8 +31,12 @@ from penstock_enginecore.executor.memory import (
 )
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.numa import settle
-from penstock_enginecore.executor.worker_config import WorkerConfig
+from penstock_enginecore.executor.sleep_in_place import KeptSleep, kept_sleep
 from penstock_enginecore.kernel_cache.opening import open_cache
+from penstock_enginecore.kv_transfer.core.copier import BlockFacts
+from penstock_enginecore.kv_transfer.kv_copy import WorkerCopies
+from penstock_enginecore.lora.adapter_reader import AdapterReader, Onlooker
+from penstock_enginecore.lora.store import LoraStore, MakeReader, peft_reader
 from penstock_enginecore.parallel.collectives import Collectives, GlooCollectives
 from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.nccl import DeviceCollectives, NcclCollectives, nccl_group
@@ -46,6 +45,7 @@ from penstock_enginecore.parallel.socket_transport import SocketTransport
 from penstock_enginecore.parallel.stage_links import StageLinks
 from penstock_enginecore.parallel.stage_transport import GlooTransport, StageTransport
 from penstock_enginecore.parallel.timed_collectives import TimedCollectives
+from penstock_enginecore.worker.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import torch
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import ExpertParallelConfig
-from penstock_enginecore.core.data_parallel.broken import CollectiveBroken, UnpreparedError
-from penstock_enginecore.core.data_parallel.link import GroupLink
+from penstock_enginecore.core.collective_errors import CollectiveBroken, UnpreparedError
+from penstock_enginecore.data_parallel.core.group_channel import GroupLink
 from penstock_enginecore.experts.balancer import ExpertBalancer
 from penstock_enginecore.experts.layer import EMPTY, DispatchedExperts
 from penstock_enginecore.experts.placement import Placement

@@ -1,0 +1,1 @@
+"""Forward passes: transformers' modules as reference, and the CPU decoder. ``build.py`` chooses and proves one."""

@@ -20,10 +20,10 @@ from penstock_enginecore.forward.upload import to_device
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, TakeAdapter
 from penstock_enginecore.lora.reference import AdaptedModules, head_of
 from penstock_enginecore.models.attention_hook import AttentionCall, StepContext, use_context
+from penstock_enginecore.models.bf16_storage import num_bytes
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.head import Head, HiddenStates
 from penstock_enginecore.models.loader import LoadedModel
-from penstock_enginecore.models.narrow_weight import num_bytes
 from penstock_enginecore.models.quantization.kept import dequantize_kept
 from penstock_enginecore.models.support import ProbeContext, layer_specs
 

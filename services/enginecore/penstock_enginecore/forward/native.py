@@ -32,9 +32,9 @@ from penstock_enginecore.forward.proof import Candidate, UnsuitableError
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, TakeAdapter
 from penstock_enginecore.lora.segments import segments_of_rows
 from penstock_enginecore.native.attention import cache_struct, group_struct, kernel_layout
+from penstock_enginecore.native.ffi_structs import Cache, Group, Step
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.packed_layers import PackedLayers
-from penstock_enginecore.native.structs import Cache, Group, Step
 from penstock_enginecore.parallel.part import Part
 from penstock_enginecore.parallel.stages import Seams
 

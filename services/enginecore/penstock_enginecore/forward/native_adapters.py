@@ -11,9 +11,9 @@ from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.forward.native_models import is_gated, own_layers, query_key_value
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate, TakeAdapter
 from penstock_enginecore.lora.reference import AdaptedModules, expect_features, expect_known
+from penstock_enginecore.native.ffi_structs import Segment
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.low_rank import MergedUpdate, PackedUpdates
-from penstock_enginecore.native.structs import Segment
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import numpy as np
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch
 from penstock_enginecore.forward.native_inputs import EmbeddingRows, StepRotaries, later_positions
-from penstock_enginecore.native.structs import Chain
+from penstock_enginecore.native.ffi_structs import Chain
 
 
 class ChainedTokens:

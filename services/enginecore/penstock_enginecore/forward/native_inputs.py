@@ -9,8 +9,8 @@ import torch
 
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.forward.base import ForwardBatch
-from penstock_enginecore.models.narrow_weight import NarrowWeight
-from penstock_enginecore.native.structs import Rotary
+from penstock_enginecore.models.bf16_storage import NarrowWeight
+from penstock_enginecore.native.ffi_structs import Rotary
 from penstock_enginecore.native.weights import KINDS
 
 Turns = tuple[torch.Tensor, torch.Tensor]

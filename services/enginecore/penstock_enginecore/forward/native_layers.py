@@ -24,10 +24,10 @@ from penstock_enginecore.forward.native_models import (
 from penstock_enginecore.models.attention_hook import AttentionCall
 from penstock_enginecore.native.attention import params_struct
 from penstock_enginecore.native.experts import PackedExperts
+from penstock_enginecore.native.ffi_structs import Exchange, Layer, Linear, Mixture, Model
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.packed_layers import PackedLayers
 from penstock_enginecore.native.router import PackedRouter
-from penstock_enginecore.native.structs import Exchange, Layer, Linear, Mixture, Model
 from penstock_enginecore.native.weights import PackedWeight, interleaved
 from penstock_enginecore.parallel.part import Part
 from penstock_enginecore.parallel.shared_memory import PIECE

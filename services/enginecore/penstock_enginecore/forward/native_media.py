@@ -4,7 +4,7 @@ import torch
 
 from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.native.attention import key_ends_of
-from penstock_enginecore.native.structs import Step
+from penstock_enginecore.native.ffi_structs import Step
 
 
 def give_media(step: Step, batch: ForwardBatch, num_layers: int) -> torch.Tensor | None:

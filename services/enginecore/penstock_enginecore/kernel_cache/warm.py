@@ -14,12 +14,12 @@ from penstock_enginecore.attention.kv_cache import FLOAT8
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.config.model import Dtype
 from penstock_enginecore.forward.base import ForwardBatch
-from penstock_enginecore.forward.blank import blank_decodes
 from penstock_enginecore.forward.cuda.buffers import DRAW_DTYPES, MAX_CAPTURED_TOKENS, decode_sizes
 from penstock_enginecore.forward.cuda.decoder import FusedForward
+from penstock_enginecore.forward.cuda.kernel_api import Draws
 from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
-from penstock_enginecore.forward.cuda.launches import Draws
 from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
+from penstock_enginecore.forward.dummy_step import blank_decodes
 from penstock_enginecore.forward.modules import probe_model
 from penstock_enginecore.kernel_cache.compile_only import compile_only
 from penstock_enginecore.kernel_cache.shapes import Shape

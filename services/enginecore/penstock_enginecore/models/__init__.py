@@ -1,0 +1,1 @@
+"""Loads checkpoints, and refuses those that would be served wrongly."""

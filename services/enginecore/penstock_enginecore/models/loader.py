@@ -20,12 +20,12 @@ from penstock_common.memory import in_units
 from penstock_enginecore.attention.kv_cache import NO_SCALES, KVScales
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models import attention_hook
+from penstock_enginecore.models.bf16_storage import as_stored, narrow
 from penstock_enginecore.models.checkpoint_files import check_shapes, weight_files
 from penstock_enginecore.models.dtypes import Dtypes, resolve_dtypes
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.multimodal.base import MediaEncoder
 from penstock_enginecore.models.multimodal.composite import Composite
-from penstock_enginecore.models.narrow_weight import as_stored, narrow
 from penstock_enginecore.models.placement import check_weights_fit, place, read_to
 from penstock_enginecore.models.quantization.kv_scales import read_kv_scales
 from penstock_enginecore.models.quantization.loading import QuantizedCheckpoint, load_quantized
@@ -33,7 +33,7 @@ from penstock_enginecore.models.quantization.scheme import Scheme
 from penstock_enginecore.models.quantization.weights import open_tensors
 from penstock_enginecore.models.query_scale import install_query_scales
 from penstock_enginecore.models.rope import freeze_rotary, longest_sequence
-from penstock_enginecore.models.share import MakeShare, Share, load_share
+from penstock_enginecore.models.sharded_loading import MakeShare, Share, load_share
 from penstock_enginecore.models.support import check_positions, check_supported, quantization_of
 from penstock_enginecore.models.weight_check import check_weights
 

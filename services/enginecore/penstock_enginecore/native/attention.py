@@ -8,8 +8,8 @@ import torch
 from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, AttentionParams, StepPlan
 from penstock_enginecore.attention.kv_cache import KVCache, KVLayout
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+from penstock_enginecore.native.ffi_structs import Attention, Cache, Group, Params, Write
 from penstock_enginecore.native.library import NativeLibrary
-from penstock_enginecore.native.structs import Attention, Cache, Group, Params, Write
 
 TILE = 16
 """Tokens of the cache that lie together: ``kChunk`` of the kernels."""

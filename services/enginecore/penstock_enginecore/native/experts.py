@@ -11,8 +11,8 @@ import torch
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
 
+from penstock_enginecore.native.ffi_structs import Grouped, Linear
 from penstock_enginecore.native.library import NativeLibrary
-from penstock_enginecore.native.structs import Grouped, Linear
 from penstock_enginecore.native.weights import VECTORS, PackedWeight, fits_bfloat16, interleaved
 
 _SAID = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")

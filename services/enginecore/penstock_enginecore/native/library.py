@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from penstock_common.errors import ConfigError
-from penstock_enginecore.native.permission import request_tiles
-from penstock_enginecore.native.structs import ALL
+from penstock_enginecore.native.amx_permission import request_tiles
+from penstock_enginecore.native.ffi_structs import ALL
 
 logger = logging.getLogger(__name__)
 

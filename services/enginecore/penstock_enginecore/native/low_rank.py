@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from penstock_enginecore.lora.adapter import LowRankUpdate
+from penstock_enginecore.native.ffi_structs import Piece, Segment, Update
 from penstock_enginecore.native.library import NativeLibrary
-from penstock_enginecore.native.structs import Piece, Segment, Update
 from penstock_enginecore.native.weights import KINDS, fits_bfloat16, huge_empty
 
 _ALIGNED = 64

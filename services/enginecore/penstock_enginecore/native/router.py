@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from penstock_enginecore.native.ffi_structs import Route
 from penstock_enginecore.native.library import NativeLibrary
-from penstock_enginecore.native.structs import Route
 from penstock_enginecore.native.weights import PackedWeight, multiply
 
 MAX_EXPERTS = 1024

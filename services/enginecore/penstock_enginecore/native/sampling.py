@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock_enginecore.native.ffi_structs import Mask, Sampling
 from penstock_enginecore.native.library import NativeLibrary
-from penstock_enginecore.native.structs import Mask, Sampling
 from penstock_enginecore.sample.rules import GrammarRows
 
 

@@ -6,10 +6,10 @@ import mmap
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from penstock_enginecore.models.narrow_weight import NarrowWeight, widened
+from penstock_enginecore.models.bf16_storage import NarrowWeight, widened
+from penstock_enginecore.native.ffi_structs import Linear
 from penstock_enginecore.native.int8 import as_int8
 from penstock_enginecore.native.library import NativeLibrary
-from penstock_enginecore.native.structs import Linear
 
 _HUGE_PAGE = 2 * 1024 * 1024
 _PIECE = 4 * 1024 * 1024

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from penstock_enginecore.native.attention import TILE
+from penstock_enginecore.native.ffi_structs import Attention, Cache, Group, Params, Write
 from penstock_enginecore.native.library import NativeLibrary
-from penstock_enginecore.native.structs import Attention, Cache, Group, Params, Write
 
 _MAX_HEAD_SIZE = 512
 

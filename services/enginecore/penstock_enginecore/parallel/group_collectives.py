@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
+from penstock_enginecore.core.collective_errors import CollectiveBroken
 
 __all__ = ["CollectiveBroken", "GroupCollectives"]
 

@@ -6,7 +6,7 @@ from penstock_common.errors import ConfigError
 from penstock_common.security.shared_secret import SharedSecret
 from penstock_common.types.data_parallel import RankGroup
 from penstock_enginecore.config import DataParallelConfig
-from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
+from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.meeting_server import MeetingServer
 from penstock_enginecore.parallel.socket_collectives import SocketCollectives

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from penstock_enginecore.lora.part import OwnFeatures
+from penstock_enginecore.lora.adapter_sharding import OwnFeatures
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.parallel.collectives import Collectives
 from penstock_enginecore.parallel.plan import Heads, Split, splits_of

@@ -6,7 +6,7 @@ import socket
 import threading
 
 from penstock_common.security.challenge import ProofError
-from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
+from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.rendezvous import Rendezvous
 

@@ -4,7 +4,7 @@ import contextlib
 import socket
 import struct
 
-from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
+from penstock_enginecore.core.collective_errors import CollectiveBroken
 
 _HEADER = struct.Struct("!BQQ")
 EXCHANGE, GATHER, ALL_TO_ALL, _GOODBYE = 1, 2, 3, 4

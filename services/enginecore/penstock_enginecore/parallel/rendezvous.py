@@ -16,7 +16,7 @@ import time
 from penstock_common import addresses
 from penstock_common.security.challenge import ProofError
 from penstock_common.security.shared_secret import SECRET_SETTING
-from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
+from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.parallel.admission import Admission, Admitted
 from penstock_enginecore.parallel.confirmation import Confirmation
 from penstock_enginecore.parallel.dead_peers import give_up_after

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
+from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.mesh import Mesh
 from penstock_enginecore.parallel.peer import ALL_TO_ALL, EXCHANGE, GATHER, NAMES, Peer

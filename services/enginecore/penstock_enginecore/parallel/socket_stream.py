@@ -7,7 +7,7 @@ import struct
 import threading
 from collections import defaultdict, deque
 
-from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
+from penstock_enginecore.core.collective_errors import CollectiveBroken
 
 _HEADER = struct.Struct("!BQ")
 """The channel, and of how many bytes the message is that follows."""

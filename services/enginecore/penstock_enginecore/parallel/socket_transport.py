@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
+from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.mesh import Mesh
 from penstock_enginecore.parallel.socket_stream import Moving, SocketStream

@@ -1,0 +1,1 @@
+"""Turns hidden states into embeddings, classes and scores."""

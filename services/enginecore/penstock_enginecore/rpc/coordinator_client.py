@@ -24,8 +24,8 @@ from penstock_common.types.cluster import DrainCommand, EngineRegistration
 from penstock_common.types.data_parallel import StartDpWave, rank_name
 from penstock_common.types.outputs import SchedulerStats
 from penstock_enginecore.config import CoordinatorClientConfig
-from penstock_enginecore.core.data_parallel.driver import ToCoordinator
-from penstock_enginecore.core.data_parallel.events import Named
+from penstock_enginecore.data_parallel.core.driver import ToCoordinator
+from penstock_enginecore.data_parallel.core.events import Named
 from penstock_enginecore.rpc import convert, group_messages
 
 REGISTER_TIMEOUT = 5.0

@@ -11,7 +11,7 @@ from penstock_common.tensors.incoming import IncomingTensors
 from penstock_common.tensors.shared_memory import SegmentReader
 from penstock_common.tensors.sizes import MAX_TENSOR_BYTES, Buffer
 from penstock_common.types.media import EmbedRun, MultiModalFeature, TensorData
-from penstock_enginecore.core.multimodal.receiver_cache import ReceivedFeature, SessionFeatures
+from penstock_enginecore.media.core.receiver_cache import ReceivedFeature, SessionFeatures
 
 MAX_TENSORS = 32
 """Of an item."""

@@ -13,8 +13,8 @@ from penstock_common.types.data_parallel import (
     StartWave,
     WaveComplete,
 )
-from penstock_enginecore.core.data_parallel.driver import ToCoordinator
-from penstock_enginecore.core.data_parallel.events import Named
+from penstock_enginecore.data_parallel.core.driver import ToCoordinator
+from penstock_enginecore.data_parallel.core.events import Named
 
 
 def report_to_proto(message: ToCoordinator) -> pb.EngineReport:

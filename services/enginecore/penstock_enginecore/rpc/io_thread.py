@@ -24,8 +24,8 @@ from penstock_common.types.cluster import EngineRegistration
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
-from penstock_enginecore.core.data_parallel.driver import ToCoordinator
-from penstock_enginecore.group import EngineRank
+from penstock_enginecore.data_parallel.core.driver import ToCoordinator
+from penstock_enginecore.data_parallel.group import EngineRank
 from penstock_enginecore.rpc.coordinator_client import CoordinatorClient
 from penstock_enginecore.rpc.loop_thread import LoopThread
 from penstock_enginecore.rpc.servicer import EngineCoreServicer

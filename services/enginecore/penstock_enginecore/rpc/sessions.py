@@ -18,7 +18,7 @@ from penstock_common.tensors.sizes import DEFAULT_MAX_MESSAGE_BYTES, Limits
 from penstock_common.types.data_parallel import StartWave
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_enginecore.config import SessionsConfig
-from penstock_enginecore.core.multimodal.receiver_cache import ReceiverCache
+from penstock_enginecore.media.core.receiver_cache import ReceiverCache
 from penstock_enginecore.rpc import convert
 from penstock_enginecore.rpc.encoding import encoded
 from penstock_enginecore.rpc.features import FeatureReader

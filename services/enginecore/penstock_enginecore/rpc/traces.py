@@ -9,7 +9,7 @@ from penstock_common.observability.tracing import Headers, Tracer, is_sampled
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EventType
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.token_columns import TokenColumns
-from penstock_enginecore.core.kv_transfer.transfers import Transfer
+from penstock_enginecore.kv_transfer.core.transfers import Transfer
 
 Clock = Callable[[], float]
 

@@ -1,0 +1,1 @@
+"""Constrains output to schemas, expressions and grammars. Grammars are compiled and followed in child processes."""

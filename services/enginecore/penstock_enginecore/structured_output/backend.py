@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from penstock_common.errors import Internal, InvalidArgument, RequestFailed, Unavailable, Unimplemented
 from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import ModelConfig, StructuredOutputConfig
-from penstock_enginecore.core.structured_output.base import Grammar
 from penstock_enginecore.structured_output.children import START_TIMEOUT, Children
 from penstock_enginecore.structured_output.constraints.source import FIELD, check_constraint, check_size
+from penstock_enginecore.structured_output.core.base import Grammar
 from penstock_enginecore.structured_output.followed import CompiledConstraint
 from penstock_enginecore.structured_output.follower import GrammarFollower
 from penstock_enginecore.structured_output.process import LIMIT, CompileProcess

@@ -11,9 +11,9 @@ import xgrammar
 
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.sampling import StructuredOutput
-from penstock_enginecore.core.structured_output.base import bitmask_words
 from penstock_enginecore.structured_output.child import NICENESS, detach, limit_memory, out_of_memory
 from penstock_enginecore.structured_output.constraints.source import FIELD, grammar_source
+from penstock_enginecore.structured_output.core.base import bitmask_words
 from penstock_enginecore.structured_output.grammar import XgrammarGrammar
 from penstock_enginecore.structured_output.trial import costs_too_much
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from penstock_common.errors import RequestFailed
-from penstock_enginecore.core.structured_output.base import Grammar, Mask, allows
+from penstock_enginecore.structured_output.core.base import Grammar, Mask, allows
 
 NO_MASK = np.zeros(0, np.int32)
 

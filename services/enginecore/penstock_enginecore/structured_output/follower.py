@@ -14,9 +14,9 @@ import numpy as np
 
 from penstock_common.errors import Internal, RequestFailed
 from penstock_enginecore.config import StructuredOutputConfig
-from penstock_enginecore.core.structured_output.base import Grammar, bitmask_words
 from penstock_enginecore.structured_output.children import Children, Forked
 from penstock_enginecore.structured_output.constraints.source import FIELD
+from penstock_enginecore.structured_output.core.base import Grammar, bitmask_words
 from penstock_enginecore.structured_output.follow_failures import failure, fatal, gone, over
 from penstock_enginecore.structured_output.followed import NO_MASK, CompiledConstraint, FollowedGrammar
 from penstock_enginecore.structured_output.messages import (

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import xgrammar
 
-from penstock_enginecore.core.structured_output.base import bitmask_words
 from penstock_enginecore.structured_output.child import NICENESS, detach, limit_memory, out_of_memory
+from penstock_enginecore.structured_output.core.base import bitmask_words
 from penstock_enginecore.structured_output.cost import accept_cost, fill_cost
 from penstock_enginecore.structured_output.forced import Cutter, only_one
 from penstock_enginecore.structured_output.grammar import XgrammarGrammar

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from penstock_enginecore.core.structured_output.base import BITS, Mask
+from penstock_enginecore.structured_output.core.base import BITS, Mask
 
 _MOST = 32
 """Tokens."""

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import xgrammar
 
-from penstock_enginecore.core.structured_output.base import BITS, bitmask_words
+from penstock_enginecore.structured_output.core.base import BITS, bitmask_words
 
 
 class XgrammarGrammar:

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import xgrammar
 
-from penstock_enginecore.core.structured_output.base import bitmask_words
+from penstock_enginecore.structured_output.core.base import bitmask_words
 from penstock_enginecore.structured_output.cost import accept_cost, fill_cost
 from penstock_enginecore.structured_output.grammar import XgrammarGrammar
 

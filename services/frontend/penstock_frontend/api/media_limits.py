@@ -1,7 +1,7 @@
 """What clients are told that requests may have of media."""
 
 from penstock_common.types.media import MediaLimits
-from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.config import LimitsConfig
 
 

@@ -7,8 +7,8 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, excerpt, quoted
 from penstock_frontend.call_types import Tool
-from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.processing.chat.tool_choice import named_choice
+from penstock_frontend.telemetry.call_warnings import WarningKind, warn
 
 INPUT = "input"
 """The only argument of the function that a custom tool becomes: a text."""

@@ -1,0 +1,1 @@
+"""API keys and tokens: who calls, and for which tenant."""

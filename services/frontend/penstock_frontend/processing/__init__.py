@@ -1,0 +1,1 @@
+"""What is done to requests and outputs in every protocol."""

@@ -1,0 +1,1 @@
+"""gRPC of the frontend: engine sessions, media transport, and the coordinator client."""

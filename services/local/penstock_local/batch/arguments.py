@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock_local import flags
 from penstock_local.batch.options import BatchOptions
-from penstock_local.lora_arguments import add_adapter
+from penstock_local.commands.lora_arguments import add_adapter
 
 
 def add_batch(commands: Any) -> None:
@@ -44,7 +44,7 @@ def add_batch(commands: Any) -> None:
 
 def _run_batch(arguments: argparse.Namespace) -> int:
     from penstock_local.batch.batch import batch
-    from penstock_local.lora import parse_adapters
+    from penstock_local.commands.lora import parse_adapters
 
     given = {name: value for name in BatchOptions.__struct_fields__ if (value := getattr(arguments, name)) is not None}
     if "server" in given:

@@ -14,8 +14,8 @@ from penstock_local.batch.lines import BatchRequest, custom_id_of, request_of
 from penstock_local.batch.options import BatchOptions
 from penstock_local.batch.progress import BatchProgress
 from penstock_local.batch.records import BatchRecord, BatchResponse
-from penstock_local.console import say
-from penstock_local.inprocess.window import Window
+from penstock_local.llm.window import Window
+from penstock_local.terminal.console import say
 
 
 def batch(options: BatchOptions) -> int:

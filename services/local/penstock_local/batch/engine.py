@@ -5,11 +5,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from penstock_common.errors import Unavailable
+from penstock_frontend.app.openai_calls import OpenAICalls
 from penstock_frontend.config import HttpConfig
-from penstock_frontend.openai_calls import OpenAICalls
 from penstock_local.batch.backend import URLS, Answer
-from penstock_local.inprocess.options import engine_config
-from penstock_local.inprocess.runtime import Runtime
+from penstock_local.llm.options import engine_config
+from penstock_local.llm.runtime import Runtime
 
 
 class LocalEngine:

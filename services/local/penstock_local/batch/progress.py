@@ -7,7 +7,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from penstock_local.console import say
+from penstock_local.terminal.console import say
 
 _REFRESH_SECONDS = 0.25
 _LINE_SECONDS = 30.0

@@ -22,10 +22,10 @@ from penstock_local.bench.load import UNFINISHED, Load
 from penstock_local.bench.options import BenchOptions
 from penstock_local.bench.record import Record
 from penstock_local.bench.report import Report, as_json, latency_table, make_report, summary_table
-from penstock_local.console import fail, say
-from penstock_local.failures import describe_failure, unreachable
 from penstock_local.rpc.client import InferenceClient, ModelInfo, ServerUnreachableError
 from penstock_local.rpc.load_client import LoadClient
+from penstock_local.terminal.console import fail, say
+from penstock_local.terminal.failures import describe_failure, unreachable
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 _REFRESH_SECONDS = 0.25

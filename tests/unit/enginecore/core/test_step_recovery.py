@@ -8,7 +8,7 @@ from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import ErrorDumpConfig
 from penstock_enginecore.core.control import EngineControl
-from penstock_enginecore.core.scheduler.trial import GOOD_STEPS
+from penstock_enginecore.core.scheduler.failure_bisection import GOOD_STEPS
 from penstock_enginecore.core.step_recovery import MAX_UNEXPLAINED_FAILURES, EngineDeadError
 from tests.fakes.engines.engine_harness import (
     CLIENT,

@@ -12,7 +12,7 @@ import torch
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import ExpertParallelConfig
-from penstock_enginecore.core.data_parallel.broken import CollectiveBroken, UnpreparedError
+from penstock_enginecore.core.collective_errors import CollectiveBroken, UnpreparedError
 from penstock_enginecore.experts.group_experts import GroupExperts
 from penstock_enginecore.experts.layer import EMPTY, DispatchedExperts
 from penstock_enginecore.experts.moving import ExpertMoves

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from penstock_enginecore.lora.adapter_files import AdapterFolder
 from penstock_enginecore.lora.errors import LoraError, LoraReason
-from penstock_enginecore.lora.opening import AdapterFolder
 from penstock_enginecore.lora.peft_adapter import LoraLimits, read_adapter
 from penstock_enginecore.lora.target import AdapterTarget
 from tests.fakes.models.adapters import CONFIG, TENSORS, edit_config, save_adapter

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock_enginecore.lora.adapter_files import AdapterFolder
 from penstock_enginecore.lora.errors import LoraError, LoraReason
-from penstock_enginecore.lora.opening import AdapterFolder
 from penstock_enginecore.lora.peft_config import CONFIG_FILE, parse_peft_config
 from penstock_enginecore.lora.tensor_file import TensorFile
 

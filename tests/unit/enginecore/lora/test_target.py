@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock_enginecore.lora.errors import LoraReason
 from penstock_enginecore.lora.target import AdapterTarget, BaseSample
-from penstock_enginecore.models.narrow_weight import NarrowWeight
+from penstock_enginecore.models.bf16_storage import NarrowWeight
 from penstock_enginecore.models.quantization.linear import QuantizedLinear
 from tests.fakes.models.tiny_models import ARCHITECTURES, tiny_config
 

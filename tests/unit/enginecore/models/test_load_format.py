@@ -8,11 +8,11 @@ import torch
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import ModelConfig
+from penstock_enginecore.models.bf16_storage import NarrowWeight
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
-from penstock_enginecore.models.narrow_weight import NarrowWeight
-from penstock_enginecore.variant import Loaded, config_of
-from penstock_local.plan import check_model
+from penstock_enginecore.numerics_fingerprint import Loaded, config_of
+from penstock_local.serving.plan import check_model
 
 CPU = torch.device("cpu")
 DEMO = Path("examples/demo_model/penstock-tiny")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from penstock_common import addresses
-from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
+from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.parallel.group_collectives import GroupCollectives
 from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.meeting_server import MeetingServer

@@ -11,7 +11,7 @@ import pytest
 
 from penstock_common.security import challenge
 from penstock_common.security.shared_secret import SharedSecret
-from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
+from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.parallel import mesh as module
 from penstock_enginecore.parallel.admission import MAX_UNPROVEN
 from penstock_enginecore.parallel.meeting import Meeting

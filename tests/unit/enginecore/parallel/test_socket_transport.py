@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock_common.security.shared_secret import SharedSecret
-from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
+from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.meeting_server import MeetingServer
 from penstock_enginecore.parallel.socket_stream import SocketStream

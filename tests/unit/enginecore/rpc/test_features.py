@@ -11,7 +11,7 @@ from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import RequestFailed
 from penstock_common.tensors.incoming import IncomingTensors
 from penstock_common.tensors.shared_memory import SegmentReader, SegmentWriter, owner_of
-from penstock_enginecore.core.multimodal.receiver_cache import ReceiverCache
+from penstock_enginecore.media.core.receiver_cache import ReceiverCache
 from penstock_enginecore.rpc.features import FeatureReader
 from tests.fakes.systems.media_session import identifier_of
 

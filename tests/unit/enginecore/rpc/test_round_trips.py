@@ -60,21 +60,21 @@ from penstock_coordinator.rpc import convert as coordinator
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig
 from penstock_enginecore.config.nodes import NodesConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from penstock_enginecore.core.kv_transfer.copier import BlockFacts, Copy
-from penstock_enginecore.core.lora.request import LoadedLora
 from penstock_enginecore.core.model_info import ModelInfo
-from penstock_enginecore.core.multimodal.receiver_cache import ReceiverCache
-from penstock_enginecore.core.reasoning_budget import ReasoningBudget
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, NewRequestData, SchedulerOutput
-from penstock_enginecore.executor.multiproc import failures, messages
-from penstock_enginecore.executor.multiproc.lora_loads import LoadsAwaited
-from penstock_enginecore.executor.worker_config import WorkerConfig
+from penstock_enginecore.kv_transfer.core.copier import BlockFacts, Copy
+from penstock_enginecore.lora.core.request import LoadedLora
+from penstock_enginecore.lora.worker_loads import LoadsAwaited
+from penstock_enginecore.media.core.receiver_cache import ReceiverCache
 from penstock_enginecore.rpc import convert, group_messages
 from penstock_enginecore.rpc.features import FeatureReader
 from penstock_enginecore.rpc.node_config import ENGINE_ONLY, NODE_ONLY, shared_config
 from penstock_enginecore.structured_output import compiler
 from penstock_enginecore.structured_output import messages as following
+from penstock_enginecore.structured_output.core.reasoning_budget import ReasoningBudget
+from penstock_enginecore.worker import failures, messages
+from penstock_enginecore.worker.worker_config import WorkerConfig
 from penstock_frontend.processing.media import worker_messages
 from penstock_frontend.rpc.media_mirror import Sent
 from penstock_frontend.rpc.session_messages import add_request, engine_core_outputs, engine_ready

@@ -15,7 +15,7 @@ from penstock_common.types.outputs import (
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.token_columns import TokenColumns
-from penstock_enginecore.core.kv_transfer.transfers import ABANDONED, PART, WHOLE, Transfer
+from penstock_enginecore.kv_transfer.core.transfers import ABANDONED, PART, WHOLE, Transfer
 from penstock_enginecore.rpc.traces import EngineTraces
 
 PARENT = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}

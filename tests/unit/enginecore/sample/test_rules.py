@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_common.types.sampling import SamplingParams
-from penstock_enginecore.core.reasoning_budget import ReasoningBudget
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.sample.rules import apply_rules
 from penstock_enginecore.sample.sampler import TorchSampler
+from penstock_enginecore.structured_output.core.reasoning_budget import ReasoningBudget
 from tests.fakes.engines.sampling_oracle import filtered_distribution, ruled_logits
 
 sample = TorchSampler().sample

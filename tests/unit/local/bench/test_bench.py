@@ -16,8 +16,8 @@ from penstock_local.bench.options import BenchOptions, Range, parse_range
 from penstock_local.bench.record import Record
 from penstock_local.bench.report import as_json, latencies, make_report, percentile, summary_rows
 from penstock_local.cli import main
-from penstock_local.ports import free_ports
 from penstock_local.rpc.client import ModelInfo
+from penstock_local.serving.ports import free_ports
 from tests.fakes.clients.command import PENSTOCK
 from tests.fakes.frontends.fake_inference import BUSY, HOLD, FakeInference
 from tests.fakes.patience import PATIENCE

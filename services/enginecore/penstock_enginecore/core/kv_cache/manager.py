@@ -16,10 +16,10 @@ from penstock_enginecore.core.kv_cache.events import KvEventLog
 from penstock_enginecore.core.kv_cache.prefix import ComputedBlocks, find_computed_blocks
 from penstock_enginecore.core.kv_cache.sizing import num_blocks_for
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
-from penstock_enginecore.core.kv_transfer.base import Place
-from penstock_enginecore.core.kv_transfer.plan import LoadPlan, Lookup, plan_load
-from penstock_enginecore.core.multimodal.places import span_around
 from penstock_enginecore.core.request import Request
+from penstock_enginecore.kv_transfer.core.base import Place
+from penstock_enginecore.kv_transfer.core.plan import LoadPlan, Lookup, plan_load
+from penstock_enginecore.media.core.places import span_around
 
 
 class PrefixCacheStats(msgspec.Struct):

@@ -14,12 +14,12 @@ from penstock_enginecore.config import SchedulerConfig, SpeculativeConfig
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
-from penstock_enginecore.core.kv_transfer.base import KVConnector
-from penstock_enginecore.core.kv_transfer.lease_seam import KVLeases
-from penstock_enginecore.core.lora.slots import LoraSlots
 from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.kv_transfer.core.base import KVConnector
+from penstock_enginecore.kv_transfer.core.lease_seam import KVLeases
+from penstock_enginecore.lora.core.slots import LoraSlots
 
 Clock = Callable[[], float]
 """Seconds from some origin."""

@@ -9,10 +9,10 @@ from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.scheduler.admission import QueueAdmission
 from penstock_enginecore.core.scheduler.deadlines import DeadlineQueue
-from penstock_enginecore.core.scheduler.kv_loads import KvLoads
 from penstock_enginecore.core.scheduler.resources import StepResource
 from penstock_enginecore.core.scheduler.state import SchedulerState
 from penstock_enginecore.core.scheduler.stops import check_stop
+from penstock_enginecore.kv_transfer.core.kv_loads import KvLoads
 
 _NORMAL_ENDS = (
     RequestStatus.FINISHED_STOPPED,

@@ -8,11 +8,11 @@ from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import RequestError
 from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.request_log import log_incident
-from penstock_enginecore.core.scheduler.drafting import DraftPlanner
-from penstock_enginecore.core.scheduler.encoder_work import EncoderWork
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.state import SchedulerState
 from penstock_enginecore.core.scheduler.stops import append_tokens
+from penstock_enginecore.media.core.encoder_scheduling import EncoderWork
+from penstock_enginecore.speculation.core.draft_planner import DraftPlanner
 
 
 class BrokenLogitsError(PenstockError):

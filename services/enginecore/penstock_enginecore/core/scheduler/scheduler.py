@@ -19,22 +19,22 @@ from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.request_log import log_incident
 from penstock_enginecore.core.scheduler.admission import QueueAdmission
 from penstock_enginecore.core.scheduler.base import PauseState, Scheduler, SchedulerContext
-from penstock_enginecore.core.scheduler.dealing import DecodeShare, decodes
-from penstock_enginecore.core.scheduler.drafting import DraftPlanner
-from penstock_enginecore.core.scheduler.encoder_work import EncoderWork
-from penstock_enginecore.core.scheduler.kv_loads import KvLoads
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.pipeline_spread import DecodeShare, decodes
 from penstock_enginecore.core.scheduler.preemption import Preemption
 from penstock_enginecore.core.scheduler.resources import Admission, LoraSlotResource, StepResource
 from penstock_enginecore.core.scheduler.results import StepResults
-from penstock_enginecore.core.scheduler.rows import (
+from penstock_enginecore.core.scheduler.state import SchedulerState
+from penstock_enginecore.core.scheduler.token_accounting import (
     count_as_computed,
     count_as_not_computed,
     num_tokens_due,
     sampled_by_grammar,
 )
-from penstock_enginecore.core.scheduler.state import SchedulerState
+from penstock_enginecore.kv_transfer.core.kv_loads import KvLoads
+from penstock_enginecore.media.core.encoder_scheduling import EncoderWork
+from penstock_enginecore.speculation.core.draft_planner import DraftPlanner
 
 
 class DefaultScheduler(Scheduler):

@@ -9,7 +9,7 @@ from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.executor.generation.step_inputs import StepInputs
 from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.sample.base import SamplingInputs
-from penstock_enginecore.spec_decode.base import DraftRequest
+from penstock_enginecore.speculation.base import DraftRequest
 
 
 class BatchDraftStep:

@@ -11,7 +11,7 @@ from penstock_enginecore.core.scheduler.output import DraftTokenIds, SchedulerOu
 from penstock_enginecore.executor.generation.draft_step import BatchDraftStep
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.executor.generation.step_inputs import StepInputs
-from penstock_enginecore.spec_decode.base import Drafter
+from penstock_enginecore.speculation.base import Drafter
 
 logger = logging.getLogger(__name__)
 

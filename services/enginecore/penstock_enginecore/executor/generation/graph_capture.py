@@ -10,10 +10,10 @@ import torch
 
 from penstock_common.memory import in_units
 from penstock_enginecore.core.worker_stats import GraphStats
-from penstock_enginecore.executor.generation.newest_tokens import NewestTokens
+from penstock_enginecore.executor.generation.device_token_buffer import NewestTokens
 from penstock_enginecore.forward.base import ForwardPass
-from penstock_enginecore.forward.blank import blank_decodes
 from penstock_enginecore.forward.build import BuiltForward
+from penstock_enginecore.forward.dummy_step import blank_decodes
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from penstock_enginecore.executor.generation.batch_layout import LaidOut, lay_ou
 from penstock_enginecore.executor.generation.row_settings import RowSettings, SamplingColumns, grown, named_rows
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, PromptTargets, StepInputs
 from penstock_enginecore.executor.generation.vector_positions import vector_positions
-from penstock_enginecore.executor.lora_order import ordered_by_adapter, segments_of
+from penstock_enginecore.lora.adapter_batching import ordered_by_adapter, segments_of
 from penstock_enginecore.sample.base import PlainDraws, RowKinds, SamplingInputs
 from penstock_enginecore.sample.random import UniformsAhead, uniforms
 from penstock_enginecore.sample.request_rules import RequestRules, join_rules

@@ -2,8 +2,8 @@
 
 from penstock_common.types.logprobs import Logprobs
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput
-from penstock_enginecore.executor.completion import Arrival
 from penstock_enginecore.executor.generation.step_inputs import StepInputs
+from penstock_enginecore.worker.result_futures import Arrival
 
 
 def read_late(

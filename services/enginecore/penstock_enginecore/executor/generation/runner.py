@@ -17,30 +17,30 @@ from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.device_memory.kept import KeptMemory
-from penstock_enginecore.executor.completion import Arrival, BeginCopy, Late, begin_copy
 from penstock_enginecore.executor.device import prompt_batch_tokens, step_tokens
+from penstock_enginecore.executor.generation.device_token_buffer import NewestTokens
 from penstock_enginecore.executor.generation.drafting import Drafting
 from penstock_enginecore.executor.generation.encoder_rows import row_bytes
 from penstock_enginecore.executor.generation.fastest_pass import fastest_pass
 from penstock_enginecore.executor.generation.graph_capture import GraphCapture
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.executor.generation.late_output import read_late
-from penstock_enginecore.executor.generation.newest_tokens import NewestTokens
 from penstock_enginecore.executor.generation.pending_step import PendingStep
 from penstock_enginecore.executor.generation.scorer import score_prompts
 from penstock_enginecore.executor.generation.step_embeddings import StepEmbeddings
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, StepInputs
 from penstock_enginecore.executor.generation.step_sampling import StepSampling
-from penstock_enginecore.executor.towers import Towers
 from penstock_enginecore.experts.group_experts import GroupExperts
 from penstock_enginecore.forward.base import Choice, ForwardBatch, KeptWeights
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.lora.adapter import AdaptedForward
+from penstock_enginecore.media.towers import Towers
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.sample.base import LaunchedTokens, SamplingInputs
-from penstock_enginecore.spec_decode.base import Drafter
-from penstock_enginecore.spec_decode.draft_layers import model_layers
+from penstock_enginecore.speculation.base import Drafter
+from penstock_enginecore.speculation.draft_layers import model_layers
+from penstock_enginecore.worker.result_futures import Arrival, BeginCopy, Late, begin_copy
 
 ChosenElsewhere = Callable[[], Arrival | None]
 """The tokens of the step that was executed last, in the order of its requests; None where they are not read."""

@@ -8,13 +8,13 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import GraphStats
-from penstock_enginecore.executor.completion import Arrival, Late
 from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.forward.stage import StageForward
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.parallel.kv_groups import own_groups
 from penstock_enginecore.parallel.stage_links import StageLinks
+from penstock_enginecore.worker.result_futures import Arrival, Late
 
 
 class StageRunner:

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock_enginecore.executor.multiproc.failures import WorkersGone
+from penstock_enginecore.worker.failures import WorkersGone
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import functools
 import os
 from pathlib import Path
 
-from penstock_enginecore.executor.multiproc.words import SPIN, STEP
+from penstock_enginecore.executor.multiproc.futex_counter import SPIN, STEP
 
 _SOON = -1
 _INTERVALS = 16

@@ -11,13 +11,13 @@ from penstock_common.observability.logging import configure, get_logger
 from penstock_common.process import name_process
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.executor.multiproc.calls import Oldest
-from penstock_enginecore.executor.multiproc.failures import WorkersGone
-from penstock_enginecore.executor.multiproc.meeting_place import address_towards, secret_of
-from penstock_enginecore.executor.multiproc.overdue import Overdue
+from penstock_enginecore.executor.multiproc.rendezvous import address_towards, secret_of
 from penstock_enginecore.executor.multiproc.ring import RingClosed, RingTimeout
+from penstock_enginecore.executor.multiproc.step_watchdog import Overdue
 from penstock_enginecore.executor.multiproc.workers import MODULE, Workers
-from penstock_enginecore.executor.worker_config import Node
 from penstock_enginecore.rpc.node_client import NodeClient
+from penstock_enginecore.worker.failures import WorkersGone
+from penstock_enginecore.worker.worker_config import Node
 
 log = get_logger()
 

@@ -7,8 +7,8 @@ who waits sleeps after a moment, and a message may take any number of slots, mor
 from collections.abc import Callable
 
 from penstock_common.errors import PenstockError
+from penstock_enginecore.executor.multiproc.futex_counter import deadline_after
 from penstock_enginecore.executor.multiproc.ring_memory import MASK, RingMemory
-from penstock_enginecore.executor.multiproc.words import deadline_after
 
 Rehearse = Callable[[bytes], object]
 

@@ -6,8 +6,15 @@ import mmap
 import os
 import struct
 
+from penstock_enginecore.executor.multiproc.futex_counter import (
+    CLOSED,
+    STEP,
+    NativeWords,
+    Sleepers,
+    Words,
+    shared_words,
+)
 from penstock_enginecore.executor.multiproc.native_ring import NativeInbox, NativeRing, RingShape
-from penstock_enginecore.executor.multiproc.words import CLOSED, STEP, NativeWords, Sleepers, Words, shared_words
 
 MASK = 2**31 - 1
 """Slots are counted modulo one more."""

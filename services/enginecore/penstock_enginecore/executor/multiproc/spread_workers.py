@@ -11,12 +11,12 @@ from functools import partial
 
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
-from penstock_enginecore.executor.multiproc.failures import WorkersGone
-from penstock_enginecore.executor.multiproc.meeting_place import meeting_place, own_address, secret_of
-from penstock_enginecore.executor.multiproc.overdue import Overdue
+from penstock_enginecore.executor.multiproc.rendezvous import meeting_place, own_address, secret_of
+from penstock_enginecore.executor.multiproc.step_watchdog import Overdue
 from penstock_enginecore.executor.multiproc.workers import MODULE, Hear, Workers
-from penstock_enginecore.executor.worker_config import Node
 from penstock_enginecore.rpc.node_listener import NodeListener
+from penstock_enginecore.worker.failures import WorkersGone
+from penstock_enginecore.worker.worker_config import Node
 
 logger = logging.getLogger(__name__)
 

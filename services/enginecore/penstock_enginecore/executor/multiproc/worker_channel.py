@@ -9,10 +9,10 @@ from functools import partial
 import msgspec
 
 from penstock_common.child_process import end_with_parent
-from penstock_enginecore.executor.multiproc.messages import Start, decode_call
 from penstock_enginecore.executor.multiproc.ring import RingReader, RingWriter
 from penstock_enginecore.executor.multiproc.ring_memory import RingMemory
-from penstock_enginecore.executor.multiproc.stacks import DUMP_STACKS
+from penstock_enginecore.executor.multiproc.stack_dumps import DUMP_STACKS
+from penstock_enginecore.worker.messages import Start, decode_call
 
 
 def open_channel(descriptor: int) -> tuple[Start, RingReader, RingWriter]:

@@ -16,15 +16,19 @@ from penstock_common.observability.logging import configure
 from penstock_common.process import name_process
 from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
-from penstock_enginecore.core.kv_transfer.copier import BlockFacts
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, SchedulerOutput
 from penstock_enginecore.core.utility import UtilityRegistry
-from penstock_enginecore.executor.completion import Late
-from penstock_enginecore.executor.lora_store import MakeReader, peft_reader
-from penstock_enginecore.executor.multiproc.block_copies import CopiesUnderWay
-from penstock_enginecore.executor.multiproc.failures import Failure
-from penstock_enginecore.executor.multiproc.lora_reading import LoadsUnderWay
-from penstock_enginecore.executor.multiproc.messages import (
+from penstock_enginecore.executor.multiproc.ring import RingClosed, RingReader, RingTimeout, RingWriter
+from penstock_enginecore.executor.multiproc.worker_channel import open_channel
+from penstock_enginecore.executor.multiproc.worker_reports import WorkerReports
+from penstock_enginecore.executor.worker import Worker
+from penstock_enginecore.kv_transfer.block_copies import CopiesUnderWay
+from penstock_enginecore.kv_transfer.core.copier import BlockFacts
+from penstock_enginecore.lora.store import MakeReader, peft_reader
+from penstock_enginecore.lora.worker_reading import LoadsUnderWay
+from penstock_enginecore.plugins import load_plugins
+from penstock_enginecore.worker.failures import Failure
+from penstock_enginecore.worker.messages import (
     Answer,
     CopyBlocks,
     Execute,
@@ -41,12 +45,8 @@ from penstock_enginecore.executor.multiproc.messages import (
     digest_of,
     encode,
 )
-from penstock_enginecore.executor.multiproc.ring import RingClosed, RingReader, RingTimeout, RingWriter
-from penstock_enginecore.executor.multiproc.worker_channel import open_channel
-from penstock_enginecore.executor.multiproc.worker_reports import WorkerReports
-from penstock_enginecore.executor.worker import Worker
-from penstock_enginecore.executor.worker_config import WorkerConfig
-from penstock_enginecore.plugins import load_plugins
+from penstock_enginecore.worker.result_futures import Late
+from penstock_enginecore.worker.worker_config import WorkerConfig
 
 _FAILED_BEFORE = RuntimeError("a step before this one failed")
 

@@ -16,15 +16,15 @@ import msgspec
 from penstock_common.child_process import start_python
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
-from penstock_enginecore.executor.multiproc.failures import WorkersGone
-from penstock_enginecore.executor.multiproc.messages import Start
-from penstock_enginecore.executor.multiproc.overdue import Overdue
 from penstock_enginecore.executor.multiproc.ring import RingClosed, RingReader, RingWriter
 from penstock_enginecore.executor.multiproc.ring_memory import RingMemory
 from penstock_enginecore.executor.multiproc.rings import ANSWERS, CALLS
-from penstock_enginecore.executor.multiproc.stacks import read_stacks
-from penstock_enginecore.executor.worker_config import Node, WorkerConfig
+from penstock_enginecore.executor.multiproc.stack_dumps import read_stacks
+from penstock_enginecore.executor.multiproc.step_watchdog import Overdue
 from penstock_enginecore.parallel import shared_memory
+from penstock_enginecore.worker.failures import WorkersGone
+from penstock_enginecore.worker.messages import Start
+from penstock_enginecore.worker.worker_config import Node, WorkerConfig
 
 logger = logging.getLogger(__name__)
 

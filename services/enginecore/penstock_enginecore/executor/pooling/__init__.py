@@ -1,0 +1,1 @@
+"""Model runner for requests that return embeddings, classes or scores."""

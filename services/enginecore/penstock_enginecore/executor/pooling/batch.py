@@ -9,8 +9,8 @@ from penstock_common.types.pooling import PoolingParams
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.generation.vector_positions import vector_positions
-from penstock_enginecore.executor.lora_order import ordered_by_adapter, segments_of
 from penstock_enginecore.forward.backbone import BackboneBatch
+from penstock_enginecore.lora.adapter_batching import ordered_by_adapter, segments_of
 from penstock_enginecore.pooling.accumulate import Accumulator
 
 

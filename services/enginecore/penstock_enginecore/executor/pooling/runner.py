@@ -15,11 +15,11 @@ from penstock_enginecore.executor.generation.encoder_rows import row_bytes
 from penstock_enginecore.executor.generation.media_prompts import Placed
 from penstock_enginecore.executor.generation.step_media import StepMedia
 from penstock_enginecore.executor.pooling.batch import PoolingBatch, PoolingInputs
-from penstock_enginecore.executor.towers import Towers
 from penstock_enginecore.forward.backbone import BackboneBatch, probe_states
 from penstock_enginecore.forward.build import BuiltBackbone
 from penstock_enginecore.forward.probe import Probe
 from penstock_enginecore.lora.adapter import AdaptedForward
+from penstock_enginecore.media.towers import Towers
 from penstock_enginecore.pooling.embedder import PoolingModel
 from penstock_enginecore.pooling.pooler import Pooler
 

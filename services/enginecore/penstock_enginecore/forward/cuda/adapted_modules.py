@@ -10,7 +10,7 @@ import torch
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.forward.cuda.adapters import DeviceAdapters
 from penstock_enginecore.forward.cuda.buffers import StepShape
-from penstock_enginecore.forward.cuda.launches import LowRankKernels
+from penstock_enginecore.forward.cuda.kernel_api import LowRankKernels
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment
 from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.lora.segments import segments_of_rows

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from penstock_enginecore.forward.cuda.adapters import DeviceAdapters
-from penstock_enginecore.forward.cuda.launches import LowRankKernels
+from penstock_enginecore.forward.cuda.kernel_api import LowRankKernels
 from penstock_enginecore.forward.cuda.linear import Linear, Product
 from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.lora.slot_memory import Place

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from penstock_enginecore.forward.cuda.adapted_modules import SlotModules
 from penstock_enginecore.forward.cuda.adapters import DeviceAdapters
 from penstock_enginecore.forward.cuda.buffers import StepShape
-from penstock_enginecore.forward.cuda.launches import LowRankKernels
+from penstock_enginecore.forward.cuda.kernel_api import LowRankKernels
 from penstock_enginecore.forward.proof import TOLERANCES, distance
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate
 from penstock_enginecore.lora.device_slots import SlotLimits

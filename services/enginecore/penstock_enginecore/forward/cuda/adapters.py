@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from penstock_enginecore.forward.cuda.buffers import CAPTURED, HostSlots, StepShape, VectorLayout
-from penstock_enginecore.forward.cuda.launches import LowRankKernels
+from penstock_enginecore.forward.cuda.kernel_api import LowRankKernels
 from penstock_enginecore.lora.adapter import BLANK, LoraAdapter, LoraSegment
 from penstock_enginecore.lora.device_slots import DeviceSlots, SlotLimits
 from penstock_enginecore.lora.reference import expect_known

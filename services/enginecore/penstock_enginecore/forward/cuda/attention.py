@@ -11,8 +11,8 @@ from penstock_enginecore.attention.kv_arena import HEADS, KVArena
 from penstock_enginecore.attention.kv_cache import NO_SCALES, KVCache, KVLayout, KVScales
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.cuda.buffers import VectorLayout
+from penstock_enginecore.forward.cuda.kernel_api import AttentionKernels, GroupInputs
 from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, attention_tiles
-from penstock_enginecore.forward.cuda.launches import AttentionKernels, GroupInputs
 
 _COLUMNS = 16
 """Block tables are widened to a multiple of so many blocks: kernels are compiled anew for widths that are none."""

@@ -12,7 +12,7 @@ from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.cuda.attention import TritonAttention, why_not
 from penstock_enginecore.forward.cuda.graphs import StepGraphs, cuda_graphs
-from penstock_enginecore.forward.cuda.launches import AttentionKernels
+from penstock_enginecore.forward.cuda.kernel_api import AttentionKernels
 from penstock_enginecore.forward.proof import Candidate, UnsuitableError
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from penstock_enginecore.attention.kv_cache import LayerCache
 from penstock_enginecore.forward.cuda.activations import Activations
 from penstock_enginecore.forward.cuda.adapted_products import Adapt, unadapted
 from penstock_enginecore.forward.cuda.buffers import StepInputs
-from penstock_enginecore.forward.cuda.launches import Kernels, RotaryTable
+from penstock_enginecore.forward.cuda.kernel_api import Kernels, RotaryTable
 from penstock_enginecore.forward.cuda.linear import Held, Product, merged
 from penstock_enginecore.forward.cuda.plans import AttentionPlan
 

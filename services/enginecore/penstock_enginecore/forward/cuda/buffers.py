@@ -15,7 +15,7 @@ import torch
 
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.forward.base import FedTokens, ForwardBatch
-from penstock_enginecore.forward.cuda.launches import Draws, GroupInputs
+from penstock_enginecore.forward.cuda.kernel_api import Draws, GroupInputs
 from penstock_enginecore.sample.base import PlainDraws
 
 MAX_CAPTURED_TOKENS = 512

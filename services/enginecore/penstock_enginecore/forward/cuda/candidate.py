@@ -10,7 +10,7 @@ from penstock_enginecore.forward.base import ForwardPass
 from penstock_enginecore.forward.cuda.adapter_kernels import why_not
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.graphs import cuda_graphs
-from penstock_enginecore.forward.cuda.launches import SamplingKernels
+from penstock_enginecore.forward.cuda.kernel_api import SamplingKernels
 from penstock_enginecore.forward.cuda.quantized import keeps
 from penstock_enginecore.forward.cuda.sampler import DeviceLauncher, MakeSampling, difference
 from penstock_enginecore.forward.modules import ProbedModel

@@ -22,12 +22,12 @@ from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
 from penstock_enginecore.forward.cuda.adapted_products import ProductAdapters, unadapted
 from penstock_enginecore.forward.cuda.adapters import DeviceAdapters
 from penstock_enginecore.forward.cuda.buffers import StepShape, padded_shape
+from penstock_enginecore.forward.cuda.device_tokens import TokenFeedback
 from penstock_enginecore.forward.cuda.families import plan_model
-from penstock_enginecore.forward.cuda.feedback import TokenFeedback
 from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs
-from penstock_enginecore.forward.cuda.kept_hidden import KeptHidden
+from penstock_enginecore.forward.cuda.hidden_state_capture import KeptHidden
+from penstock_enginecore.forward.cuda.kernel_api import Kernels, SamplingKernels
 from penstock_enginecore.forward.cuda.latent_layer import latent_specs
-from penstock_enginecore.forward.cuda.launches import Kernels, SamplingKernels
 from penstock_enginecore.forward.cuda.layer_trace import Trace, first_difference, traced
 from penstock_enginecore.forward.cuda.layers import AfterLayer, Layers
 from penstock_enginecore.forward.cuda.linear import Dense, Product, empty, merged

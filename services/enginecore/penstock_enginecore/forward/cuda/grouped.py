@@ -4,7 +4,7 @@ from typing import Protocol
 
 import torch
 
-from penstock_enginecore.forward.cuda.launches import Kernels
+from penstock_enginecore.forward.cuda.kernel_api import Kernels
 from penstock_enginecore.forward.cuda.linear import Held
 from penstock_enginecore.forward.cuda.quantized import int4_weight, joined, keeps
 from penstock_enginecore.forward.cuda.weights import Float8Weight, Int4Weight, Mxfp4Weight, StackedWeight

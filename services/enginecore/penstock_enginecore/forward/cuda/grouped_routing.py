@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock_enginecore.forward.cuda.launches import Kernels
+from penstock_enginecore.forward.cuda.kernel_api import Kernels
 from penstock_enginecore.forward.cuda.plans import ExpertsPlan, GroupedRouting
 
 _COUNTED = 2

@@ -15,7 +15,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.cuda.activations import Activations
 from penstock_enginecore.forward.cuda.adapted_products import Adapt, unadapted
 from penstock_enginecore.forward.cuda.buffers import StepInputs
-from penstock_enginecore.forward.cuda.launches import Kernels, RotaryTable
+from penstock_enginecore.forward.cuda.kernel_api import Kernels, RotaryTable
 from penstock_enginecore.forward.cuda.linear import Held, Linear, Product, merged
 from penstock_enginecore.forward.cuda.plans import LatentPlan, ModelPlan
 from penstock_enginecore.models.quantization.linear import QuantizedLinear

@@ -14,8 +14,8 @@ from penstock_enginecore.forward.cuda.activations import Activations, Widths
 from penstock_enginecore.forward.cuda.adapted_products import Adapt, unadapted
 from penstock_enginecore.forward.cuda.attention_layer import Attention, HeadsAttention
 from penstock_enginecore.forward.cuda.buffers import StepInputs
+from penstock_enginecore.forward.cuda.kernel_api import Kernels, Norm
 from penstock_enginecore.forward.cuda.latent_layer import LatentAttention
-from penstock_enginecore.forward.cuda.launches import Kernels, Norm
 from penstock_enginecore.forward.cuda.linear import Held
 from penstock_enginecore.forward.cuda.mlp import MLP, GatedMLP, mlp_of
 from penstock_enginecore.forward.cuda.plans import LatentPlan, LayerPlan, ModelPlan

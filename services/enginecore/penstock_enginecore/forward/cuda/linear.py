@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from penstock_enginecore.forward.cuda.launches import Kernels
+from penstock_enginecore.forward.cuda.kernel_api import Kernels
 from penstock_enginecore.forward.cuda.quantized import quantized_product
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models.quantization.experts import QuantizedStack

@@ -15,7 +15,7 @@ from penstock_enginecore.forward.cuda.adapted_products import Adapt, unadapted
 from penstock_enginecore.forward.cuda.buffers import StepInputs
 from penstock_enginecore.forward.cuda.grouped import GroupedProduct, grouped
 from penstock_enginecore.forward.cuda.grouped_routing import grouped_route
-from penstock_enginecore.forward.cuda.launches import Kernels
+from penstock_enginecore.forward.cuda.kernel_api import Kernels
 from penstock_enginecore.forward.cuda.linear import Held, Product, merged
 from penstock_enginecore.forward.cuda.plans import ClampedGate, ExpertsPlan, MLPPlan
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock_enginecore.attention.base import AttentionParams
-from penstock_enginecore.forward.cuda.launches import Activation, Norm
+from penstock_enginecore.forward.cuda.kernel_api import Activation, Norm
 from penstock_enginecore.forward.cuda.linear import Linear
 from penstock_enginecore.models.quantization.experts import QuantizedStack
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from penstock_enginecore.forward.cuda.family import Family
-from penstock_enginecore.forward.cuda.launches import Activation, Norm
+from penstock_enginecore.forward.cuda.kernel_api import Activation, Norm
 from penstock_enginecore.forward.cuda.linear import Linear
 from penstock_enginecore.forward.cuda.plans import (
     AttentionPlan,

@@ -20,10 +20,10 @@ from penstock_enginecore.forward.cuda.buffers import (
     StepShape,
     padded_shape,
 )
-from penstock_enginecore.forward.cuda.feedback import TokenFeedback
+from penstock_enginecore.forward.cuda.device_tokens import TokenFeedback
 from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs
-from penstock_enginecore.forward.cuda.kept_hidden import KeptHidden
-from penstock_enginecore.forward.cuda.launches import SamplingKernels
+from penstock_enginecore.forward.cuda.hidden_state_capture import KeptHidden
+from penstock_enginecore.forward.cuda.kernel_api import SamplingKernels
 from penstock_enginecore.forward.cuda.steps import CacheShape
 from penstock_enginecore.forward.modules import (
     KeptStates,

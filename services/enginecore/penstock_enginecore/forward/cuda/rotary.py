@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from penstock_enginecore.forward.cuda.launches import RotaryTable
+from penstock_enginecore.forward.cuda.kernel_api import RotaryTable
 from penstock_enginecore.forward.proof import UnsuitableError
 
 

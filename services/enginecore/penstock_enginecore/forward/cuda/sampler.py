@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from penstock_enginecore.forward.cuda.buffers import DRAW_DTYPES, MAX_CAPTURED_TOKENS, VectorLayout, draw_values
-from penstock_enginecore.forward.cuda.launches import Draws, SamplingKernels
+from penstock_enginecore.forward.cuda.kernel_api import Draws, SamplingKernels
 from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws, Sampler, SamplingInputs
 from penstock_enginecore.sample.random import uniforms
 

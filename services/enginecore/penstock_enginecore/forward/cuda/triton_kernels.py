@@ -5,6 +5,7 @@ import torch
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
 from penstock_enginecore.forward.cuda.buffers import MAX_CAPTURED_TOKENS
+from penstock_enginecore.forward.cuda.kernel_api import Activation, GroupInputs, Norm, RotaryTable
 from penstock_enginecore.forward.cuda.kernels.activation import gated
 from penstock_enginecore.forward.cuda.kernels.attention import Scratch, attend
 from penstock_enginecore.forward.cuda.kernels.cache import write_cache
@@ -20,7 +21,6 @@ from penstock_enginecore.forward.cuda.kernels.latent_attention import attend_lat
 from penstock_enginecore.forward.cuda.kernels.latent_prologue import latent_prologue, turn_queries
 from penstock_enginecore.forward.cuda.kernels.norm import add_rms_norm
 from penstock_enginecore.forward.cuda.kernels.prologue import prologue
-from penstock_enginecore.forward.cuda.launches import Activation, GroupInputs, Norm, RotaryTable
 from penstock_enginecore.forward.cuda.weights import Int4Weight, QuantizedWeight, StackedWeight
 from penstock_enginecore.lora.row_tiles import RowTiles
 from penstock_enginecore.lora.slot_matrices import SlotMatrices

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
 
+from penstock_enginecore.models.bf16_storage import widen_all
 from penstock_enginecore.models.dtypes import Dtypes
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.multimodal.encoder import TowerEncoder
 from penstock_enginecore.models.multimodal.families.base import Checkpoint, Family
 from penstock_enginecore.models.multimodal.families.factory import family_of
 from penstock_enginecore.models.multimodal.text_models import text_class
-from penstock_enginecore.models.narrow_weight import widen_all
 from penstock_enginecore.models.placement import place
 from penstock_enginecore.models.quantization.kept import dequantize_kept
 

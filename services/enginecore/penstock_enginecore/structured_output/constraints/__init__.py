@@ -1,0 +1,1 @@
+"""Checks JSON schemas, regular expressions and choices, and writes them as grammars."""

@@ -8,8 +8,8 @@ from penstock_frontend.api.anthropic import errors
 from penstock_frontend.api.anthropic.messages import Messages
 from penstock_frontend.api.openai.bodies import Bodies
 from penstock_frontend.api.openai.endpoint import Endpoint, Gate
-from penstock_frontend.async_llm import AsyncLLM
-from penstock_frontend.chat_calls import ChatCalls
+from penstock_frontend.calls.chat import ChatCalls
+from penstock_frontend.calls.generate import AsyncLLM
 
 
 def routes(llm: AsyncLLM, chat: ChatCalls, *, gate: Gate, bodies: Bodies) -> Sequence[Route]:

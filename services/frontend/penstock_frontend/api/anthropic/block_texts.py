@@ -7,7 +7,7 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_frontend.api.anthropic.messages_body import BlockBody, SourceBody
-from penstock_frontend.call_warnings import WarningKind, warn
+from penstock_frontend.telemetry.call_warnings import WarningKind, warn
 
 TEXTS = ("text", "document", "search_result", "tool_reference")
 """Types of blocks that are text, or become text."""

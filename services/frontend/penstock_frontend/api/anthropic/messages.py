@@ -7,7 +7,6 @@ from typing import Any
 
 from penstock_common.errors import RequestFailed
 from penstock_common.types.sampling import OutputKind
-from penstock_frontend.admission import demand_of
 from penstock_frontend.api.anthropic import errors
 from penstock_frontend.api.anthropic.client_tools import choice_of, tools_of
 from penstock_frontend.api.anthropic.message import AssistantMessage, StreamEvent, TokenCount
@@ -31,11 +30,12 @@ from penstock_frontend.api.openai.generation import Generation, Source
 from penstock_frontend.api.openai.prediction import text_of
 from penstock_frontend.api.openai.sse import EventStream, StreamForm, named
 from penstock_frontend.api.served_tools import ChosenTools
-from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import ChatRequest
-from penstock_frontend.call_warnings import WarningKind, name_fields, warn
-from penstock_frontend.chat_calls import ChatCalls
+from penstock_frontend.calls.admission import demand_of
+from penstock_frontend.calls.chat import ChatCalls
+from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.processing.chat.answers import ChatOutput
+from penstock_frontend.telemetry.call_warnings import WarningKind, name_fields, warn
 
 EVENTS = StreamForm(named, errors.event)
 _NAMES = {

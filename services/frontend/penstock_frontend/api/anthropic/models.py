@@ -9,7 +9,7 @@ from penstock_common.errors import InvalidArgument, NotFound, quoted
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.models import Models
-from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.calls.generate import AsyncLLM
 
 _DEFAULT_LIMIT, _MAX_LIMIT = 20, 1000
 

@@ -18,8 +18,8 @@ from penstock_frontend.api.anthropic.omitted_thinking import opened
 from penstock_frontend.api.openai.response_format import Constraint
 from penstock_frontend.api.reasoning_effort import effort_kwargs
 from penstock_frontend.call_types import ChatMessage, ContentPart, ToolCall
-from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.processing.chat.histories import arguments_text, warn_of_lost_calls
+from penstock_frontend.telemetry.call_warnings import WarningKind, warn
 
 _BILLING = "x-anthropic-billing-header"
 """What a block begins with that Anthropic's own clients put into the system's text, different in every call."""

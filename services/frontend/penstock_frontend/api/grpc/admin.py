@@ -17,14 +17,14 @@ from penstock_common.rpc.cluster import engine_to_proto
 from penstock_common.rpc.data_parallel import pool_group_to_proto
 from penstock_common.rpc.guard import peer_names
 from penstock_common.types.cluster import DEFAULT_POOL
-from penstock_frontend.adapter_calls import AdapterCalls
 from penstock_frontend.api.grpc.lora_messages import lora_info
 from penstock_frontend.api.grpc.unserved import refuses_unserved
 from penstock_frontend.api.grpc.utilities import ask_all
 from penstock_frontend.auth.principal import current_principal
-from penstock_frontend.engine.lost_engines import LostEngines
+from penstock_frontend.calls.adapters import AdapterCalls
+from penstock_frontend.dispatch.lost_engines import LostEngines
 from penstock_frontend.ports import Coordinator, EngineClient
-from penstock_frontend.tenant_refusals import TenantRefusals
+from penstock_frontend.telemetry.tenant_refusals import TenantRefusals
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 SERVICE_NAME = _SERVICE.full_name

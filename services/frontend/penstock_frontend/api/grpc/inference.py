@@ -12,18 +12,18 @@ from penstock_common.errors import NotFound
 from penstock_common.observability.caller import peer_address
 from penstock_common.rpc.media import limits_to_proto
 from penstock_common.types.pooling import PoolingTask
-from penstock_frontend.admission import demand_of
 from penstock_frontend.api.grpc import chat_messages, generate_messages, pooling_messages
 from penstock_frontend.api.grpc.session import GenerateSession
 from penstock_frontend.api.grpc.unserved import refuses_unserved
 from penstock_frontend.api.media_limits import media_limits
-from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.auth.principal import caller_named
-from penstock_frontend.call_warnings import WarningLog
-from penstock_frontend.chat_calls import ChatCalls
+from penstock_frontend.calls.admission import demand_of
+from penstock_frontend.calls.chat import ChatCalls
+from penstock_frontend.calls.generate import AsyncLLM
+from penstock_frontend.calls.scoring import ScoringCalls
 from penstock_frontend.config import FrontendConfig, LimitsConfig
-from penstock_frontend.engine.adapters import NamedAdapter
-from penstock_frontend.scoring_calls import ScoringCalls
+from penstock_frontend.dispatch.adapters import NamedAdapter
+from penstock_frontend.telemetry.call_warnings import WarningLog
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 SERVICE_NAME = _SERVICE.full_name

@@ -1,7 +1,7 @@
 """LoRA adapters as the operators' API tells of them."""
 
 from penstock.admin.v1 import messages_pb2 as pb
-from penstock_frontend.adapter_calls import AdapterInfo
+from penstock_frontend.calls.adapters import AdapterInfo
 
 
 def lora_info(info: AdapterInfo) -> pb.LoraInfo:

@@ -12,13 +12,13 @@ from penstock_common.observability.incidents import incident
 from penstock_common.rpc.interceptor import check_response_size
 from penstock_common.rpc.outputs import error_to_proto
 from penstock_common.types.outputs import RequestError
-from penstock_frontend.admission import InFlight, demand_of
 from penstock_frontend.api.call_context import tenant_of_message
 from penstock_frontend.api.grpc import generate_messages
-from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import GenerateRequest
+from penstock_frontend.calls.admission import InFlight, demand_of
+from penstock_frontend.calls.generate import AsyncLLM
+from penstock_frontend.calls.live_request import LiveRequest
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.live_request import LiveRequest
 
 _MAX_QUEUED = 16
 """Messages that wait to be written. What comes while they do is merged in the requests' collectors."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from penstock_common.errors import RequestFailed, Unavailable
-from penstock_frontend.engine.engine_errors import of_engine
+from penstock_frontend.dispatch.engine_errors import of_engine
 from penstock_frontend.ports import EngineClient
 
 

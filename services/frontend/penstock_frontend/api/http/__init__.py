@@ -1,0 +1,1 @@
+"""The HTTP listener: connections, parsing within limits, streams, telemetry, the page at ``/``."""

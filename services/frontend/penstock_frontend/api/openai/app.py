@@ -29,10 +29,10 @@ from penstock_frontend.api.openai.responses.response_store import ResponseStore
 from penstock_frontend.api.openai.responses.stored import StoredResponses
 from penstock_frontend.api.openai.tokenization import Tokenization
 from penstock_frontend.api.openai.version import version
-from penstock_frontend.async_llm import AsyncLLM
-from penstock_frontend.chat_calls import ChatCalls
+from penstock_frontend.calls.chat import ChatCalls
+from penstock_frontend.calls.generate import AsyncLLM
+from penstock_frontend.calls.scoring import ScoringCalls
 from penstock_frontend.config import FrontendConfig, LimitsConfig
-from penstock_frontend.scoring_calls import ScoringCalls
 
 _RESPONSE = "/v1/responses/{response_id}"
 

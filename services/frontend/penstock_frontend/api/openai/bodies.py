@@ -10,14 +10,14 @@ from prometheus_client import CollectorRegistry
 from starlette.types import Receive
 
 from penstock_common.errors import ResourceExhausted
-from penstock_frontend.admission import InFlight
 from penstock_frontend.api.openai.body_encoding import Decompressor, decompressor_of
 from penstock_frontend.api.openai.body_fields import decode
 from penstock_frontend.api.openai.errors import HttpError
 from penstock_frontend.api.openai.field_policy import FieldPolicy
 from penstock_frontend.api.openai.json_size import check_json_size
-from penstock_frontend.call_warnings import WarningLog
+from penstock_frontend.calls.admission import InFlight
 from penstock_frontend.config import HttpConfig
+from penstock_frontend.telemetry.call_warnings import WarningLog
 
 _LARGE = 1024 * 1024
 """Bytes of a body from which on it takes a thread's time to make something of it."""

@@ -10,7 +10,6 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
 from penstock_common.types.logprobs import Logprobs
-from penstock_frontend.admission import demand_of
 from penstock_frontend.api.openai import sampling_fields
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, shown
@@ -30,9 +29,10 @@ from penstock_frontend.api.openai.sse import EventStream
 from penstock_frontend.api.openai.usage import UsageCount, UsageInfo, usage_info
 from penstock_frontend.api.reasoning_effort import effort_kwargs
 from penstock_frontend.api.served_tools import ChosenTools, ServedTools
-from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import ChatRequest, Finish, KvParams
-from penstock_frontend.chat_calls import ChatCalls
+from penstock_frontend.calls.admission import demand_of
+from penstock_frontend.calls.chat import ChatCalls
+from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.processing.chat.answers import ChatOutput
 
 _INT32_MAX = 2**31 - 1

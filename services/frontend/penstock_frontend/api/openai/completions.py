@@ -12,7 +12,6 @@ import msgspec
 from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.logprobs import Logprobs
-from penstock_frontend.admission import Demand, demand_of
 from penstock_frontend.api.openai import best_of, prompts, sampling_fields
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.body_fields import check_range
@@ -25,10 +24,11 @@ from penstock_frontend.api.openai.prediction import text_of
 from penstock_frontend.api.openai.sampling_fields import SamplingFields, StreamOptions, TokenId
 from penstock_frontend.api.openai.sse import EventStream
 from penstock_frontend.api.openai.usage import UsageCount, UsageInfo
-from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import GenerateRequest, KvParams, RequestOutput
+from penstock_frontend.calls.admission import Demand, demand_of
+from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.pace import Pace
+from penstock_frontend.loop_yield import Pace
 from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
 from penstock_frontend.processing.prompts.infill import infill_prompt
 

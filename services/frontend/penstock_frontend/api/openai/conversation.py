@@ -9,8 +9,8 @@ from penstock_common.errors import InvalidArgument, quoted
 from penstock_frontend.api.openai.chat_tools import FunctionCallBody, ToolCallBody, call_of, function_call
 from penstock_frontend.api.openai.media_fields import MEDIA_TYPES, MediaFields, MediaOptions, is_media, media_of
 from penstock_frontend.call_types import ChatMessage, ContentPart
-from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.processing.chat.histories import warn_of_lost_calls
+from penstock_frontend.telemetry.call_warnings import WarningKind, warn
 
 _NO_OPTIONS = MediaOptions()
 CONVERSATION = {"prompt is": "the conversation with its template and tools is"}

@@ -20,10 +20,10 @@ from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.media_fields import MediaIoBody, options_of
 from penstock_frontend.api.openai.pooling.input_fields import Input, inputs_of, normalize_of
 from penstock_frontend.api.openai.pooling.truncation_fields import TruncationFields, truncation_of
-from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import ChatRequest, PoolingRequest
-from penstock_frontend.chat_calls import ChatCalls
-from penstock_frontend.pace import NUMBERS_PER_TURN, Pace
+from penstock_frontend.calls.chat import ChatCalls
+from penstock_frontend.calls.generate import AsyncLLM
+from penstock_frontend.loop_yield import NUMBERS_PER_TURN, Pace
 from penstock_frontend.processing.pooling.outputs import vectors_of
 
 _INT32 = 2**31

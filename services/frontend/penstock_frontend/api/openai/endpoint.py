@@ -15,13 +15,13 @@ from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted, quoted
 from penstock_common.tenant_room import TenantRoom
 from penstock_common.types.request_context import RequestContext
-from penstock_frontend.admission import InFlight
 from penstock_frontend.api.call_context import context_of_call, tenant_of_call
 from penstock_frontend.api.openai import errors
 from penstock_frontend.api.openai.bodies import Bodies, Body, ClientGone
 from penstock_frontend.api.openai.field_policy import client_of
 from penstock_frontend.api.openai.http_send import send_json
 from penstock_frontend.api.openai.sse import EventStream
+from penstock_frontend.calls.admission import InFlight
 from penstock_frontend.config import FairnessConfig, HttpConfig
 
 REQUEST_ID = "x-request-id"

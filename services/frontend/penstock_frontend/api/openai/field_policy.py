@@ -10,7 +10,7 @@ from penstock_common.errors import InvalidArgument, nearest
 from penstock_common.observability.logging import get_logger
 from penstock_frontend.api.openai.unknown_fields import UnknownField, find_unknown
 from penstock_frontend.auth.principal import caller_named
-from penstock_frontend.logged_once import LoggedOnce
+from penstock_frontend.telemetry.logged_once import LoggedOnce
 
 _LARGE = 64 * 1024
 """Bytes of a body that is looked at in a thread."""

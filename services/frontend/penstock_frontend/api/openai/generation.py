@@ -8,11 +8,11 @@ from typing import Generic, NamedTuple, TypeVar
 
 from penstock_common.errors import RequestFailed
 from penstock_common.types.outputs import FinishReason
-from penstock_frontend.admission import Demand
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.errors import renamed
-from penstock_frontend.async_llm import AsyncLLM
-from penstock_frontend.live_request import LiveRequest
+from penstock_frontend.calls.admission import Demand
+from penstock_frontend.calls.generate import AsyncLLM
+from penstock_frontend.calls.live_request import LiveRequest
 
 FINISH_REASONS = {
     FinishReason.STOP: "stop",

@@ -3,10 +3,10 @@
 import msgspec
 
 from penstock_common.errors import RequestFailed
-from penstock_frontend.adapter_calls import AdapterCalls
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.endpoint import Answer, Call, PlainText
 from penstock_frontend.api.openai.errors import renamed
+from penstock_frontend.calls.adapters import AdapterCalls
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PATHS = frozenset((LOAD, UNLOAD))

@@ -8,9 +8,9 @@ import msgspec
 from penstock_common.errors import NotFound
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.endpoint import Answer, Call
-from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.config import ModelConfig
-from penstock_frontend.engine.adapters import NamedAdapter
+from penstock_frontend.dispatch.adapters import NamedAdapter
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):

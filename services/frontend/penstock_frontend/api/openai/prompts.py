@@ -6,7 +6,7 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_frontend.api.openai.errors import renamed
-from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.calls.generate import AsyncLLM
 
 AS_MANY_AS_FIT = -1
 """What ``truncate_prompt_tokens`` says for as many tokens as leave room for the output."""

@@ -13,8 +13,8 @@ from penstock_frontend.api.openai.other_names import other_names, unify
 from penstock_frontend.api.openai.prediction import NAMES, PredictionBody
 from penstock_frontend.api.openai.response_format import Constraint
 from penstock_frontend.call_types import Finish, KvParams
-from penstock_frontend.call_warnings import WarningKind, warn
-from penstock_frontend.engine.gateway import KvGateway, answer_of
+from penstock_frontend.dispatch.kv_transfer_params import KvGateway, answer_of
+from penstock_frontend.telemetry.call_warnings import WarningKind, warn
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 

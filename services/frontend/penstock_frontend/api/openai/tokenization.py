@@ -14,9 +14,9 @@ from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.media_fields import MediaIoBody, options_of
 from penstock_frontend.api.openai.sampling_fields import TokenId
 from penstock_frontend.api.served_tools import ToolChoice
-from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import ChatRequest, GenerateRequest
-from penstock_frontend.chat_calls import ChatCalls
+from penstock_frontend.calls.chat import ChatCalls
+from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.processing.prompts.tokenizer import Encoded
 
 

@@ -3,7 +3,7 @@
 from smg_grpc_proto.generated import common_pb2
 
 from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
-from penstock_frontend.engine.kv_events import KvEventBatch
+from penstock_frontend.dispatch.kv_events import KvEventBatch
 
 _HASH_BYTES = 8
 

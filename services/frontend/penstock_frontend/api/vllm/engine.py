@@ -18,19 +18,19 @@ from penstock_common.errors import InvalidArgument, OutOfRange, Unavailable, Uni
 from penstock_common.rpc.sampling import refuse_set
 from penstock_common.types.kv_transfer import EngineRole
 from penstock_common.types.media import MediaLimits, Modality
-from penstock_frontend.admission import demand_of
 from penstock_frontend.api.call_context import deadline_after
 from penstock_frontend.api.grpc.unserved import refuses_unserved
 from penstock_frontend.api.grpc.utilities import ask_all
 from penstock_frontend.api.media_limits import media_limits
 from penstock_frontend.api.vllm import cache_events, requests, responses
-from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.calls.admission import demand_of
+from penstock_frontend.calls.generate import AsyncLLM
+from penstock_frontend.calls.readiness import Readiness
 from penstock_frontend.config import LimitsConfig, MediaConfig, ModelConfig
-from penstock_frontend.engine.gateway import CONNECTOR
-from penstock_frontend.engine.kv_events import KvEventFeed
+from penstock_frontend.dispatch.kv_events import KvEventFeed
+from penstock_frontend.dispatch.kv_transfer_params import CONNECTOR
 from penstock_frontend.processing.prompts.model_card import ModelCard
 from penstock_frontend.processing.prompts.tokenizer_bundle import TokenizerBundle
-from penstock_frontend.readiness import Readiness
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"]
 SERVICE_NAME: str = _SERVICE.full_name

@@ -8,8 +8,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from penstock_common.rpc import outputs as parts
 from penstock_common.types.logprobs import Logprobs
 from penstock_frontend.call_types import Finish, GenerateRequest, PoolingResult, RequestOutput
-from penstock_frontend.engine.gateway import answer_of
-from penstock_frontend.live_request import LiveRequest
+from penstock_frontend.calls.live_request import LiveRequest
+from penstock_frontend.dispatch.kv_transfer_params import answer_of
 
 
 def embed_response(result: PoolingResult) -> pb.EmbedResponse:

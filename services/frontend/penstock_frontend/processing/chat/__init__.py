@@ -1,0 +1,1 @@
+"""Chat templates, roles, tools, and the content blocks of answers."""

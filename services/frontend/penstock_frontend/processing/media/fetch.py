@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from penstock_common.errors import ConfigError, ResourceExhausted, quoted
 from penstock_frontend.config.media import MediaConfig
-from penstock_frontend.pace import Pace
+from penstock_frontend.loop_yield import Pace
 from penstock_frontend.processing.media import refusals
 from penstock_frontend.processing.media.exchange import Counted, Exchange
 from penstock_frontend.processing.media.sources import Target, check_domain, is_allowed_address, read_url

@@ -5,7 +5,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable
 
-from penstock_frontend.pace import Pace
+from penstock_frontend.loop_yield import Pace
 
 RunInThread = Callable[[Callable[[], bool]], Awaitable[bool]]
 

@@ -1,0 +1,1 @@
+"""Detokenization, stop strings, log-probabilities, and the collector that a client reads from."""

@@ -1,0 +1,1 @@
+"""Inputs and answers of requests for embeddings and scores."""

@@ -1,0 +1,1 @@
+"""Validation, tokenization, sampling parameters, prompts as vectors, several choices of one request."""

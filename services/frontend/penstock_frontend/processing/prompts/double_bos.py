@@ -6,8 +6,8 @@ A model sees two of them then, which it never did in training. Most such prompts
 from collections.abc import Sequence
 
 from penstock_common.errors import quoted
-from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
+from penstock_frontend.telemetry.call_warnings import WarningKind, warn
 
 
 def warn_of_double_bos(token_ids: Sequence[int], tokenizer: Tokenizer, *, field: str) -> None:

@@ -17,7 +17,7 @@ from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Prediction
 from penstock_frontend.config import FairnessConfig, LimitsConfig, LoraConfig
-from penstock_frontend.engine.adapters import Adapters
+from penstock_frontend.dispatch.adapters import Adapters
 from penstock_frontend.media_parts import MediaPart
 from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.chat.reasoning import Reasoning

@@ -9,7 +9,7 @@ from penstock_common.types.outputs import FinishReason, RequestError
 from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import SpeculativeConfig
-from penstock_enginecore.core.kv_transfer.validation import check_kv_transfer
+from penstock_enginecore.kv_transfer.core.validation import check_kv_transfer
 from tests.fakes.engines.engine_harness import (
     CLIENT,
     FakeClock,

@@ -12,8 +12,8 @@ from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
 from penstock_enginecore.config import LoraConfig, SpeculativeConfig
 from penstock_enginecore.core.control import EngineControl
-from penstock_enginecore.core.lora.request import LoadedLora, PartlyLoadedError
 from penstock_enginecore.core.scheduler.base import PauseState
+from penstock_enginecore.lora.core.request import LoadedLora, PartlyLoadedError
 from tests.fakes.engines.engine_harness import (
     CLIENT,
     FakeClock,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from penstock_enginecore.config import EngineCoreConfig, KernelsConfig, ModelConfig, SchedulerConfig
+from penstock_enginecore.executor.generation.device_token_buffer import NewestTokens
 from penstock_enginecore.executor.generation.graph_capture import GraphCapture
-from penstock_enginecore.executor.generation.newest_tokens import NewestTokens
 from penstock_enginecore.executor.graph_sizes import sizes_to_capture
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.graphs import StepGraphs

@@ -6,10 +6,10 @@ import torch
 
 from penstock_common.types.media import EmbedRun, MultiModalFeature
 from penstock_common.types.sampling import SamplingParams
-from penstock_enginecore.core.lora.request import LoraRequest
 from penstock_enginecore.core.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.lora.adapter import LoraSegment
+from penstock_enginecore.lora.core.request import LoraRequest
 from penstock_enginecore.sample.sampler import TorchSampler
 
 GREEDY = SamplingParams(temperature=0.0)

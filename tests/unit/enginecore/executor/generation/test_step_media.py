@@ -21,11 +21,11 @@ from penstock_enginecore.core.scheduler.output import (
     NewRequestData,
     SchedulerOutput,
 )
-from penstock_enginecore.executor.completion import Late
 from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
 from penstock_enginecore.forward.build import BuiltForward, ForwardConfig, build_forward
 from penstock_enginecore.models.loader import LoadedModel, load_model
+from penstock_enginecore.worker.result_futures import Late
 from tests.fakes.models.fake_media_encoder import FakeMediaEncoder, rows_of
 from tests.fakes.models.tiny_models import save_tiny_model
 

@@ -15,11 +15,11 @@ import pytest
 from penstock_common.errors import FailedPrecondition, RequestFailed, ResourceExhausted, Unavailable
 from penstock_enginecore.config import EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
-from penstock_enginecore.core.lora.request import LoadedLora, LoraRequest, PartlyLoadedError
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
-from penstock_enginecore.executor.multiproc import overdue
+from penstock_enginecore.executor.multiproc import step_watchdog as overdue
 from penstock_enginecore.executor.multiproc.executor import MultiprocExecutor
-from penstock_enginecore.executor.multiproc.failures import WorkerError, WorkersGone
+from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, PartlyLoadedError
+from penstock_enginecore.worker.failures import WorkerError, WorkersGone
 from tests.fakes.engines.worker_process import MODULE, Misdeed
 from tests.fakes.patience import PATIENCE
 from tests.fakes.processes import children

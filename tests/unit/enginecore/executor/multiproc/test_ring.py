@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock_enginecore.executor.multiproc import words as words_module
+from penstock_enginecore.executor.multiproc import futex_counter as words_module
+from penstock_enginecore.executor.multiproc.futex_counter import NativeWords, PlainWords, Words, shared_words
 from penstock_enginecore.executor.multiproc.ring import RingClosed, RingError, RingReader, RingTimeout, RingWriter
 from penstock_enginecore.executor.multiproc.ring_memory import MASK, RingMemory
-from penstock_enginecore.executor.multiproc.words import NativeWords, PlainWords, Words, shared_words
 from tests.fakes.patience import PATIENCE
 
 SLOT = 8

@@ -2,10 +2,10 @@
 
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.request import NO_SAMPLING
-from penstock_enginecore.core.lora.request import LoraRequest
 from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.pooling.batch import PoolingBatch
 from penstock_enginecore.lora.adapter import LoraSegment
+from penstock_enginecore.lora.core.request import LoraRequest
 
 
 def new(key: str, count: int, digest: bytes = b"") -> NewRequestData:

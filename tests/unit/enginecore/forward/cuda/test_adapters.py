@@ -13,7 +13,6 @@ import torch
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import KernelsConfig, ModelConfig
 from penstock_enginecore.forward.backbone import Backbone, BackboneBatch, probe_specs
-from penstock_enginecore.forward.blank import blank_decodes
 from penstock_enginecore.forward.cuda import adapter_kernels, candidate
 from penstock_enginecore.forward.cuda.adapter_kernels import adapted_modules, slot_modules, why_not
 from penstock_enginecore.forward.cuda.adapters import DeviceAdapters
@@ -22,6 +21,7 @@ from penstock_enginecore.forward.cuda.buffers import StepShape
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
+from penstock_enginecore.forward.dummy_step import blank_decodes
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.lora.adapter import AdaptedForward, LoraAdapter, LoraSegment, LowRankUpdate

@@ -12,7 +12,7 @@ import torch
 from penstock_enginecore.attention.base import AttentionMetadata
 from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.cuda.decoder import FusedForward
-from penstock_enginecore.forward.cuda.launches import Kernels
+from penstock_enginecore.forward.cuda.kernel_api import Kernels
 from penstock_enginecore.forward.cuda.quantized import keeps
 from tests.fakes.models.fused_models import load_probed, save_varied_model
 from tests.fakes.models.interpreted_kernels import interpreted, sum_in_order

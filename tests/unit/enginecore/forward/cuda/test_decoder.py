@@ -15,7 +15,7 @@ from penstock_enginecore.forward.base import FedTokens, ForwardBatch, ForwardPas
 from penstock_enginecore.forward.cuda import decoder
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.families import plan_model
-from penstock_enginecore.forward.cuda.launches import Norm
+from penstock_enginecore.forward.cuda.kernel_api import Norm
 from penstock_enginecore.forward.cuda.plans import ExpertsPlan, LayerPlan, ModelPlan
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, probe_model
 from penstock_enginecore.forward.probe import Probe, probe_logits

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from penstock_enginecore.config import ModelConfig
+from penstock_enginecore.models.bf16_storage import NarrowWeight
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
 from penstock_enginecore.models.multimodal.families.factory import family_of
-from penstock_enginecore.models.narrow_weight import NarrowWeight
 from penstock_enginecore.models.quantization.kept import dequantize_kept
 from tests.fakes.models.quantized_models import FORMATS, is_quantized
 from tests.fakes.multimodal_items import features, image_tensors, item

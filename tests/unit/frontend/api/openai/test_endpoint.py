@@ -13,9 +13,9 @@ from penstock_common.errors import InvalidArgument
 from penstock_frontend.api.openai.bodies import Bodies, Body
 from penstock_frontend.api.openai.endpoint import Answer, Call, Endpoint, Gate, PlainText
 from penstock_frontend.api.openai.sse import EventStream
-from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.config import FairnessConfig, HttpConfig
-from penstock_frontend.tenant_refusals import TenantRefusals
+from penstock_frontend.telemetry.call_warnings import WarningKind, warn
+from penstock_frontend.telemetry.tenant_refusals import TenantRefusals
 
 
 class Chunk(msgspec.Struct):

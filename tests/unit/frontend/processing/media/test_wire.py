@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock_frontend.pace import Pace
+from penstock_frontend.loop_yield import Pace
 from penstock_frontend.processing.media.wire import BYTES_PER_TURN, Wire, connect
 from tests.fakes.network.certificates import Authority
 

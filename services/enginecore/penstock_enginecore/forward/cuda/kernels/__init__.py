@@ -1,0 +1,1 @@
+"""Triton kernels: normalisation, attention, matrix products, experts, inputs of decode steps, sampling."""

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_enginecore.forward.cuda.launches import Activation
+from penstock_enginecore.forward.cuda.kernel_api import Activation
 
 _BLOCK = 1024
 

@@ -14,10 +14,10 @@ import triton
 
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
+from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
 from penstock_enginecore.forward.cuda.kernels.attention_decode import decode_pieces, merge_pieces
 from penstock_enginecore.forward.cuda.kernels.attention_prefill import prefill_tiles
 from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, AttentionTiles, attention_tiles
-from penstock_enginecore.forward.cuda.launches import GroupInputs
 
 _ITEMS_PER_REQUEST = 256
 """About how many pieces, of all KV heads, one long decode is cut into: some more than a device has multiprocessors."""

@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
 from penstock_enginecore.forward.cuda.kernels.attention import Scratch, programs
 from penstock_enginecore.forward.cuda.kernels.attention_decode import merge_pieces, piece_size
 from penstock_enginecore.forward.cuda.kernels.attention_softmax import accumulate, find
 from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, Latent, latent_tiles
-from penstock_enginecore.forward.cuda.launches import GroupInputs
 
 MAX_LATENT, MAX_ROTARY = 512, 64
 """Numbers that tiles have room for."""

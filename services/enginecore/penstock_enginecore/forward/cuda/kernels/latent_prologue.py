@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_enginecore.forward.cuda.launches import Norm, RotaryTable
+from penstock_enginecore.forward.cuda.kernel_api import Norm, RotaryTable
 
 _HEADS = 4
 """Heads of a program."""

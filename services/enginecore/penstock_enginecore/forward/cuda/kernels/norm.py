@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_enginecore.forward.cuda.launches import Norm
+from penstock_enginecore.forward.cuda.kernel_api import Norm
 
 _NUMBERS_PER_WARP = 512
 

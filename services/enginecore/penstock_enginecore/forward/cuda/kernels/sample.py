@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_enginecore.forward.cuda.launches import Draws
+from penstock_enginecore.forward.cuda.kernel_api import Draws
 
 _PART = 4096
 """Tokens of a program that looks for peaks, or sums weights, at most."""

@@ -21,8 +21,8 @@ from penstock_frontend.api.openai.pooling.input_fields import (
     usage_of,
 )
 from penstock_frontend.api.openai.pooling.truncation_fields import truncation_of
-from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import PoolingRequest
+from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.processing.pooling.outputs import vectors_of
 
 

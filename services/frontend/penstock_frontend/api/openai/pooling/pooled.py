@@ -25,9 +25,9 @@ from penstock_frontend.api.openai.pooling.input_fields import (
     usage_of,
 )
 from penstock_frontend.api.openai.pooling.truncation_fields import truncation_of
-from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import PoolingRequest
-from penstock_frontend.pace import NUMBERS_PER_TURN, Pace
+from penstock_frontend.calls.generate import AsyncLLM
+from penstock_frontend.loop_yield import NUMBERS_PER_TURN, Pace
 from penstock_frontend.processing.pooling.inputs import check_pools
 from penstock_frontend.processing.pooling.outputs import vectors_of
 

@@ -10,9 +10,9 @@ from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.pooling.input_fields import PoolingFields, PoolingUsage, usage_of
 from penstock_frontend.api.openai.pooling.truncation_fields import truncation_of
-from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import ScoreRequest
-from penstock_frontend.scoring_calls import ScoringCalls
+from penstock_frontend.calls.generate import AsyncLLM
+from penstock_frontend.calls.scoring import ScoringCalls
 
 _INT32_MAX = 2**31 - 1
 

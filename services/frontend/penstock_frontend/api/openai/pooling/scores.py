@@ -18,9 +18,9 @@ from penstock_frontend.api.openai.pooling.input_fields import (
     usage_of,
 )
 from penstock_frontend.api.openai.pooling.truncation_fields import truncation_of
-from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import ScoreRequest
-from penstock_frontend.scoring_calls import ScoringCalls
+from penstock_frontend.calls.generate import AsyncLLM
+from penstock_frontend.calls.scoring import ScoringCalls
 
 _NAMES = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
 """What the two sides may be called."""

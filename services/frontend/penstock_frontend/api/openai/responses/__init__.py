@@ -1,0 +1,1 @@
+"""OpenAI's responses API: items, stored responses, and the events of its streams."""

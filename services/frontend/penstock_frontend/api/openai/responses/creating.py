@@ -10,7 +10,6 @@ import msgspec
 
 from penstock_common.errors import Cancelled, InvalidArgument
 from penstock_common.types.sampling import OutputKind
-from penstock_frontend.admission import demand_of
 from penstock_frontend.api.media_places import placed
 from penstock_frontend.api.openai import errors, sampling_fields
 from penstock_frontend.api.openai.bodies import Body
@@ -37,12 +36,13 @@ from penstock_frontend.api.openai.responses.response_tools import SERVED, choice
 from penstock_frontend.api.openai.responses.response_writer import ResponseWriter
 from penstock_frontend.api.openai.sse import EventStream, StreamForm, named
 from penstock_frontend.api.served_tools import ChosenTools, ServedTools
-from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import ChatMessage, ChatRequest, KvParams
-from penstock_frontend.call_warnings import name_fields
-from penstock_frontend.chat_calls import ChatCalls
+from penstock_frontend.calls.admission import demand_of
+from penstock_frontend.calls.chat import ChatCalls
+from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.processing.chat.answers import ChatOutput
 from penstock_frontend.processing.chat.histories import warn_of_lost_calls
+from penstock_frontend.telemetry.call_warnings import name_fields
 
 
 def _unexpected(error: Exception, request_id: str) -> bytes:

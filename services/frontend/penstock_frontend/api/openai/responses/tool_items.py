@@ -11,8 +11,8 @@ from penstock_frontend.api.openai.errors import undecodable
 from penstock_frontend.api.openai.responses.response_body import InputItem, InputPart
 from penstock_frontend.api.served_tools import flat_name
 from penstock_frontend.call_types import ToolCall
-from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.processing.chat.histories import arguments_text
+from penstock_frontend.telemetry.call_warnings import WarningKind, warn
 
 CALLS = (
     "function_call",

@@ -7,7 +7,7 @@ import torch
 from penstock_enginecore.attention.base import AttentionParams, StepPlan
 from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
 from penstock_enginecore.attention.reference import ReferenceAttention
-from penstock_enginecore.forward.cuda.launches import GroupInputs
+from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
 from tests.fakes.models.interpreted_kernels import interpreted
 from tests.unit.enginecore.attention.test_backends import CPU, Step
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock_enginecore.attention.base import AttentionParams
-from penstock_enginecore.forward.cuda.launches import Norm
+from penstock_enginecore.forward.cuda.kernel_api import Norm
 from penstock_enginecore.forward.cuda.weights import Float8Weight, Int4Weight
 from tests.fakes.models.interpreted_kernels import interpreted, sum_in_order
 from tests.fakes.models.torch_kernels import TorchKernels

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock_enginecore.forward.cuda.launches import Norm, RotaryTable
+from penstock_enginecore.forward.cuda.kernel_api import Norm, RotaryTable
 from penstock_enginecore.forward.cuda.weights import Float8Weight, Int4Weight
 from tests.fakes.models.interpreted_kernels import interpreted
 from tests.fakes.models.torch_kernels import TorchKernels

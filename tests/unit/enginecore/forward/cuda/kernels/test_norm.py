@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_enginecore.forward.cuda.launches import Norm
+from penstock_enginecore.forward.cuda.kernel_api import Norm
 from tests.fakes.models.interpreted_kernels import interpreted
 
 norm = interpreted("norm")

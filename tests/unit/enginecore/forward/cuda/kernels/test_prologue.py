@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_enginecore.attention.kv_cache import KVScales
-from penstock_enginecore.forward.cuda.launches import Norm, RotaryTable
+from penstock_enginecore.forward.cuda.kernel_api import Norm, RotaryTable
 from tests.fakes.models.interpreted_kernels import interpreted
 from tests.fakes.models.torch_kernels import TorchKernels
 

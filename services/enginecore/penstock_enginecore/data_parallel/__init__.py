@@ -1,0 +1,1 @@
+"""A rank of a data-parallel group, and its metrics."""

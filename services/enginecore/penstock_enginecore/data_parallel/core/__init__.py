@@ -1,0 +1,1 @@
+"""State machine of a rank whose group computes every step together."""

@@ -1,0 +1,348 @@
+"""Drives a rank: from its effects to collectives, the engine, coordinator and frontends, and back."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Protocol
+
+from penstock_common.errors import FailedPrecondition, Unavailable
+from penstock_common.types.data_parallel import (
+    PauseMode,
+    PeerLost,
+    PrepareFailed,
+    RankReport,
+    StartDpWave,
+    StartWave,
+    WaveComplete,
+)
+from penstock_common.types.outputs import EngineCoreOutputs, RequestError
+from penstock_enginecore.core.collective_errors import CollectiveBroken, UnpreparedError
+from penstock_enginecore.core.scheduler.base import Clock, PauseState, Scheduler
+from penstock_enginecore.core.steps_in_flight import DrainAborts
+from penstock_enginecore.data_parallel.core.actions import (
+    AbortCollective,
+    Effect,
+    Exchange,
+    Forward,
+    Hold,
+    Join,
+    Leave,
+    Prepare,
+    Release,
+    ResumeRefused,
+    RollBack,
+)
+from penstock_enginecore.data_parallel.core.events import Broke, Connected, Gathered, GroupEvent, Named, Refused
+from penstock_enginecore.data_parallel.core.group_channels import Links
+from penstock_enginecore.data_parallel.core.group_state import GroupState
+from penstock_enginecore.data_parallel.core.rank import Effects, Phase, Rank
+from penstock_enginecore.data_parallel.core.row_codec import pack_row, unpack_row
+from penstock_enginecore.data_parallel.core.shared_experts import SharedExperts
+from penstock_enginecore.data_parallel.core.switch_timer import Standstill
+
+logger = logging.getLogger(__name__)
+
+REPEAT_INTERVAL = 0.5
+"""Seconds after which what may have been lost is said again."""
+
+ToCoordinator = StartWave | WaveComplete | PeerLost | PrepareFailed | RankReport
+
+
+class GroupEngine(Protocol):
+    """What the driver needs of an engine."""
+
+    scheduler: Scheduler
+
+    def step_together(self, drain_aborts: DrainAborts, *, begin: bool = True) -> None:
+        """One forward pass, also where there is nothing to compute; ``begin``: in which requests may begin."""
+
+
+class GroupDriver:
+    """What the busy loop asks of a rank. All methods belong to its thread, but for those under "From any thread".
+
+    The loop hands it events, and a step whenever ``wants_step``. Exchanges run on the links' threads: while one waits for other
+    ranks, the loop goes on taking what comes in.
+    """
+
+    def __init__(
+        self,
+        engine_name: str,
+        engine: GroupEngine,
+        links: Links,
+        *,
+        experts: SharedExperts | None = None,
+        prefill_interval: int = 1,
+        move_after: float = 10.0,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """``engine_name``: of the rank. ``experts``: what its ranks share of the model, which ``links`` prepare.
+        ``prefill_interval``: steps from one to the next in which requests begin. ``move_after``: seconds after which requests
+        leave a group that stands still.
+        """
+        self.links = links
+        self.to_coordinator: Callable[[ToCoordinator], None] = lambda _: None
+        self.to_frontends: Callable[[StartWave], None] = lambda _: None
+        self._rank = Rank(engine_name)
+        self._experts = experts
+        self._prefill_interval = prefill_interval
+        self._move_after = move_after
+        self._engine = engine
+        self._scheduler = engine.scheduler
+        self._clock = clock
+        self._meetings: Mapping[str, str] = {}
+        self._forward: Forward | None = None
+        self._pausing: list[Future[None]] = []
+        self._resume_refused = False
+        self._repeat_at = clock() + REPEAT_INTERVAL
+        self._standstill = Standstill(clock)
+        self._num_dummy_steps = 0
+        self._exchanged = (0, 0.0)
+
+    # From any thread.
+
+    def named(self, event: Named) -> None:
+        """The coordinator names a group. What waits in older ones is ended, where the new one is to be at once."""
+        if not event.message.base:
+            self.links.give_up_before(event.message.group.epoch)
+        self.links.post(event)
+
+    def refused(self, epoch: int, wave: int) -> None:
+        """A request was refused before it got to the loop. Its frontend may have told other ranks to be in a wave."""
+        self.links.post(Refused(epoch, wave))
+
+    @property
+    def report(self) -> RankReport:
+        """Where the rank is."""
+        return self._rank.report
+
+    @property
+    def state(self) -> GroupState:
+        """For metrics."""
+        rank, standstill = self._rank, self._standstill
+        members = rank.group.members
+        return GroupState(
+            epoch=rank.group.epoch,
+            num_ranks=len(members),
+            rank=members.index(rank.engine) if rank.engine in members else None,
+            suspended=rank.phase in (Phase.OUTSIDE, Phase.BROKEN),
+            num_dummy_steps=self._num_dummy_steps,
+            num_recoveries=standstill.num_recoveries,
+            recovery_seconds=standstill.recovery_seconds,
+            num_switches=standstill.num_switches,
+            switch_seconds=standstill.switch_seconds,
+            num_exchanges=self._exchanged[0],
+            exchange_seconds=self._exchanged[1],
+            expert_balance=None if self._experts is None else self._experts.balance,
+            num_experts_moved=None if self._experts is None else self._experts.num_moved,
+        )
+
+    # The busy loop's thread.
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether the ranks compute a step now."""
+        return self._forward is not None
+
+    @property
+    def seconds_to_repeat(self) -> float:
+        """Until ``look`` is wanted."""
+        return max(self._repeat_at - self._clock(), 0.0)
+
+    def look(self) -> None:
+        """Between steps: end requests, where no step does, and say again what may have been lost."""
+        self._scheduler.end_expired()
+        self._move_from_standstill()
+        self.settle()
+        if self._clock() < self._repeat_at:
+            return
+        self._repeat_at = self._clock() + REPEAT_INTERVAL
+        rank, effects = self._rank.repeat()
+        for effect in effects:
+            if isinstance(effect, StartWave):
+                self.to_frontends(effect)
+        self._apply(rank, effects)
+
+    def _move_from_standstill(self) -> None:
+        if self._rank.phase is not Phase.BROKEN:
+            return
+        if self._standstill.seconds_since_loss >= self._move_after and self._scheduler.has_requests:
+            failure = Unavailable("the group of the rank has lost a member and stands still", reason="GROUP_SUSPENDED")
+            self._scheduler.abort_all(RequestError.from_exception(failure), keep_blocks=True)
+
+    def added(self, epoch: int, wave: int, *, refused: bool = False) -> None:
+        """A request has been queued, or refused."""
+        self._apply(*self._rank.add(epoch, wave, refused=refused))
+
+    def take(self, event: GroupEvent) -> None:
+        """Something happened to the group."""
+        rank = self._rank
+        match event:
+            case Gathered(epoch, rows, seconds):
+                self._exchanged = (self._exchanged[0] + 1, self._exchanged[1] + seconds)
+                if epoch == rank.group.epoch and rank.phase is Phase.EXCHANGE:
+                    self._gathered(rows)
+            case Connected(epoch):
+                self._apply(*rank.prepared(epoch))
+            case Broke(epoch, why, unprepared):
+                self._broke(epoch, why, unprepared=unprepared)
+            case Named(message, meetings):
+                self._meetings = {**self._meetings, **meetings}
+                self._apply(*rank.reconfigure(message))
+            case Refused(epoch, wave):
+                self.added(epoch, wave, refused=True)
+            case StartDpWave():
+                self._apply(*rank.start_dp_wave(event))
+
+    def _gathered(self, rows: list[bytes]) -> None:
+        opened = self._rank.opening
+        if opened:  # all have switched: nobody is in a collective of an earlier epoch
+            self.links.close_before(self._rank.group.epoch)
+            if not self._joined(self._rank.group.epoch):
+                return
+        rank, effects = self._rank.gathered([unpack_row(row) for row in rows])
+        if rank.opening:
+            self._standstill.switching()
+        self._apply(rank, effects)
+        if opened and self._standstill.opened():
+            logger.info("the group of epoch %d goes on", rank.group.epoch)
+
+    def _joined(self, epoch: int) -> bool:
+        """Have the experts compute with the group of this epoch. Returns False where they cannot."""
+        if self._experts is None:
+            return True
+        try:
+            self._experts.join(epoch, self.links.link(epoch))
+        except UnpreparedError as e:
+            self._broke(epoch, str(e), unprepared=True)
+            return False
+        return True
+
+    def _broke(self, epoch: int, why: str, *, unprepared: bool = False) -> None:
+        rank = self._rank
+        if epoch == rank.standby.epoch and not rank.ready:
+            logger.warning("the group of epoch %d cannot be prepared: %s", epoch, why)
+            self._apply(*rank.prepare_failed(epoch))
+        elif epoch == rank.group.epoch:
+            logger.warning("a collective of epoch %d broke off: %s", epoch, why)
+            self.links.give_up_before(epoch + 1)  # or others would wait for what this rank computes no more
+            self._standstill.lost()
+            self._apply(*rank.peer_lost())
+            if unprepared:
+                self.to_coordinator(PrepareFailed(rank.engine, epoch))
+
+    def step(self, drain_aborts: DrainAborts) -> dict[str, EngineCoreOutputs]:
+        """Compute the step that the ranks agreed on. Returns what to tell each client, by client id."""
+        forward, self._forward = self._forward, None
+        if forward is None:
+            raise RuntimeError("the ranks have agreed on no step")
+        self._num_dummy_steps += forward.dummy
+        try:
+            self._engine.step_together(drain_aborts, begin=forward.step % self._prefill_interval == 0)
+        except CollectiveBroken as e:
+            self._broke(forward.epoch, str(e))
+            return self._scheduler.take_outputs()
+        self.settle()
+        self._apply(*self._rank.stepped(unfinished=self._counts()[0] > 0))
+        return self._scheduler.take_outputs()
+
+    def settle(self) -> None:
+        """Behind anything that may have ended requests: the rank learns what is left, and callers that a pause is complete."""
+        rank, scheduler = self._rank, self._scheduler
+        if rank.paused and scheduler.pause_state is not PauseState.PAUSED:
+            scheduler.pause(PauseState.PAUSED)
+        unfinished, held = self._counts()
+        if (rank.unfinished and not unfinished) or (rank.held and not held):
+            self._apply(*rank.left_with(unfinished=rank.unfinished and unfinished > 0, held=rank.held and held > 0))
+        if self._pausing and (rank.paused or not rank.pauses.on):
+            waiting, self._pausing = self._pausing, []
+            for done in waiting:
+                if rank.paused:
+                    done.set_result(None)
+                else:
+                    done.set_exception(Unavailable("the group was resumed before it had paused", reason="RESUMED"))
+
+    def _counts(self) -> tuple[int, int]:
+        """Requests that steps advance, and those that wait for a resume."""
+        requests = self._scheduler.num_requests
+        paused = self._scheduler.pause_state is PauseState.PAUSED
+        held = requests if paused else self._scheduler.num_held_by_pause
+        return requests - held, held
+
+    # Pauses.
+
+    def pause(self, mode: PauseMode) -> "Future[None]":
+        """Pause the group. Done once all ranks know of it, and no step follows."""
+        done: Future[None] = Future()
+        self._pausing.append(done)
+        self._apply(*self._rank.pause(self._rank.pauses.pause(mode)))
+        self.settle()
+        return done
+
+    def resume(self) -> None:
+        """Let the group go on. Raises FailedPrecondition while the pause is not complete."""
+        self._resume_refused = False
+        self._apply(*self._rank.resume(self._rank.pauses.resume()))
+        if self._resume_refused:
+            raise FailedPrecondition(
+                "the group has not come to rest yet; resume once pause has returned", reason="PAUSE_PENDING"
+            )
+        self.settle()
+
+    # Effects.
+
+    def _apply(self, rank: Rank, effects: Effects) -> None:
+        self._rank = rank
+        for effect in effects:
+            self._do(effect)
+
+    def _do(self, effect: Effect) -> None:
+        match effect:
+            case Exchange(group, row):
+                self._standstill.exchanging()
+                self.links.exchange(group.epoch, pack_row(row))
+            case Forward():
+                self._forward = effect
+            case RollBack():
+                self._forward = None  # it had not begun: steps are taken in before anything else is looked at
+            case AbortCollective():
+                self.links.give_up_before(self._rank.group.epoch)
+                self._standstill.lost()
+            case Hold(mode):
+                self._hold(mode)
+            case Release():
+                self._scheduler.pause(PauseState.RUNNING)
+            case ResumeRefused():
+                self._resume_refused = True
+            case Prepare(group) if self._rank.engine in group.members:
+                self.links.open(group, self._meetings)
+            case Prepare(group):  # who leaves has nothing to prepare
+                self.links.post(Connected(group.epoch))
+            case Join(group):
+                self._leave_experts()
+                self.links.open(group, self._meetings)
+                self._meetings = {rank: self._meetings[rank] for rank in group.members if rank in self._meetings}
+                logger.info("in the group of epoch %d, of %d ranks", group.epoch, len(group.members))
+            case Leave():
+                self._leave()
+            case _:
+                self.to_coordinator(effect)
+
+    def _hold(self, mode: PauseMode) -> None:
+        if mode is PauseMode.ABORT:
+            failure = Unavailable("an operator paused the engine", reason="PAUSED", retry_after=1.0)
+            self._scheduler.abort_all(RequestError.from_exception(failure), held=False)
+        if self._scheduler.pause_state is PauseState.RUNNING:
+            self._scheduler.pause(PauseState.DRAINING)
+
+    def _leave(self) -> None:
+        logger.info("left the group")
+        self._forward = None
+        self._leave_experts()
+        self.links.close()
+        failure = Unavailable("the rank has left its group", reason="LEFT_GROUP")
+        self._scheduler.abort_all(RequestError.from_exception(failure), keep_blocks=True)
+
+    def _leave_experts(self) -> None:
+        if self._experts is not None:
+            self._experts.leave()

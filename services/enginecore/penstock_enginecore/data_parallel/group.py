@@ -1,0 +1,83 @@
+"""The rank of a data-parallel group that an engine is."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from penstock_common.security.shared_secret import SharedSecret
+from penstock_common.types.data_parallel import GroupRegistration, StartDpWave, rank_name
+from penstock_common.types.outputs import EngineReady
+from penstock_enginecore.config import DataParallelConfig, EngineCoreConfig
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.data_parallel.core.driver import GroupDriver
+from penstock_enginecore.data_parallel.core.events import Named
+from penstock_enginecore.data_parallel.core.group_channels import Links, Meets
+
+MakeMeets = Callable[[DataParallelConfig, str, SharedSecret | None], Meets]
+"""Makes what lets a rank, by its name, meet others, which it recognizes by the secret."""
+
+
+class EngineRank:
+    """The driver, and what the coordinator is told of the rank."""
+
+    def __init__(
+        self,
+        config: EngineCoreConfig,
+        engine: EngineCore,
+        ready: EngineReady,
+        make_meets: MakeMeets,
+        secret: SharedSecret | None,
+    ) -> None:
+        """``secret``: by which ranks recognize each other. Raises ConfigError where other ranks cannot reach this one."""
+        self.name = rank_name(ready.engine_id, ready.incarnation)
+        self._config = config.data_parallel
+        self._meets = meets = make_meets(config.data_parallel, self.name, secret)
+        self.target_size = 0
+        """How many ranks the group shall have, as the coordinator has told last; 0: it has told none."""
+        self._agreed = {
+            **ready.config,
+            "block_size": str(ready.block_size),
+            "max_num_seqs": str(ready.max_num_seqs),
+            "max_num_batched_tokens": str(engine.config.scheduler.step_tokens),
+        }
+        self._max_size = 0
+        experts = engine.executor.experts
+        if experts is not None:
+            told = msgspec.to_builtins(config.expert_parallel)
+            self._agreed |= {f"expert_parallel.{name}": str(value) for name, value in told.items()}
+            self._agreed["experts"] = experts.layout
+            self._max_size = experts.num_experts
+        self.driver = GroupDriver(
+            self.name,
+            engine,
+            Links(meets.make) if experts is None else Links(meets.make, experts.prepare),
+            experts=experts,
+            prefill_interval=config.expert_parallel.prefill_interval,
+            move_after=config.data_parallel.move_after,
+        )
+
+    def registered(self, lease: float) -> None:
+        """The coordinator knows the rank, for so many seconds after each report. Any thread may call it."""
+        self._meets.lease = lease
+
+    def take(self, event: StartDpWave | Named) -> None:
+        """What the coordinator wants. Any thread may call it."""
+        if isinstance(event, Named):
+            self.target_size = event.message.target_size or self.target_size
+            self.driver.named(event)
+        else:
+            self.driver.links.post(event)
+
+    @property
+    def registration(self) -> GroupRegistration:
+        """What it brings along, where it is now."""
+        return GroupRegistration(
+            size=self._config.size,
+            min_size=self._config.min_size,
+            waits=self._config.on_rank_loss == "wait",
+            meeting_address=self._meets.meeting_address,
+            parallel_config=self._agreed,
+            report=self.driver.report,
+            target_size=self.target_size,
+            max_size=self._max_size,
+        )

@@ -1,0 +1,131 @@
+"""Who brings blocks of keys and values into the pool, and takes note of those that leave it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from penstock_common.types.kv_transfer import BlockName, KvMedium
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.request import Request
+from penstock_enginecore.kv_transfer.core.copier import BlockCopier
+
+
+class Place(NamedTuple):
+    """A block of the pool and the content that it has, or is to get."""
+
+    name: BlockName
+    block_id: int
+
+
+class LoadEnded(NamedTuple):
+    """A load that is over: nobody writes to its blocks any more. ``arrived``: the places whose content came whole and was
+    checked, in the order of the load; others hold nothing.
+    """
+
+    load_id: int
+    arrived: tuple[tuple[Place, KvMedium], ...]
+
+
+class BlockHolder(Protocol):
+    """The pool, as a connector sees it: called on the thread of the busy loop."""
+
+    @property
+    def num_spare(self) -> int:
+        """Blocks that may be held beside those that are: requests have no need of them now."""
+
+    def hold(self, place: Place) -> bool:
+        """Keep a block that has this content and that no request has, until ``release``. False: it has other content by now, or a
+        request has it.
+        """
+
+    def release(self, place: Place) -> None:
+        """Give it back."""
+
+    def findable(self, medium: KvMedium, name: BlockName, is_there: bool) -> None:
+        """A block that the connector keeps by itself can be found from now on, or no more: routers are told, who send prompts to
+        where they need not be computed.
+        """
+
+
+class KVConnector(Protocol):
+    """Brings what is not in the pool. Nothing waits in it, and it raises nothing: what it cannot bring is computed.
+
+    All calls but ``check`` come from the thread of the busy loop. ``wake`` of whoever made it is called from any thread when a
+    load has ended.
+    """
+
+    def attach(self, blocks: BlockHolder) -> None:
+        """Whose blocks they are; once, before everything else."""
+
+    def check(self, params: Mapping[str, Any]) -> None:
+        """Any thread: look at ``kv_transfer_params`` before their request is queued. Raises InvalidArgument, or Unimplemented
+        where it takes none.
+        """
+
+    def answer(self, request: Request) -> Mapping[str, Any] | None:
+        """What is to be told of a request that has ended as it should, and has its blocks still: it becomes the
+        ``kv_transfer_params`` of the answer. None: nothing.
+        """
+
+    def lookup(self, request: Request, names: Sequence[Sequence[BlockName]]) -> int:
+        """How many blocks in a row somebody has. ``names``: for each place of a block, those of all groups that are needed there.
+        Free of side effects, and asked often.
+        """
+
+    def seconds(self, request: Request, names: Sequence[BlockName]) -> float:
+        """How long it is likely to take to bring these, by what was measured; 0 while nothing was."""
+
+    def load(self, request: Request, places: Sequence[Place]) -> int:
+        """Begin to bring these. The blocks are written to until ``take_ended`` has said that the load is over. Returns its
+        number.
+        """
+
+    def abandon(self, load_id: int) -> None:
+        """Nobody wants a load any more. It ends when copies that are on their way have."""
+
+    def opened(self, request: Request) -> None:
+        """A request has come, and may have a source: keep its lease, so that it is there when the request has its turn."""
+
+    def closed(self, request: Request) -> None:
+        """A request has ended or gone on: its source is not needed any more."""
+
+    def on_cached(self, places: Sequence[Place]) -> None:
+        """Blocks have become findable in the pool."""
+
+    def on_freed(self, places: Sequence[Place]) -> None:
+        """Findable blocks have lost their last reference: they may be taken for something else at any time from now on, unless
+        the pool is asked to keep them.
+        """
+
+    def on_evicted(self, places: Sequence[Place]) -> None:
+        """Blocks have been taken for something else."""
+
+    def take_ended(self) -> list[LoadEnded]:
+        """Loads that have ended since the last call, each once. Called in every step: copies that are over give their blocks
+        back here, and others begin.
+        """
+
+    @property
+    def has_news(self) -> bool:
+        """Whether ``take_ended`` has something to do. Cheap."""
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks of the pool that it holds now."""
+
+    def settle(self) -> None:
+        """Wait until no copy is under way, and none begins: all loads have ended then, and ``take_ended`` tells of them."""
+
+    def reset(self) -> None:
+        """Forget everything that is kept, as the pool has: weights or adapters are others now."""
+
+    def shutdown(self) -> None:
+        """End what runs beside the engine. Idempotent."""
+
+
+class PluggedConnector(KVConnector, Protocol):
+    """One that a plugin adds, in place of the engine's own. ``lookup`` and ``load`` find the request's parameters in
+    ``request.kv_transfer_params``.
+    """
+
+    def begin(self, copier: BlockCopier, kv_cache: KVCacheConfig) -> None:
+        """The KV cache is there, and no step was: blocks are read and written by ``copier``. Raises ConfigError."""

@@ -1,0 +1,67 @@
+"""What a request may say of its keys and values elsewhere. Pure checks, safe on any thread."""
+
+from typing import Any
+
+import msgspec
+
+from penstock_common.addresses import split
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
+from penstock_common.types.kv_transfer import MAX_PARAMS_BYTES, KvSource
+from penstock_common.types.request import EngineCoreRequest
+from penstock_enginecore.kv_transfer.core.base import KVConnector
+
+ID_BYTES = 16
+"""Of a lease, and of a fingerprint."""
+MAX_NAME_LENGTH = 256
+"""Of ids, incarnations and addresses, in characters."""
+
+
+def read_params(text: str, connector: KVConnector | None) -> dict[str, Any]:
+    """The ``kv_transfer_params`` of a request. Raises Unimplemented where nobody takes any, InvalidArgument for what is no JSON
+    object, is too long, or is not what the connector takes.
+    """
+    if not text:
+        return {}
+    field = "kv_transfer_params"
+    if connector is None:
+        raise Unimplemented(f"{field} is set; kv_transfer.connector names no connector that takes it", field=field)
+    if (size := len(text.encode())) > MAX_PARAMS_BYTES:
+        raise InvalidArgument(f"{field} has {size} bytes; it must have at most {MAX_PARAMS_BYTES}", field=field)
+    try:
+        params = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as e:
+        raise InvalidArgument(f"{field} is no JSON: {e}", field=field) from None
+    if not isinstance(params, dict):
+        raise InvalidArgument(f"{field} is no object", field=field)
+    connector.check(params)
+    return params
+
+
+def check_kv_transfer(request: EngineCoreRequest) -> None:
+    """Raise InvalidArgument, naming the field."""
+    if request.pooling_params is not None and (request.handoff_after_tokens or request.lease_kv):
+        name = "handoff_after_tokens" if request.handoff_after_tokens else "lease_kv"
+        raise InvalidArgument(f"{name} is set; a request to pool has no output to go on with", field=name)
+    if request.kv_source is not None:
+        _check_source(request.kv_source)
+
+
+def _check_source(source: KvSource) -> None:
+    for name in ("engine_id", "incarnation", "address"):
+        value: str = getattr(source, name)
+        if not value or len(value) > MAX_NAME_LENGTH:
+            raise InvalidArgument(
+                f"kv_source.{name} has {len(value)} characters; it must have 1 to {MAX_NAME_LENGTH}",
+                field=f"kv_source.{name}",
+            )
+    try:
+        split(source.address)
+    except ValueError as e:
+        raise InvalidArgument(
+            f"kv_source.address is {quoted(source.address)}; it {e}", field="kv_source.address"
+        ) from None
+    for name in ("lease_id", "fingerprint"):
+        if (size := len(getattr(source, name))) != ID_BYTES:
+            raise InvalidArgument(
+                f"kv_source.{name} has {size} bytes; it must have {ID_BYTES}", field=f"kv_source.{name}"
+            )

@@ -1,0 +1,174 @@
+"""A file of KV blocks: one header, then slots of one size, each with the name and the checksum of its block.
+
+What a process wrote is found by the next one that opens the file with the same fingerprint. Nothing is flushed to the disk by
+force: a slot that was not written whole has another checksum than its header says, and counts as empty.
+"""
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+from penstock_common.errors import ConfigError
+from penstock_common.private_files import open_private
+from penstock_common.types.kv_transfer import BlockName
+from penstock_enginecore.kv_transfer.core.disk_tier import Content
+from penstock_enginecore.worker.device_thread import DeviceThread
+
+FILE_NAME = "kv_blocks"
+_MAGIC = b"PNSTKKV1"
+_PAGE = 4096
+_HEADER = struct.Struct("<8s Q Q 16s Q I")
+"""Magic word, bytes of a block, slots, fingerprint, generation, checksum of these."""
+_SLOT = struct.Struct("<8s Q I I B 32s I I")
+"""Magic word, generation, group, bytes, bytes of the hash, hash, checksum of the block, checksum of these."""
+
+
+class DiskFile:
+    """A ``BlockStore``: reads and writes on a thread of its own. ``entries``: what was found, no longer once something is written
+    there.
+
+    Raises ConfigError for a directory that cannot be written, is full, or belongs to another engine that runs, and for a size
+    that no block fits in.
+    """
+
+    def __init__(self, directory: Path, size: int, block_bytes: int, fingerprint: bytes) -> None:
+        """``size``: of the file, in bytes. ``fingerprint``: 16 bytes, of all that a block's content depends on; empty: what is
+        there means nothing, now and later.
+        """
+        self._block_bytes = block_bytes
+        self._stride = -(-(_SLOT.size + block_bytes) // _PAGE) * _PAGE
+        self.num_slots = (size - _PAGE) // self._stride
+        if self.num_slots < 1:
+            raise ConfigError(
+                f"cache.disk_size is {size} bytes and a KV block takes {self._stride} of it, the file's header {_PAGE}; it must "
+                "hold one at least"
+            )
+        self._path = directory / FILE_NAME
+        self._descriptor = _open(directory, self._path)
+        self._generation = 1
+        self._fingerprint = fingerprint
+        try:
+            self.entries = self._found() if fingerprint else []
+            if not self.entries:
+                self._begin_anew(_PAGE + self.num_slots * self._stride)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = DeviceThread("kv disk")
+
+    def read(self, slots: Sequence[tuple[int, BlockName]]) -> "Future[list[Content | None]]":
+        """See ``BlockStore``."""
+        return self._thread.submit_next(partial(self._read_all, list(slots)))
+
+    def write(self, slot: int, name: BlockName, content: Content) -> "Future[None]":
+        """See ``BlockStore``."""
+        return self._thread.submit(partial(self._write, slot, name, content, self._generation))
+
+    def clear(self) -> None:
+        """See ``BlockStore``."""
+        self._generation += 1
+        self._thread.call(self._write_header)
+
+    def close(self) -> None:
+        """See ``BlockStore``."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._thread.call(partial(os.close, self._descriptor))
+        self._thread.stop()
+
+    # On the thread, or before there is one.
+
+    def _read_all(self, slots: list[tuple[int, BlockName]]) -> list[Content | None]:
+        return [self._read(slot, name) for slot, name in slots]
+
+    def _read(self, slot: int, name: BlockName) -> Content | None:
+        data = os.pread(self._descriptor, _SLOT.size + self._block_bytes, self._offset(slot))
+        found = self._slot(data[: _SLOT.size])
+        if found is None or found[0] != name:
+            return None
+        content = memoryview(data)[_SLOT.size :]
+        return content if len(content) == self._block_bytes and zlib.crc32(content) == found[1] else None
+
+    def _write(self, slot: int, name: BlockName, content: Content, generation: int) -> None:
+        if len(content) != self._block_bytes:
+            raise OSError(errno.EINVAL, f"a block has {len(content)} bytes, not {self._block_bytes}")
+        if len(name.hash) > 32:
+            raise OSError(errno.EINVAL, f"a block's hash has {len(name.hash)} bytes, more than 32")
+        fields = (_MAGIC, generation, name.group, len(content), len(name.hash), name.hash, zlib.crc32(content))
+        header = _SLOT.pack(*fields, 0)
+        header = header[:-4] + zlib.crc32(header[:-4]).to_bytes(4, "little")
+        parts = [header, content]
+        size = _SLOT.size + len(content)
+        if os.pwritev(self._descriptor, parts, self._offset(slot)) != size:
+            raise OSError(errno.EIO, f"{self._path} took a part of a block")
+
+    def _slot(self, header: bytes) -> tuple[BlockName, int] | None:
+        """The block that a slot holds by its header, and its checksum."""
+        if len(header) < _SLOT.size or zlib.crc32(header[:-4]).to_bytes(4, "little") != header[-4:]:
+            return None
+        magic, generation, group, size, hash_bytes, block_hash, checksum, _ = _SLOT.unpack(header)
+        if magic != _MAGIC or generation != self._generation or size != self._block_bytes or hash_bytes > 32:
+            return None
+        return BlockName(group, block_hash[:hash_bytes]), checksum
+
+    def _found(self) -> list[tuple[int, BlockName]]:
+        """What is in a file of the same kind, whose generation goes on."""
+        header = os.pread(self._descriptor, _HEADER.size, 0)
+        if len(header) < _HEADER.size or zlib.crc32(header[:-4]).to_bytes(4, "little") != header[-4:]:
+            return []
+        magic, block_bytes, num_slots, fingerprint, generation, _ = _HEADER.unpack(header)
+        if (magic, block_bytes, num_slots) != (_MAGIC, self._block_bytes, self.num_slots):
+            return []
+        if fingerprint != self._fingerprint.ljust(16, b"\0"):
+            return []
+        self._generation = generation
+        found: dict[BlockName, int] = {}
+        for slot in range(self.num_slots):
+            of_slot = self._slot(os.pread(self._descriptor, _SLOT.size, self._offset(slot)))
+            if of_slot is not None:
+                found.setdefault(of_slot[0], slot)
+        return [(slot, name) for name, slot in found.items()]
+
+    def _begin_anew(self, size: int) -> None:
+        os.ftruncate(self._descriptor, 0)
+        try:
+            os.posix_fallocate(self._descriptor, 0, size)
+        except OSError as e:
+            os.ftruncate(self._descriptor, 0)
+            raise ConfigError(f"cache.disk_size is {size} bytes, which {self._path.parent} has no room for: {e}") from e
+        self._write_header()
+
+    def _write_header(self) -> None:
+        fingerprint = self._fingerprint.ljust(16, b"\0")
+        header = _HEADER.pack(_MAGIC, self._block_bytes, self.num_slots, fingerprint, self._generation, 0)
+        header = header[:-4] + zlib.crc32(header[:-4]).to_bytes(4, "little")
+        os.pwrite(self._descriptor, header, 0)
+
+    def _offset(self, slot: int) -> int:
+        return _PAGE + slot * self._stride
+
+
+def _open(directory: Path, path: Path) -> int:
+    """The file, locked. Raises ConfigError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = open_private(path)
+    except OSError as e:
+        raise ConfigError(f"cache.disk is {str(directory)!r}, which cannot be written: {e}") from e
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        os.close(descriptor)
+        raise ConfigError(f"cache.disk is {str(directory)!r}, which another engine uses: {e}") from e
+    return descriptor

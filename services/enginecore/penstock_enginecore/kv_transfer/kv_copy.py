@@ -1,0 +1,177 @@
+"""Copies blocks between a worker's part of the KV cache and host memory, beside its steps."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from penstock_enginecore.kv_transfer.core.copier import BlockFacts, Copy
+from penstock_enginecore.kv_transfer.host_memory import HostMemory
+from penstock_enginecore.worker.device_thread import DeviceThread
+
+T = TypeVar("T")
+Call = Callable[..., "Future[Any]"]
+"""Has a method of ``WorkerCopies`` called by its name, at all workers."""
+Memory = Callable[[], list[torch.Tensor]]
+"""The KV cache, as ``block_memory`` gives it; empty while it sleeps."""
+
+
+class WorkerCopies:
+    """Copies are made on a thread of their own, in the order of ``begin``, whose future raises what went wrong."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._thread: DeviceThread | None = None
+        self._lock = threading.Lock()  # of making it
+        self._host: HostMemory | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        """Of the worker's part of a block."""
+        return sum(tensor.shape[1] for tensor in self._memory())
+
+    def begin(self, method: str, *arguments: Any) -> "Future[Any]":
+        """Have a method of this class called, behind what the device of a GPU's worker was told by the calling thread before."""
+        memory = self._memory()
+        ready: Any = None
+        if memory and memory[0].is_cuda:
+            make_event: Any = torch.cuda.Event
+            ready = make_event()
+            ready.record(torch.cuda.current_stream(memory[0].device))
+        with self._lock:
+            if self._thread is None:
+                self._thread = DeviceThread("kv copies")
+        return self._thread.submit(partial(self._run, memory, ready, getattr(self, method), arguments))
+
+    def stop(self) -> None:
+        """End the thread behind what was begun."""
+        if self._thread is not None:
+            self._thread.stop()
+
+    def _run(self, memory: list[torch.Tensor], ready: Any, call: Callable[..., T], arguments: Sequence[Any]) -> T:
+        if not memory:
+            raise RuntimeError("there is no KV cache")
+        if ready is None:
+            return call(memory, *arguments)
+        make_stream: Any = torch.cuda.Stream
+        stream = make_stream(memory[0].device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            result = call(memory, *arguments)
+            stream.synchronize()
+        return result
+
+    # On the thread.
+
+    def reserve(self, memory: list[torch.Tensor], num_slots: int) -> None:
+        """Allocate the host's slots."""
+        self._host = HostMemory(num_slots, sum(tensor.shape[1] for tensor in memory), pinned=memory[0].is_cuda)
+
+    def save(self, memory: list[torch.Tensor], copies: Sequence[Copy]) -> None:
+        """Pool to host."""
+        for tensor, part in _parts(memory, self._slots()):
+            if tensor.is_cuda:
+                for block_id, slot in copies:
+                    part[slot].copy_(tensor[block_id], non_blocking=True)
+            else:  # numpy takes half of torch's time for a row
+                blocks, slots = tensor.numpy(), part.numpy()
+                for block_id, slot in copies:
+                    slots[slot] = blocks[block_id]
+
+    def load(self, memory: list[torch.Tensor], copies: Sequence[Copy]) -> None:
+        """Host to pool."""
+        for tensor, part in _parts(memory, self._slots()):
+            if tensor.is_cuda:
+                for block_id, slot in copies:
+                    tensor[block_id].copy_(part[slot], non_blocking=True)
+            else:
+                blocks, slots = tensor.numpy(), part.numpy()
+                for block_id, slot in copies:
+                    blocks[block_id] = slots[slot]
+
+    def read(self, memory: list[torch.Tensor], block_ids: Sequence[int]) -> list[bytes]:
+        """The bytes of blocks of the pool."""
+        if memory[0].is_cuda:
+            return [b"".join(tensor[block_id].cpu().numpy().tobytes() for tensor in memory) for block_id in block_ids]
+        arrays = [tensor.numpy() for tensor in memory]  # joined as they are: each byte is copied once
+        return [b"".join([array[block_id] for array in arrays]) for block_id in block_ids]
+
+    def write(
+        self, memory: list[torch.Tensor], block_ids: Sequence[int], contents: "Sequence[bytes | memoryview]"
+    ) -> None:
+        """Bytes into blocks of the pool."""
+        ends = list(accumulate(tensor.shape[1] for tensor in memory))
+        parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        arrays = None if memory[0].is_cuda else [tensor.numpy() for tensor in memory]
+        for block_id, content in zip(block_ids, contents, strict=True):
+            row = np.frombuffer(content, dtype=np.uint8)
+            if arrays is not None:
+                for array, part in zip(arrays, parts, strict=True):
+                    array[block_id] = row[part]
+            else:
+                for tensor, part in zip(memory, parts, strict=True):
+                    tensor[block_id].copy_(torch.from_numpy(row[part].copy()))
+
+    def read_slots(self, _: list[torch.Tensor], slots: Sequence[int]) -> list[bytes]:
+        """The bytes of slots."""
+        host = self._slots()
+        return [host[slot].numpy().tobytes() for slot in slots]
+
+    def write_slots(
+        self, _: list[torch.Tensor], slots: Sequence[int], contents: "Sequence[bytes | memoryview]"
+    ) -> None:
+        """Bytes into slots."""
+        host = self._slots()
+        for slot, content in zip(slots, contents, strict=True):
+            host.numpy()[slot] = np.frombuffer(content, dtype=np.uint8)
+
+    def _slots(self) -> torch.Tensor:
+        if self._host is None:
+            raise RuntimeError("reserve must come before the first slot is used")
+        return self._host.slots
+
+
+def _parts(memory: list[torch.Tensor], rows: torch.Tensor) -> "zip[tuple[torch.Tensor, torch.Tensor]]":
+    """Each tensor of the pool, and its part of rows that hold a block each."""
+    return zip(memory, torch.split(rows, [tensor.shape[1] for tensor in memory], dim=1), strict=True)
+
+
+class Copier:
+    """A ``BlockCopier`` by what ``call`` does, of blocks that are as ``facts`` says over all workers."""
+
+    def __init__(self, call: Call, facts: BlockFacts) -> None:
+        self._call = call
+        self.block_bytes, self.order, self.numerics = facts
+
+    def reserve(self, num_slots: int) -> "Future[None]":
+        """See ``BlockCopier``."""
+        return self._call("reserve", num_slots)
+
+    def save(self, copies: Sequence[Copy]) -> "Future[None]":
+        """See ``BlockCopier``."""
+        return self._call("save", copies)
+
+    def load(self, copies: Sequence[Copy]) -> "Future[None]":
+        """See ``BlockCopier``."""
+        return self._call("load", copies)
+
+    def read(self, block_ids: Sequence[int]) -> "Future[list[bytes]]":
+        """See ``BlockCopier``."""
+        return self._call("read", block_ids)
+
+    def write(self, block_ids: Sequence[int], contents: "Sequence[bytes | memoryview]") -> "Future[None]":
+        """See ``BlockCopier``."""
+        return self._call("write", block_ids, contents)
+
+    def read_slots(self, slots: Sequence[int]) -> "Future[list[bytes]]":
+        """See ``BlockCopier``."""
+        return self._call("read_slots", slots)
+
+    def write_slots(self, slots: Sequence[int], contents: "Sequence[bytes | memoryview]") -> "Future[None]":
+        """See ``BlockCopier``."""
+        return self._call("write_slots", slots, contents)

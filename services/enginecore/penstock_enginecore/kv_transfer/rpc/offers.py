@@ -1,0 +1,107 @@
+"""Which transports an engine offers to those that pull from it, and takes from those that it pulls from."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.kvtransfer.v1 import messages_pb2 as pb
+from penstock_common.errors import ConfigError
+from penstock_common.observability.logging import get_logger
+from penstock_common.rpc.outputs import TakeShared
+from penstock_common.tensors.arena import Arena, ArenaReader
+from penstock_common.tensors.shared_memory import ROOT, remove_orphans, shared_memory_id
+from penstock_common.types.kv_transfer import KvSource
+from penstock_enginecore.config import KvTransferConfig
+from penstock_enginecore.kv_transfer.rpc.nixl import NixlAgent, NixlMemory, NixlReceiver, RemoteAgents, installed_agent
+from penstock_enginecore.kv_transfer.rpc.receiver import Receiver
+from penstock_enginecore.kv_transfer.rpc.transports import GRPC, NIXL, SHARED_MEMORY, GrpcSender, Sender, SlotSender
+
+log = get_logger()
+
+
+class Offers:
+    """Those of an engine of one ``incarnation``. Takes the memory that they need; without it blocks go in messages."""
+
+    def __init__(
+        self,
+        config: KvTransferConfig,
+        *,
+        incarnation: str,
+        block_bytes: int,
+        root: Path = ROOT,
+        make_agent: Callable[[str], NixlAgent] = installed_agent,
+    ) -> None:
+        """``make_agent``: of NIXL, by its name. Raises ConfigError where NIXL is asked for and not there."""
+        self._config = config
+        self._block_bytes = block_bytes
+        self._root = root
+        self.shared_memory_id = ""
+        """Names the memory that others of this host see as well; empty: none is used."""
+        self._arena: Arena | None = None
+        self._nixl: NixlMemory | None = None
+        self._agents: RemoteAgents | None = None
+        if config.transport in ("auto", "shared_memory"):
+            self._take_memory(incarnation)
+        if config.transport in ("auto", "nixl"):
+            self._join_nixl(incarnation, make_agent)
+        more = [name for name, there in ((SHARED_MEMORY, self.shared_memory_id), (NIXL, self._nixl)) if there]
+        self.transports = (*more, GRPC)
+        """What it takes, best first."""
+
+    def _take_memory(self, incarnation: str) -> None:
+        remove_orphans(self._root)
+        self.shared_memory_id = shared_memory_id(self._root)
+        if not self.shared_memory_id:
+            log.warning("there is no shared memory that can be used; blocks go otherwise")
+            return
+        size = self._config.arena
+        try:
+            self._arena = Arena(incarnation, size=size, slot_bytes=self._block_bytes, root=self._root)
+        except OSError as e:
+            log.warning("shared memory cannot be had; blocks go otherwise", why=str(e), kv_transfer_arena=size)
+
+    def _join_nixl(self, incarnation: str, make_agent: Callable[[str], NixlAgent]) -> None:
+        asked_for = self._config.transport == NIXL
+        try:
+            agent = make_agent(f"penstock-{incarnation}")
+            self._nixl = NixlMemory(agent, size=self._config.arena, slot_bytes=self._block_bytes)
+            self._agents = RemoteAgents(agent)
+        except ImportError as e:
+            if asked_for:
+                raise ConfigError(
+                    f"kv_transfer.transport is 'nixl' and the package nixl cannot be imported ({e}); install it or use 'auto'"
+                ) from None
+        except Exception as e:  # of any backend
+            if asked_for:
+                raise ConfigError(f"kv_transfer.transport is 'nixl' and NIXL cannot be used: {e}") from e
+            log.warning("NIXL cannot be used; blocks go otherwise", why=str(e))
+
+    @property
+    def num_slots_used(self) -> int:
+        """Of the memory that was taken, by blocks on their way."""
+        return sum(memory.num_used for memory in (self._arena, self._nixl) if memory is not None)
+
+    def sender(self, name: str, opening: pb.Open) -> Sender | None:
+        """What sends to one that opens a pull on that transport; None where that cannot be."""
+        if name == SHARED_MEMORY and self._arena is not None and opening.shared_memory_id == self.shared_memory_id:
+            return SlotSender(SHARED_MEMORY, self._arena)
+        if name == NIXL and self._nixl is not None:
+            return SlotSender(NIXL, self._nixl, self._nixl.agent.get_agent_metadata())
+        return GrpcSender() if name == GRPC else None
+
+    def receiver(self, opened: pb.Opened, source: KvSource) -> Receiver:
+        """What takes what comes from ``source`` on the transport that it has chosen. Raises InvalidArgument."""
+        if opened.transport == NIXL and self._nixl is not None and self._agents is not None:
+            return NixlReceiver(self._block_bytes, self._nixl, self._agents, opened)
+        if opened.transport != SHARED_MEMORY:
+            return Receiver(self._block_bytes)
+        reader = ArenaReader(source.incarnation, root=self._root)
+        shared: TakeShared = lambda place, field: reader.read(  # noqa: E731 - it has a type
+            place.name, place.offset, place.size, field=field
+        )
+        return Receiver(self._block_bytes, shared, closed=reader.close)
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        for memory in (self._arena, self._nixl):
+            if memory is not None:
+                memory.close()

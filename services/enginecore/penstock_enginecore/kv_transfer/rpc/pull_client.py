@@ -1,0 +1,342 @@
+"""The end of a pull that wants blocks."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
+
+import grpc
+
+from penstock.kvtransfer.v1 import messages_pb2 as pb
+from penstock.kvtransfer.v1 import service_pb2_grpc
+from penstock_common.errors import FailedPrecondition, RequestFailed, Unauthenticated
+from penstock_common.observability.logging import get_logger
+from penstock_common.observability.tracing import Headers
+from penstock_common.rpc.port_secret import PortSecret
+from penstock_common.rpc.status import from_rpc_error
+from penstock_common.types.kv_transfer import BlockName, KvMedium, KvSource
+from penstock_enginecore.kv_transfer.core.counts import TransferCounts
+from penstock_enginecore.kv_transfer.core.peer import PeerBlock
+from penstock_enginecore.kv_transfer.core.pull import (
+    Acknowledge,
+    Arrived,
+    Ask,
+    Broken,
+    Effect,
+    Ended,
+    GiveUp,
+    Pull,
+)
+from penstock_enginecore.kv_transfer.core.transfers import ABANDONED, WHOLE, Observe, Transfer, outcome_of
+from penstock_enginecore.kv_transfer.rpc.receiver import Receiver
+from penstock_enginecore.kv_transfer.rpc.window import WINDOW_BYTES
+
+CHECKSUM = "checksum"
+"""The reason of failures that a peer is left alone for."""
+_FAREWELL = 1.0
+"""Seconds that the other end has to end a stream that is not needed any more."""
+_REASONS = {"LEASE_GONE": "lease", "RESTARTED": "restarted", "LAYOUTS_DIFFER": "layout", "ENGINE_LOADING": "restarted"}
+
+Post = Callable[[Callable[[], None]], None]
+"""Has something done on the transfer thread, from any thread; nothing where that has ended."""
+Call = grpc.aio.StreamStreamCall[pb.PullRequest, pb.PullResponse]
+log = get_logger()
+
+
+class PullSettings(NamedTuple):
+    """What all pulls of an engine have in common. ``receiver``: makes one of what a source sends on the transport that it has
+    chosen. ``transports``: best first. ``secret``: what sources have to know; None: nothing.
+    """
+
+    fingerprint: bytes
+    silence: float
+    transports: Sequence[str]
+    shared_memory_id: str
+    receiver: Callable[[pb.Opened, KvSource], Receiver]
+    counts: TransferCounts
+    observe: Observe = lambda _: None
+    clock: Callable[[], float] = time.monotonic
+    secret: PortSecret | None = None
+
+
+@dataclass(slots=True)
+class _Wish:
+    """A fetch. ``num_blocks``: that came whole, of ``num_wanted``, and ``num_bytes`` of these."""
+
+    arrived: Callable[[Sequence[PeerBlock]], None]
+    ended: Callable[[], None]
+    began: float
+    num_wanted: int
+    num_blocks: int = 0
+    num_bytes: int = 0
+    abandoned: bool = False
+
+
+class PullClient:
+    """Of one source. Made on any thread; what follows belongs to the transfer thread, but ``failed``.
+
+    ``bad_block`` is told of each block whose bytes are not those that were sent, and says why nothing more is to be taken from
+    there, if that is so. ``headers``: trace context of the request that it is for.
+    """
+
+    def __init__(
+        self,
+        source: KvSource,
+        settings: PullSettings,
+        post: Post,
+        bad_block: Callable[[], str | None],
+        headers: Headers = MappingProxyType({}),
+    ) -> None:
+        self._source = source
+        self._settings = settings
+        self._post = post
+        self._bad_block = bad_block
+        self._headers = headers
+        self._began = settings.clock()
+        self._failure = ""
+        self._pull = Pull(settings.clock(), silence=settings.silence, window=WINDOW_BYTES)
+        self._wishes: dict[int, _Wish] = {}
+        self._requests: deque[pb.PullRequest] = deque()
+        self._num_acknowledged: int | None = None
+        """What is to be said next of bytes that have come."""
+        self._closing = False
+        self._due = asyncio.Event()
+        self._receiver: Receiver | None = None
+        self._transport = ""
+        self._call: Call | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether nothing comes any more. Any thread."""
+        return self._pull.state.ended
+
+    async def run(self, channel: grpc.aio.Channel) -> None:
+        """From the begin to the end. What goes wrong ends the pull, and is counted."""
+        opening = pb.Open(
+            lease_id=self._source.lease_id,
+            incarnation=self._source.incarnation,
+            fingerprint=self._settings.fingerprint,
+            transports=self._settings.transports,
+            shared_memory_id=self._settings.shared_memory_id,
+        )
+        self._requests.appendleft(pb.PullRequest(open=opening))
+        self._due.set()
+        secret = self._settings.secret
+        metadata = () if secret is None else secret.metadata()
+        self._call = call = service_pb2_grpc.KvTransferServiceStub(channel).Pull(metadata=metadata)
+        writer: asyncio.Task[None] | None = None
+        reason = "ended"
+        try:
+            if secret is not None:
+                await secret.check_server(call, metadata)
+            writer = asyncio.create_task(self._write(call))
+            while isinstance(response := await call.read(), pb.PullResponse):
+                await self._take(response)
+            if await call.code() is not grpc.StatusCode.OK:
+                reason = "unreachable"
+        except grpc.aio.AioRpcError as e:
+            failed = from_rpc_error(e)
+            reason = _REASONS.get(failed.reason, "unreachable" if failed.code == "UNAVAILABLE" else "refused")
+        except asyncio.CancelledError:
+            reason = "stopped"
+        except FailedPrecondition as e:
+            reason = "unreadable"
+            if not self.failed:
+                log.warning("memory of another engine cannot be read", address=self._address, why=str(e))
+        except Unauthenticated as e:
+            reason = "refused"
+            log.warning("an engine that was to give blocks is not asked", address=self._address, why=str(e))
+        except (Broken, RequestFailed) as e:
+            reason = "protocol"
+            log.warning("an engine that gives blocks does not keep to the protocol", address=self._address, why=str(e))
+        finally:
+            self.fail(reason)
+            call.cancel()
+            if writer is not None:
+                writer.cancel()
+                with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+                    await writer
+
+    @property
+    def _address(self) -> str:
+        return self._source.address
+
+    # What the engine wants.
+
+    def fetch(
+        self,
+        fetch_id: int,
+        names: Sequence[BlockName],
+        arrived: Callable[[Sequence[PeerBlock]], None],
+        ended: Callable[[], None],
+    ) -> None:
+        """See ``PeerTier.fetch``."""
+        now = self._settings.clock()
+        self._wishes[fetch_id] = _Wish(arrived, ended, now, len(names))
+        self._carry_out(self._pull.fetch(fetch_id, names, now))
+
+    def abandon(self, fetch_id: int) -> None:
+        """See ``PeerTier.abandon``."""
+        if (wish := self._wishes.get(fetch_id)) is not None:
+            wish.abandoned = True
+        self._carry_out(self._pull.abandon(fetch_id))
+
+    def close(self, *, released: bool) -> None:
+        """The source is not needed any more; ``released``: nor by anybody else."""
+        for wish in self._wishes.values():
+            wish.abandoned = True
+        self._carry_out(self._pull.close(released=released))
+
+    def fail(self, reason: str) -> None:
+        """Give up, if it has not ended yet."""
+        if not self._pull.state.ended:
+            self._settings.counts.failures[reason] += 1
+            self._failure = reason
+            if not self._wishes:
+                self._observe(self._began, reason)
+            log.info("blocks of another engine do not come", address=self._address, why=reason)
+            self._carry_out(self._pull.fail(reason))
+
+    def look(self, now: float) -> None:
+        """Give up where the other end is silent."""
+        if self._pull.is_silent(now):
+            self.fail("silent")
+
+    def forgive(self, now: float) -> None:
+        """This end was not there for a while: the other one may have said something."""
+        self._pull.heard(now)
+
+    # What the other end says.
+
+    async def _take(self, response: pb.PullResponse) -> None:
+        now = self._settings.clock()
+        if self._pull.state.ended:
+            return
+        kind = response.WhichOneof("message")
+        if kind == "opened":
+            self._transport = response.opened.transport
+            self._receiver = self._settings.receiver(response.opened, self._source)
+            self._carry_out(self._pull.opened(now))
+            return
+        if self._receiver is None:
+            raise Broken("the first answer is not opened")
+        match kind:
+            case "chunk":
+                self._pull.heard(now)
+                self._receiver.chunk(response.chunk)
+            case "block":
+                await self._take_block(response.block, self._receiver)
+            case "missing":
+                missing = response.missing
+                self._pull.missing(missing.fetch_id, BlockName(missing.group, missing.hash), now)
+                self._settings.counts.failures["missing"] += 1
+            case "done":
+                self._carry_out(self._pull.done(response.done.fetch_id, now))
+            case _:
+                raise Broken("a message is empty, or of a later revision")
+
+    async def _take_block(self, block: pb.Block, receiver: Receiver) -> None:
+        data = await receiver.data(block)
+        if self._pull.state.ended:
+            return
+        now, counts = self._settings.clock(), self._settings.counts
+        size = block.data.shape[0]
+        effects = self._pull.block(block.fetch_id, BlockName(block.group, block.hash), size, now, good=data is not None)
+        counts.moved("in", self._transport, size)
+        if data is None:
+            counts.failures[CHECKSUM] += 1
+            log.warning("a block of another engine came with other bytes than it was sent with", address=self._address)
+            if (reason := self._bad_block()) is not None:
+                self.fail(reason)
+                return
+        for effect in effects:
+            if isinstance(effect, Arrived):
+                wish = self._wishes[effect.fetch_id]
+                wish.num_blocks += 1
+                wish.num_bytes += size
+                done = _Once(partial(self._post, partial(self._taken, effect.sequence)))
+                wish.arrived([PeerBlock(effect.place, memoryview(data or b""), done)])
+            else:
+                self._carry_out([effect])
+
+    def _taken(self, sequence: int) -> None:
+        self._carry_out(self._pull.taken(sequence, self._settings.clock()))
+
+    # What is said to it.
+
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Ask(number, group, hashes):
+                    fetch = pb.Fetch(fetch_id=number, group=group, hashes=hashes)
+                    self._requests.append(pb.PullRequest(fetch=fetch))
+                case Acknowledge(num_bytes):
+                    self._num_acknowledged = num_bytes
+                case Ended(fetch_id):
+                    self._end(self._wishes.pop(fetch_id))
+                case GiveUp(released):
+                    self._give_up(released=released)
+        if effects:
+            self._due.set()
+
+    def _end(self, wish: _Wish) -> None:
+        outcome = outcome_of(wish.num_wanted, wish.num_blocks)
+        if outcome != WHOLE:
+            outcome = self._failure or (ABANDONED if wish.abandoned else outcome)
+        self._observe(wish.began, outcome, wish)
+        wish.ended()
+
+    def _observe(self, began: float, outcome: str, wish: _Wish | None = None) -> None:
+        wanted, blocks, size = (0, 0, 0) if wish is None else (wish.num_wanted, wish.num_blocks, wish.num_bytes)
+        now = self._settings.clock()
+        self._settings.observe(
+            Transfer(self._headers, KvMedium.PEER, self._transport, began, now, wanted, blocks, size, outcome)
+        )
+
+    def _give_up(self, *, released: bool) -> None:
+        self._closing = True
+        self._requests = deque(each for each in self._requests if each.WhichOneof("message") == "open")
+        if released:
+            self._requests.append(pb.PullRequest(release=pb.Release()))
+        if self._receiver is not None:
+            self._receiver.close()
+        if self._call is not None:
+            if released:
+                asyncio.get_running_loop().call_later(_FAREWELL, self._call.cancel)
+            else:
+                self._call.cancel()
+
+    async def _write(self, call: Call) -> None:
+        """Say what is due, of acknowledgements the last. An end of the stream is noticed by who reads."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await self._due.wait()
+                self._due.clear()
+                while self._requests:
+                    await call.write(self._requests.popleft())
+                if self._closing:
+                    await call.done_writing()
+                    return
+                if (num_bytes := self._num_acknowledged) is not None:
+                    self._num_acknowledged = None
+                    await call.write(pb.PullRequest(ack=pb.Ack(num_bytes=num_bytes)))
+
+
+class _Once:
+    """Calls a function the first time that it is called, on whichever thread."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._function: Callable[[], None] | None = function
+
+    def __call__(self) -> None:
+        with self._lock:
+            function, self._function = self._function, None
+        if function is not None:
+            function()

@@ -1,0 +1,158 @@
+"""The adapters that a worker holds."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, TypeAlias
+
+from transformers import PreTrainedModel
+
+from penstock_common.errors import LONGEST_PATH, FailedPrecondition, RequestFailed, Unavailable, quoted
+from penstock_enginecore.config import LoraConfig
+from penstock_enginecore.lora.adapter import AdaptedForward, LoraAdapter, TakeAdapter
+from penstock_enginecore.lora.adapter_file_cache import ReadBefore
+from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest
+from penstock_enginecore.lora.errors import LoraError, LoraReason
+from penstock_enginecore.lora.peft_adapter import LoraLimits, adapter_bytes, read_adapter
+from penstock_enginecore.lora.target import AdapterTarget
+from penstock_enginecore.models.errors import ModelLoadError
+
+ReadAdapter: TypeAlias = Callable[[str], LoraAdapter]
+"""Reads the adapter in a directory. Raises LoraError."""
+MakeReader: TypeAlias = Callable[[PreTrainedModel, LoraConfig], ReadAdapter]
+"""Makes what reads adapters of a model, whose modules are as they were loaded."""
+
+SizeAdapter: TypeAlias = Callable[[str, LoraConfig], int]
+"""Bytes that the matrices of the adapter in a directory will have in memory, without reading them. Raises LoraError."""
+
+_UNREADABLE = (LoraReason.NOT_FOUND, LoraReason.UNREADABLE)
+
+
+def peft_reader(module: PreTrainedModel, config: LoraConfig) -> ReadAdapter:
+    """Reads adapters as PEFT saves them."""
+    target, limits, before = AdapterTarget.of(module), LoraLimits(config.max_lora_rank), ReadBefore()
+    return lambda path: read_adapter(path, target, limits, before)
+
+
+def peft_size(path: str, config: LoraConfig) -> int:
+    """Of adapters as PEFT saves them."""
+    return adapter_bytes(path, LoraLimits(config.max_lora_rank))
+
+
+@contextmanager
+def telling_of(lora: LoraRequest) -> Iterator[None]:
+    """What is wrong with the files of an adapter ends its requests: raises Unavailable where they cannot be read,
+    FailedPrecondition for what is not served.
+    """
+    try:
+        yield
+    except LoraError as e:
+        raise (_unavailable if e.reason in _UNREADABLE else _refused)(lora, e) from e
+    except OSError as e:
+        raise _unavailable(lora, e) from e
+
+
+class ReadyLora(NamedTuple):
+    """An adapter that was read for ``lora``. ``take``: how ``forward`` takes it; None where there was no forward pass."""
+
+    lora: LoraRequest
+    loaded: LoadedLora
+    forward: AdaptedForward | None
+    take: TakeAdapter | None
+
+
+class LoraStore:
+    """By digest, in the forward pass. ``read`` and ``prepare`` may be called on any thread while steps run; the other methods
+    between steps.
+
+    Matrices are the forward pass' to keep. What is held here says where they can be read again, once the engine has slept
+    without its weights.
+    """
+
+    def __init__(self) -> None:
+        self._read: ReadAdapter | None = None
+        self._forward: AdaptedForward | None = None
+        self._held: dict[bytes, tuple[LoraRequest, LoadedLora]] = {}
+        self._lock = threading.Lock()  # of what was read last, for whoever reads
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def digests(self) -> list[bytes]:
+        """Of the adapters that are held."""
+        return list(self._held)
+
+    def attach(self, forward: AdaptedForward | None, read: ReadAdapter | None, model: str) -> None:
+        """Hold adapters in this forward pass from now on; those that there are are read again. ``model``: what it is called.
+        Raises ModelLoadError where it takes none, and as ``read``.
+        """
+        if forward is None or read is None:
+            raise ModelLoadError(f"lora.max_loras is set, and {model} takes no LoRA adapters: use 0")
+        self._forward, self._read = forward, read
+        for lora, loaded in list(self._held.values()):
+            forward.add_adapter(self.read(LoraRequest(lora.name, lora.path, loaded.digest)))
+
+    def read(self, lora: LoraRequest) -> LoraAdapter:
+        """Read an adapter, one after the other. Raises Unavailable where that fails, FailedPrecondition for one that is not
+        served, or is not what ``lora`` says.
+        """
+        if self._read is None:
+            raise RuntimeError("attach must come before the first adapter")
+        with self._lock, telling_of(lora):
+            adapter = self._read(lora.path)
+        if lora.digest and adapter.digest != lora.digest:
+            raise FailedPrecondition(
+                f"{_called(lora)} at {quoted(lora.path, LONGEST_PATH)} has changed: its digest is {adapter.digest.hex()}, "
+                f"not {lora.digest.hex()}",
+                field="lora",
+                reason="LORA_CHANGED",
+            )
+        return adapter
+
+    def prepare(self, lora: LoraRequest, adapter: LoraAdapter) -> ReadyLora:
+        """Have what was read for ``lora`` as the forward pass wants it. Raises FailedPrecondition with what that finds wrong."""
+        loaded = LoadedLora(adapter.digest, adapter.max_rank, tuple(sorted(adapter.updates)), adapter.num_bytes)
+        forward = self._forward
+        try:
+            take = None if forward is None else forward.prepare_adapter(adapter)
+        except ValueError as e:
+            raise _refused(lora, e) from e
+        return ReadyLora(lora, loaded, forward, take)
+
+    def add(self, ready: ReadyLora) -> LoadedLora:
+        """Hold it. While there is no forward pass, it is read again for the next, and so it is for one that came meanwhile:
+        raises as ``read`` then.
+        """
+        lora, loaded, forward, take = ready
+        if (held := self._held.get(loaded.digest)) is not None:
+            return held[1]
+        if self._forward is forward and take is not None:
+            take()
+        elif self._forward is not None:
+            self._forward.add_adapter(self.read(LoraRequest(lora.name, lora.path, loaded.digest)))
+        self._held[loaded.digest] = lora, loaded
+        return loaded
+
+    def remove(self, digest: bytes) -> None:
+        """Let go of an adapter; one that is not there is passed over."""
+        if self._held.pop(digest, None) is not None and self._forward is not None:
+            self._forward.remove_adapter(digest)
+
+    def detach(self) -> None:
+        """The forward pass is gone, until ``attach``."""
+        self._forward = None
+
+
+def _called(lora: LoraRequest) -> str:
+    return f"adapter {lora.name!r}" if lora.name else "the adapter"
+
+
+def _refused(lora: LoraRequest, error: Exception) -> RequestFailed:
+    why = f"{_called(lora)} at {lora.path!r} is not served: {error}"
+    return FailedPrecondition(why, field="lora", reason="LORA_REFUSED")
+
+
+def _unavailable(lora: LoraRequest, error: Exception) -> RequestFailed:
+    why = f"{_called(lora)} cannot be read from {lora.path!r}: {error}"
+    return Unavailable(why, field="lora", reason="LORA_UNAVAILABLE")

@@ -1,0 +1,351 @@
+"""What is encoded when, and which tokens of media can be computed. A part of the scheduler; it computes nothing itself."""
+
+from collections.abc import Callable, Mapping
+
+from penstock_common.errors import ConfigError, InvalidArgument
+from penstock_common.types.media import EMBEDS, MultiModalFeature
+from penstock_common.types.outputs import MediaStats, RequestError
+from penstock_enginecore.core.hold import Hold
+from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.scheduler.output import EncoderStart, SchedulerOutput
+from penstock_enginecore.core.scheduler.resources import StepResource
+from penstock_enginecore.core.scheduler.state import SchedulerState
+from penstock_enginecore.media.core.encoder_cache import EncoderCache
+from penstock_enginecore.media.core.encoder_queue import EncoderQueue
+from penstock_enginecore.media.core.media_queue import MediaLine, Wanted
+from penstock_enginecore.media.core.places import embeds_from, embeds_span, span_around
+
+
+class EncoderWork(StepResource):
+    """Tokens are scheduled only where the rows of every item that they touch are there before the step's forward pass.
+
+    A running request pins the items of its next chunk, in the order of their places, until its processed tokens have passed
+    them. So whoever holds rows can get on with them, and lets them go: nobody waits for ever, however small the cache.
+    A waiting request starts once the first item that it needs is there. Until then it is held (``Hold.MEDIA``): at first in a
+    line, for its turn and for room; then, with a claim on the item, until that is encoded. Nothing is begun for it
+    while other items are to be encoded, so that those that run, and those that are more urgent, need not wait long.
+
+    Workers encode in the order of ``encoder_starts``. ``EncoderQueue`` knows how far they are, so the tokens of an item that
+    is done before a step's forward pass are in that step.
+    """
+
+    def __init__(self, state: SchedulerState) -> None:
+        """``context.media`` must not be empty. Raises ConfigError for a model that a step's limits cannot serve."""
+        context = state.context
+        self._infos = {info.modality: info for info in context.media}
+        self._waiting = state.waiting
+        self._budget = state.budget
+        self._receiver_cache_bytes = context.receiver_cache_bytes
+        self._cache = EncoderCache(context.encoder_cache_size)
+        self._queue = EncoderQueue(context.config.max_num_encoder_tokens or context.config.step_tokens)
+        self._line = MediaLine(by_priority=context.config.policy == "priority", fair=context.config.fairness)
+        self._claimed: dict[str, Wanted] = {}
+        self._pins: dict[str, list[int]] = {}
+        """By request, the indices of the features whose items it has pinned, in order."""
+        self._starts: dict[str, EncoderStart] = {}
+        """Of the step that is being scheduled."""
+        self._freed: dict[str, None] = {}
+        self._num_queries = self._num_hits = self._num_to_ask = 0
+        self._check()
+
+    def _check(self) -> None:
+        if not self._budget.chunked_prefill:
+            raise ConfigError(
+                "the model takes media and prompts are not split (scheduler.enable_chunked_prefill); set "
+                "multimodal.enabled to false to serve text alone"
+            )
+        most = self._budget.max_num_tokens
+        for info in self._infos.values():
+            if info.max_embeds > self._cache.capacity:
+                raise ConfigError(
+                    f"multimodal.encoder_cache_size is {self._cache.capacity}; one {info.modality} may have "
+                    f"{info.max_embeds} embeddings"
+                )
+            if info.attends_both_ways and info.max_tokens > most:
+                raise ConfigError(
+                    f"scheduler.max_num_batched_tokens allows {most} tokens in a step; one {info.modality} may have "
+                    f"{info.max_tokens}, which see each other and are computed together"
+                )
+
+    def added(self, request: Request) -> None:
+        """Note which tokens of a new request are computed together, and how many embeddings it will ask for."""
+        if not request.mm_features:
+            return
+        request.whole_spans = [
+            embeds_span(feature) for feature in request.mm_features if self._infos[feature.modality].attends_both_ways
+        ]
+        self._num_to_ask += sum(feature.num_embeds for feature in request.mm_features)
+
+    # A step.
+
+    @property
+    def has_work(self) -> bool:
+        """Whether an item is to be encoded."""
+        return bool(self._queue)
+
+    def begin_slice(self, *, waits: bool) -> bool:
+        """Choose the items that the step encodes; none, also of those that come later, if the encoder ``waits``. Return whether
+        the step encodes.
+        """
+        for identifier in self._queue.begin_step(waits=waits):
+            self._done(identifier)
+        return self._queue.is_used
+
+    def fit(self, request: Request, start: int, count: int, output: SchedulerOutput) -> int:
+        """Return how many of ``count`` tokens from ``start`` on the step takes without parting what is computed together; 0 while
+        the step has no room for that. More than ``count``, where that is a limit of one request.
+        """
+        if start >= request.media_end:
+            return count
+        span = span_around(request.whole_spans, start + count) if request.whole_spans else None
+        if span is None:
+            return count
+        begin, end = span
+        if begin > start:
+            return begin - start
+        return end - start if end - start <= self._budget.max_num_tokens - output.total_num_scheduled_tokens else 0
+
+    def reach(self, request: Request, count: int, output: SchedulerOutput) -> int:
+        """Return how many of the next ``count`` tokens of a running request the step can compute. The request pins the rows of
+        their media, and waits for the next.
+        """
+        start = request.num_computed_tokens
+        if start >= request.media_end:
+            return count
+        count = self.fit(request, start, count, output)
+        return self._pin_rows(request, start, count) if count else 0
+
+    def _pin_rows(self, request: Request, start: int, count: int) -> int:
+        pins = self._pins.setdefault(request.key, [])
+        for index, position in embeds_from(request.mm_features, start):
+            feature = request.mm_features[index]
+            if position >= start + count:
+                if index not in pins and not self._queue:  # soon: so that its step need not wait
+                    self._pin(request, index, pins, urgent=False)
+                break
+            if index not in pins and not self._pin(request, index, pins, urgent=True):
+                return position - start
+            if feature.identifier in self._queue:
+                return position - start
+        return count
+
+    def claim(self, request: Request, start: int, count: int) -> int:
+        """Return how many of ``count`` tokens from ``start`` on a waiting request can compute in this step. 0: it is held."""
+        if start >= request.media_end:
+            return count
+        is_first = True
+        for index, position in embeds_from(request.mm_features, start):
+            if position >= start + count:
+                break
+            feature = request.mm_features[index]
+            if is_first:
+                is_first = False
+                self._ask(request, index)
+                if not self._claim(request, feature) or feature.identifier in self._queue:
+                    self._waiting.hold(request, Hold.MEDIA)
+                    if request.key not in self._claimed:
+                        self._line.add(Wanted(request, feature))
+                    return 0
+            elif not self._is_there(feature.identifier):
+                return position - start
+        return count
+
+    def started(self, request: Request, num_computed: int, count: int) -> None:
+        """Pin the items of a request's first tokens."""
+        if not request.mm_features:
+            return
+        start = num_computed
+        self._unclaim(request.key)
+        if start < request.media_end:
+            self._pin_rows(request, start, count)
+        features = request.mm_features
+        while (index := request.num_asked_media) < len(features) and features[
+            index
+        ].end <= start:  # cached with the prefix
+            self._num_to_ask -= features[index].num_embeds
+            request.num_asked_media += 1
+
+    def begin_waiting(self) -> None:
+        """Begin what the waiting requests in the line wait for, while there is nothing to encode. A small item does not pass by a
+        large one, or the large one might wait for ever.
+        """
+        while self._line:
+            request, feature = self._line.head()
+            if not self._begin(request, feature, urgent=False):
+                break
+
+    def end_step(self, output: SchedulerOutput) -> None:
+        """Say what the workers encode and forget in the step."""
+        if self._starts:
+            output.encoder_starts = list(self._starts.values())
+            self._starts = {}
+        if self._queue.is_used:
+            output.encoder_budget = self._queue.budget
+            self._queue.is_used = False
+        if self._freed and output.concerns_workers:
+            output.freed_identifiers = list(self._freed)
+            self._freed = {}
+
+    # What becomes of requests and items.
+
+    def passed(self, request: Request) -> None:
+        """Tokens of a running request have been processed."""
+        pins = self._pins.get(request.key)
+        while pins:
+            feature = request.mm_features[pins[0]]
+            if embeds_span(feature)[1] > request.num_processed_tokens:
+                return
+            self._cache.unpin(feature.identifier)
+            del pins[0]
+
+    def preempted(self, request: Request) -> None:
+        """Unpin the items of a request that has lost its turn."""
+        self._leave(request)
+
+    def ended(self, request: Request) -> None:
+        """Unpin the items of a request, and do not encode what nobody else needs."""
+        self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        if not request.mm_features:
+            return
+        self._line.remove(request)
+        self._unclaim(request.key)
+        for index in self._pins.pop(request.key, ()):
+            self._cache.unpin(request.mm_features[index].identifier)
+        if request.finished:
+            self._num_to_ask -= sum(feature.num_embeds for feature in request.mm_features[request.num_asked_media :])
+            for feature in request.mm_features:
+                if feature.identifier in self._queue and not self._cache.is_wanted(feature.identifier):
+                    self._remove(feature.identifier)
+
+    def fail(
+        self,
+        failures: Mapping[str, str],
+        requests: Mapping[str, Request],
+        end: Callable[[Request, RequestError], object],
+    ) -> None:
+        """Items could not be encoded: ``end`` those of the living ``requests`` that have them, before anything of their positions
+        is taken in. ``failures``: why, by identifier.
+        """
+        for request in list(requests.values()):
+            for index, feature in enumerate(request.mm_features):
+                if (why := failures.get(feature.identifier)) is not None:
+                    end(request, _unreadable(feature, index, why))
+                    break
+        for identifier in failures:
+            if identifier in self._cache:
+                self._remove(identifier)
+
+    def reset(self) -> None:
+        """Forget every item that no running request needs."""
+        for identifier in self._cache.not_pinned:
+            self._remove(identifier)
+
+    def workers_reset(self) -> None:
+        """Forget every item, since nobody knows what the workers have. Running requests wait until theirs are encoded again."""
+        self._pins.clear()
+        self._cache.unpin_all()
+        self.reset()
+
+    def stats(self) -> MediaStats:
+        """Counts and load now. Any thread."""
+        claimed = list(self._claimed.values())
+        return MediaStats(
+            pending_embeds=self._num_to_ask + self._queue.num_pending,
+            encoded_embeds=self._queue.num_encoded,
+            encoder_cache_queries=self._num_queries,
+            encoder_cache_hits=self._num_hits,
+            encoder_cache_usage=self._cache.usage,
+            receiver_cache_bytes=self._receiver_cache_bytes(),
+            num_waiting_reqs=len(self._line) + sum(bool(wanted.request.hold & Hold.MEDIA) for wanted in claimed),
+        )
+
+    def _is_there(self, identifier: str) -> bool:
+        return identifier in self._cache and identifier not in self._queue
+
+    def _ask(self, request: Request, index: int) -> None:
+        """Count an item that a request needs, once in its life, and that those before it are not to be encoded for it any
+        more.
+        """
+        if index < request.num_asked_media:
+            return
+        features = request.mm_features[request.num_asked_media : index + 1]
+        self._num_to_ask -= sum(feature.num_embeds for feature in features)
+        request.num_asked_media = index + 1
+        self._num_queries += 1
+        self._num_hits += features[-1].identifier in self._cache
+
+    def _pin(self, request: Request, index: int, pins: list[int], *, urgent: bool) -> bool:
+        feature = request.mm_features[index]
+        self._ask(request, index)
+        if feature.identifier not in self._cache and not self._begin(request, feature, urgent=urgent):
+            return False
+        self._cache.pin(feature.identifier)
+        pins.append(index)
+        return True
+
+    def _claim(self, request: Request, feature: MultiModalFeature) -> bool:
+        """Whether a waiting request has an item to itself, or is about to."""
+        claimed = self._claimed.get(request.key)
+        if claimed is not None and claimed.feature is not feature:  # more of its prompt is cached than was, or less
+            self._unclaim(request.key)
+        if feature.identifier not in self._cache and (self._line or not self._begin(request, feature, urgent=False)):
+            return False
+        self._cache.claim(feature.identifier, request.key)
+        self._claimed[request.key] = Wanted(request, feature)
+        return True
+
+    def _unclaim(self, key: str) -> None:
+        if (claimed := self._claimed.pop(key, None)) is not None:
+            self._cache.unclaim(claimed.feature.identifier, key)
+
+    def _begin(self, request: Request, feature: MultiModalFeature, *, urgent: bool) -> bool:
+        """Have an item encoded, if there is room for it, and unless it is ``urgent`` nothing else to encode."""
+        if self._queue and not urgent:
+            return False
+        identifier, num_embeds = feature.identifier, feature.num_embeds
+        going = self._cache.room_for(num_embeds, urgent=urgent)
+        if going is None:
+            return False
+        for other in going:
+            self._remove(other)
+        self._cache.add(identifier, num_embeds)
+        self._starts[identifier] = EncoderStart(
+            identifier=identifier, modality=feature.modality, num_embeds=num_embeds, data=feature.data
+        )
+        is_done = EMBEDS in feature.data
+        if not is_done:
+            request.num_uncharged_embeds += num_embeds
+            is_done = self._queue.add(identifier, num_embeds, self._infos[feature.modality].num_blocks)
+        for wanted in self._line.take(identifier) if self._line else ():
+            self._claimed[wanted.request.key] = wanted
+            self._cache.claim(identifier, wanted.request.key)
+        if is_done:
+            self._done(identifier)
+        return True
+
+    def _done(self, identifier: str) -> None:
+        """An item is there: those that wait for it go on."""
+        for key in self._cache.claims(identifier):
+            self._waiting.release(self._claimed[key].request, Hold.MEDIA)
+
+    def _remove(self, identifier: str) -> None:
+        """Have the workers forget an item, which nobody needs to run. Those that were to start with it are in the line again."""
+        for key in self._cache.claims(identifier):
+            claimed = self._claimed.pop(key)
+            if claimed.request.hold & Hold.MEDIA:
+                self._line.add(claimed)
+        self._cache.remove(identifier)
+        self._queue.remove(identifier)
+        if self._starts.pop(identifier, None) is None:
+            self._freed[identifier] = None
+
+
+def _unreadable(feature: MultiModalFeature, index: int, why: str) -> RequestError:
+    return RequestError(
+        code=InvalidArgument.code,
+        message=f"mm_features[{index}] is {feature.modality} that the model cannot encode: {why}",
+        field=f"mm_features[{index}]",
+        reason="MEDIA_UNREADABLE",
+    )

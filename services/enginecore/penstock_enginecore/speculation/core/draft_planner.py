@@ -1,0 +1,198 @@
+"""How many drafts the requests of a step have verified, and how many are drafted behind it.
+
+Drafts keep nobody out: they take no block that a running request or a waiting one could have, and of tokens that prompts could
+have an eighth at most.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from penstock_common.types.outputs import SpecDecodingStats
+from penstock_enginecore.core.request import Request, RequestStatus
+from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.resources import StepResource
+from penstock_enginecore.core.scheduler.state import SchedulerState
+from penstock_enginecore.core.scheduler.token_accounting import num_tokens_due
+from penstock_enginecore.speculation.core.history import DraftHistory
+from penstock_enginecore.speculation.core.policy import DraftPolicy
+from penstock_enginecore.speculation.core.step_cost import StepCost
+from penstock_enginecore.structured_output.core.base import allows
+
+_SHARE_BESIDE_PROMPTS = 8
+
+
+class DraftPlanner(StepResource):
+    """Belongs to a scheduler. ``failure``: why nothing is drafted any more, empty while that works."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        context = state.context
+        config = context.speculative
+        self._max_drafts = config.num_speculative_tokens
+        self._drafts_ahead = config.has_model
+        self._policy = DraftPolicy(config.num_speculative_tokens, config.adaptive, StepCost(context.step_seconds))
+        self._kv_cache = state.kv_cache
+        self._running = state.running
+        self._waiting = state.waiting
+        self._max_num_tokens = state.budget.max_num_tokens
+        self._planned: dict[str, list[int]] = {}
+        self._stats = SpecDecodingStats()
+        self.failure = ""
+
+    def stats(self) -> SpecDecodingStats:
+        """Of all requests since the start."""
+        return msgspec.structs.replace(
+            self._stats, num_accepted_tokens_per_pos=self._stats.num_accepted_tokens_per_pos.copy()
+        )
+
+    # What a step verifies.
+
+    def plan(self, requests: Sequence[Request]) -> None:
+        """Choose how many of their drafts the running ``requests`` would have verified in a step that takes all of them."""
+        self._planned = {}
+        drafting = []
+        num_rows = 0
+        for request in requests:
+            num_rows += num_tokens_due(request)
+            if drafts := self._drafts_of(request):
+                drafting.append((request, drafts))
+        if not drafting:
+            return
+        num_rows = min(num_rows, self._max_num_tokens)
+        histories = [_history(request, self._policy, forced=request.drafts_forced) for request, _ in drafting]
+        limits = [min(len(drafts), _room(request)) for request, drafts in drafting]
+        chosen = self._policy.choose(histories, limits, num_rows, drafting=False)
+        beside_prompts = num_rows > len(requests) or len(self._waiting) > self._waiting.num_held
+        left = self._max_num_tokens // _SHARE_BESIDE_PROMPTS if beside_prompts else self._max_num_tokens - num_rows
+        for (request, drafts), count in zip(drafting, chosen, strict=True):
+            count = min(count, left)
+            if count > 0:
+                self._planned[request.key] = list(drafts[:count])
+                left -= count
+
+    def add(self, request: Request, new_block_ids: tuple[list[int], ...], output: SchedulerOutput) -> None:
+        """Schedule the next token of a request that decodes, for which it has a place, and the drafts behind it."""
+        drafts = self._planned.get(request.key)
+        if not drafts:
+            output.add_known(request, 1, new_block_ids)
+            return
+        count = min(len(drafts), self._max_num_tokens - output.total_num_scheduled_tokens - 1)
+        count, block_ids = self._place(request, count)
+        output.add_known(request, 1 + count, new_block_ids, drafts[:count])
+        if block_ids:
+            output.add_blocks(request, block_ids)
+
+    def _drafts_of(self, request: Request) -> Sequence[int]:
+        """What there is to verify: text that its grammar forces, before what was drafted. Remembers which of the two it is."""
+        request.drafts_forced = False
+        if request.max_drafts == 0 or request.status is not RequestStatus.RUNNING:
+            return ()
+        grammar = request.grammar
+        if grammar is not None:
+            if not grammar.ready:
+                return ()
+            if forced := grammar.forced:
+                request.drafts_forced = True
+                return forced
+            if request.spec_token_ids and not allows(grammar.mask, request.spec_token_ids[0]):
+                return ()
+        return request.spec_token_ids
+
+    def _place(self, request: Request, count: int) -> tuple[int, tuple[list[int], ...]]:
+        """How many of ``count`` positions behind the next token of a request have a place, and the blocks added."""
+        left = self._kv_cache.num_allocated_tokens(request) - request.num_computed_tokens - 1
+        if left < count and len(self._waiting) == self._waiting.num_held:
+            block_ids = self._kv_cache.allocate_slots(request, 1 + count, reserve=len(self._running))
+            if block_ids is not None:
+                return count, block_ids
+        return max(min(left, count), 0), ()
+
+    # What is drafted behind it.
+
+    def want(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        """Say how many tokens are to be drafted behind the step, which is scheduled and counts as computed."""
+        if self.failure:
+            return
+        sampling = []
+        for key in output.num_scheduled_tokens:
+            request = requests[key]
+            limit = min(request.max_drafts, _room(request) - 1)  # the step brings one token at least
+            if request.sampled_step == output.step and limit > 0:
+                sampling.append((request, limit))
+        if not sampling:
+            return
+        histories = [_history(request, self._policy) for request, _ in sampling]
+        num_rows = min(len(self._running), self._max_num_tokens)
+        chosen = self._policy.choose(histories, [limit for _, limit in sampling], num_rows, drafting=True)
+        for (request, _), count in zip(sampling, chosen, strict=True):
+            if count and self._drafts_ahead:
+                count, block_ids = self._place(request, count)
+                if block_ids:
+                    output.add_blocks(request, block_ids)
+            if count > 0:
+                output.num_drafts_wanted[request.key] = count
+                request.unsettled = True
+
+    def added(self, request: Request) -> None:
+        """Note how many tokens are drafted for a new request at most."""
+        asked = request.sampling_params.num_speculative_tokens
+        most = self._max_drafts if asked is None else min(asked, self._max_drafts)
+        unread = request.prompt_embeds is not None or (request.mm_features and self._drafts_ahead)  # by what drafts
+        request.max_drafts = 0 if request.pooling_params is not None or unread else most
+
+    # What came of it.
+
+    def take_drafts(self, step: SchedulerOutput, drafts: DraftTokenIds, requests: Mapping[str, Request]) -> None:
+        """Note what was drafted behind a step, whose results are in."""
+        self.failure = self.failure or drafts.failure
+        for key in step.num_drafts_wanted:
+            request = requests.get(key)
+            if request is not None and step.step >= request.valid_from_step:
+                request.unsettled = False
+                request.spec_token_ids = []
+        for key, token_ids in zip(drafts.request_ids, drafts.draft_token_ids, strict=True):
+            request = requests.get(key)
+            if request is not None and step.step >= request.valid_from_step:
+                request.spec_token_ids = token_ids
+        decoded = len(step.num_scheduled_tokens) + sum(map(len, step.scheduled_spec_decode_tokens.values()))
+        # Behind a step with parts of prompts the drafter read these as well.
+        if drafts.seconds and step.num_drafts_wanted and step.total_num_scheduled_tokens == decoded:
+            num_tokens = max(map(len, drafts.draft_token_ids), default=0)
+            self._policy.drafting_took(len(step.num_drafts_wanted), num_tokens, drafts.seconds)
+
+    def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """A request has had drafts in a step; the first ``num_accepted`` held."""
+        _history(request, self._policy, forced=request.drafts_forced).verified(num_drafts, num_accepted)
+        self._stats.count(num_drafts, num_accepted)
+        if request.spec_stats is None:
+            request.spec_stats = SpecDecodingStats()
+        request.spec_stats.count(num_drafts, num_accepted)
+        request.spec_token_ids = []
+
+    def stepped(self, step: SchedulerOutput, results: ModelRunnerOutput, requests: Mapping[str, Request]) -> None:
+        """A step is over, and its results are taken in."""
+        if results.seconds and not step.encoder_budget:
+            self._policy.cost.took(step.total_num_scheduled_tokens, results.seconds)
+        for key in step.num_scheduled_tokens:
+            request = requests.get(key)
+            if (
+                request is not None
+                and request.draft_history is not None
+                and key not in step.scheduled_spec_decode_tokens
+            ):
+                request.draft_history.passed(1)
+
+
+def _room(request: Request) -> int:
+    """Drafts that may be verified: the token behind them is the last that there may be."""
+    return request.max_tokens - request.num_output_tokens - 1
+
+
+def _history(request: Request, policy: DraftPolicy, *, forced: bool = False) -> DraftHistory:
+    if forced:
+        if request.forced_history is None:
+            request.forced_history = policy.begin("forced")
+        return request.forced_history
+    if request.draft_history is None:
+        request.draft_history = policy.begin()
+    return request.draft_history

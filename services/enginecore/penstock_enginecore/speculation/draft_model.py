@@ -1,0 +1,229 @@
+"""Drafts by a smaller model of the same vocabulary: a chain of its own next tokens (Leviathan et al., 2023)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock_enginecore.attention.base import IntArray
+from penstock_enginecore.config import EngineCoreConfig, ModelConfig
+from penstock_enginecore.core.executor import Progress
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.scheduler.output import NewRequestData
+from penstock_enginecore.forward.base import ChainedDraws, ChainedForward, ForwardBatch
+from penstock_enginecore.forward.build import BuiltForward, ForwardConfig, build_forward
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.loader import LoadedModel, load_model
+from penstock_enginecore.pooling.embedder import resolve_task
+from penstock_enginecore.sample.base import FloatArray, RowKinds, SamplingInputs
+from penstock_enginecore.speculation.bandit import Arms
+from penstock_enginecore.speculation.base import DraftStep, Stateless
+from penstock_enginecore.speculation.draft_choice import DraftChoice, num_held
+from penstock_enginecore.speculation.draft_layers import WithLayers
+from penstock_enginecore.speculation.vocabulary import check_vocabulary
+
+_MOST_BEHIND = 512
+"""Tokens that a step catches up on, at most, so that a long prompt holds nobody up: what is left comes with the next steps."""
+
+
+class _Followed:
+    """What the drafter has of a request: keys and values of ``computed`` tokens, and ``drafts`` that were made at ``first``."""
+
+    def __init__(self) -> None:
+        self.computed = 0
+        self.first = 0
+        self.drafts: list[int] = []
+        self.arms = Arms()
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Tokens of a request, by index, from position ``first`` on: ``token_ids`` int64 ``[tokens]``."""
+
+    request: int
+    first: int
+    token_ids: IntArray
+
+
+class DraftModel(WithLayers, Stateless):
+    """A ``Drafter``. It computes a request's tokens when it drafts for it, all that it has not seen at once: requests that get no
+    drafts cost nothing. Requests that begin on cached blocks are computed from their beginning, for these may have no keys
+    and values of its own.
+    """
+
+    name = "draft_model"
+
+    def __init__(self, model: LoadedModel, built: BuiltForward, vocab_size: int, sampling: str) -> None:
+        """``vocab_size``: of the model that verifies. ``sampling``: ``speculative.draft_sampling``."""
+        super().__init__(built.forward)
+        self._model = model
+        self._forward = built.forward
+        chained = isinstance(built.forward, ChainedForward) and built.forward.chains
+        self._chained = cast("ChainedForward", built.forward) if chained else None
+        self._sampler = built.sampler
+        self._vocab_size = min(vocab_size, model.vocab_size)
+        self._choice = DraftChoice(sampling)
+        self._requests: dict[str, _Followed] = {}
+
+    def allocate(self, config: KVCacheConfig) -> None:
+        """Nothing of any request is computed."""
+        super().allocate(config)
+        self._requests = {key: _Followed() for key in self._requests}
+
+    def begin(self, request: NewRequestData) -> None:
+        """Nothing of it is computed."""
+        self._requests[request.request_id] = _Followed()
+
+    def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:  # noqa: ARG002
+        """Forget it."""
+        self._requests.pop(request_id, None)
+
+    def to(self, device: torch.device) -> None:
+        """Move its weights."""
+        self._forward.to(device)
+
+    @torch.inference_mode()
+    def propose(self, step: DraftStep) -> list[list[int]]:
+        """Catch up with the requests that want drafts, and go on from there, a token of each at a time."""
+        drafts: list[list[int]] = [[] for _ in step.requests]
+        behind, drafting = self._behind(step)
+        if drafting:
+            arms = [self._requests[step.requests[i].request_id].arms for i in drafting]
+            inputs, uniforms = self._choice.first(step, drafting, arms, self._wanted(step, drafting[0]))
+            kinds = RowKinds.of(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
+            if self._chained is None or kinds.any_filtered:
+                self._loop(step, behind, drafting, arms, inputs, drafts)
+            else:
+                self._chain(self._chained, step, behind, drafting, kinds, uniforms, drafts)
+        elif behind:
+            self._run(step, behind, ())
+        for i in drafting:
+            request = step.requests[i]
+            followed = self._requests[request.request_id]
+            followed.first, followed.drafts = len(request.token_ids), drafts[i]
+        return drafts
+
+    def _behind(self, step: DraftStep) -> tuple[list[_Tokens], list[int]]:
+        """What is to be computed of the requests that want drafts, and which of them are caught up with then: they come first in
+        both, those that want most in front.
+        """
+        caught_up, others, left = list[_Tokens](), list[_Tokens](), _MOST_BEHIND
+        for i, request in enumerate(step.requests):
+            if self._wanted(step, i) <= 0 or left <= 0:
+                continue
+            followed = self._requests[request.request_id]
+            self._learn(followed, request.token_ids)
+            first, end = followed.computed, min(len(request.token_ids), followed.computed + left)
+            tokens = _Tokens(i, first, request.token_ids[first:end].astype(np.int64))
+            left -= end - first
+            followed.computed = end
+            (caught_up if end == len(request.token_ids) else others).append(tokens)
+        caught_up.sort(key=lambda tokens: -self._wanted(step, tokens.request))
+        return caught_up + others, [tokens.request for tokens in caught_up]
+
+    def _loop(
+        self,
+        step: DraftStep,
+        behind: Sequence[_Tokens],
+        drafting: Sequence[int],
+        arms: Sequence[Arms],
+        inputs: SamplingInputs,
+        drafts: list[list[int]],
+    ) -> None:
+        """Draft by a forward pass for each place, and a sampler. ``inputs``: those of the first one."""
+        going, tokens = list(drafting), list(behind)
+        for place in range(self._wanted(step, drafting[0])):
+            if place:
+                going = [i for i in going if self._wanted(step, i) > place]
+                ends = [len(step.requests[i].token_ids) + place - 1 for i in going]
+                tokens = [_Tokens(i, end, np.array(drafts[i][-1:])) for i, end in zip(going, ends, strict=True)]
+                inputs = self._choice.inputs(step, going, arms[: len(going)], place)
+            logits = self._run(step, tokens, going)[:, : self._vocab_size]
+            for i, token in zip(going, self._sampler.sample(logits, inputs).token_ids.tolist(), strict=True):
+                drafts[i].append(token)
+
+    def _chain(
+        self,
+        forward: ChainedForward,
+        step: DraftStep,
+        behind: Sequence[_Tokens],
+        drafting: Sequence[int],
+        kinds: RowKinds,
+        uniforms: FloatArray,
+        drafts: list[list[int]],
+    ) -> None:
+        """Draft by one call of ``forward``. ``uniforms`` ``[places, drafting]``: for rows of these ``kinds``."""
+        counts = np.array([self._wanted(step, i) for i in drafting])
+        batch = self._lay_out(step, behind, len(uniforms) - 1)
+        draws = ChainedDraws(counts, kinds.plain_temperature, uniforms, self._vocab_size)
+        tokens = forward.chain(batch, draws)
+        for i, count, chosen in zip(drafting, counts, tokens.T.tolist(), strict=True):
+            drafts[i] = chosen[:count]
+
+    def _wanted(self, step: DraftStep, i: int) -> int:
+        """Drafts of a request, as far as the drafter's own limit of length goes."""
+        request = step.requests[i]
+        return min(request.num_drafts, self._model.max_len - len(request.token_ids))
+
+    def _learn(self, followed: _Followed, token_ids: npt.NDArray[np.int32]) -> None:
+        """What became of the last drafts: those that held are computed."""
+        drafts, first = followed.drafts, followed.first
+        followed.drafts = []
+        if not drafts or len(token_ids) <= first:
+            return
+        held = num_held(drafts, token_ids[first : first + len(drafts)].tolist())
+        followed.arms.held(len(drafts), held)
+        # The last draft was not computed.
+        followed.computed = min(first + min(held, len(drafts) - 1), len(token_ids) - 1)
+
+    def _lay_out(self, step: DraftStep, tokens: Sequence[_Tokens], ahead: int = 0) -> ForwardBatch:
+        """With block tables of its own layers, that go on for ``ahead`` positions."""
+        first = np.array([each.first for each in tokens])
+        batch = step.lay_out([each.request for each in tokens], first, [each.token_ids for each in tokens], ahead=ahead)
+        return replace(batch, attention=batch.attention[: self.num_groups])
+
+    def _run(self, step: DraftStep, tokens: Sequence[_Tokens], drafting: Sequence[int]) -> torch.Tensor:
+        """A forward pass, and logits ``[drafting, vocab]`` behind the last tokens of ``drafting``, which come first."""
+        rows = np.cumsum([len(each.token_ids) for each in tokens])[: len(drafting)] - 1
+        return self._forward.run(self._lay_out(step, tokens), rows).logits
+
+
+def load_draft_model(
+    config: EngineCoreConfig, model: LoadedModel, forward: ForwardConfig, progress: Progress
+) -> DraftModel:
+    """The checkpoint that ``speculative.model`` names, computing as ``forward`` says. Raises ModelLoadError for one that
+    cannot draft for ``model``.
+    """
+    speculative = config.speculative
+    checkpoint = draft_checkpoint(config)
+    try:
+        if (task := resolve_task(checkpoint)) != "generate":
+            raise ModelLoadError(f"it is a model that {task}s, and does not generate")
+        check_vocabulary(Path(config.model.path), Path(speculative.model))
+        drafter = load_model(checkpoint, forward.device, progress)
+    except ModelLoadError as e:
+        words = str(e)
+        if words.startswith("speculative.model"):
+            raise
+        raise ModelLoadError(f"speculative.model is {speculative.model!r}, which cannot draft: {words}") from e
+    built = build_forward(drafter, replace(forward, part=None, int8=False, cache_dtype=None))
+    return DraftModel(drafter, built, model.vocab_size, speculative.draft_sampling)
+
+
+def draft_checkpoint(config: EngineCoreConfig) -> ModelConfig:
+    """How the checkpoint that drafts is loaded: as the model is."""
+    return msgspec.structs.replace(
+        config.model,
+        path=config.speculative.model,
+        revision=config.speculative.revision,
+        served_model_name="",
+        quantization="auto",
+        load_format="auto",
+        max_model_len=None,
+        task="auto",
+    )

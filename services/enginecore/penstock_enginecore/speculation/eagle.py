@@ -1,0 +1,275 @@
+"""Drafts by an EAGLE head: a chain of its own guesses behind the target's hidden states (Li et al., 2024, 2025)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock_common.checkpoint import problem
+from penstock_enginecore.attention.base import IntArray
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.executor import Progress
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.scheduler.output import NewRequestData
+from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch, ForwardPass
+from penstock_enginecore.forward.build import ForwardConfig
+from penstock_enginecore.models.checkpoint_files import weight_files
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.loader import LoadedModel
+from penstock_enginecore.models.quantization.weights import open_tensors
+from penstock_enginecore.sample.base import FloatArray, RowKinds, Sampler, SamplingInputs
+from penstock_enginecore.speculation.bandit import Arms
+from penstock_enginecore.speculation.base import DraftStep
+from penstock_enginecore.speculation.draft_choice import DraftChoice, num_held
+from penstock_enginecore.speculation.draft_layers import WithLayers
+from penstock_enginecore.speculation.draft_model import draft_checkpoint
+from penstock_enginecore.speculation.head import read_head
+from penstock_enginecore.speculation.head_config import Kind, read_head_config
+from penstock_enginecore.speculation.head_forward import HeadPass, build_head
+from penstock_enginecore.speculation.native_head import NativeHead
+from penstock_enginecore.speculation.pending_states import PendingStates
+from penstock_enginecore.speculation.vocabulary import check_vocabulary
+
+_MOST_TOKENS = 512
+"""Tokens of a pass of the head, at most: what it takes beside the target's steps stays small."""
+_MOST_PENDING = 32
+"""Hidden states of a request that wait until it drafts, at most: one pass over many costs less than many over one."""
+
+
+class _Followed:
+    """What the drafter has of a request: keys and values of the positions before ``pending``, the hidden states of those behind,
+    and ``drafts`` that were made when it had ``first`` tokens.
+    """
+
+    def __init__(self, num_computed: int) -> None:
+        self.pending = PendingStates(num_computed)
+        self.first = 0
+        self.drafts: list[int] = []
+        self.arms = Arms()
+
+
+class Eagle(WithLayers):
+    """A ``Drafter``. At each position of a request whose token behind is known it computes keys and values from the target's
+    hidden states: when it drafts, or when many wait. What it computes behind that, of states that it guessed itself, is
+    computed again. Requests that want no drafts at all are not followed. Positions on cached blocks have what the request
+    that filled them left there, which may be nothing: drafts are worse then.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: HeadPass,
+        sampler: Sampler,
+        target_tokens: torch.Tensor | None,
+        vocab_size: int,
+        state_layers: Sequence[int],
+        sampling: str,
+    ) -> None:
+        """``vocab_size``: of the model that verifies. ``target_tokens``: by token of the head, None for all."""
+        super().__init__(forward)
+        self.name = name
+        self.state_layers = state_layers
+        self._forward = forward
+        self._chained = forward if isinstance(forward, NativeHead) and forward.chains else None
+        self._sampler = sampler
+        self._target_tokens = None if target_tokens is None else target_tokens.numpy()
+        self._vocab_size = vocab_size
+        self._choice = DraftChoice(sampling)
+        self._requests: dict[str, _Followed] = {}
+
+    def allocate(self, config: KVCacheConfig) -> None:
+        """Begin with no requests."""
+        super().allocate(config)
+        self._requests.clear()
+
+    def begin(self, request: NewRequestData) -> None:
+        """What is cached of it counts as computed."""
+        if request.sampling_params.num_speculative_tokens != 0:
+            self._requests[request.request_id] = _Followed(request.num_computed_tokens)
+
+    def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:  # noqa: ARG002
+        """Forget it."""
+        self._requests.pop(request_id, None)
+
+    def to(self, device: torch.device) -> None:
+        """Move its weights."""
+        self._forward.to(device)
+
+    @torch.inference_mode()
+    def observe(self, step: DraftStep, first: IntArray, states: Sequence[torch.Tensor]) -> None:
+        """Keep the hidden states of a step that is computed, and compute where many wait."""
+        waiting = {}
+        for i, (request, position, own) in enumerate(zip(step.requests, first.tolist(), states, strict=True)):
+            followed = self._requests.get(request.request_id)
+            if followed is None:
+                continue
+            followed.pending.add(position, own)
+            if len(followed.pending) > _MOST_PENDING:
+                known = request.token_ids[followed.pending.start + 1 : followed.pending.end + 1]
+                unknown = np.flatnonzero(known < 0)
+                waiting[i] = int(unknown[0]) if len(unknown) else len(known)
+        self._catch_up(step, waiting)
+
+    @torch.inference_mode()
+    def propose(self, step: DraftStep) -> list[list[int]]:
+        """Catch up with the requests that want drafts, and go on from there."""
+        drafts: list[list[int]] = [[] for _ in step.requests]
+        waiting = {}
+        for i, request in enumerate(step.requests):
+            followed = self._requests.get(request.request_id)
+            if request.num_drafts <= 0 or followed is None:
+                continue
+            self._learn(followed, request.token_ids)
+            count = len(request.token_ids) - 1 - followed.pending.start
+            if 0 < count <= len(followed.pending):
+                waiting[i] = count
+        going = sorted(waiting, key=lambda i: -step.requests[i].num_drafts)
+        if going:
+            arms = [self._requests[step.requests[i].request_id].arms for i in going]
+            inputs, uniforms = self._choice.first(step, going, arms, step.requests[going[0]].num_drafts)
+            kinds = RowKinds.of(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
+            # All but the last tokens, where there are too many for a pass.
+            ahead = {i: count - 1 for i, count in waiting.items()} if sum(waiting.values()) > _MOST_TOKENS else {}
+            self._catch_up(step, ahead)
+            counts = {i: waiting[i] - ahead.get(i, 0) for i in going}
+            if self._chained is None or kinds.any_filtered:
+                self._loop(step, counts, arms, inputs, drafts)
+            else:
+                self._chain(self._chained, step, counts, kinds, uniforms, drafts)
+        for i in going:
+            followed = self._requests[step.requests[i].request_id]
+            followed.first, followed.drafts = len(step.requests[i].token_ids), drafts[i]
+        return drafts
+
+    def _loop(
+        self,
+        step: DraftStep,
+        waiting: Mapping[int, int],
+        arms: Sequence[Arms],
+        inputs: SamplingInputs,
+        drafts: list[list[int]],
+    ) -> None:
+        """Compute so many positions of requests by index, those that want most drafts first, and draft behind them by a pass of
+        the head for each place, and a sampler. ``inputs``: those of the first place.
+        """
+        going, place = list(waiting), 0
+        batch, states = self._take(step, waiting)
+        states = self._forward.run(batch, states, batch.attention[0].query_start_loc[1:] - 1, own=False)
+        while True:
+            for i, token in zip(going, self._choose(self._forward.logits(states), inputs), strict=True):
+                drafts[i].append(token)
+            place += 1
+            going = [i for i in going if step.requests[i].num_drafts > place]
+            if not going:
+                return
+            first = np.array([len(step.requests[i].token_ids) + place - 2 for i in going])
+            batch = self._lay_out(step, going, first, [np.array(drafts[i][-1:]) for i in going])
+            states = self._forward.run(batch, states[: len(going)], np.arange(len(going)), own=True)
+            inputs = self._choice.inputs(step, going, arms[: len(going)], place)
+
+    def _chain(
+        self,
+        forward: NativeHead,
+        step: DraftStep,
+        waiting: Mapping[int, int],
+        kinds: RowKinds,
+        uniforms: FloatArray,
+        drafts: list[list[int]],
+    ) -> None:
+        """The same by one call of ``forward``. ``uniforms`` ``[places, requests]``: for rows of these ``kinds``."""
+        going = list(waiting)
+        counts = np.array([step.requests[i].num_drafts for i in going])
+        batch, states = self._take(step, waiting, ahead=len(uniforms) - 1)
+        draws = ChainedDraws(counts, kinds.plain_temperature, uniforms, self._vocab_size)
+        tokens = forward.chain(batch, states, draws, self._target_tokens)
+        for i, count, chosen in zip(going, counts, tokens.T.tolist(), strict=True):
+            drafts[i] = chosen[:count]
+
+    def _catch_up(self, step: DraftStep, waiting: Mapping[int, int]) -> None:
+        """Compute keys and values of so many positions of requests by index, some tokens at a time."""
+        left = {i: count for i, count in waiting.items() if count > 0}
+        while left:
+            taken, room = dict[int, int](), _MOST_TOKENS
+            for i, count in left.items():
+                if room > 0:
+                    taken[i] = min(count, room)
+                    room -= taken[i]
+            self._forward.run(*self._take(step, taken), np.zeros(0, dtype=np.int64), own=False)
+            left = {i: count - taken.get(i, 0) for i, count in left.items() if count > taken.get(i, 0)}
+
+    def _take(
+        self, step: DraftStep, waiting: Mapping[int, int], *, ahead: int = 0
+    ) -> tuple[ForwardBatch, torch.Tensor]:
+        """So many positions of requests by index, each with the token behind it, and the target's states there, which are gone
+        then. Block tables go on for ``ahead`` positions.
+        """
+        first, tokens, states = list[int](), list[IntArray](), list[torch.Tensor]()
+        for i, count in waiting.items():
+            request, pending = step.requests[i], self._requests[step.requests[i].request_id].pending
+            first.append(pending.start)
+            tokens.append(request.token_ids[pending.start + 1 : pending.start + 1 + count].astype(np.int64))
+            states.append(pending.take(count))
+        return self._lay_out(step, list(waiting), np.array(first), tokens, ahead), torch.cat(states)
+
+    def _lay_out(
+        self, step: DraftStep, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray], ahead: int = 0
+    ) -> ForwardBatch:
+        """With block tables of its own layers."""
+        batch = step.lay_out(requests, first, tokens, ahead=ahead)
+        return replace(batch, attention=batch.attention[: self.num_groups])
+
+    def _choose(self, logits: torch.Tensor, inputs: SamplingInputs) -> list[int]:
+        """A token of the target's for each row."""
+        found = self._sampler.sample(logits, inputs).token_ids
+        tokens: list[int] = (found if self._target_tokens is None else self._target_tokens[found]).tolist()
+        return tokens
+
+    @staticmethod
+    def _learn(followed: _Followed, token_ids: npt.NDArray[np.int32]) -> None:
+        """What became of the last drafts."""
+        drafts, first = followed.drafts, followed.first
+        followed.drafts = []
+        if drafts and len(token_ids) > first:
+            known = token_ids[first : first + len(drafts)].tolist()
+            followed.arms.held(len(drafts), num_held(drafts, known))
+
+
+def load_eagle(
+    config: EngineCoreConfig, model: LoadedModel, target: ForwardPass, forward: ForwardConfig, progress: Progress
+) -> Eagle:
+    """The head that ``speculative.model`` names, for ``model``, whose pass is ``target``, computing as ``forward`` says. Raises
+    ModelLoadError for one that cannot draft for it.
+    """
+    speculative = config.speculative
+    kind: Kind = "eagle3" if speculative.method == "eagle3" else "eagle"
+    progress(f"loading a head for {kind} from {speculative.model}")
+    checkpoint = draft_checkpoint(config)
+    try:
+        if reason := problem(speculative.model, trust_remote_code=True, tokenizer=False):
+            raise ModelLoadError(reason)
+        directory = weight_files(checkpoint)
+        check_vocabulary(Path(config.model.path), directory)
+        of_head = read_head_config(directory, kind, model.module.config.num_hidden_layers)
+        size, vocab = model.hidden_size, model.vocab_size
+        shared = None if of_head.vocab_size != vocab else partial(_lm_head, config)
+        head, tokens = read_head(directory, of_head, hidden_size=size, vocab_size=vocab, lm_head=shared)
+    except ModelLoadError as e:
+        if str(e).startswith("speculative.model"):
+            raise
+        raise ModelLoadError(f"speculative.model is {speculative.model!r}, which cannot draft: {e}") from e
+    built, sampler = build_head(head, model, target, replace(forward, part=None, int8=False, cache_dtype=None))
+    sampling = speculative.draft_sampling
+    return Eagle(kind, built, sampler, tokens, vocab, of_head.state_layers, sampling)
+
+
+def _lm_head(config: EngineCoreConfig) -> torch.Tensor:
+    """The served model's, which the decoder has packed by now. Raises ModelLoadError."""
+    with open_tensors(weight_files(config.model)) as stored:
+        for name in ("lm_head.weight", "model.embed_tokens.weight"):  # tied
+            if name in stored:
+                return stored[name][...]
+    raise ModelLoadError("it has no lm_head of its own, and the model's files have none that is called lm_head.weight")

@@ -1,0 +1,42 @@
+"""Which drafter a configuration asks for."""
+
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.executor import Progress
+from penstock_enginecore.forward.base import ForwardPass
+from penstock_enginecore.forward.build import ForwardConfig
+from penstock_enginecore.models.loader import LoadedModel
+from penstock_enginecore.speculation.base import Drafter
+from penstock_enginecore.speculation.draft_model import load_draft_model
+from penstock_enginecore.speculation.eagle import load_eagle
+from penstock_enginecore.speculation.ngram import Ngram
+from penstock_enginecore.speculation.prediction import Predicted
+from penstock_enginecore.speculation.suffix import Suffix
+
+
+def create_drafter(
+    config: EngineCoreConfig, model: LoadedModel, target: ForwardPass, forward: ForwardConfig, progress: Progress
+) -> Drafter | None:
+    """None where nothing is drafted. Raises ModelLoadError for a draft model, or a head, that does not go with ``model``,
+    which ``target`` runs.
+    """
+    speculative = config.speculative
+    match speculative.method:
+        case "":
+            return None
+        case "prediction":
+            return Predicted(None)
+        case "ngram":
+            return Predicted(Ngram(speculative.prompt_lookup_min, speculative.prompt_lookup_max))
+        case "suffix":
+            return Predicted(
+                Suffix(
+                    max_depth=speculative.suffix_decoding_max_tree_depth,
+                    max_factor=speculative.suffix_decoding_max_spec_factor,
+                    min_probability=speculative.suffix_decoding_min_token_prob,
+                    max_bytes=speculative.suffix_decoding_cache_bytes,
+                )
+            )
+        case "draft_model":
+            return Predicted(load_draft_model(config, model, forward, progress))
+        case "eagle" | "eagle3":
+            return Predicted(load_eagle(config, model, target, forward, progress))

@@ -1,0 +1,190 @@
+"""EAGLE heads as modules: a layer or more that guesses from the target's hidden states and the tokens behind them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
+
+from penstock_enginecore.models.attention_hook import ATTENTION_NAME
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.quantization.weights import open_tensors
+from penstock_enginecore.models.rope import freeze_rotary
+from penstock_enginecore.speculation.head_config import HeadConfig, known_name
+
+_PARTS: dict[str, tuple[Any, Any, Any]] = {
+    "llama": (LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
+    "qwen3": (Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
+}
+"""By ``model_type``: layer, norm and rotary embedding."""
+
+
+class EagleHead(nn.Module):
+    """At position i it gets token i + 1 and the target's hidden states of token i, or what it put out itself for the position
+    before, and guesses token i + 2. ``embed_tokens`` and ``lm_head`` are None where the target's are meant.
+    """
+
+    def __init__(self, config: HeadConfig, states_width: int, *, has_bias: bool, embeds: bool, has_head: bool) -> None:
+        """``states_width``: of the target's hidden states of a token. ``has_bias``: of ``fc``."""
+        super().__init__()
+        layer = config.layer
+        layer._attn_implementation = ATTENTION_NAME
+        make_layer, norm, rotary = _PARTS[layer.model_type]
+        self.config = layer
+        self.kind = config.kind
+        self.states_width = states_width
+        hidden, inputs = layer.hidden_size, states_width
+        if self.kind == "eagle":
+            inputs += hidden
+        self.fc = nn.Linear(inputs, hidden, bias=has_bias)
+        self.layers = nn.ModuleList(make_layer(layer, index) for index in range(layer.num_hidden_layers))
+        first: Any = self.layers[0]
+        if self.kind == "eagle":
+            first.input_layernorm = nn.Identity()
+        else:
+            first.hidden_norm = norm(hidden, eps=layer.rms_norm_eps)
+            self._widen(first.self_attn)
+        self.norm = nn.Identity() if self.kind == "eagle" else norm(hidden, eps=layer.rms_norm_eps)
+        self.normed_residual = config.normed_residual
+        self.rotary_emb = rotary(layer)
+        self.embed_tokens = nn.Embedding(layer.vocab_size, hidden) if embeds else None
+        self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False) if has_head else None
+
+    def forward(
+        self, embedded: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, *, own: bool = False
+    ) -> torch.Tensor:
+        """What it puts out, ``[tokens, hidden size]``, for embedded tokens ``[tokens, hidden size]``, int64 ``positions``
+        ``[tokens]`` and ``states`` ``[tokens, states width]``, or ``own`` ones ``[tokens, hidden size]``. Attention calls go to
+        the context in force.
+        """
+        turns = self.rotary_emb(embedded[None], positions[None])
+        if self.kind == "eagle":
+            x = self.fc(torch.cat([embedded, states], dim=-1))[None]
+            rest = list(self.layers)
+        else:
+            x = self._first(embedded[None], (states if own else self.fc(states))[None], turns)
+            rest = list(self.layers)[1:]
+        for layer in rest:
+            made: Any = layer(x, position_embeddings=turns, attention_mask=None)
+            x = made[0] if isinstance(made, tuple) else made
+        return cast("torch.Tensor", x[0])
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """``[tokens, vocabulary]`` of what ``forward`` put out. For a head that has its own ``lm_head``."""
+        return cast("torch.Tensor", cast("nn.Linear", self.lm_head)(self.norm(states)))
+
+    def _first(self, embedded: torch.Tensor, states: torch.Tensor, turns: Any) -> torch.Tensor:
+        """EAGLE-3's first layer: attention over both, and the states alone go around it."""
+        layer: Any = self.layers[0]
+        normed = layer.hidden_norm(states)
+        both = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
+        attended, _ = layer.self_attn(both, position_embeddings=turns, attention_mask=None)
+        x = (normed if self.normed_residual else states) + attended
+        return cast("torch.Tensor", x + layer.mlp(layer.post_attention_layernorm(x)))
+
+    @staticmethod
+    def _widen(attention: Any) -> None:
+        """Projections of twice the width."""
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old = getattr(attention, name)
+            setattr(attention, name, nn.Linear(2 * old.in_features, old.out_features, bias=old.bias is not None))
+
+
+def read_head(
+    directory: Path,
+    config: HeadConfig,
+    *,
+    hidden_size: int,
+    vocab_size: int,
+    lm_head: Callable[[], torch.Tensor] | None,
+) -> tuple[EagleHead, torch.Tensor | None]:
+    """The head in ``directory`` in float32 on the host, for a target of ``hidden_size`` and ``vocab_size``, and which tokens of
+    the target it guesses, int64 and ascending, None for all of them. ``lm_head``: reads the target's, for a head that has none.
+    Raises ModelLoadError, naming what is missing or of another size.
+    """
+    with open_tensors(directory) as stored:
+        named = {name: tensor for raw, tensor in stored.items() if (name := known_name(raw)) is not None}
+        tensors = {name: tensor[...] for name, tensor in named.items()}
+    offsets = tensors.pop("d2t", None)
+    _check_sizes(tensors, config, hidden_size, vocab_size)
+    if "lm_head.weight" not in tensors and lm_head is not None:
+        tensors["lm_head.weight"] = lm_head()
+    head = EagleHead(
+        config,
+        hidden_size * len(config.state_layers),
+        has_bias="fc.bias" in tensors,
+        embeds="embed_tokens.weight" in tensors,
+        has_head=True,
+    )
+    _load(head, tensors)
+    freeze_rotary(head, config.layer.max_position_embeddings)
+    return head.eval(), _in_order(head, _target_tokens(offsets, config, vocab_size))
+
+
+def _check_sizes(tensors: dict[str, torch.Tensor], config: HeadConfig, hidden_size: int, vocab_size: int) -> None:
+    own, count = config.layer.hidden_size, len(config.state_layers)
+    expected = hidden_size * count + (own if config.kind == "eagle" else 0)
+    fc = tensors.get("fc.weight")
+    if fc is not None and fc.shape[1] != expected:
+        states = f"{count} of {hidden_size}" if count > 1 else f"{hidden_size}"
+        raise ModelLoadError(
+            f"its fc takes {fc.shape[1]} numbers, and the model's hidden states of a token are {states}: it is a head of another "
+            "hidden size"
+        )
+    if config.kind == "eagle" and own != hidden_size:
+        raise ModelLoadError(f"its hidden_size is {own} and the model's {hidden_size}, whose states its own stand for")
+    embeds = tensors.get("embed_tokens.weight")
+    if embeds is None and own != hidden_size:
+        raise ModelLoadError(
+            f"its hidden_size is {own} and the model's {hidden_size}, and it has no embed_tokens of its own"
+        )
+    if embeds is not None and len(embeds) != vocab_size:
+        raise ModelLoadError(f"its embed_tokens has {len(embeds)} tokens, the model {vocab_size}")
+
+
+def _load(head: EagleHead, tensors: dict[str, torch.Tensor]) -> None:
+    """Every tensor to its place, none left over."""
+    places = dict(head.state_dict())
+    for name in sorted(places.keys() - tensors.keys()):
+        raise ModelLoadError(f"it has no tensor {name}, which a head for {head.kind!r} has")
+    for name in sorted(tensors.keys() - places.keys()):
+        raise ModelLoadError(f"it has a tensor {name}, which no head for {head.kind!r} has that is served")
+    for name, tensor in tensors.items():
+        if tensor.shape != places[name].shape:
+            raise ModelLoadError(
+                f"its {name} is {list(tensor.shape)}, and must be {list(places[name].shape)} by its config.json"
+            )
+    head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+
+
+def _in_order(head: EagleHead, tokens: torch.Tensor | None) -> torch.Tensor | None:
+    """``tokens`` ascending, and the rows of ``lm_head`` with them: a uniform number then draws from the logits what it draws from
+    those of the whole vocabulary, where the other tokens are out.
+    """
+    if tokens is None:
+        return None
+    found, order = tokens.sort()
+    output: Any = head.lm_head
+    output.weight = nn.Parameter(output.weight.detach()[order], requires_grad=False)
+    return found
+
+
+def _target_tokens(offsets: torch.Tensor | None, config: HeadConfig, vocab_size: int) -> torch.Tensor | None:
+    """By the token that the head guesses, that of the target."""
+    if offsets is None:
+        if config.vocab_size != vocab_size:
+            raise ModelLoadError(
+                f"it guesses {config.vocab_size} tokens, the model has {vocab_size}, and it has no d2t that says which they are"
+            )
+        return None
+    if len(offsets) != config.vocab_size:
+        raise ModelLoadError(f"its d2t has {len(offsets)} tokens, and its draft_vocab_size is {config.vocab_size}")
+    tokens = torch.arange(len(offsets)) + offsets.to(torch.int64)
+    outside = torch.nonzero((tokens < 0) | (tokens >= vocab_size))
+    if len(outside):
+        first = int(outside[0])
+        raise ModelLoadError(f"its token {first} is token {int(tokens[first])} of the model, which has {vocab_size}")
+    return tokens

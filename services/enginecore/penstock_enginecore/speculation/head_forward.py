@@ -1,0 +1,175 @@
+"""Runs an EAGLE head on the paged KV cache, by whatever is proved to compute what its modules do."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+
+from penstock_enginecore.attention.base import AttentionBackend, IntArray
+from penstock_enginecore.attention.factory import create_backend
+from penstock_enginecore.attention.kv_cache import LayerCache, LayerCaches
+from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+from penstock_enginecore.forward.base import ForwardBatch, ForwardPass
+from penstock_enginecore.forward.build import ForwardConfig, open_backends
+from penstock_enginecore.forward.cuda.attention_candidate import Attending, attention_candidates
+from penstock_enginecore.forward.modules import caches_by_module, module_bytes, unsupported
+from penstock_enginecore.forward.native import linear_candidate
+from penstock_enginecore.forward.probe import Probe
+from penstock_enginecore.forward.proof import Candidate, first_proven
+from penstock_enginecore.forward.upload import to_device
+from penstock_enginecore.models.attention_hook import AttentionCall, StepContext, use_context
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.loader import LoadedModel
+from penstock_enginecore.models.support import ProbeContext, layer_specs
+from penstock_enginecore.sample.base import Sampler
+from penstock_enginecore.sample.sampler import TorchSampler
+from penstock_enginecore.speculation.draft_layers import Layers
+from penstock_enginecore.speculation.head import EagleHead
+from penstock_enginecore.speculation.native_head import NativeHead
+
+logger = logging.getLogger(__name__)
+
+
+class HeadPass(Layers, Protocol):
+    """A head on its device."""
+
+    device: torch.device
+
+    def run(self, batch: ForwardBatch, states: torch.Tensor, rows: IntArray, *, own: bool) -> torch.Tensor:
+        """What it puts out, ``[rows, hidden size]``, for ``rows`` (int64, ascending) of the tokens of ``batch``, beside
+        ``states`` as ``EagleHead.forward`` takes them.
+        """
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """``[tokens, vocabulary]`` of what ``run`` put out."""
+
+    def to(self, device: torch.device) -> None:
+        """Move its weights."""
+
+
+class HeadForward:
+    """A ``HeadPass`` that calls the modules. ``embed``: makes vectors of tokens, see ``ForwardPass.embed``. ``dtype``: of its
+    weights and states. ``packed_bytes``: what modules hold besides their parameters.
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        embed: Callable[[IntArray], torch.Tensor],
+        specs: Mapping[str, KVCacheSpec],
+        backend: AttentionBackend,
+        device: torch.device,
+        dtype: torch.dtype,
+        packed_bytes: int = 0,
+    ) -> None:
+        self.specs = specs
+        self.device = device
+        self._head = head
+        self._embed = embed
+        self._dtype = dtype
+        self.memory = backend.memory(specs, dtype, device)
+        self._backend = backend
+        self._packed_bytes = packed_bytes
+        self.bind({})
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its parameters and of what was packed of them."""
+        return module_bytes(self._head) + self._packed_bytes
+
+    def bind(self, caches: LayerCaches) -> None:
+        """Attention modules find their part of ``caches`` by their names."""
+        self._caches: Mapping[torch.nn.Module, LayerCache] = caches_by_module(self._head, caches)
+
+    def run(self, batch: ForwardBatch, states: torch.Tensor, rows: IntArray, *, own: bool) -> torch.Tensor:
+        """One call of the head."""
+        plans = [self._backend.plan(metadata, self.device) for metadata in batch.attention]
+        positions = to_device(batch.positions, self.device)
+        embedded = self._embed(batch.token_ids)
+        with use_context(StepContext(self._backend, self._caches, plans)):
+            out = self._head(embedded.to(self._dtype), states.to(self._dtype), positions, own=own)
+        return cast("torch.Tensor", out if len(rows) == len(out) else out[to_device(rows, self.device)])
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """By the head's last norm and ``lm_head``."""
+        return self._head.logits(states)
+
+    def to(self, device: torch.device) -> None:
+        """All of the head."""
+        self._head.to(device)
+
+
+@torch.inference_mode()
+def build_head(
+    head: EagleHead, model: LoadedModel, target: ForwardPass, config: ForwardConfig
+) -> tuple[HeadPass, Sampler]:
+    """``head`` on its device, computing in the dtype of ``model``, whose pass ``target`` embeds tokens for a head that does not,
+    and what draws from its logits. Raises ModelLoadError, and ConfigError for kernels that cannot be had.
+    """
+    device, dtype = config.device, model.dtype
+    head.to(device=device, dtype=dtype)
+    own = head.embed_tokens
+    embedding = model.module.get_input_embeddings() if own is None else own
+    embed = target.embed if own is None else lambda token_ids: own(to_device(token_ids, device))
+    native, attends, backend = open_backends(config)
+    calls = _calls(head, device, dtype)
+    specs = layer_specs(cast("Any", head), calls, config.block_size)
+
+    def serve(attending: AttentionBackend, packed_bytes: int = 0) -> HeadPass:
+        return HeadForward(head, embed, specs, attending, device, dtype, packed_bytes)
+
+    def probed(forward: HeadPass) -> torch.Tensor:
+        return _probed(forward, head, model.vocab_size)
+
+    def run() -> torch.Tensor:
+        return probed(serve(create_backend("reference", device)))
+
+    attending = Attending(device, specs, dtype, serve, probed)
+    candidates = attention_candidates(attending, config.kernels, config.attention_backend)
+    if native is not None and native.uses.decoder and attends:
+        library = native.library
+
+        def decoder() -> NativeHead:
+            return NativeHead(library, head, embedding, calls, specs, model.max_len, probed)
+
+        candidates.append(Candidate("decoder", decoder, library.rounds_to))
+    if native is not None and native.uses.linear:
+        candidates.append(linear_candidate(native.library, head, run, lambda packed: serve(backend, packed)))
+    proven = first_proven(candidates, run, config.agree)
+    logger.log(
+        logging.WARNING if proven.refuted else logging.INFO,
+        "the head computes with %s%s",
+        proven.name or "torch",
+        proven.reasons,
+    )
+    sampler = TorchSampler(None if native is None else native.sampling())
+    return serve(backend) if proven.serves is None else proven.serves, sampler
+
+
+def _calls(head: EagleHead, device: torch.device, dtype: torch.dtype) -> Sequence[AttentionCall]:
+    context, one = ProbeContext(), torch.zeros(1, dtype=torch.int64, device=device)
+    width = head.config.hidden_size
+    try:
+        with use_context(context):
+            head(*(torch.zeros(1, width, device=device, dtype=dtype) for _ in range(2)), one, own=True)
+    except Exception as e:
+        raise ModelLoadError(unsupported(cast("Any", head), e)) from e
+    return context.calls
+
+
+def _probed(forward: HeadPass, head: EagleHead, vocab_size: int) -> torch.Tensor:
+    """What it makes of a prompt of no meaning, on a cache of its own, beside states of the target's and beside its own."""
+    probe, logits = Probe.prompt(vocab_size), []
+    batch = ForwardBatch(probe.token_ids, probe.positions, [probe.metadata])
+    rows = np.arange(len(probe.token_ids))
+    forward.bind(forward.memory.throwaway(probe.metadata.block_size, probe.num_blocks))
+    try:
+        for own, width in ((False, head.states_width), (True, head.config.hidden_size)):
+            numbers = np.sin(np.arange(len(rows) * width, dtype=np.float64))
+            states = torch.from_numpy(numbers).float().view(-1, width).to(forward.device)
+            logits.append(forward.logits(forward.run(batch, states, rows, own=own)))
+        return torch.cat(logits)
+    finally:
+        forward.bind({})

@@ -1,0 +1,124 @@
+"""Drafts what followed most often where the last tokens came before, in the request and in outputs that have ended.
+
+The idea is SuffixDecoding's (Oliaro et al., 2024): the more tokens are alike, the more are drafted, and a token is drafted as
+often as it followed. Counts are taken at the newest places that are alike for longest, found by an index of short runs, in
+place of a tree of all suffixes: a token costs one entry.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock_enginecore.core.scheduler.output import NewRequestData
+from penstock_enginecore.speculation.base import DraftRequest, DraftStep
+from penstock_enginecore.speculation.ngram_base import Weightless
+from penstock_enginecore.speculation.past_outputs import PastOutputs
+from penstock_enginecore.speculation.token_index import TokenIndex
+
+_WIDTH = 3
+_OWN = 4
+_LENGTHS = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""How many tokens may be alike: what is looked for."""
+_REMEMBERED = 4096
+"""Requests of which is known how much of their output was remembered, should they come again behind a preemption."""
+
+
+class Suffix(Weightless):
+    """A ``Drafter``. ``max_depth``: tokens that are looked up, at most. ``max_factor``: drafts for each token that is alike.
+    ``min_probability``: how often of all times the drafts must have followed. ``max_bytes``: of past outputs.
+    """
+
+    name = "suffix"
+
+    def __init__(self, *, max_depth: int, max_factor: float, min_probability: float, max_bytes: int) -> None:
+        self._lengths = [length for length in _LENGTHS if length <= max(max_depth, _WIDTH)]
+        self._max_factor, self._min_probability = max_factor, min_probability
+        self._past = PastOutputs(_WIDTH, max_bytes) if max_bytes else None
+        self._indices: dict[str, TokenIndex] = {}
+        self._scopes: dict[str, str] = {}
+        self._remembered: OrderedDict[str, int] = OrderedDict()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of past outputs, about."""
+        return 0 if self._past is None else self._past.num_bytes
+
+    def begin(self, request: NewRequestData) -> None:
+        """Look at its tokens once it drafts."""
+        self._indices[request.request_id] = TokenIndex(_WIDTH)
+        self._scopes[request.request_id] = request.context.cache_salt
+
+    def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:
+        """Remember what it has put out, which its prompt is not part of, once."""
+        self._indices.pop(request_id, None)
+        scope = self._scopes.pop(request_id, None)
+        if scope is None or self._past is None:
+            return
+        known = self._remembered.pop(request_id, 0)
+        output = token_ids[num_prompt_tokens:].tolist()
+        self._past.add(scope, output[max(0, known - _WIDTH) :] if known else output)
+        self._remembered[request_id] = len(output)
+        if len(self._remembered) > _REMEMBERED:
+            self._remembered.popitem(last=False)
+
+    def propose(self, step: DraftStep) -> list[list[int]]:
+        """Nothing for requests whose last tokens are new."""
+        return [self._draft(request) if request.num_drafts else [] for request in step.requests]
+
+    def _draft(self, request: DraftRequest) -> list[int]:
+        index = self._indices[request.request_id]
+        index.extend(request.token_ids[len(index) :])
+        tail = index.tokens[-self._lengths[-1] :]
+        places = [(index.tokens, place) for place in index.ending_like(tail, _OWN)]
+        if self._past is not None:
+            places += self._past.ending_like(self._scopes[request.request_id], tail)
+        if not places:
+            return []
+        length, places = self._longest(tail, places)
+        if not places:
+            return []
+        count = min(request.num_drafts, max(1, int(self._max_factor * length)))
+        return self._likeliest(places, count)
+
+    def _longest(self, tail: list[int], places: list[tuple[list[int], int]]) -> tuple[int, list[tuple[list[int], int]]]:
+        """How many tokens are alike at best, of ``_LENGTHS``, and where so many are."""
+        lengths = self._lengths
+        size, level = len(tail), 0
+        best, alike = tail[-_WIDTH:], list[tuple[list[int], int]]()
+        for each in places:
+            tokens, place = each
+            if tokens[max(place - len(best), 0) : place] != best:
+                continue
+            while level + 1 < len(lengths) and lengths[level + 1] <= size:
+                length = lengths[level + 1]
+                longer = tail[-length:]
+                if place < length or tokens[place - length : place] != longer:
+                    break
+                level, best = level + 1, longer
+                alike.clear()
+            alike.append(each)
+        return len(best), alike
+
+    def _likeliest(self, places: Sequence[tuple[list[int], int]], count: int) -> list[int]:
+        """The likeliest way on from ``places``, as far as its probability goes."""
+        drafts: list[int] = []
+        if len(places) == 1:
+            tokens, place = places[0]
+            drafts = tokens[place : place + count]
+            return drafts[: drafts.index(-1)] if -1 in drafts else drafts
+        total, left = len(places), list(places)
+        for offset in range(count):
+            following = [tokens[place + offset] for tokens, place in left if place + offset < len(tokens)]
+            if not following:
+                break
+            token, times = Counter(following).most_common(1)[0]
+            if token < 0 or times < self._min_probability * total:
+                break
+            drafts.append(token)
+            if times < len(left):
+                left = [
+                    (tokens, place) for tokens, place in left if tokens[place + offset : place + offset + 1] == [token]
+                ]
+        return drafts

@@ -1,0 +1,232 @@
+"""Constrained requests between the scheduler and the grammars: held until theirs is there, masked, ended when it fails."""
+
+import logging
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
+from penstock_common.observability.incidents import incident
+from penstock_common.types.outputs import RequestError
+from penstock_common.types.sampling import StructuredOutput
+from penstock_enginecore.core.hold import Hold
+from penstock_enginecore.core.request import Request, RequestStatus
+from penstock_enginecore.core.scheduler.base import Scheduler
+from penstock_enginecore.core.scheduler.output import GrammarBitmask, SchedulerOutput
+from penstock_enginecore.structured_output.core.base import Grammar, GrammarBackend, Mask, bitmask_words
+from penstock_enginecore.structured_output.core.reasoning import GatedGrammar, ReasoningGate, all_but
+
+
+class _Change(NamedTuple):
+    """A grammar that has ``started``, behind its ``gate`` if there is one, or one that can go on."""
+
+    request: Request
+    started: "Future[Grammar] | None" = None
+    gate: ReasoningGate | None = None
+
+
+logger = logging.getLogger(__name__)
+
+
+class GrammarIntake:
+    """All methods belong to the busy loop's thread, except ``check``.
+
+    ``wake`` is called, on any thread, when ``take`` has something to do. Whatever goes wrong with a request's grammar ends that
+    request alone. Without a ``backend`` constraints are refused. Those of a model that reasons hold behind its reasoning, unless
+    ``enable_in_reasoning``; an output does not end in its reasoning. ``drafts``: whether the engine speculates.
+    """
+
+    def __init__(
+        self,
+        backend: GrammarBackend | None,
+        scheduler: Scheduler,
+        wake: Callable[[], None],
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        enable_in_reasoning: bool,
+        drafts: bool = False,
+    ) -> None:
+        self._backend = backend
+        self._scheduler = scheduler
+        self._words = bitmask_words(vocab_size)
+        self._wake = wake
+        self._in_reasoning = all_but(eos_token_ids, vocab_size)
+        self._enable_in_reasoning = enable_in_reasoning
+        self._drafts = drafts
+        self._changed: queue.SimpleQueue[_Change] = queue.SimpleQueue()
+        self._following: dict[str, Request] = {}
+        """Requests whose grammar has come; those that have ended are forgotten now and then."""
+
+    def check(self, constraint: StructuredOutput) -> None:
+        """Refuse a constraint that can be seen to be wrong. Any thread. Raises InvalidArgument or Unimplemented."""
+        self._served().check(constraint)
+
+    def warm_up(self, *, needed: bool) -> None:
+        """Wait until the first constraint need not wait for more than its own grammar. An engine that cannot have that serves all
+        the same, and says so. Not ``needed``: there will be no constraints.
+        """
+        if self._backend is None:
+            return
+        if not needed:
+            self._backend.shutdown()
+            self._backend = None
+            return
+        try:
+            self._backend.warm_up().result()
+        except Unimplemented as e:
+            logger.info("constraints are not served", extra={"reason": e.message})
+        except Exception as e:
+            logger.error("constraints cannot be served now; each one tries again", exc_info=e)
+
+    def start(self, request: Request, constraint: StructuredOutput) -> None:
+        """Get the grammar of a request that is held until then."""
+        prior = request.all_token_ids[request.num_prompt_tokens :]
+        try:
+            if (gate := self._gate(request)) is not None:
+                prior = gate.passed(prior)
+            starting = self._served().start(constraint, prior, partial(self._put, _Change(request)))
+        except Exception as e:
+            self._fail(request, e, "starting the constraint")
+            return
+        starting.add_done_callback(lambda future: self._put(_Change(request, future, gate)))
+
+    def take(self) -> None:
+        """Let requests go on whose grammar, or next mask, has come, and end those whose grammar has failed."""
+        if self._backend is None:
+            return
+        self._flush()
+        while not self._changed.empty():
+            change = self._changed.get()
+            try:
+                self._take(change)
+            except Exception as e:
+                self._fail(change.request, e, "starting the constraint")
+
+    def await_masks(self) -> None:
+        """Wait for the next masks of the requests that run, no longer than a step may be held up: what they force is drafted."""
+        if self._backend is None or not self._following:
+            return
+        self._flush()
+        self._following = {key: request for key, request in self._following.items() if not request.finished}
+        running = [r.grammar for r in self._following.values() if r.status is RequestStatus.RUNNING]
+        grammars = [grammar for grammar in running if grammar is not None]
+        if not all(grammar.ready for grammar in grammars):
+            self._backend.wait(grammars)
+
+    def begin_drafts(self, scheduled: SchedulerOutput) -> None:
+        """Have the masks made behind the drafts of a step that is about to run. Never blocks."""
+        if self._backend is None or not scheduled.scheduled_spec_decode_tokens:
+            return
+        for request in self._scheduler.constrained(scheduled):
+            drafts = scheduled.scheduled_spec_decode_tokens.get(request.key)
+            if drafts and request.grammar is not None and request.grammar.ready:
+                request.grammar.draft(drafts)
+        self._flush()
+
+    def bitmask(self, scheduled: SchedulerOutput) -> GrammarBitmask | None:
+        """The masks of a step whose forward pass runs. Requests whose mask does not come in time lose their turn."""
+        requests = self._scheduler.constrained(scheduled) if self._backend is not None else []
+        if not requests or self._backend is None:
+            return None
+        self._flush()
+        waited = [request.grammar for request in requests if request.grammar is not None]
+        if not all(grammar.ready and grammar.drafted for grammar in waited):
+            self._backend.wait(waited)
+        drafted = scheduled.scheduled_spec_decode_tokens
+        keys: list[str] = []
+        offsets: list[int] = []
+        rows: list[Mask] = []
+        for request in requests:
+            try:
+                if (mask := self._mask(request)) is None:
+                    continue
+            except Exception as e:
+                self._fail(request, e, "reading the constraint's mask")
+                continue
+            behind: Sequence[Mask] = ()
+            if request.key in drafted and request.grammar is not None and request.grammar.drafted:
+                behind = request.grammar.draft_masks
+            for offset, row in enumerate((mask, *behind)):
+                keys.append(request.key)
+                offsets.append(offset)
+                rows.append(row)
+        if not keys:
+            return None
+        bitmask = np.empty((len(rows), self._words), dtype=np.int32)
+        for place, row in enumerate(rows):
+            bitmask[place] = row
+        return GrammarBitmask(keys, bitmask, offsets if drafted else [])
+
+    def shutdown(self) -> None:
+        """End what is running."""
+        if self._backend is not None:
+            self._backend.shutdown()
+
+    def _served(self) -> GrammarBackend:
+        if self._backend is None:
+            raise Unimplemented(
+                "sampling_params.structured_output is not served by this engine",
+                field="sampling_params.structured_output",
+            )
+        return self._backend
+
+    def _flush(self) -> None:
+        if self._backend is not None:
+            self._backend.flush()
+
+    def _put(self, change: "_Change") -> None:
+        self._changed.put(change)
+        self._wake()
+
+    def _gate(self, request: Request) -> ReasoningGate | None:
+        if self._enable_in_reasoning and request.reasoning_budget is not None:
+            field = "sampling_params.thinking_token_budget"
+            raise InvalidArgument(
+                f"{field} is {request.reasoning_budget.limit} beside structured_output, but this engine's constraints hold in "
+                "the reasoning, too (structured_output.enable_in_reasoning); set one of the two",
+                field=field,
+            )
+        if request.reasoning_parser_kwargs is None or self._enable_in_reasoning:
+            return None
+        prompt = request.all_token_ids[: request.num_prompt_tokens]
+        return ReasoningGate(request.reasoning_parser_kwargs, prompt, request.reasoning_ended)
+
+    def _take(self, change: "_Change") -> None:
+        request = change.request
+        if change.started is not None:
+            grammar = change.started.result()
+            if request.finished:
+                grammar.close()
+                return
+            request.grammar = GatedGrammar(grammar, change.gate, self._in_reasoning) if change.gate else grammar
+            if self._drafts:
+                self._following[request.key] = request
+        elif request.grammar is not None and request.grammar.failure is not None:
+            raise request.grammar.failure
+        self._scheduler.release(request, Hold.GRAMMAR)
+
+    def _mask(self, request: Request) -> Mask | None:
+        """The request's mask; None where it has not come."""
+        grammar = request.grammar
+        if grammar is None:
+            raise RuntimeError("a constrained request runs without its grammar")
+        if grammar.failure is not None:
+            raise grammar.failure
+        if not grammar.ready and not grammar.missed():
+            self._scheduler.hold_back(request, Hold.GRAMMAR)
+            return None
+        return grammar.mask
+
+    def _fail(self, request: Request, error: Exception, doing: str) -> None:
+        """End a request; what is no fault of its own gets a number."""
+        if request.finished:
+            return
+        failure = (
+            error if isinstance(error, RequestFailed) else incident(error, request=request.request_id, doing=doing)
+        )
+        self._scheduler.fail(request, RequestError.from_exception(failure))

@@ -1,0 +1,162 @@
+"""Constraints that begin behind a model's reasoning."""
+
+import enum
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock_common.errors import RequestFailed
+from penstock_common.types.request import ReasoningTokens
+from penstock_enginecore.structured_output.core.base import BITS, Grammar, Mask, allows, bitmask_words
+
+_NEAR_END = 4
+"""Last tokens of a prompt in which a tag is the answer's: templates write blanks behind it at most. Others are earlier turns'."""
+
+
+class At(enum.Enum):
+    """Where an output is in its reasoning."""
+
+    START = enum.auto()
+    """Its first token says whether it begins with reasoning."""
+    REASONING = enum.auto()
+    ENDED = enum.auto()
+    """What follows is the constraint's."""
+
+
+class ReasoningGate:
+    """Tells an output's reasoning from what its constraint is about, token by token.
+
+    ``ended``: whether the prompt has ended the reasoning; False: it has begun it; None: its last tokens say.
+    """
+
+    def __init__(self, tokens: ReasoningTokens, prompt: Sequence[int], ended: bool | None) -> None:
+        self.tokens = tokens
+        self.at = _at_end_of(prompt, tokens) if ended is None else At.ENDED if ended else At.REASONING
+
+    def passes(self, token_id: int) -> bool:
+        """Take in the next output token. Returns whether it is the constraint's."""
+        if self.at is At.START:
+            begins = token_id == self.tokens.begin_token_id
+            self.at = At.REASONING if begins else At.ENDED
+            return not begins
+        if self.at is At.REASONING:
+            if token_id == self.tokens.end_token_id:
+                self.at = At.ENDED
+            return False
+        return True
+
+    def passed(self, token_ids: Sequence[int]) -> list[int]:
+        """Take in output tokens. Returns those that are the constraint's."""
+        return [token_id for token_id in token_ids if self.passes(token_id)]
+
+
+class GatedGrammar:
+    """A ``Grammar`` that is followed from the reasoning's end on; until then any token of ``unconstrained`` may come.
+
+    ``grammar`` has its first mask, or that behind the tokens which the gate has passed.
+    """
+
+    def __init__(self, grammar: Grammar, gate: ReasoningGate, unconstrained: Mask) -> None:
+        self._grammar = grammar
+        self._gate = gate
+        self._unconstrained = unconstrained
+        self._drafts: Sequence[Mask] = ()
+
+    @property
+    def _reasoning(self) -> bool:
+        return self._gate.at is At.REASONING
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``mask`` is that of the next token: always so in the reasoning."""
+        return self._reasoning or self._grammar.ready
+
+    @property
+    def mask(self) -> Mask:
+        """What may come next ``[ceil(vocab / 32)]``. An output may also begin with reasoning."""
+        if self._reasoning:
+            return self._unconstrained
+        if self._gate.at is At.ENDED:
+            return self._grammar.mask
+        mask, begin = self._grammar.mask.copy(), self._gate.tokens.begin_token_id
+        mask[begin // BITS] |= _bit(begin)
+        return mask
+
+    @property
+    def failure(self) -> RequestFailed | None:
+        """Why the grammar makes no further mask; the request ends then, also in its reasoning."""
+        return self._grammar.failure
+
+    @property
+    def terminated(self) -> bool:
+        """Whether the constraint is fulfilled and the token that ends the output was accepted."""
+        return self._grammar.terminated
+
+    def accept(self, token_id: int) -> bool:
+        """Take in an output token; the grammar gets those behind the reasoning. False when it may not come here."""
+        if self._reasoning and not allows(self._unconstrained, token_id):
+            return False
+        return not self._gate.passes(token_id) or self._grammar.accept(token_id)
+
+    @property
+    def forced(self) -> Sequence[int]:
+        """What the grammar forces, behind the reasoning."""
+        return self._grammar.forced if self._gate.at is At.ENDED else ()
+
+    def draft(self, token_ids: Sequence[int]) -> None:
+        """In the reasoning any tokens up to its end, whose next mask is the grammar's."""
+        self._drafts = ()
+        if self._gate.at is At.ENDED:
+            self._grammar.draft(token_ids)
+        elif self._reasoning:
+            end = self._gate.tokens.end_token_id
+            length = token_ids.index(end) if end in token_ids else len(token_ids)
+            self._drafts = [self._unconstrained] * length
+
+    @property
+    def drafted(self) -> bool:
+        """Whether the masks behind the drafts are there: always so in the reasoning."""
+        return self._gate.at is not At.ENDED or self._grammar.drafted
+
+    @property
+    def draft_masks(self) -> Sequence[Mask]:
+        """Masks behind one draft, two, and so on."""
+        return self._grammar.draft_masks if self._gate.at is At.ENDED else self._drafts
+
+    @property
+    def prompt(self) -> bool:
+        """Whether a step may wait for the mask: always so in the reasoning."""
+        return self._reasoning or self._grammar.prompt
+
+    def wanted(self) -> bool:
+        """Whether a step may take the request in: always so in the reasoning."""
+        return self._reasoning or self._grammar.wanted()
+
+    def missed(self) -> bool:
+        """Say that a step went on without the mask. True when it is there after all: always so in the reasoning."""
+        return self._reasoning or self._grammar.missed()
+
+    def close(self) -> None:
+        """Give up the grammar."""
+        self._grammar.close()
+
+
+def all_but(token_ids: frozenset[int], vocab_size: int) -> Mask:
+    """The mask of every token but these."""
+    bits = np.zeros(bitmask_words(vocab_size) * BITS, np.uint8)
+    bits[:vocab_size] = 1
+    bits[[token_id for token_id in token_ids if 0 <= token_id < vocab_size]] = 0
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+
+
+def _bit(token_id: int) -> np.int32:
+    return np.uint32(1 << (token_id % BITS)).view(np.int32)
+
+
+def _at_end_of(prompt: Sequence[int], tokens: ReasoningTokens) -> At:
+    for token_id in reversed(prompt[-_NEAR_END:]):
+        if token_id == tokens.end_token_id:
+            return At.ENDED
+        if token_id == tokens.begin_token_id:
+            return At.REASONING
+    return At.START

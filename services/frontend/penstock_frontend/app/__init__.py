@@ -1,0 +1,1 @@
+"""The process: how the frontend is assembled, listens, drains and stops."""

@@ -1,0 +1,293 @@
+"""The frontend process: what it is made of, and how it starts and stops."""
+
+import asyncio
+import signal
+import time
+import uuid
+
+from penstock_common.config_file import ConfigFile
+from penstock_common.metrics_server import MetricsServer
+from penstock_common.observability.logging import configure, get_logger
+from penstock_common.observability.metrics import count_tasks, tell_connected
+from penstock_common.observability.tracer import make_tracer
+from penstock_common.rpc.credentials import ClientCredentials
+from penstock_common.rpc.liveness import Liveness
+from penstock_common.security.certificates import Certificates
+from penstock_frontend.app.assembly import assemble
+from penstock_frontend.app.draining import QUIET, Draining
+from penstock_frontend.app.servers import Servers
+from penstock_frontend.calls.adapter_directory import AdapterDirectory
+from penstock_frontend.calls.readiness import Readiness
+from penstock_frontend.config import FrontendConfig
+from penstock_frontend.dispatch.client import GrpcEngineClient
+from penstock_frontend.dispatch.kv_events import KvEventFeed
+from penstock_frontend.ports import OutputHandler
+from penstock_frontend.rpc.coordinator_client import CoordinatorClient
+from penstock_frontend.telemetry.metrics import FrontendMetrics
+
+_CLOSE_GRACE = 1.0
+"""Seconds that calls have to deliver their last status when the servers stop."""
+_LOOK_INTERVAL = 0.25
+"""Seconds between two looks at what a draining frontend still has."""
+
+
+class Frontend:
+    """Lifecycle: ``startup``, ``main_loop`` until ``stop`` is called, ``shutdown``.
+
+    What its health says is told in ``readiness.py``. The first ``stop`` drains: the frontend serves on, its clients are moved to
+    others, and when nothing can come any more, or after ``drain_timeout``, it ends. A second ``stop`` ends the draining.
+    """
+
+    def __init__(self, config: FrontendConfig) -> None:
+        """Reads the model's files, which may take long. Raises ConfigError."""
+        self._config = config
+        self._changed = asyncio.Event()
+        self._stopping = False
+        self._cut_short = asyncio.Event()
+        self._readiness = Readiness(without_engines=config.ready_without_engines)
+        get_logger().info("loading the tokenizer", model=config.model.path)
+        self._tracer = make_tracer(config.tracing, service="frontend", instance=config.name)
+        incarnation, kv_events, self._certificates = uuid.uuid4().hex, KvEventFeed(), Certificates()
+
+        def engines(outputs: OutputHandler, metrics: FrontendMetrics) -> GrpcEngineClient:
+            return GrpcEngineClient(
+                config,
+                incarnation=incarnation,
+                outputs=outputs,
+                on_change=self._on_change,
+                on_moved=metrics.moved,
+                on_planned=metrics.planned,
+                on_gap=metrics.handed_over,
+                kv_events=kv_events,
+                certificates=self._certificates,
+            )
+
+        assembly = assemble(
+            config.model,
+            engines,
+            tokenizer_threads=config.tokenizer_threads,
+            limits=config.limits,
+            fairness=config.fairness,
+            log=config.log,
+            tracer=self._tracer,
+            lora=config.lora,
+            media=config.media,
+            disaggregation=config.disaggregation,
+            frontend_id=config.name,
+            on_full=self._update_readiness,
+        )
+        self._assembly = assembly
+        self._llm, self._engines, self._metrics = assembly.llm, assembly.engines, assembly.metrics
+        self._metrics.registry.register(self._certificates)
+        self._metrics.add_media(self._engines.media_counts)
+        if config.lora.serves:
+            self._metrics.add_adapters(self._llm.adapters.adapters.count)
+        if config.http.engine_metrics:
+            self._metrics.add_engine_loads(self._engines.view.for_metrics)
+        self._coordinator = self._coordinator_client(incarnation) if config.coordinator.address else None
+        self._servers = Servers(
+            config,
+            assembly,
+            kv_events=kv_events,
+            coordinator=self._coordinator,
+            tracer=self._tracer,
+            readiness=self._readiness,
+            certificates=self._certificates,
+        )
+        if self._coordinator is not None:
+            coordinator = self._coordinator
+            tell_connected(self._metrics.registry, lambda: coordinator.connected)
+            self._engines.on_first_request = coordinator.first_request
+            self._llm.adapters.adapters.on_change = coordinator.loras_changed
+        lora = config.lora
+        self._directory = (
+            AdapterDirectory(lora.directory, lora.scan_interval, self._llm.adapters.adapters)
+            if lora.directory
+            else None
+        )
+        self._directory_task: asyncio.Task[None] | None = None
+        self._coordinator_task: asyncio.Task[None] | None = None
+        self._living: asyncio.Task[None] | None = None
+        self._metrics_server: MetricsServer | None = None
+
+    @property
+    def port(self) -> int:
+        """Port of the public gRPC server."""
+        return self._servers.public.port
+
+    @property
+    def admin_port(self) -> int:
+        """Port of the operators' gRPC server."""
+        return self._servers.admin.port
+
+    @property
+    def http_port(self) -> int:
+        """Port of the HTTP server, -1 when it is off."""
+        return self._servers.http.port
+
+    async def startup(self) -> None:
+        """Listen, and begin to look for engines. Raises ConfigError when a port is taken."""
+        count_tasks(self._metrics.registry, asyncio.get_running_loop())
+        self._warn_of_a_short_drain()
+        if self._directory is not None:
+            await self._directory.begin()
+            self._directory_task = asyncio.create_task(self._directory.run(), name="lora directory")
+        await self._servers.start()
+        self._metrics_server = MetricsServer(self._config.metrics, self._metrics.registry, self._certificates)
+        if self._coordinator is not None:
+            self._coordinator_task = asyncio.create_task(self._coordinator.run(), name="coordinator")
+        else:
+            self._engines.follow(self._config.engines)
+        self._living = asyncio.create_task(
+            Liveness(self._servers.public, self._essential, clock=time.monotonic).run(), name="liveness"
+        )
+        if self._assembly.media is not None:
+            await self._assembly.media.start()
+        get_logger().info(
+            "frontend started", model=self._config.model.name, grpc_port=self.port, admin_port=self.admin_port
+        )
+
+    def _essential(self) -> list[asyncio.Task[None]]:
+        """The tasks without which the frontend is no use, whatever its health says."""
+        tasks = [self._coordinator_task, self._directory_task, self._servers.http.task]
+        return [task for task in tasks if task is not None]
+
+    def apply(self, config: FrontendConfig) -> None:
+        """Take from ``config`` what is read anew. Requests in flight go on, whatever the limits are now."""
+        settings = self._assembly.settings
+        settings.limits.now, settings.fairness.now, settings.log.now = config.limits, config.fairness, config.log
+        self._llm.limits_changed()
+
+    async def main_loop(self) -> None:
+        """Keep the health service true until ``stop``."""
+        told = False
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            if self._stopping:
+                return
+            if told != self._readiness.ready:
+                told = self._readiness.ready
+                get_logger().info("serving" if told else f"not serving: {self._readiness.why}")
+            await self._servers.tell_health()
+
+    def stop(self) -> None:
+        """End ``main_loop``; called again, cut the draining short."""
+        if self._stopping:
+            self._cut_short.set()
+        self._stopping = True
+        self._changed.set()
+
+    async def shutdown(self) -> None:
+        """Drain, end what is left, close the ports. Idempotent, also after a ``startup`` that failed."""
+        self._readiness.drain(moves_clients=self._config.server.max_connection_age > 0)
+        await self._servers.tell_health()
+        ended_by = await self._drain()
+        self._readiness.close()
+        await self._servers.tell_health()
+        for task in (self._living, self._directory_task):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if left := self._llm.num_live:
+            get_logger().warning("ending requests that are still running", count=left)
+        self._llm.tenants.flush()
+        self._llm.end_all(ended_by)
+        await self._servers.stop(_CLOSE_GRACE)
+        if self._assembly.media is not None:
+            await self._assembly.media.close()
+        if self._coordinator is not None and self._coordinator_task is not None:
+            await self._coordinator.close()
+            await self._coordinator_task
+        await self._engines.close()
+        await self._assembly.chat.renderer.close()
+        self._assembly.tokenizer.close()
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.stop)
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.shutdown)
+        get_logger().info("frontend stopped")
+
+    async def _drain(self) -> str:
+        """Serve on until nothing can come any more. Returns what ended that before; empty: nothing did."""
+        if self._living is None:  # it did not start: nobody has been served
+            return ""
+        timeout, clock = self._config.drain_timeout, asyncio.get_running_loop().time
+        get_logger().info("draining", timeout=timeout)
+        draining = Draining(clock(), timeout=timeout, max_age=self._config.server.max_connection_age)
+        self._servers.drain()
+        while not self._servers.drained(draining, now := clock()):
+            if (left := draining.deadline - now) <= 0.0:
+                return f"drain_timeout of {timeout:g} s is over"
+            try:  # nothing tells of connections that end
+                async with asyncio.timeout(min(left, _LOOK_INTERVAL)):
+                    await self._cut_short.wait()
+                return "it was told to stop twice"
+            except TimeoutError:
+                continue
+        return ""
+
+    def _warn_of_a_short_drain(self) -> None:
+        server = self._config.server
+        needed = Draining(0.0, timeout=0.0, max_age=server.max_connection_age).moved_after + QUIET
+        if server.max_connection_age and self._config.drain_timeout < needed:
+            get_logger().warning(
+                "drain_timeout is too short for clients to have left: server.max_connection_age moves them",
+                drain_timeout=self._config.drain_timeout,
+                max_connection_age=server.max_connection_age,
+                needed=round(needed, 1),
+            )
+
+    def _coordinator_client(self, incarnation: str) -> CoordinatorClient:
+        return CoordinatorClient(
+            self._config.coordinator.address,
+            frontend_id=self._config.name,
+            incarnation=incarnation,
+            on_view=self._engines.follow_view,
+            on_lost=self._engines.coordinator_lost,
+            loras=self._llm.adapters.adapters.registry if self._config.lora.serves else None,
+            model=self._config.model.name,
+            pools=self._config.coordinator.pools,
+            reconnect_max=self._config.coordinator.reconnect_max,
+            credentials=ClientCredentials(
+                self._config.coordinator.tls, field="coordinator.tls", certificates=self._certificates
+            ),
+        )
+
+    def _on_change(self) -> None:
+        for load in self._engines.view.for_metrics():
+            self._metrics.engine(load.engine)  # its series show as 0 before its first request
+        self._llm.adapters.engines_changed()
+        self._metrics.set_held(self._engines.num_held)
+        self._metrics.set_variants(len(self._engines.view.variants()))
+        if self._coordinator is not None:
+            self._coordinator.demand(self._engines.num_held)
+        self._update_readiness()
+
+    def _update_readiness(self) -> None:
+        engines, coordinator = self._engines, self._coordinator
+        if self._readiness.update(
+            engine=engines.usable,
+            view=coordinator is not None and coordinator.view is not None,
+            full=self._llm.full or engines.full,
+        ):
+            self._changed.set()
+
+
+async def run(config_file: ConfigFile[FrontendConfig]) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ConfigError."""
+    frontend = Frontend(config_file.running)
+
+    def apply(config: FrontendConfig) -> None:
+        configure(config.log, service="frontend")
+        frontend.apply(config)
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, frontend.stop)
+    try:
+        await frontend.startup()
+        async with config_file.followed(apply):
+            await frontend.main_loop()
+    finally:
+        await frontend.shutdown()

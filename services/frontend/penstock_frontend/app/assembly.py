@@ -1,0 +1,205 @@
+"""The object graph of a frontend, built in one place for the service and for ``LLM``: processing, engines, and the calls."""
+
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from penstock_common.config.reread import Reread
+from penstock_common.config.sections import LogConfig
+from penstock_common.in_flight import BytesInFlight
+from penstock_common.observability.tracing import Tracer
+from penstock_frontend.calls.adapters import AdapterCalls
+from penstock_frontend.calls.chat import ChatCalls
+from penstock_frontend.calls.generate import AsyncLLM
+from penstock_frontend.calls.pooling import PoolingCalls
+from penstock_frontend.calls.request_telemetry import RequestObserver
+from penstock_frontend.config import (
+    DisaggregationConfig,
+    FairnessConfig,
+    LimitsConfig,
+    LoraConfig,
+    MediaConfig,
+    ModelConfig,
+)
+from penstock_frontend.dispatch.adapters import Adapters
+from penstock_frontend.dispatch.kv_transfer_params import KvGateway
+from penstock_frontend.ports import EngineClient, OutputHandler
+from penstock_frontend.processing.chat.control_tokens import find_control_tokens
+from penstock_frontend.processing.chat.reasoning import reasoning_of
+from penstock_frontend.processing.chat.rendering import ChatRenderer
+from penstock_frontend.processing.chat.template_process import TemplateProcess
+from penstock_frontend.processing.chat.templates import ChatTemplates, given_template, load_chat_templates
+from penstock_frontend.processing.media.families.base import Family
+from penstock_frontend.processing.media.families.factory import load_family
+from penstock_frontend.processing.media.metrics import MediaMetrics
+from penstock_frontend.processing.media.service import MediaService
+from penstock_frontend.processing.outputs.processor import OutputProcessor
+from penstock_frontend.processing.parsers import registry
+from penstock_frontend.processing.pooling.inputs import PoolingInputs, load_labels
+from penstock_frontend.processing.pooling.outputs import PooledOutputs, SplitOutputs
+from penstock_frontend.processing.prompts.input import InputProcessor
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer, load_model_files, read_json, resolve
+from penstock_frontend.telemetry.call_warnings import WarningLog
+from penstock_frontend.telemetry.metrics import FrontendMetrics
+
+E = TypeVar("E", bound=EngineClient)
+
+
+class LiveSettings(NamedTuple):
+    """What may be read anew while requests are served."""
+
+    limits: Reread[LimitsConfig]
+    fairness: Reread[FairnessConfig]
+    log: Reread[LogConfig]
+
+
+class Assembly(NamedTuple, Generic[E]):
+    """What serves requests, whatever protocol they come by."""
+
+    tokenizer: Tokenizer
+    """To be closed after the last request."""
+    generation_config: dict[str, Any]
+    """The model's own generation_config.json, empty without one."""
+    metrics: FrontendMetrics
+    engines: E
+    llm: AsyncLLM
+    """Prompts in, outputs and vectors out."""
+    chat: ChatCalls
+    """Conversations in, answers out. Its renderer is to be closed after the last request."""
+    settings: LiveSettings
+    labels: list[str]
+    """Names of the model's classes, in order."""
+    media: MediaService | None
+    """To be closed after the last request; None for a model that reads text alone."""
+    warnings: WarningLog
+    """Of the calls of all protocols."""
+
+
+def assemble(
+    model: ModelConfig,
+    engines: Callable[[OutputHandler, FrontendMetrics], E],
+    *,
+    tokenizer_threads: int,
+    tokenizer_path: str = "",
+    limits: LimitsConfig = LimitsConfig(),  # noqa: B008 - it is not changed
+    fairness: FairnessConfig = FairnessConfig(),  # noqa: B008 - it is not changed
+    log: LogConfig = LogConfig(),  # noqa: B008 - it is not changed
+    tracer: Tracer | None = None,
+    lora: LoraConfig = LoraConfig(),  # noqa: B008 - it is not changed
+    frontend_id: str = "",
+    on_full: Callable[[], None] = lambda: None,
+    media: MediaConfig = MediaConfig(),  # noqa: B008 - it is not changed
+    disaggregation: DisaggregationConfig = DisaggregationConfig(),  # noqa: B008 - it is not changed
+) -> Assembly[E]:
+    """Read the model's files, which may take long, and put everything together. Raises ConfigError.
+
+    ``engines`` makes the client of the engines, whose outputs go to the handler; it is called when the model's files are read.
+    ``frontend_id``: under which this end registers adapters.
+    ``tokenizer_path``: of the tokenizer and the chat template, where they are not the model's. ``on_full``: called whenever
+    ``llm.full`` has changed.
+    """
+    settings = LiveSettings(Reread(limits), Reread(fairness), Reread(log))
+    metrics = FrontendMetrics(model.name)
+    files = _read(model, tokenizer_path, num_threads=tokenizer_threads, with_media=media.enabled)
+    tokenizer, family, parsers = files.tokenizer, files.family, files.parsers
+    service = None
+    if family is not None:
+        service = MediaService(family, media, settings.limits, MediaMetrics(metrics.registry, model.name))
+    adapters = Adapters(lora, model=model.name, aliases=model.aliases, frontend_id=frontend_id)
+    inputs = InputProcessor(
+        tokenizer,
+        files.generation_config,
+        model_name=model.name,
+        limits=settings.limits,
+        fairness=settings.fairness,
+        reasoning=reasoning_of(parsers.reasoning, tokenizer),
+        adapters=adapters,
+        media=service,
+    )
+    outputs = OutputProcessor(tokenizer, metrics)
+    pooled = PooledOutputs(lambda state, engine: metrics.engine(engine).pooled(state.started, state.num_prompt))
+    client = engines(SplitOutputs(outputs, pooled), metrics)
+    adapter_calls = AdapterCalls(adapters, lora, client)
+    pooling_inputs = PoolingInputs(tokenizer, inputs, settings.limits)
+    llm = AsyncLLM(
+        tokenizer=tokenizer,
+        inputs=inputs,
+        outputs=outputs,
+        engines=client,
+        limits=settings.limits,
+        fairness=settings.fairness,
+        observer=RequestObserver(metrics, settings.log, tracer),
+        pooling=_pooling_calls(pooling_inputs, pooled, client, adapter_calls, settings.limits),
+        adapters=adapter_calls,
+        gateway=KvGateway(disaggregation, client.view),
+        on_full=on_full,
+    )
+    as_text = model.special_tokens_in_content == "text"
+    renderer = ChatRenderer(
+        files.templates,
+        tokenizer,
+        settings.limits,
+        tool_parser=model.tool_parser,
+        family=family,
+        control=find_control_tokens(tokenizer, files.templates) if as_text else None,
+        own_templates=TemplateProcess() if model.request_chat_templates else None,
+    )
+    return Assembly(
+        tokenizer=tokenizer,
+        generation_config=files.generation_config,
+        metrics=metrics,
+        engines=client,
+        llm=llm,
+        chat=ChatCalls(llm, renderer, parsers, tokenizer),
+        settings=settings,
+        labels=load_labels(model),
+        media=service,
+        warnings=WarningLog(metrics.registry),
+    )
+
+
+class _Files(NamedTuple):
+    """What is read of a model."""
+
+    tokenizer: Tokenizer
+    generation_config: dict[str, Any]
+    templates: ChatTemplates
+    parsers: registry.Parsers
+    family: Family | None
+
+
+def check_chat_template(path: str, *, setting: str) -> None:
+    """Read the template of a file as ``model.chat_template`` is read. ``setting``: what errors call it. Raises ConfigError."""
+    given_template(path, {}, setting=setting)
+
+
+def check_parsers(*, tool: str, reasoning: str) -> None:
+    """Check the names of parsers as ``model.tool_parser`` and ``model.reasoning_parser``. Raises ConfigError for unknown ones."""
+    registry.pick(tool=tool, reasoning=reasoning, template="")
+
+
+def _read(model: ModelConfig, tokenizer_path: str, *, num_threads: int, with_media: bool) -> _Files:
+    """Tokenizer and chat template are of ``tokenizer_path``, unless it is empty; all else is the model's. Raises ConfigError."""
+    texts = msgspec.structs.replace(model, path=tokenizer_path or model.path)
+    tokenizer, generation_config = load_model_files(texts, num_threads=num_threads)
+    if tokenizer_path:
+        generation_config = read_json(resolve(model) / "generation_config.json")
+    family = load_family(resolve(model), tokenizer.literal) if with_media else None
+    templates = load_chat_templates(texts)
+    parsers = registry.pick(tool=model.tool_parser, reasoning=model.reasoning_parser, template=templates.source)
+    return _Files(tokenizer, generation_config, templates, parsers, family)
+
+
+def _pooling_calls(
+    inputs: PoolingInputs,
+    outputs: PooledOutputs,
+    engines: EngineClient,
+    adapters: AdapterCalls,
+    limits: Reread[LimitsConfig],
+) -> PoolingCalls:
+    """Their answers are counted in bytes while they are in flight."""
+    answers = BytesInFlight(
+        lambda: limits.now.max_answer_bytes_in_flight, "limits.max_answer_bytes_in_flight", what="answers"
+    )
+    return PoolingCalls(inputs=inputs, outputs=outputs, engines=engines, adapters=adapters, answers=answers)

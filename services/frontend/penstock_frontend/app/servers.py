@@ -1,0 +1,223 @@
+"""What a frontend listens with: the public gRPC server, the operators' and the HTTP listener, and who may call them."""
+
+import asyncio
+
+import grpc
+from starlette.middleware import Middleware
+from starlette.routing import Route
+
+from penstock_common.in_flight import BytesInFlight
+from penstock_common.observability.tracing import Tracer
+from penstock_common.rpc.calls import CallTelemetry
+from penstock_common.rpc.guard import CallerGuard, PeerGuard
+from penstock_common.rpc.server import RpcServer
+from penstock_common.security.certificates import Certificates
+from penstock_common.security.cross_site import caller_rules
+from penstock_frontend.api.anthropic import app as anthropic
+from penstock_frontend.api.authentication import OPERATORS_METHODS, HttpAuthentication, grpc_check
+from penstock_frontend.api.grpc import admin, inference
+from penstock_frontend.api.http.page import Page
+from penstock_frontend.api.http.server import HttpServer, make_app
+from penstock_frontend.api.http.telemetry import HttpTelemetry
+from penstock_frontend.api.openai import app as openai
+from penstock_frontend.api.openai import lora_adapters
+from penstock_frontend.api.openai.bodies import Bodies
+from penstock_frontend.api.openai.endpoint import Gate
+from penstock_frontend.api.vllm import engine as vllm_engine
+from penstock_frontend.api.web_callers import WebCallers
+from penstock_frontend.app.assembly import Assembly
+from penstock_frontend.app.draining import Draining
+from penstock_frontend.auth.authenticator import Authenticator
+from penstock_frontend.calls.readiness import Readiness
+from penstock_frontend.config import FrontendConfig
+from penstock_frontend.dispatch.client import GrpcEngineClient
+from penstock_frontend.dispatch.kv_events import KvEventFeed
+from penstock_frontend.processing.prompts.model_card import load_model_card
+from penstock_frontend.rpc.coordinator_client import CoordinatorClient
+
+PUBLIC_SERVICES = (inference.SERVICE_NAME, vllm_engine.SERVICE_NAME)
+EVERYTHING = ""
+"""The health name of the server itself, which clients' channels watch."""
+
+
+class Servers:
+    """``start`` them, ``drain`` and ``stop`` them. What gRPC's health says is told by ``tell_health``; what the other protocols
+    say of it they ask ``readiness``.
+    """
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        assembly: Assembly[GrpcEngineClient],
+        *,
+        kv_events: KvEventFeed,
+        coordinator: CoordinatorClient | None,
+        tracer: Tracer | None,
+        readiness: Readiness,
+        certificates: Certificates,
+    ) -> None:
+        """``certificates``: told when those of these listeners end. Raises ConfigError."""
+        self._config = config
+        self._readiness = readiness
+        self._certificates = certificates
+        self._assembly = assembly
+        self._coordinator = coordinator
+        self._tracer = tracer
+        self._calls = CallTelemetry(assembly.metrics.registry, tracer)
+        authenticator = Authenticator(config.auth) if config.auth.enabled else None
+        self.public = self._public_server(authenticator, kv_events)
+        self.admin = self._admin_server(authenticator)
+        self.http = self._http_server(authenticator)
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError when a port is taken."""
+        await self.public.start()
+        await self.admin.start()
+        await self.admin.set_serving(True)
+        await self.admin.set_serving(self._readiness.ready, *PUBLIC_SERVICES)
+        await self.http.start()
+
+    async def tell_health(self) -> None:
+        """Tell watchers what ``readiness`` says: services' names whether to route here, the empty one whether to begin calls."""
+        # Operators' tools ask the operators' port for it, so that they need one address.
+        await self.admin.set_serving(self._readiness.ready, *PUBLIC_SERVICES)
+        await self.public.set_serving(self._readiness.ready, *PUBLIC_SERVICES)
+        await self.public.set_serving(self._readiness.answers, EVERYTHING)
+
+    def drain(self) -> None:
+        """Serve on, and let clients go elsewhere. gRPC connections go by their age, which cannot be set anew."""
+        self.http.drain()
+
+    def drained(self, draining: Draining, now: float) -> bool:
+        """Whether nothing runs any more and nothing can come: the servers may stop. ``now``: monotonic seconds."""
+        calls = self.public.num_calls + self.http.num_left
+        return draining.done(now, calls=calls, connections=self.public.connections())
+
+    async def stop(self, grace: float) -> None:
+        """Give running calls ``grace`` seconds to deliver their last status, and close the ports. Idempotent."""
+        await self.public.hang_up(grace)
+        await asyncio.gather(self.public.stop(grace), self.admin.stop(grace), self.http.stop())
+
+    def _public_server(self, authenticator: Authenticator | None, kv_events: KvEventFeed) -> RpcServer:
+        config, assembly = self._config, self._assembly
+        public = RpcServer(
+            config.server,
+            service_names=PUBLIC_SERVICES,
+            interceptors=_public_guards(authenticator),
+            observer=self._calls,
+            check_responses=True,
+            in_flight=BytesInFlight(
+                lambda: assembly.settings.limits.now.max_message_bytes_in_flight, "limits.max_message_bytes_in_flight"
+            ),
+            lasting=vllm_engine.LASTING,
+            certificates=self._certificates,
+        )
+        inference.add_to_server(
+            public.server,
+            assembly.llm,
+            assembly.chat,
+            config,
+            assembly.settings.limits,
+            assembly.labels,
+            assembly.warnings,
+        )
+        card = load_model_card(config.model, assembly.generation_config)
+        vllm_engine.add_to_server(
+            public.server,
+            assembly.llm,
+            config.model,
+            card,
+            kv_events,
+            self._readiness,
+            media=config.media,
+            limits=assembly.settings.limits,
+        )
+        return public
+
+    def _admin_server(self, authenticator: Authenticator | None) -> RpcServer:
+        operators = RpcServer(
+            self._config.admin,
+            service_names=[admin.SERVICE_NAME],
+            interceptors=_admin_guards(self._config, authenticator),
+            observer=self._calls,
+            field="admin",
+            certificates=self._certificates,
+        )
+        llm, engines = self._assembly.llm, self._assembly.engines
+        admin.add_to_server(
+            operators.server, engines, llm.adapters, self._coordinator, lost=engines.lost, tenants=llm.tenants
+        )
+        return operators
+
+    def _http_server(self, authenticator: Authenticator | None) -> HttpServer:
+        config, registry = self._config, self._assembly.metrics.registry
+        app = make_app(
+            registry,
+            lambda: self._readiness.why,
+            [*self._api_routes(), *self._page_routes()],
+            exception_handlers=openai.EXCEPTION_HANDLERS,
+            allowed_origins=config.http.allowed_origins,
+            middleware=_http_guards(config, authenticator),
+        )
+        return HttpServer(config.http, HttpTelemetry(app, registry, self._tracer), self._certificates)
+
+    def _api_routes(self) -> list[Route]:
+        config, assembly = self._config, self._assembly
+        llm, chat = assembly.llm, assembly.chat
+        gate = Gate(config.http, assembly.settings.fairness, assembly.llm.refused)
+        bodies = Bodies(config.http, assembly.metrics.registry, assembly.warnings)
+        limits = assembly.settings.limits
+        return [
+            *openai.routes(llm, chat, config, limits, assembly.labels, gate=gate, bodies=bodies),
+            *anthropic.routes(llm, chat, gate=gate, bodies=bodies),
+        ]
+
+    def _page_routes(self) -> list[Route]:
+        if not self._config.http.page:
+            return []
+        media = self._assembly.media
+        renderer = self._assembly.chat.renderer
+        page = Page(
+            self._assembly.engines.view,
+            model=self._config.model.name,
+            media=media.family.modalities if media is not None else (),
+            chat=bool(renderer.templates.source),
+            tools=bool(renderer.templates.source) and renderer.takes_tools,
+            serving=lambda: self._assembly.llm.serving,
+            coordinator=self._coordinator_state,
+        )
+        return page.routes()
+
+    def _coordinator_state(self) -> str:
+        if self._coordinator is None:
+            return "none"
+        return "connected" if self._coordinator.connected else "disconnected"
+
+
+def _public_guards(authenticator: Authenticator | None) -> list[grpc.aio.ServerInterceptor]:
+    if authenticator is None:
+        return []
+    return [CallerGuard(grpc_check(authenticator, scope="inference", operators=OPERATORS_METHODS))]
+
+
+def _admin_guards(config: FrontendConfig, authenticator: Authenticator | None) -> list[grpc.aio.ServerInterceptor]:
+    guards: list[grpc.aio.ServerInterceptor] = []
+    if config.admin.tls.ca:
+        guards.append(PeerGuard(dict.fromkeys(admin.METHODS, config.peers.operators)))
+    if config.auth.admin and authenticator is not None:
+        guards.append(CallerGuard(grpc_check(authenticator, scope="admin")))
+    return guards
+
+
+def _http_guards(config: FrontendConfig, authenticator: Authenticator | None) -> list[Middleware]:
+    http = config.http
+    pages = Middleware(WebCallers, caller_rules("http", http.host, http.allowed_hosts, http.allowed_origins))
+    if authenticator is None:
+        return [pages]
+    # The page itself is the same for everybody; what it shows is at /cluster.
+    closed = {"/metrics": config.auth.metrics, "/cluster": config.auth.cluster}
+    open_paths = ["/health", "/ping", "/", *(path for path, asks in closed.items() if not asks)]
+    return [
+        pages,
+        Middleware(HttpAuthentication, authenticator, open_paths=open_paths, operators_paths=lora_adapters.PATHS),
+    ]

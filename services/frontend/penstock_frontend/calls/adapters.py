@@ -1,0 +1,351 @@
+"""Calls about LoRA adapters: which one a request names, and what operators ask for."""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import msgspec
+
+from penstock_common.errors import (
+    LONGEST_PATH,
+    AlreadyExists,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    RequestFailed,
+    Unavailable,
+    Unimplemented,
+    quoted,
+)
+from penstock_common.lora.registration import LoraAdapter
+from penstock_common.observability.logging import get_logger
+from penstock_common.types.request_context import RequestContext
+from penstock_frontend.config.lora import MAX_PATH_LENGTH, LoraConfig
+from penstock_frontend.dispatch.adapters import Adapters, LoraSource, NamedAdapter
+from penstock_frontend.dispatch.engine_errors import of_engine
+from penstock_frontend.dispatch.pool import LORA
+from penstock_frontend.ports import EngineClient
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_HEARD_AFTER = 2.0
+"""Seconds in which other frontends hear of a name's new content. Engines keep the old one, which is not where they read it."""
+CHANGED = "LORA_CHANGED"
+"""The reason for which an engine refuses an adapter whose content is not what its digest says."""
+
+
+class HeldAdapter(msgspec.Struct, frozen=True):
+    """What an engine says of an adapter that it has in memory: the answer of ``add_lora``, an entry of that of ``list_loras``."""
+
+    digest: bytes
+    rank: int = 0
+    modules: Sequence[str] = ()
+    num_bytes: int = 0
+    pinned: bool = False
+
+
+class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of an adapter."""
+
+    adapter: LoraAdapter
+    source: LoraSource
+    pinned: bool
+    held: HeldAdapter | None = None
+    """As one of the engines says that have it in memory; None where none has."""
+    engine_ids: Sequence[str] = ()
+    """Those engines."""
+
+
+def _to_its_end(
+    change: Callable[Concatenate["AdapterCalls", P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate["AdapterCalls", P], Coroutine[Any, Any, T]]:
+    """A change goes on when its caller has gone: engines would hold, or have pinned, what no name means."""
+
+    async def changed(self: "AdapterCalls", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.shield(self._do_beside(change(self, *args, **kwargs)))
+
+    return changed
+
+
+class AdapterCalls:
+    """Engines are told of adapters by these utility calls:
+
+    - ``add_lora(name, path, digest, pinned)``: read the adapter, hold it, and say what it is (a HeldAdapter). ``digest`` is empty
+      where nobody knows it yet; other content is refused.
+    - ``remove_lora(digest)``: let go of it when no request uses it any more.
+    - ``pin_lora(digest, pinned)``: let it stay, or not.
+    - ``list_loras()``: what is held.
+
+    Calls that change names go one after the other.
+    """
+
+    def __init__(self, adapters: Adapters, config: LoraConfig, engines: EngineClient) -> None:
+        self.adapters = adapters
+        self._config = config
+        self._engines = engines
+        self._changing = asyncio.Lock()
+        self._serving: frozenset[str] = frozenset()
+        self._background: set[asyncio.Task[Any]] = set()
+        self._reading: dict[LoraAdapter, asyncio.Task[LoraAdapter]] = {}
+
+    async def of_request(self, context: RequestContext) -> LoraAdapter | None:
+        """The adapter that a request names, with its digest; None: it names none. To be called when an engine is usable.
+
+        An adapter that no engine has read yet is read by one. Raises RequestFailed.
+        """
+        name = self.adapters.asked_for(context.model, context.lora)
+        if not name:
+            return None
+        adapter = self.adapters.named(name).adapter
+        self._check_served("lora" if context.lora else "model")
+        return adapter if adapter.digest else await self._read(adapter)
+
+    def refused(self, adapter: LoraAdapter | None, error: RequestFailed) -> None:
+        """An engine has refused a request with an adapter. One whose content has changed is read anew for the next request, but
+        for those of run time: what has their names an operator has to say.
+        """
+        if adapter is not None and error.reason == CHANGED:
+            self.adapters.forget(adapter)
+
+    @_to_its_end
+    async def load(self, name: str, path: str, *, load_inplace: bool, pinned: bool) -> AdapterInfo:
+        """Have every engine read an adapter, and give it a name. Raises RequestFailed; then nothing has changed."""
+        self._check_enabled()
+        self._check_path(path)
+        async with self._changing:
+            self.adapters.check_registrable(name)
+            before = self.adapters.get(name)
+            held = await self._add_everywhere(LoraAdapter(name, path), pinned=pinned)
+            digest = next(iter(held.values())).digest
+            if before is not None and before.adapter.digest != digest and not load_inplace:
+                await self._remove(digest)
+                raise AlreadyExists(
+                    f"name is {quoted(name)}, which an adapter with other content has, of {before.adapter.path}; set "
+                    "load_inplace to have this one take its place",
+                    field="name",
+                    reason="LORA_NAME_TAKEN",
+                )
+            named = self.adapters.register(LoraAdapter(name, path, digest), pinned=pinned)
+            if before is not None:
+                asyncio.get_running_loop().call_later(_HEARD_AFTER, self._remove_soon, before.adapter.digest)
+            get_logger().info("LoRA adapter loaded", name=name, path=path, digest=digest.hex(), engines=len(held))
+            return _info(named, held)
+
+    @_to_its_end
+    async def unload(self, name: str) -> AdapterInfo:
+        """Take a name away; engines let go of what no name means any more. Raises RequestFailed."""
+        self._check_enabled()
+        async with self._changing:
+            named = self.adapters.unregister(name)
+            get_logger().info("LoRA adapter unloaded", name=name, path=named.adapter.path)
+            await self._remove(named.adapter.digest)
+            return _info(named, {})
+
+    async def list(self) -> list[AdapterInfo]:
+        """All that requests can name, by name. Raises the error of an engine that does not say what it holds."""
+        self._check_enabled()
+        named = self.adapters.all()
+        held = await self._held() if named else {}
+        return [
+            _info(
+                each,
+                {engine: held[engine][digest] for engine in held if (digest := each.adapter.digest) in held[engine]},
+            )
+            for each in named
+        ]
+
+    @_to_its_end
+    async def pin(self, name: str, *, pinned: bool) -> AdapterInfo:
+        """Have every engine keep an adapter in memory, or not any longer. Raises RequestFailed."""
+        self._check_enabled()
+        async with self._changing:
+            named = self.adapters.named(name)
+            held: Mapping[str, HeldAdapter] = {}
+            if pinned:
+                held = await self._add_everywhere(named.adapter, pinned=True)
+                if not named.adapter.digest:
+                    digest = next(iter(held.values())).digest
+                    named = NamedAdapter(self._learned(named.adapter, digest), named.source)
+            elif named.adapter.digest and not self._is_pinned(named.adapter.digest, but=name):
+                await self._unpin(named.adapter.digest)
+            return _info(self.adapters.pin(named, pinned=pinned), held)
+
+    def engines_changed(self) -> None:
+        """Have engines that have come hold what is pinned."""
+        serving = frozenset(self._engines.view.serving(LORA)) if self.adapters.serves else frozenset()
+        come, self._serving = serving - self._serving, serving
+        for named in self.adapters.all() if come else ():
+            if named.pinned:
+                for engine in sorted(come):
+                    self._do_beside(self._pin_on(engine, named))
+
+    def _check_enabled(self) -> None:
+        if not self.adapters.serves:
+            raise Unimplemented("LoRA adapters are not served: lora.enabled is false")
+
+    def _check_served(self, field: str) -> None:
+        """Raise Unimplemented where engines are connected, and none applies adapters."""
+        if not self._engines.view.serving(LORA) and self._engines.view.capabilities:
+            raise Unimplemented(f"{field} names a LoRA adapter, which the engines do not apply", field=field)
+
+    def _check_path(self, path: str) -> None:
+        if not path or len(path) > MAX_PATH_LENGTH:
+            raise InvalidArgument(
+                f"path has {len(path)} characters; it must have from 1 to {MAX_PATH_LENGTH}", field="path"
+            )
+        if not self._config.allows(path):
+            roots = ", ".join(self._config.roots) or "none, so no adapter may be loaded while requests are served"
+            raise PermissionDenied(
+                f"path is {quoted(path, LONGEST_PATH)}; it must lie below one of lora.roots: {roots}",
+                field="path",
+                reason="LORA_PATH",
+            )
+
+    async def _read(self, adapter: LoraAdapter) -> LoraAdapter:
+        """The same with its digest, which an engine says that reads it. Who asks at the same time waits for the same answer."""
+        task = self._reading.get(adapter)
+        if task is None:
+            task = self._reading[adapter] = asyncio.create_task(self._read_once(adapter))
+            task.add_done_callback(lambda done: self._has_read(adapter, done))
+        return await asyncio.shield(task)
+
+    def _has_read(self, adapter: LoraAdapter, task: asyncio.Task[LoraAdapter]) -> None:
+        self._reading.pop(adapter, None)
+        if not task.cancelled():
+            task.exception()  # those who still waited have it
+
+    async def _read_once(self, adapter: LoraAdapter) -> LoraAdapter:
+        """Ask one engine after the other. Raises the first one's error where none can read it."""
+        failed: RequestFailed | None = None
+        for engine in _in_turn(adapter.name, self._engines.view.serving(LORA)):
+            arguments = [adapter.name, adapter.path, b"", False]
+            answer = (await self._engines.call_utility("add_lora", arguments, engine=engine)).get(engine)
+            if answer is None:  # it has just gone
+                continue
+            if not isinstance(answer, RequestFailed):
+                return self._learned(adapter, _held_of(engine, answer).digest)
+            failed = failed or of_engine(engine, answer)
+        raise failed or Unavailable("no engine is there to read the adapter", retry_after=1.0)
+
+    def _learned(self, adapter: LoraAdapter, digest: bytes) -> LoraAdapter:
+        known = LoraAdapter(adapter.name, adapter.path, digest)
+        self.adapters.learned(known)
+        return known
+
+    async def _add_everywhere(self, adapter: LoraAdapter, *, pinned: bool) -> dict[str, HeldAdapter]:
+        """What each engine says of the adapter. Raises the first error, and FailedPrecondition where they find other content
+        each; those that could read it have let go of it then.
+        """
+        self._check_served("name")
+        answers = await self._call("add_lora", adapter.name, adapter.path, adapter.digest, pinned)
+        if not answers:
+            raise Unavailable("no engine is connected", retry_after=1.0)
+        held = {engine: _held_of(engine, a) for engine, a in answers.items() if not isinstance(a, RequestFailed)}
+        digests = {each.digest: engine for engine, each in held.items()}
+        failed = next(
+            (of_engine(e, answer) for e, answer in answers.items() if isinstance(answer, RequestFailed)), None
+        )
+        if failed is not None:
+            failed.field = ""  # theirs is one of requests
+        elif len(digests) > 1:
+            failed = FailedPrecondition(
+                f"path is {quoted(adapter.path, LONGEST_PATH)}, where engines find different adapters: "
+                + ", ".join(f"{engine} {digest.hex()}" for digest, engine in digests.items()),
+                field="path",
+                reason="LORA_DIFFERS",
+            )
+        if failed is not None:
+            for digest in digests:
+                await self._remove(digest)
+            raise failed
+        return held
+
+    async def _held(self) -> dict[str, dict[bytes, HeldAdapter]]:
+        """By engine and digest, what engines hold."""
+        held: dict[str, dict[bytes, HeldAdapter]] = {}
+        for engine, answer in (await self._call("list_loras")).items():
+            if isinstance(answer, RequestFailed):
+                raise of_engine(engine, answer)
+            entries = [_held_of(engine, entry) for entry in answer]
+            held[engine] = {entry.digest: entry for entry in entries}
+        return held
+
+    def _remove_soon(self, digest: bytes) -> None:
+        self._do_beside(self._remove(digest))
+
+    def _do_beside(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    async def _pin_on(self, engine: str, named: NamedAdapter) -> None:
+        """Have an engine that has just come keep an adapter. What it fails with is logged: requests load what they need."""
+        adapter = named.adapter
+        arguments = [adapter.name, adapter.path, adapter.digest, True]
+        answer = (await self._engines.call_utility("add_lora", arguments, engine=engine)).get(engine)
+        if isinstance(answer, RequestFailed):
+            get_logger().warning(
+                "an engine does not hold a pinned LoRA adapter", engine=engine, name=named.name, error=answer.message
+            )
+
+    def _is_pinned(self, digest: bytes, *, but: str = "") -> bool:
+        """Whether a name that is pinned, another one than ``but``, means this content."""
+        pinned = (each for each in self.adapters.all() if each.pinned and each.name != but)
+        return any(each.adapter.digest == digest for each in pinned)
+
+    async def _unpin(self, digest: bytes) -> None:
+        """Have engines keep an adapter no longer; those that do not hold it need not. Raises the first other error."""
+        for engine, answer in (await self._call("pin_lora", digest, False)).items():
+            if isinstance(answer, RequestFailed) and not isinstance(answer, NotFound):
+                raise of_engine(engine, answer)
+
+    async def _remove(self, digest: bytes) -> None:
+        """Have engines let go of what no name means, and keep no longer what none that is pinned does. An engine that fails to is
+        logged: others can have the memory anyway.
+        """
+        if not digest or self._is_pinned(digest):
+            return
+        if self.adapters.others_with(digest):
+            answers = await self._call("pin_lora", digest, False)
+        else:
+            answers = await self._call("remove_lora", digest)
+        for engine, answer in answers.items():
+            if isinstance(answer, RequestFailed) and not isinstance(answer, NotFound):
+                get_logger().warning("an engine does not let go of a LoRA adapter", engine=engine, error=answer.message)
+
+    async def _call(self, method: str, *arguments: object) -> dict[str, Any]:
+        """By id of the engines that apply adapters, what they answer, or the RequestFailed that the call ended with."""
+        engines = self._engines.view.serving(LORA)
+        calls = (self._engines.call_utility(method, list(arguments), engine=engine) for engine in engines)
+        answers: dict[str, Any] = {}
+        for answer in await asyncio.gather(*calls):
+            answers |= answer
+        return answers
+
+
+def _held_of(engine: str, answer: object) -> HeldAdapter:
+    """Raises Internal for an answer that is none."""
+    try:
+        held = msgspec.convert(answer, HeldAdapter)
+    except msgspec.ValidationError as e:
+        raise Internal(f"engine {engine} says of a LoRA adapter what cannot be read: {e}") from None
+    return held
+
+
+def _in_turn(name: str, engines: Sequence[str]) -> list[str]:
+    """The engines in an order that is the same everywhere, and another one for each name."""
+    return sorted(engines, key=lambda engine: hashlib.blake2b(f"{name}\0{engine}".encode(), digest_size=8).digest())
+
+
+def _info(named: NamedAdapter, held: Mapping[str, HeldAdapter]) -> AdapterInfo:
+    return AdapterInfo(
+        adapter=named.adapter,
+        source=named.source,
+        pinned=named.pinned,
+        held=next(iter(held.values()), None),
+        engine_ids=sorted(held),
+    )

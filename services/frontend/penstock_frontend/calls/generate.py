@@ -1,0 +1,324 @@
+"""The model as the public APIs see it: prompts in, streams of output out."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+
+import msgspec
+
+from penstock_common.config.reread import Reread
+from penstock_common.errors import DeadlineExceeded, InvalidArgument, RequestFailed, Unavailable, quoted
+from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import get_logger
+from penstock_common.types.pooling import PoolingTask
+from penstock_common.types.request_context import RequestContext
+from penstock_frontend.call_types import GenerateRequest, MixedPrompt, PoolingRequest, PoolingResult, RequestOutput
+from penstock_frontend.calls.adapters import AdapterCalls
+from penstock_frontend.calls.admission import Admission, Demand, check_deadline, demand_of
+from penstock_frontend.calls.live_request import LiveRequest
+from penstock_frontend.calls.pooling import PoolingCalls
+from penstock_frontend.calls.request_telemetry import RequestObserver
+from penstock_frontend.config import FairnessConfig, LimitsConfig
+from penstock_frontend.dispatch.kv_transfer_params import KvGateway
+from penstock_frontend.loop_yield import SEQUENCES_PER_TURN, Pace
+from penstock_frontend.ports import EngineClient
+from penstock_frontend.processing.outputs.collector import OutputCollector
+from penstock_frontend.processing.outputs.processor import OutputProcessor
+from penstock_frontend.processing.pooling.inputs import check_generates
+from penstock_frontend.processing.prompts import parallel_sampling
+from penstock_frontend.processing.prompts.input import InputProcessor, check_size, check_token_ids
+from penstock_frontend.processing.prompts.tokenizer import Encoded, Tokenizer
+from penstock_frontend.telemetry.tenant_refusals import TenantRefusals
+
+
+class AsyncLLM:
+    """Puts input processing, engines and output processing together.
+
+    ``accept`` a request, read its outputs from ``generate``, ``release`` it however that ended: what the engine still
+    computes for it is aborted then. The sequences of a request (``n``) run on one engine, which shares the prompt's blocks
+    between them, and end together when one of them fails.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer,
+        inputs: InputProcessor,
+        outputs: OutputProcessor,
+        engines: EngineClient,
+        limits: Reread[LimitsConfig],
+        fairness: Reread[FairnessConfig],
+        observer: RequestObserver,
+        pooling: PoolingCalls,
+        adapters: AdapterCalls,
+        gateway: KvGateway,
+        on_full: Callable[[], None],
+    ) -> None:
+        """``on_full``: called whenever ``full`` has changed."""
+        self.engines = engines
+        self.inputs = inputs
+        self.pooling = pooling
+        self.adapters = adapters
+        self.gateway = gateway
+        self.tokenizer = tokenizer
+        self._outputs = outputs
+        self._admission = Admission(limits, fairness=fairness, on_full=on_full)
+        self._pace = Pace(SEQUENCES_PER_TURN)
+        self._observer = observer
+        self._metrics = observer.metrics
+        self._live: set[LiveRequest] = set()
+        self._by_name: dict[tuple[str, str], LiveRequest] = {}
+        self.last_accepted = 0.0
+        """When the last request came, in seconds since the Unix epoch; 0 before the first."""
+        self._ending = ""
+
+    @property
+    def serving(self) -> bool:
+        """Whether a request would be served now, without waiting for an engine."""
+        return self.engines.usable and not self._ending
+
+    @property
+    def full(self) -> bool:
+        """Whether this frontend has as many requests in flight as it may."""
+        return self._admission.full
+
+    @property
+    def tenants(self) -> TenantRefusals:
+        """Which tenants are refused."""
+        return self._observer.tenants
+
+    def limits_changed(self) -> None:
+        """Tell ``on_full`` where there is room now, or none any more."""
+        self._admission.look()
+
+    @property
+    def num_live(self) -> int:
+        """Requests between acceptance and release."""
+        return len(self._live)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids: the engines', or the tokenizer's while none is up."""
+        limits = self.engines.view.limits
+        return limits.vocab_size if limits else self.tokenizer.vocab_size
+
+    def accept(self, given_id: str, demand: Demand = Demand(), *, abortable: bool = False) -> LiveRequest:  # noqa: B008 - it is immutable
+        """Take responsibility for a request, which takes up ``demand`` until it is released.
+
+        ``given_id`` is its client's label. ``abortable``: ``abort_ids`` finds it by that, so it must be the tenant's only
+        abortable one that runs under it. Raises InvalidArgument for such an id that is in use, ResourceExhausted at a limit,
+        Unavailable after ``end_all``.
+        """
+        name = (demand.tenant, given_id) if abortable and given_id else None
+        try:
+            request_id = self._admitted(given_id, demand, name)
+        except RequestFailed as e:
+            self._observer.refused(e, demand.tenant, given_id)
+            raise
+        try:
+            observed = self._observer.accepted(request_id, demand.tenant)
+        except BaseException:
+            self._admission.leave(demand, served=False)
+            raise
+        live = LiveRequest(request_id, observed, demand, name)
+        self._live.add(live)
+        if name is not None:
+            self._by_name[name] = live
+        self.last_accepted = time.time()
+        self._metrics.set_in_flight(len(self._live))
+        return live
+
+    def refused(self, error: RequestFailed, tenant: str, given_id: str = "") -> None:
+        """Count and log a request that its protocol refused before ``accept``. ``given_id``: its client's label."""
+        self._observer.refused(error, tenant, given_id)
+
+    def check_room(self, demands: Sequence[Demand]) -> None:
+        """Raise ResourceExhausted unless requests of one tenant would be accepted now: for what is to be done before that."""
+        try:
+            self._admission.check(demands)
+        except RequestFailed as e:
+            self._observer.refused(e, demands[0].tenant if demands else "")
+            raise
+
+    def _admitted(self, given_id: str, demand: Demand, name: tuple[str, str] | None) -> str:
+        """The id of a request that may come in. Raises what ``accept`` says."""
+        request_id = self.inputs.request_id(given_id)
+        if self._ending:
+            raise _shutting_down(self._ending)
+        if name is not None and name in self._by_name:
+            raise InvalidArgument(
+                f"request_id is {quoted(request_id)}, which a running request has",
+                field="request_id",
+                reason="DUPLICATE_REQUEST_ID",
+            )
+        self.inputs.check_tenant(demand.tenant)
+        self._admission.enter(demand)
+        return request_id
+
+    async def generate(self, request: GenerateRequest, live: LiveRequest) -> AsyncIterator[RequestOutput]:
+        """The outputs of an accepted request, as its output kind says; the last one of each sequence has ``finish``.
+
+        The request is released before its last output is handed out: what it took up is free when its client reads that.
+        Raises RequestFailed.
+        """
+        try:
+            request = live.request = live.observed.begin(request)
+            deadline = request.context.deadline
+            check_deadline(deadline)
+            async with live.until_aborted():
+                await self._start(request, live)
+            collector = live.states[0].collector
+            while not live.done:
+                output = await (collector.get() if deadline is None else _before(deadline, collector))
+                live.observed.output(output, cumulative=collector.cumulative)
+                live.done = collector.finished
+                if live.done:
+                    self.release(live)
+                yield output
+        except Exception as e:
+            if isinstance(e, RequestFailed):
+                self.adapters.refused(live.lora, e)
+            live.observed.failed(e)
+            raise
+
+    def abort(self, live: LiveRequest) -> bool:
+        """End a request with what there is of its outputs. Returns False when it is not on its way to an engine yet.
+
+        The last output of each sequence that has not ended comes out of ``generate``, with finish reason ABORT.
+        """
+        running = [state for state in live.states if self._outputs.abort(state)]
+        if running:
+            self.engines.abort([state.request_id for state in running], "the client ended it")
+        return bool(live.states)
+
+    async def run_pooling(self, request: PoolingRequest, *, abortable: bool = False) -> tuple[PoolingResult, str]:
+        """The vectors of a pooling request's inputs, and its id. ``abortable``: see ``accept``. Raises RequestFailed."""
+        live = self.accept(request.context.external_request_id, demand_of(request), abortable=abortable)
+        get_logger().debug(
+            "request", request=live.request_id, tenant=request.context.tenant, priority=request.context.priority
+        )
+        try:
+            request = live.request = live.observed.begin(request)
+            check_deadline(request.context.deadline)
+            async with live.until_aborted():
+                result = await self.pooling.run(request, live.request_id)
+            live.done = True
+            return result, live.request_id
+        except Exception as e:
+            live.observed.failed(e)
+            raise
+        finally:
+            self.release(live)
+
+    async def prompt_room(self, max_tokens: int, context: RequestContext) -> int:
+        """The longest prompt that so many tokens may follow, in tokens. Waits for engines as ``reads_pairs`` does."""
+        limits = await self.engines.wait_until_usable(context.deadline, tenant=context.tenant)
+        return max(limits.max_model_len - max_tokens, 1)
+
+    async def reads_pairs(self, context: RequestContext) -> bool:
+        """Whether the model scores pairs itself. Waits for an engine that can tell, until its deadline at most."""
+        await self.engines.wait_until_usable(context.deadline, tenant=context.tenant)
+        return PoolingTask.SCORE.name.lower() in self.engines.view.capabilities
+
+    def abort_ids(self, request_ids: Iterable[str], tenant: str) -> None:
+        """End a tenant's abortable requests by the ids their clients gave. Those that do not run are passed over.
+
+        A client gets the output there is so far and the finish reason ABORT, or Cancelled if its request has not begun.
+        """
+        for request_id in request_ids:
+            if (live := self._by_name.get((tenant, request_id))) is None:
+                continue
+            live.abort()
+            self.abort(live)
+
+    def release(self, live: LiveRequest) -> None:
+        """The request is over for its client. Idempotent."""
+        if live.released:
+            return
+        self._live.discard(live)
+        if live.name is not None:
+            self._by_name.pop(live.name, None)
+        live.released = True
+        self._admission.leave(live.demand, served=live.request is not None)
+        running = [state for state in live.states if self._outputs.remove(state)]
+        if running:
+            self.engines.abort([state.request_id for state in running], "the client is gone")
+        self._metrics.set_in_flight(len(self._live))
+        try:
+            live.observed.end(live.request, live.states, done=live.done)
+        except Exception as e:  # it has its answer: who only looks on does not take it away
+            incident(e, request=live.request_id, doing="telling of the request's end")
+
+    async def encode(self, text: str, *, add_special_tokens: bool, with_tokens: bool = False) -> Encoded:
+        """Token ids of a text, and the tokens if asked for. Raises InvalidArgument when it is too long."""
+        self.inputs.check_length(text, field="text")
+        if (limits := self.engines.view.limits) is not None:
+            check_size(text, limits.max_model_len, field="text")
+        return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens, with_tokens=with_tokens)
+
+    async def prompt_ids(self, request: GenerateRequest) -> list[int]:
+        """Token ids of a rendered conversation, whose media are prepared for that. Raises what becomes of its prompt."""
+        prompt = request.prompt
+        if isinstance(prompt, MixedPrompt):
+            limits, add = self.engines.view.limits, request.add_special_tokens
+            return (await self.inputs.join(prompt, request.context, limits, add_special_tokens=add)).token_ids
+        if not isinstance(prompt, str):
+            return list(prompt)
+        return (await self.encode(prompt, add_special_tokens=request.add_special_tokens)).ids
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of token ids. Raises InvalidArgument for too many, or one that does not exist."""
+        self.inputs.check_length(token_ids, field="token_ids")
+        check_token_ids(token_ids, self.vocab_size, field="token_ids")
+        return await self.tokenizer.decode_all(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def end_all(self, why: str = "") -> None:
+        """Refuse new requests, and end those that are still running, as Unavailable. ``why``: what the error says beside that."""
+        self._ending = f"this frontend is shutting down{why and ': '}{why}"
+        self.engines.refuse()
+        error = _shutting_down(self._ending)
+        failed = [*self._outputs.fail_all(error), *self.pooling.outputs.fail_all(error)]
+        self.engines.abort(failed, "the frontend is shutting down")
+
+    async def _start(self, request: GenerateRequest, live: LiveRequest) -> None:
+        await self._pace.take()
+        core_request = await self.inputs.process(request, live.request_id, self.engines.view.limits)
+        limits = await self.engines.wait_until_usable(request.context.deadline, tenant=request.context.tenant)
+        check_generates(self.engines.view.capabilities)
+        self.inputs.check(core_request, limits)
+        live.lora = await self.adapters.of_request(request.context)
+        core_request = msgspec.structs.replace(
+            core_request,
+            lora=live.lora,
+            lease_kv=request.kv.lease,
+            kv_source=request.kv.source,
+            kv_transfer_params=request.kv.params,
+        )
+        get_logger().debug(
+            "request", request=live.request_id, tenant=request.context.tenant, priority=request.context.priority
+        )
+        await self._pace.take(core_request.sampling_params.n)
+        sequences = parallel_sampling.sequences(core_request)
+        self._metrics.asked_for(len(sequences))
+        states = self._outputs.add(*sequences)
+        try:
+            self.engines.add(*sequences)
+        except BaseException:
+            for state in states:
+                self._outputs.remove(state)
+            raise
+        live.prompt_token_ids, live.states = core_request.prompt_token_ids, states
+
+
+def _shutting_down(message: str) -> Unavailable:
+    return Unavailable(message, reason="SHUTTING_DOWN", retry_after=1.0)
+
+
+async def _before(deadline: float, collector: OutputCollector) -> RequestOutput:
+    if collector.ready:
+        return await collector.get()
+    try:
+        async with asyncio.timeout(deadline - time.time()):
+            return await collector.get()
+    except TimeoutError:
+        raise DeadlineExceeded("the deadline passed before the request was done") from None

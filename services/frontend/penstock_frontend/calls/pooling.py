@@ -1,0 +1,112 @@
+"""Pooling calls from their requests to their results: send every input, wait for all, leave nothing behind."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock_common.errors import DeadlineExceeded, RequestFailed
+from penstock_common.in_flight import BytesInFlight, Held
+from penstock_common.types.outputs import EngineCoreOutput
+from penstock_common.types.request import EngineCoreRequest
+from penstock_frontend.call_types import PoolingRequest, PoolingResult
+from penstock_frontend.calls.adapters import AdapterCalls
+from penstock_frontend.loop_yield import SEQUENCES_PER_TURN, Pace
+from penstock_frontend.ports import EngineClient
+from penstock_frontend.processing.pooling.inputs import AS_MANY_AS_FIT, PoolingInputs, answer_bytes
+from penstock_frontend.processing.pooling.outputs import PooledOutputs, PooledState
+from penstock_frontend.processing.prompts.media_text import media_tokens
+
+
+class PoolingCalls:
+    """Puts input processing, engines and answers together for requests that produce vectors."""
+
+    def __init__(
+        self,
+        *,
+        inputs: PoolingInputs,
+        outputs: PooledOutputs,
+        engines: EngineClient,
+        adapters: AdapterCalls,
+        answers: BytesInFlight,
+    ) -> None:
+        """``answers`` bounds the bytes of vectors of all calls at once."""
+        self.inputs = inputs
+        self.outputs = outputs
+        self._engines = engines
+        self._adapters = adapters
+        self._answers = answers
+        self._pace = Pace(SEQUENCES_PER_TURN)
+
+    async def run(self, request: PoolingRequest, request_id: str) -> PoolingResult:
+        """The results of all inputs, in order. However this ends, what engines still compute is aborted.
+
+        Raises RequestFailed: the first failure is that of the call.
+        """
+        request = self.inputs.with_truncation(request)
+        if request.truncate_prompt_tokens == AS_MANY_AS_FIT:
+            known = await self._engines.wait_until_usable(request.context.deadline, tenant=request.context.tenant)
+            request = msgspec.structs.replace(request, truncate_prompt_tokens=known.max_model_len)
+        core_requests = await self.inputs.process(request, request_id, self._engines.view.limits)
+        limits = await self._engines.wait_until_usable(request.context.deadline, tenant=request.context.tenant)
+        self.inputs.check(request, core_requests, limits, self._engines.view.capabilities)
+        size = answer_bytes(request.params, core_requests, limits.embedding_size)
+        if (refusal := self._answers.refusal(size)) is not None:
+            raise refusal
+        held = Held(self._answers, None, size)
+        lora = None
+        try:
+            if (lora := await self._adapters.of_request(request.context)) is not None:
+                core_requests = [msgspec.structs.replace(each, lora=lora) for each in core_requests]
+            answers = await self._answered(request, core_requests)
+        except BaseException as e:
+            held.release()
+            if isinstance(e, RequestFailed):
+                self._adapters.refused(lora, e)
+            raise
+        return PoolingResult(
+            answers,
+            sum(len(each.prompt_token_ids) for each in core_requests),
+            held,
+            media_tokens(feature for each in core_requests for feature in each.mm_features),
+        )
+
+    async def _answered(
+        self, request: PoolingRequest, core_requests: Sequence[EngineCoreRequest]
+    ) -> list[EngineCoreOutput]:
+        states: list[PooledState] = []
+        try:
+            for core_request in core_requests:  # those that were sent stay in the list if one fails
+                await self._pace.take()
+                states.append(self._send(core_request))
+            return await _before(request.context.deadline, states)
+        finally:
+            self._forget(states)
+
+    def _send(self, core_request: EngineCoreRequest) -> PooledState:
+        state = self.outputs.add(core_request)
+        try:
+            self._engines.add(core_request)
+        except BaseException:
+            self.outputs.remove(state)
+            raise
+        return state
+
+    def _forget(self, states: Sequence[PooledState]) -> None:
+        """End what has not ended, and collect failures nobody waits for any more."""
+        self._engines.abort([state.request_id for state in states if self.outputs.remove(state)], "the client is gone")
+        for state in states:
+            if not state.answer.cancel() and not state.answer.cancelled():
+                state.answer.exception()
+
+
+async def _before(deadline: float | None, states: Sequence[PooledState]) -> list[EngineCoreOutput]:
+    answers = asyncio.gather(*(state.answer for state in states))
+    if deadline is None:
+        return await answers
+    try:
+        async with asyncio.timeout(deadline - time.time()):
+            return await answers
+    except TimeoutError:
+        raise DeadlineExceeded("the deadline passed before the request was done") from None

@@ -1,0 +1,88 @@
+"""Calls for scores: by a model that reads pairs, else by the vectors of one that embeds."""
+
+from collections.abc import Sequence
+
+from penstock_common.errors import InvalidArgument
+from penstock_common.rpc import outputs as parts
+from penstock_common.types.pooling import PoolingParams, PoolingTask
+from penstock_frontend.call_types import PoolingRequest, PoolingResult, Prompt, ScoreRequest, ScoreResult
+from penstock_frontend.calls.generate import AsyncLLM
+from penstock_frontend.loop_yield import NUMBERS_PER_TURN, Pace
+from penstock_frontend.processing.pooling.inputs import check_scores
+from penstock_frontend.processing.pooling.outputs import vectors_of
+
+
+class ScoringCalls:
+    """Makes a ScoreRequest one for vectors, and its vectors scores."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._pace = Pace(NUMBERS_PER_TURN)
+
+    async def run(self, request: ScoreRequest) -> ScoreResult:
+        """Scores of the pairs: the model's own where it reads pairs, else cosines. Raises RequestFailed."""
+        self._llm.inputs.check_model(request.context.model, request.context.lora)
+        if await self._llm.reads_pairs(request.context):
+            result, request_id = await self._llm.run_pooling(_pairs(request))
+            scores = [parts.floats(vectors_of(output))[0] for output in result.outputs]
+        else:
+            check_scores(self._llm.engines.view.capabilities)
+            if not request.use_activation:
+                raise InvalidArgument(
+                    "use_activation is false, but this model embeds, and its scores are cosines; leave it out",
+                    field="use_activation",
+                )
+            result, request_id = await self._llm.run_pooling(_similarity(request))
+            scores = await self._cosines(result, len(request.queries))
+        return ScoreResult(request_id=request_id, scores=scores, prompt_tokens=result.prompt_tokens)
+
+    async def _cosines(self, result: PoolingResult, num_queries: int) -> list[float]:
+        """Cosines of the vectors, which have length one; those of the queries come first. Numbers are multiplied over as many
+        turns of the event loop as it takes.
+        """
+        queries, cosines = result.outputs[:num_queries], []
+        query = parts.floats(vectors_of(queries[0]))
+        for index, output in enumerate(result.outputs[num_queries:]):
+            await self._pace.take(len(query))
+            if 0 < index < num_queries:
+                query = parts.floats(vectors_of(queries[index]))
+            document = parts.floats(vectors_of(output))
+            cosines.append(sum(a * b for a, b in zip(query, document, strict=True)))
+        return cosines
+
+
+def _pairs(request: ScoreRequest) -> PoolingRequest:
+    queries = _texts(request.queries, request.query_fields)
+    documents = _texts(request.documents, request.document_fields)
+    return PoolingRequest(
+        inputs=queries * len(documents) if len(queries) == 1 else queries,
+        seconds=documents,
+        fields=request.document_fields,
+        params=PoolingParams(task=PoolingTask.SCORE, use_activation=request.use_activation),
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        truncation=request.truncation,
+        context=request.context,
+    )
+
+
+def _similarity(request: ScoreRequest) -> PoolingRequest:
+    return PoolingRequest(
+        inputs=[*request.queries, *request.documents],
+        fields=[*request.query_fields, *request.document_fields],
+        params=PoolingParams(task=PoolingTask.EMBED, normalize=True),
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        truncation=request.truncation,
+        context=request.context,
+    )
+
+
+def _texts(prompts: Sequence[Prompt], fields: Sequence[str]) -> list[str]:
+    """The prompts of a model that reads pairs. Raises InvalidArgument for one that is no text, or empty."""
+    texts = []
+    for prompt, field in zip(prompts, fields, strict=True):
+        if not isinstance(prompt, str):
+            raise InvalidArgument(f"{field} is set; this model reads pairs, which takes text", field=field)
+        if not prompt:
+            raise InvalidArgument(f"{field} is empty: there is nothing to compute", field=field)
+        texts.append(prompt)
+    return texts

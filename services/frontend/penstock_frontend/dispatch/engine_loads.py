@@ -1,0 +1,191 @@
+"""What this frontend knows of its engines: limits, loads and variants, for whoever asks."""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from penstock_common.observability.engine_metrics import EngineLoad
+from penstock_common.types.cluster import ClusterView, EngineStatus
+from penstock_common.types.data_parallel import PoolGroup
+from penstock_common.types.media import MODALITIES, MediaLimits, Modality
+from penstock_common.types.outputs import EngineReady, SchedulerStats
+from penstock_frontend.dispatch.connection import EngineConnection
+from penstock_frontend.dispatch.pool import EnginePool
+from penstock_frontend.dispatch.router import Router
+from penstock_frontend.dispatch.variants import variants_of
+from penstock_frontend.ports import ModelLimits, RankLoad, Variant
+
+
+class EngineLoads:
+    """The EngineView of a pool's engines.
+
+    An engine's counts are the router's: those of its last frame of outputs or of a coordinator's later view, and the requests
+    sent since.
+    """
+
+    def __init__(self, pool: EnginePool, router: Router) -> None:
+        self._pool = pool
+        self._router = router
+
+    @property
+    def limits(self) -> ModelLimits | None:
+        """What every connected engine can take; None while there is none. Engines may have fitted max_model_len to different
+        memories: the smallest counts.
+        """
+        ready = [ready for _, ready in self._ready()]
+        if not ready:
+            return None
+        hidden_sizes = [r.hidden_size for r in ready if r.hidden_size is not None]
+        return ModelLimits(
+            min(r.max_model_len for r in ready),
+            min(r.vocab_size for r in ready),
+            max(hidden_sizes, default=None),
+            max(r.embedding_size or 0 for r in ready),
+            _media_limits(ready),
+        )
+
+    @property
+    def capabilities(self) -> Sequence[str]:
+        """What at least one connected engine serves, sorted."""
+        return sorted({word for _, ready in self._ready() for word in ready.capabilities})
+
+    def serving(self, capability: str) -> Sequence[str]:
+        """Ids of the connected engines that serve it, in order."""
+        return sorted(ready.engine_id for _, ready in self._ready() if capability in ready.capabilities)
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that take requests now."""
+        return sum(candidate.accepting for candidate in self._pool.candidates())
+
+    def cluster(self) -> Sequence[EngineStatus]:
+        """Every engine with an address of its own: those of the pool as it finds them, others as the coordinator tells."""
+        known = {connection.address: self._status(connection) for connection in self._pool}
+        told = self._pool.view.engines
+        return [*known.values(), *(status for status in told if status.address not in known)]
+
+    def groups(self) -> Sequence[PoolGroup]:
+        """The data-parallel groups, as the coordinator last told."""
+        return self._pool.view.groups
+
+    def variants(self) -> list[Variant]:
+        """The variants among the connected engines, by their hashes."""
+        return variants_of(ready for _, ready in self._ready())
+
+    def rank_loads(self) -> Sequence[RankLoad]:
+        """The load of every connected engine that requests may name, by rank."""
+        loads = []
+        for connection, ready in self._ready():
+            if connection.rank is None:
+                continue
+            load = self._router.load(connection.address)
+            loads.append(
+                RankLoad(
+                    rank=connection.rank,
+                    num_running_reqs=load.running,
+                    num_waiting_reqs=load.waiting,
+                    kv_cache_usage=load.kv_cache_usage,
+                    capacity=ready.num_kv_blocks * ready.block_size,
+                    max_running=ready.max_num_seqs,
+                    cache_hit_rate=connection.stats.prefix_cache_hit_rate,
+                )
+            )
+        return sorted(loads, key=lambda load: load.rank)
+
+    def for_metrics(self) -> list[EngineLoad]:
+        """What is known of the connected engines, as metrics show it."""
+        return [
+            EngineLoad(
+                model=ready.model,
+                engine=ready.engine_id,
+                num_kv_blocks=ready.num_kv_blocks,
+                block_size=ready.block_size,
+                max_num_seqs=ready.max_num_seqs,
+                stats=self._stats(connection),
+            )
+            for connection, ready in self._ready()
+        ]
+
+    def report(self, connection: EngineConnection, stats: SchedulerStats) -> None:
+        """Take what an engine says of its load with a frame of outputs."""
+        connection.stats = stats
+        self._router.report(
+            connection.address,
+            waiting=stats.num_waiting_reqs,
+            running=stats.num_running_reqs,
+            kv_cache_usage=stats.kv_cache_usage,
+            pending_embeds=0 if stats.media is None else stats.media.pending_embeds,
+        )
+        if stats.lora is not None:
+            self._router.loras.holds(connection.address, stats.lora.num_cached + stats.lora.num_loading_reqs)
+            if stats.lora.held is not None:
+                self._router.loras.told(connection.address, stats.lora.held)
+
+    def report_view(self, view: ClusterView) -> None:
+        """Take what the coordinator says of engines' loads, and forget those of engines that are in no list any more."""
+        for status in view.engines:
+            self._router.report(
+                status.address,
+                waiting=status.num_waiting_reqs,
+                running=status.num_running_reqs,
+                kv_cache_usage=status.kv_cache_usage,
+            )
+        self._take_loras(view)
+        self._router.keep_only(connection.address for connection in self._pool)
+
+    def _take_loras(self, view: ClusterView) -> None:
+        """What an engine has told the coordinator of its adapters, unless it has started again since."""
+        incarnations = {connection.address: ready.incarnation for connection, ready in self._ready()}
+        for status in view.engines:
+            if status.loras is not None and incarnations.get(status.address) == status.incarnation:
+                self._router.loras.told(status.address, status.loras)
+
+    def _ready(self) -> Iterator[tuple[EngineConnection, EngineReady]]:
+        """The engines with a session, and what they said of themselves."""
+        for connection in self._pool.connected():
+            if connection.ready is not None:
+                yield connection, connection.ready
+
+    def _stats(self, connection: EngineConnection) -> SchedulerStats:
+        load = self._router.load(connection.address)  # newer than the last outputs, where a view came since
+        return msgspec.structs.replace(
+            connection.stats,
+            num_waiting_reqs=load.waiting,
+            num_running_reqs=load.running,
+            kv_cache_usage=load.kv_cache_usage,
+        )
+
+    def _status(self, connection: EngineConnection) -> EngineStatus:
+        ready, load = connection.ready, self._router.load(connection.address)
+        base = connection.status or EngineStatus(engine_id="", incarnation="", address=connection.address)
+        if ready is not None:
+            base = msgspec.structs.replace(
+                base,
+                engine_id=ready.engine_id,
+                incarnation=ready.incarnation,
+                model=ready.model,
+                role=ready.role,
+                kv_address=ready.kv_address,
+                kv_fingerprint=ready.kv_fingerprint,
+            )
+        return msgspec.structs.replace(
+            base,
+            state=connection.state,
+            index=base.index if connection.rank is None else connection.rank,
+            num_waiting_reqs=load.waiting,
+            num_running_reqs=load.running,
+            kv_cache_usage=load.kv_cache_usage,
+        )
+
+
+def _media_limits(ready: Sequence[EngineReady]) -> tuple[MediaLimits, ...]:
+    """What every engine takes that takes a modality at all."""
+    limits: dict[Modality, MediaLimits] = {}
+    for each in (each for engine in ready for each in engine.media):
+        known = limits.get(each.modality, each)
+        limits[each.modality] = MediaLimits(
+            modality=each.modality,
+            max_items=min(known.max_items, each.max_items),
+            max_tokens=min(known.max_tokens, each.max_tokens),
+        )
+    return tuple(limits[modality] for modality in MODALITIES if modality in limits)

@@ -1,0 +1,293 @@
+"""What was asked of engines and what they have answered, so that a request can outlive its engine. Does no I/O.
+
+Every output names the attempt that produced it and the offset of its first token. The journal writes down each token before
+anyone sees it, drops what came before and what earlier attempts still send, and knows from where another engine has to go on.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from penstock_common.errors import Internal, RequestFailed, Unavailable
+from penstock_common.observability.incidents import REASON as INCIDENT
+from penstock_common.observability.incidents import incident
+from penstock_common.types.kv_transfer import KvSource
+from penstock_common.types.outputs import Drafts, EngineCoreOutput, FinishReason, RequestError
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.token_columns import NewTokens, TokenColumns
+from penstock_frontend.dispatch.journal_entry import Call, EngineFaultError, JournalEntry
+
+LORA_UNAVAILABLE = "LORA_UNAVAILABLE"
+"""The reason for which an engine refuses a request whose adapter it cannot read: another one may."""
+
+_ELSEWHERE = ("QUEUE_FULL", LORA_UNAVAILABLE, "MEDIA_NOT_CACHED", "MEDIA_CACHE_FULL", "SHARED_MEMORY_UNREADABLE")
+"""More reasons that are an engine's own. Those of media have been tried again there before they come here."""
+
+_MAX_NUMBER = 2**32 - 1
+
+_NOBODY: dict[str, "JournalEntry"] = {}
+
+
+class Refusal(NamedTuple):
+    """An engine does not go on with a request for a reason that another engine need not have. ``admitted``: it had taken it."""
+
+    entry: JournalEntry
+    error: RequestFailed
+    admitted: bool
+
+
+class Handoff(NamedTuple):
+    """An engine has given a sequence away, as it was to. ``source``: who keeps its blocks; None: nobody does."""
+
+    entry: JournalEntry
+    source: KvSource | None
+
+
+class Accepted(NamedTuple):
+    """Of a frame: outputs without what came before, in order, and before them new tokens; refusals; the fault that makes the
+    engine a lost one; what is known of the drafts of requests that the new tokens are of; and what was handed over.
+    """
+
+    outputs: list[EngineCoreOutput]
+    refusals: list[Refusal]
+    fault: EngineFaultError | None = None
+    tokens: Sequence[NewTokens] = ()
+    drafts: Sequence[Drafts] = ()
+    handoffs: Sequence[Handoff] = ()
+
+
+class Journal:
+    """Every sequence that has been sent, or waits to be sent, to an engine and has not ended.
+
+    ``clock``: monotonic seconds. ``on_left``: told the engine and the id of each sequence that an engine has no more, however
+    that came about. ``on_gap``: told the seconds from each handoff to what the next engine brings first.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        on_left: Callable[[str, str], None],
+        on_gap: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        self._clock = clock
+        self._on_left = on_left
+        self._on_gap = on_gap
+        self._entries: dict[str, JournalEntry] = {}
+        self._by_engine: dict[str, dict[str, JournalEntry]] = {}
+        self._by_number: dict[int, JournalEntry] = {}
+        self._last_number = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def begin(self, requests: Sequence[EngineCoreRequest]) -> list[JournalEntry]:
+        """Write down the sequences of a call. They have no engine yet."""
+        call = Call()
+        entries = [JournalEntry(request, call) for request in requests]
+        self._entries.update((entry.request_id, entry) for entry in entries)
+        return entries
+
+    def assign(self, entry: JournalEntry, engine: str, variant: str = "") -> None:
+        """The entry runs on this engine, which is of this variant, from now on."""
+        entry.engine, entry.engine_variant = engine, variant
+        entry.number = self._unused_number()
+        self._by_number[entry.number] = entry
+        self._by_engine.setdefault(engine, {})[entry.request_id] = entry
+
+    def num_on(self, engine: str) -> int:
+        """Sequences that an engine has."""
+        return len(self._by_engine.get(engine, _NOBODY))
+
+    def on(self, engine: str) -> list[JournalEntry]:
+        """The sequences that an engine has."""
+        return list(self._by_engine.get(engine, _NOBODY).values())
+
+    def accept(
+        self, engine: str, outputs: Iterable[EngineCoreOutput], tokens: TokenColumns | None = None
+    ) -> "Accepted":
+        """What is new of an engine's outputs. They are cut in place. What stands before a fault counts: it is written down."""
+        accepted: list[EngineCoreOutput] = []
+        new_tokens: list[NewTokens] = []
+        drafts: list[Drafts] = []
+        refusals: list[Refusal] = []
+        handoffs: list[Handoff] = []
+        fault = None
+        try:
+            if tokens is not None:
+                if tokens.drafts:
+                    drafts = self._accept_drafts(engine, tokens)
+                self._accept_tokens(engine, tokens, new_tokens, accepted)
+            self._accept_outputs(engine, outputs, accepted, refusals, handoffs)
+        except EngineFaultError as e:
+            fault = e
+        return Accepted(accepted, refusals, fault, new_tokens, drafts, handoffs)
+
+    def _accept_outputs(
+        self,
+        engine: str,
+        outputs: Iterable[EngineCoreOutput],
+        accepted: list[EngineCoreOutput],
+        refusals: list[Refusal],
+        handoffs: list[Handoff],
+    ) -> None:
+        """As ``accept``, of outputs that are messages. Raises EngineFaultError."""
+        on_engine = self._by_engine.get(engine, _NOBODY)
+        for output in outputs:
+            entry = on_engine.get(output.request_id)
+            if entry is None or output.attempt != entry.attempt:
+                continue  # ended, elsewhere by now, or of an older attempt
+            if output.error is not None and (output.finish_reason is None or output.error.reason == INCIDENT):
+                accepted.append(output)  # it could not be read, or not be made: there is nothing to write down
+                if output.finish_reason is not None:
+                    self._end(entry)
+                continue
+            if output.finish_reason is not None or output.spec_decoding_stats is not None:
+                entry.take_speculation(output)
+            if output.finish_reason is not None and (error := _refused(output)) is not None:
+                admitted = output.finish_reason is FinishReason.ABORT or error.code == "INTERNAL"
+                entry.kv_source = output.kv_source or entry.kv_source
+                refusals.append(Refusal(entry, error, admitted))
+                continue
+            try:
+                is_new = entry.take(output)
+            except EngineFaultError:
+                raise
+            except Exception as e:
+                accepted.append(_unwritten(entry, e))
+                continue
+            if entry.began_at is None and entry.progressed:
+                self._begin(entry)
+            if is_new:
+                accepted.append(output)
+            if output.finish_reason is not None:
+                self._take_end(entry, output, refusals, handoffs)
+
+    def _take_end(
+        self, entry: JournalEntry, output: EngineCoreOutput, refusals: list[Refusal], handoffs: list[Handoff]
+    ) -> None:
+        """An entry has ended on its engine. A handoff is for those alone who send it elsewhere: for others its output goes on."""
+        if output.finish_reason is not FinishReason.HANDOFF:
+            self._end(entry)
+            return
+        if entry.leaves_as_asked:
+            self._unassign(entry)  # whatever its engine still says of it
+            handoffs.append(Handoff(entry, output.kv_source))
+        else:
+            refusals.append(Refusal(entry, Unavailable("the engine gave the request away unasked"), admitted=True))
+        output.finish_reason = output.kv_source = None
+
+    def _accept_drafts(self, engine: str, tokens: TokenColumns) -> list[Drafts]:
+        """What is known now of the drafts of requests that had some in this step."""
+        return [
+            (entry.request_id, entry.take_drafts(num_drafts, num_accepted))
+            for number, num_drafts, num_accepted in tokens.drafted()
+            if (entry := self._by_number.get(number)) is not None and entry.engine == engine
+        ]
+
+    def _accept_tokens(
+        self, engine: str, tokens: TokenColumns, new: list[NewTokens], failed: list[EngineCoreOutput]
+    ) -> None:
+        """As ``accept``, of tokens alone: what is new goes to ``new``, what cannot be written down to ``failed``. Raises
+        EngineFaultError. A number that means nothing on this engine is of a request that has ended, or is elsewhere by now.
+        """
+        by_number = self._by_number
+        for number, offset, token_ids in tokens.rows():
+            entry = by_number.get(number)
+            if entry is None or entry.engine != engine:
+                continue
+            try:
+                token_ids = entry.take_tokens(offset, token_ids)
+            except EngineFaultError:
+                raise
+            except Exception as e:
+                failed.append(_unwritten(entry, e))
+                continue
+            if token_ids:
+                if entry.began_at is None:
+                    self._begin(entry)
+                new.append((entry.request_id, token_ids))
+
+    def lose(self, engine: str, request_ids: Iterable[str] | None = None) -> list[JournalEntry]:
+        """What an engine had, or those of it, in the order in which they came. It has them no more."""
+        on_engine = self._by_engine.get(engine, _NOBODY)
+        entries = [on_engine[i] for i in (list(on_engine) if request_ids is None else request_ids) if i in on_engine]
+        for entry in entries:
+            self._unassign(entry)
+        return entries
+
+    def doubting(self, engine: str) -> list[JournalEntry]:
+        """The sequences that have lost an engine of which nobody knows yet whether it died."""
+        return [entry for entry in self._entries.values() if engine in entry.doubts]
+
+    def readmit(self, engine: str) -> None:
+        """No sequence is kept from an engine any more: it is another one now."""
+        for entry in self._entries.values():
+            entry.excluded.pop(engine, None)
+
+    def hand_over(self, entry: JournalEntry, source: KvSource | None) -> None:
+        """The entry was given away, and goes on as another attempt. ``source``: who keeps its blocks; None: nobody does."""
+        self._unassign(entry)
+        entry.hand_over(source, self._clock())
+
+    def leave(self, entry: JournalEntry) -> None:
+        """The entry goes on elsewhere, as another attempt."""
+        self._unassign(entry)
+        entry.leave()
+
+    def end(self, request_ids: Iterable[str]) -> list[JournalEntry]:
+        """Forget sequences. Returns those that had not ended; they still say where they were."""
+        found = [self._entries[request_id] for request_id in request_ids if request_id in self._entries]
+        for entry in found:
+            self._end(entry)
+        return found
+
+    def _unused_number(self) -> int:
+        """One that has not been given for as long as there are numbers of 32 bits, and never 0."""
+        while True:
+            self._last_number = self._last_number % _MAX_NUMBER + 1
+            if self._last_number not in self._by_number:
+                return self._last_number
+
+    def _begin(self, entry: JournalEntry) -> None:
+        """The entry's attempt has brought something for the first time."""
+        now = self._clock()
+        entry.begin(now)
+        if entry.handed_at is not None:
+            self._on_gap(now - entry.handed_at)
+            entry.handed_at = None
+
+    def _end(self, entry: JournalEntry) -> None:
+        entry.ended = True
+        del self._entries[entry.request_id]
+        self._unassign(entry)
+
+    def _unassign(self, entry: JournalEntry) -> None:
+        self._by_number.pop(entry.number, None)
+        entry.number = 0
+        on_engine = self._by_engine.get(entry.engine, _NOBODY)
+        if on_engine.pop(entry.request_id, None) is None:
+            return
+        if not on_engine:
+            del self._by_engine[entry.engine]
+        self._on_left(entry.engine, entry.request_id)
+
+
+def _unwritten(entry: JournalEntry, error: Exception) -> EngineCoreOutput:
+    failed = incident(error, request=entry.request.context.external_request_id, doing="writing the output down")
+    return EngineCoreOutput(
+        request_id=entry.request_id, attempt=entry.attempt, error=RequestError.from_exception(failed)
+    )
+
+
+def _refused(output: EngineCoreOutput) -> RequestFailed | None:
+    """Why another engine should have the request, when its end on this one is the engine's fault or choice."""
+    error = output.error
+    if error is None:
+        if output.finish_reason is FinishReason.ERROR:
+            return Internal("the engine failed on this request", reason="ENGINE_ERROR")
+        if output.finish_reason is FinishReason.ABORT:  # nobody here asked for it
+            return Unavailable("the engine ended the request because it is shutting down", reason="ENGINE_SHUT_DOWN")
+        return None
+    if error.reason in ("PAUSED", "SLEEPING"):
+        return None  # an operator wanted it
+    elsewhere = error.code in ("UNAVAILABLE", "INTERNAL") or error.reason in _ELSEWHERE
+    return error.to_exception() if elsewhere else None

@@ -1,0 +1,119 @@
+"""Has the prefix caches of engines followed, from the beginning of each session to its end."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from penstock_common.errors import Internal, RequestFailed
+from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import get_logger
+from penstock_common.types.kv_events import KvCacheEvent
+from penstock_common.types.kv_transfer import KvMedium
+from penstock_common.types.outputs import EngineReady
+from penstock_frontend.dispatch.connection import EngineConnection
+from penstock_frontend.dispatch.prefix_caches import PrefixCaches
+from penstock_frontend.rpc.engine_session import EngineSession
+
+_PART_BLOCKS = 131_072
+"""Blocks in an answer, about: 2 MiB."""
+_ANSWER_WITHIN = 30.0
+"""Seconds that an engine has for each part of its answer."""
+
+_TELLING = frozenset({"followed_cache", "kv_events"})
+"""Capabilities of which an engine that tells of its cache has at least one. Engines of 0.1 tell every frontend, or none."""
+
+
+class CacheFollower:
+    """Asks every engine that tells of its prefix cache, when its session begins, for what it has, and hands on what it tells
+    from then on.
+
+    What cannot be followed ends no request and no session: the engine's prefixes are not known then, and it is chosen by
+    its load alone.
+    """
+
+    def __init__(self, caches: PrefixCaches) -> None:
+        self._caches = caches
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._told_full = False
+
+    def up(self, connection: EngineConnection) -> None:
+        """A session has begun."""
+        ready, session = connection.ready, connection.session
+        if ready is None or session is None or not _TELLING.intersection(ready.capabilities):
+            return
+        self._caches.begin(connection.address, ready.block_size)
+        task = asyncio.create_task(self._ask(connection, ready, session), name=f"cache of engine {connection.address}")
+        self._asking[connection.address] = task
+
+    def changed(self, connection: EngineConnection, events: Sequence[KvCacheEvent]) -> None:
+        """The engine has told of changes."""
+        try:
+            self._caches.apply(connection.address, events)
+        except Exception as e:
+            self._give_up(connection, e)
+        self._warn_when_full()
+
+    def down(self, connection: EngineConnection) -> None:
+        """The session is over."""
+        if (task := self._asking.pop(connection.address, None)) is not None:
+            task.cancel()
+        self._caches.gone(connection.address)
+
+    async def _ask(self, connection: EngineConnection, ready: EngineReady, session: EngineSession) -> None:
+        """Learn what the engine has cached already."""
+        try:
+            answers = {KvMedium.DEVICE: await _cached_blocks(session, ready.num_kv_blocks)}
+            if "kv_tier_events" in ready.capabilities:
+                for medium in (KvMedium.HOST, KvMedium.DISK):
+                    answers[medium] = await _kept_blocks(session, medium)
+            self._caches.settle(connection.address, answers)
+        except (RequestFailed, TimeoutError) as e:
+            get_logger().warning(
+                "an engine does not say which blocks it has cached; those that it caches from now on are known",
+                engine=connection.name,
+                why=str(e) or f"no answer within {_ANSWER_WITHIN:g} s",
+            )
+            self._caches.settle(connection.address, None)
+        except Exception as e:
+            self._give_up(connection, e)
+        self._warn_when_full()
+
+    def _give_up(self, connection: EngineConnection, error: Exception) -> None:
+        """Nothing is known of the engine's cache until its next session."""
+        incident(error, request="", doing=f"following the prefix cache of engine {connection.name}")
+        self._caches.gone(connection.address)
+
+    def _warn_when_full(self) -> None:
+        if self._caches.full and not self._told_full:
+            self._told_full = True
+            get_logger().warning(
+                "more blocks are cached than are remembered: raise routing.max_cached_blocks",
+                max_cached_blocks=self._caches.num_blocks,
+            )
+
+
+async def _cached_blocks(session: EngineSession, num_blocks: int, *medium: KvMedium) -> bytes:
+    """What the engine has in its KV cache or another medium, where there may be about so many, in as many answers as it takes.
+    Raises RequestFailed, and TimeoutError.
+    """
+    num_parts = -(-num_blocks // _PART_BLOCKS) or 1
+    parts: list[bytes] = []
+    for part in range(num_parts):
+        answer = await _ask(session, "cached_blocks", [part, num_parts, *medium])
+        if not isinstance(answer, bytes):
+            raise Internal(f"the engine answered cached_blocks with {type(answer).__name__}, not with bytes")
+        parts.append(answer)
+    return b"".join(parts)
+
+
+async def _kept_blocks(session: EngineSession, medium: KvMedium) -> bytes:
+    """The same of a medium whose size is not known."""
+    num_blocks = await _ask(session, "num_cached_blocks", [medium])
+    if not isinstance(num_blocks, int):
+        raise Internal(f"the engine answered num_cached_blocks with {type(num_blocks).__name__}, not with a number")
+    return await _cached_blocks(session, num_blocks, medium) if num_blocks else b""
+
+
+async def _ask(session: EngineSession, utility: str, arguments: list[int]) -> Any:
+    async with asyncio.timeout(_ANSWER_WITHIN):
+        return await session.call_utility(utility, arguments)

@@ -1,0 +1,183 @@
+"""What engines have cached of a prompt, as far as they have told."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import msgspec
+
+from penstock_common.block_hash import DIGEST_SIZE, BlockHasher
+from penstock_common.errors import Internal
+from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
+from penstock_common.types.kv_transfer import KvMedium
+from penstock_common.types.media import MultiModalFeature
+from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request_context import RequestContext
+from penstock_frontend.dispatch.block_places import BlockPlaces
+from penstock_frontend.dispatch.prefix_index import PrefixIndex
+
+MAX_BLOCKS_LOOKED_UP = 4096
+"""Of a prompt: hashing so many takes some 4 ms of the event loop. What an engine has cached beyond them does not count."""
+
+
+class _Sequence(msgspec.Struct):
+    """What blocks are hashed of: a ``penstock_common.block_hash.Hashed``."""
+
+    context: RequestContext
+    all_token_ids: list[int]
+    prompt_embeds: PromptEmbeds | None
+    mm_features: list[MultiModalFeature]
+    block_hashes: list[bytes]
+    lora_digest: bytes
+
+
+class _Cache(msgspec.Struct):
+    """``recorded``: what has happened since the engine was asked for its whole state; None while that is not under way."""
+
+    block_size: int
+    recorded: list[KvCacheEvent] | None = None
+    places: BlockPlaces = msgspec.field(default_factory=BlockPlaces)
+
+
+class PrefixCaches:
+    """Follows the prefix caches of engines, and looks prompts up in all of them at once. Does no I/O. A block that an engine has
+    in host memory or on a disk counts as one in its KV cache: to load it takes a few percent of the time to compute it.
+
+    Events tell what changes during a session. What was there before an engine tells when it is asked: ``begin``, then ``settle``
+    with the answer. Events in between are kept and repeated over it: what they say last of a block holds, whether or not
+    the answer has it already, so the answer may be of any moment in between, and each part of it of another.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        """``max_blocks``: blocks that are remembered, each counted once for every engine that has it."""
+        self._index = PrefixIndex(max_blocks)
+        self._caches: dict[str, _Cache] = {}
+        self._hashers: dict[int, BlockHasher] = {}
+        """By block size, of the engines that there are."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are remembered, each counted once for every engine that has it."""
+        return len(self._index)
+
+    @property
+    def full(self) -> bool:
+        """Whether as many are remembered as may be."""
+        return self._index.full
+
+    def num_on(self, engine: str) -> int:
+        """Blocks that an engine is known to have."""
+        return self._index.num_on(engine)
+
+    def begin(self, engine: str, block_size: int) -> None:
+        """Follow an engine, of which nothing is known yet. It is being asked for what it has: ``settle`` must follow."""
+        self._index.clear(engine)
+        self._caches[engine] = _Cache(block_size, recorded=[])
+        self._look_for_block_sizes()
+
+    def settle(self, engine: str, answers: Mapping[KvMedium, bytes] | None) -> None:
+        """What an engine has answered: the digests of its blocks in each medium, one behind the other; None: nothing, so only
+        what it has told since is known. Raises Internal where they cannot be digests.
+        """
+        cache = self._caches.get(engine)
+        if cache is None or cache.recorded is None:
+            return
+        recorded, cache.recorded = cache.recorded, None
+        if answers is None:
+            return
+        found = {medium: _digests(answer) for medium, answer in answers.items()}
+        self._clear(engine, cache)
+        for medium, block_hashes in found.items():
+            self._store(engine, cache, medium, block_hashes)
+        for event in recorded:
+            self._apply(engine, cache, event)
+
+    def apply(self, engine: str, events: Sequence[KvCacheEvent]) -> None:
+        """An engine's prefix cache has changed. Engines that are not followed do not matter."""
+        cache = self._caches.get(engine)
+        if cache is None:
+            return
+        if cache.recorded is not None:
+            cache.recorded += events
+        for event in events:
+            self._apply(engine, cache, event)
+
+    def gone(self, engine: str) -> None:
+        """An engine is followed no longer, and its cache may be gone."""
+        self._index.clear(engine)
+        self._caches.pop(engine, None)
+        self._look_for_block_sizes()
+
+    def cached_tokens(self, request: EngineCoreRequest, output_token_ids: Sequence[int] = ()) -> dict[str, int]:
+        """By engine, how many of the first tokens of a request, and of the output that it goes on from, need not be computed
+        there; engines that have none are not in it. The last token is always computed. Empty where the request does not read the
+        cache.
+        """
+        if not len(self._index) or request.skips_prefix_cache:
+            return {}
+        embeds = request.prompt_embeds
+        token_ids = request.prompt_token_ids
+        if embeds is not None and not token_ids:
+            token_ids = [0] * embeds.num_tokens
+        digest = request.lora.digest if request.lora is not None else b""
+        all_token_ids = [*token_ids, *output_token_ids]
+        sequence = _Sequence(request.context, all_token_ids, embeds, request.mm_features, [], digest)
+        num_tokens = len(sequence.all_token_ids)
+        cached: dict[str, int] = {}
+        for size, hasher in self._hashers.items():
+            sequence.block_hashes = []
+            found = self._index.runs(_hashes(hasher, sequence), size)
+            if num_tokens % size == 0:  # an engine may have all of them
+                found = {engine: min(count, num_tokens - 1) for engine, count in found.items()}
+            cached |= found
+        return cached
+
+    def _apply(self, engine: str, cache: _Cache, event: KvCacheEvent) -> None:
+        match event:
+            case BlockStored():
+                self._store(engine, cache, event.medium, event.block_hashes, event.parent_hash)
+            case BlockRemoved():
+                self._index.remove(engine, cache.places.removed(event.medium, event.block_hashes))
+            case AllBlocksCleared():
+                self._clear(engine, cache)
+
+    def _store(
+        self, engine: str, cache: _Cache, medium: KvMedium, block_hashes: Sequence[bytes], parent: bytes = b""
+    ) -> None:
+        cache.places.stored(medium, block_hashes, partial(self._index.has, engine))
+        self._index.store(engine, block_hashes, parent)
+
+    def _clear(self, engine: str, cache: _Cache) -> None:
+        cache.places.clear()
+        self._index.clear(engine)
+
+    def _look_for_block_sizes(self) -> None:
+        sizes = {cache.block_size for cache in self._caches.values()}
+        self._hashers = {size: self._hashers.get(size) or BlockHasher(size) for size in sorted(sizes)}
+
+
+def with_media(cached: Mapping[str, int], held: Mapping[str, Sequence[MultiModalFeature]]) -> dict[str, int]:
+    """By engine, tokens that need not be computed there, in which the media that it has count as if it had cached their tokens.
+    ``held``: by engine, the media of a request that it has.
+    """
+    counts = dict(cached)
+    for engine, features in held.items():
+        prefix = cached.get(engine, 0)
+        counts[engine] = prefix + sum(
+            feature.end - max(feature.offset, prefix) for feature in features if feature.end > prefix
+        )
+    return counts
+
+
+def _digests(answer: bytes) -> list[bytes]:
+    """Raises Internal."""
+    if len(answer) % DIGEST_SIZE:
+        raise Internal(f"the engine's cached blocks are {len(answer)} bytes; a digest has {DIGEST_SIZE}")
+    return [answer[start : start + DIGEST_SIZE] for start in range(0, len(answer), DIGEST_SIZE)]
+
+
+def _hashes(hasher: BlockHasher, sequence: _Sequence) -> Iterator[bytes]:
+    """Of the sequence's full blocks, each computed when it is asked for."""
+    for index in range(min(len(sequence.all_token_ids) // hasher.block_size, MAX_BLOCKS_LOOKED_UP)):
+        hasher.extend(sequence, (index + 1) * hasher.block_size)
+        yield sequence.block_hashes[index]

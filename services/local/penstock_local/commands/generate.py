@@ -1,0 +1,152 @@
+"""``penstock generate``: the continuations of one prompt, in the terminal."""
+
+import itertools
+import sys
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from penstock_common.errors import RequestFailed
+from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.outputs import FinishReason
+from penstock_local.commands.logprobs_table import logprobs_table
+from penstock_local.media_files import MediaFile
+from penstock_local.rpc.client import InferenceClient, Piece, ServerUnreachableError
+from penstock_local.terminal.console import dim, fail
+from penstock_local.terminal.failures import describe_failure, unreachable
+
+EXIT_FAILED = 1
+
+
+class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of ``penstock generate``."""
+
+    prompt: str
+    address: str
+    model: str = ""
+    """Empty: the one that is served."""
+    lora: str = ""
+    """An adapter of it; empty: none."""
+    media: Collection[MediaFile] = ()
+    """What stands before the prompt."""
+    timeout: float | None = None
+    """Seconds for the whole request; None: no limit."""
+    sampling: Mapping[str, Any] = {}
+    """Fields of SamplingParams; the server chooses those that are missing."""
+
+
+class Sequence:
+    """One of the outputs of a prompt, as far as it has come."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.last: Piece | None = None
+        """The latest piece."""
+        self.logprobs = Logprobs()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more comes of it."""
+        return self.last is not None and self.last.finish_reason is not None
+
+    def add(self, piece: Piece) -> None:
+        """Take the next piece."""
+        self.text += piece.text
+        self.last = piece
+        if piece.logprobs is not None:
+            self.logprobs.extend(piece.logprobs)
+
+
+async def generate(options: GenerateOptions) -> int:
+    """Write the text to standard output and a line about it to standard error. Returns the exit code.
+
+    A single output is written as it comes; of several each is written under its number, once it and those before it are
+    complete. Log-probabilities that were asked for follow as a table on standard error.
+    """
+    started = time.monotonic()
+    sequences = [Sequence() for _ in range(max(options.sampling.get("n", 1), 1))]
+    num_written = 0
+    try:
+        async with InferenceClient(options.address) as client:
+            async for piece in client.generate(
+                options.prompt,
+                model=options.model,
+                lora=options.lora,
+                media=options.media,
+                deadline=options.timeout,
+                **options.sampling,
+            ):
+                sequences[piece.index].add(piece)
+                if len(sequences) == 1:
+                    _write(piece.text)
+                else:
+                    num_written += _write_ended(sequences, num_written)
+    except ServerUnreachableError as e:
+        begun = _end_line(sequences)
+        fail(str(e) if begun else unreachable(e))
+        return EXIT_FAILED
+    except RequestFailed as e:
+        _end_line(sequences)
+        fail(describe_failure(e))
+        return EXIT_FAILED
+    if _end_line(sequences):
+        _write_about(sequences, seconds=time.monotonic() - started)
+    return 0
+
+
+def describe_end(ends: Collection[Piece], *, seconds: float) -> str:
+    """One line on how the outputs ended, what they cost and how fast they were. ``ends``: the last piece of each."""
+    reasons = Counter(_reason(end) for end in ends)
+    if len(ends) == 1:
+        reason = next(iter(reasons))
+    else:
+        reason = f"{len(ends)} outputs: " + ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+    usages = [end.usage for end in ends if end.usage is not None]
+    if not usages:
+        return f"[{reason}]"
+    prompt, cached = usages[0].prompt_tokens, usages[0].cached_tokens
+    new = sum(usage.completion_tokens for usage in usages)
+    return (
+        f"[{reason} · {prompt} prompt tokens{f' ({cached} cached)' if cached else ''} · {new} new tokens"
+        f" · {seconds:.2f} s · {new / max(seconds, 1e-9):.0f} tokens/s]"
+    )
+
+
+def _reason(end: Piece) -> str:
+    if end.finish_reason is None:
+        return "no finish reason"
+    if end.finish_reason is FinishReason.STOP and end.stopped_at is not None:
+        return f"stop at {end.stopped_at!r}"
+    return end.finish_reason.name.lower()
+
+
+def _write_ended(sequences: list[Sequence], start: int) -> int:
+    """Write those from ``start`` on that are complete, up to the first that is not. Returns how many."""
+    ended = list(itertools.takewhile(lambda sequence: sequence.ended, sequences[start:]))
+    for number, sequence in enumerate(ended, start=start + 1):
+        _write(f"[{number}] {sequence.text}\n")
+    return len(ended)
+
+
+def _write_about(sequences: list[Sequence], *, seconds: float) -> None:
+    for number, sequence in enumerate(sequences, start=1):
+        if len(sequence.logprobs):
+            title = f"[{number}]\n" if len(sequences) > 1 else ""
+            sys.stderr.write(title + "\n".join(logprobs_table(sequence.logprobs)) + "\n")
+    ends = [sequence.last for sequence in sequences if sequence.last is not None]
+    sys.stderr.write(dim(describe_end(ends, seconds=seconds)) + "\n")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _end_line(sequences: list[Sequence]) -> bool:
+    """Close the line of a single output that has been begun. Returns whether anything came at all."""
+    if len(sequences) == 1 and sequences[0].last is not None:
+        _write("\n")
+    return any(sequence.last is not None for sequence in sequences)

@@ -1,0 +1,137 @@
+"""``penstock lora``: the LoRA adapters of a running server. Also the flags about them of ``penstock serve``."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from penstock_common.errors import ConfigError, PenstockError, RequestFailed
+from penstock_local.commands.models import size_text
+from penstock_local.rpc.admin import AdminClient
+from penstock_local.rpc.lora import ListedAdapter, LoraCalls
+from penstock_local.terminal.console import fail
+from penstock_local.terminal.failures import of_operators_api
+
+EXIT_FAILED = 1
+FLAG = "--lora"
+_TIMEOUT = 300.0
+"""Seconds: engines read adapters from disks that may be far away."""
+_COLUMNS = ("name", "source", "rank", "size", "pinned", "engines", "path")
+
+
+class LoraOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The arguments of ``penstock lora``."""
+
+    admin_address: str
+    """Operators' API of any frontend of the cluster, host:port."""
+    action: Literal["load", "unload", "list", "pin"]
+    name: str = ""
+    path: str = ""
+    inplace: bool = False
+    pin: bool = False
+    unpin: bool = False
+    json: bool = False
+
+
+def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
+    """Directories by name, of texts like ``NAME=PATH``. Raises ConfigError for a text of another form, a name that was given
+    before or cannot be one, and a path that has no adapter.
+    """
+    from penstock_frontend.config.lora import name_refusal  # the other commands do without
+
+    adapters: dict[str, str] = {}
+    for text in texts:
+        name, separator, path = text.partition("=")
+        if not separator or not name or not path:
+            raise ConfigError(f"{FLAG} {text}: write NAME=PATH, e.g. pirate=./adapters/pirate")
+        if name in adapters:
+            raise ConfigError(f"{FLAG} {text}: {name!r} was given before, for {adapters[name]}")
+        if refusal := name_refusal(name):
+            raise ConfigError(f"{FLAG} {text}: the name {name!r} {refusal}")
+        adapters[name] = adapter_folder(path, of=f"{FLAG} {text}")
+    return adapters
+
+
+def adapter_folder(path: str, *, of: str) -> str:
+    """The absolute path of an adapter's directory on this machine. ``of``: what named it. Raises ConfigError where it is none."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"{of}: there is no directory {path}")
+    if not (folder / "adapter_config.json").is_file():
+        model = (folder / "config.json").is_file()
+        what = "it holds a model, which is served by itself" if model else "it is no directory of a LoRA adapter"
+        raise ConfigError(f"{of}: {path} has no adapter_config.json: {what}")
+    return str(folder.resolve())
+
+
+def parse_directory(text: str) -> str:
+    """The absolute path of ``--lora-directory``; empty where it is not given. Raises ConfigError where there is no directory."""
+    if not text:
+        return ""
+    folder = Path(text).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"--lora-directory {text}: there is no such directory")
+    if (folder / "adapter_config.json").is_file() and not any(folder.glob("*/adapter_config.json")):
+        raise ConfigError(
+            f"--lora-directory {text}: it is an adapter itself; give the directory that it lies in, or {FLAG} NAME={text}"
+        )
+    return str(folder.resolve())
+
+
+def path_of(text: str) -> str:
+    """The absolute path of a directory that is found here, else the text as it is: it may be of another machine."""
+    return str(Path(text).resolve()) if Path(text).is_dir() else text
+
+
+async def lora(options: LoraOptions) -> int:
+    """Do what is asked for. Returns the exit code."""
+    async with AdminClient(options.admin_address) as admin:
+        calls = LoraCalls(admin, deadline=_TIMEOUT)
+        try:
+            text = await _done(calls, options)
+        except PenstockError as e:
+            taken = isinstance(e, RequestFailed) and e.reason == "LORA_NAME_TAKEN"
+            fail(f"{of_operators_api(e)}{'; --inplace sets it' if taken else ''}")
+            return EXIT_FAILED
+    sys.stdout.write(text)
+    return 0
+
+
+async def _done(calls: LoraCalls, options: LoraOptions) -> str:
+    """What to print once it is done."""
+    name = options.name
+    match options.action:
+        case "load":
+            loaded = await calls.load(name, options.path, inplace=options.inplace, pinned=options.pin)
+            return f"{name}: loaded from {options.path}, rank {loaded.rank}, {size_text(loaded.num_bytes)}\n"
+        case "unload":
+            await calls.unload(name)
+            return f"{name}: unloaded\n"
+        case "pin":
+            await calls.pin(name, pinned=not options.unpin)
+            return f"{name}: {'not ' if options.unpin else ''}pinned\n"
+        case _:
+            adapters = await calls.list()
+            return f"{msgspec.json.encode(adapters).decode()}\n" if options.json else _table(adapters)
+
+
+def _table(adapters: Sequence[ListedAdapter]) -> str:
+    rows = [_COLUMNS, *map(_row, adapters)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _row(each: ListedAdapter) -> tuple[str, ...]:
+    held = bool(each.engine_ids)
+    return (
+        each.name,
+        each.source,
+        str(each.rank) if held else "-",
+        size_text(each.num_bytes) if held else "-",
+        "yes" if each.pinned else "no",
+        ",".join(each.engine_ids) or "-",
+        each.path,
+    )

@@ -1,0 +1,337 @@
+"""``penstock status``: the engines of a running cluster, in the terminal."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from penstock_common.config.checks import check_flags
+from penstock_common.errors import PenstockError
+from penstock_common.memory import in_units
+from penstock_common.types.cluster import EngineState, EngineStatus
+from penstock_common.types.data_parallel import engine_of
+from penstock_common.types.kv_transfer import EngineRole
+from penstock_local.commands.drafts_cell import drafts_of
+from penstock_local.commands.incident_lines import incident_lines, shown_losses
+from penstock_local.commands.worker_table import device_of
+from penstock_local.rpc.admin import AdminClient, Cluster
+from penstock_local.rpc.health import SERVICE, serving
+from penstock_local.terminal.console import fail
+from penstock_local.terminal.failures import of_operators_api, one_line
+
+EXIT_FAILED = 1
+_TIMEOUT = 3.0
+"""Seconds for an answer; a busy engine answers between two steps."""
+
+_STYLES = {
+    EngineState.LOADING: "yellow",
+    EngineState.SERVING: "green",
+    EngineState.DRAINING: "yellow",
+    EngineState.WEDGED: "bold red",
+    EngineState.DEAD: "red",
+}
+_NUMBERS = ("running", "waiting", "last step", "longest", "drafts")
+_WIDE_ONLY = ("longest", "device", "address", "pool")
+_COLUMNS = ("engine", "state", "running", "waiting", "KV cache", "last step", "model", *_WIDE_ONLY)
+_ROLE = "role"
+"""A column that is there where engines are for different things, behind the state."""
+_LEASES = "leases"
+"""A column that is there where engines give each other blocks, behind that."""
+_DRAFTS = "drafts"
+"""A column that is there where an engine speculates, behind the last step."""
+_WIDE = 100
+_PIPE_WIDTH = 200
+_BAR_WIDTH = 8
+
+
+class StatusOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of ``penstock status``. Addresses are host:port."""
+
+    IDLE_WITH: ClassVar[Mapping[str, tuple[str, ...]]] = {"interval": ("once", "json")}
+
+    admin_address: str
+    """Operators' API of the frontend whose cluster is shown."""
+    address: str = ""
+    """Public API of that frontend, which is asked for its health; empty: the operators' API is asked for it."""
+    others: tuple[str, ...] = ()
+    """Operators' APIs of further frontends of the same cluster."""
+    interval: Annotated[float, Meta(ge=0.05, le=3600, description="Seconds between two refreshes of the table.")] = 1.0
+    once: bool = False
+    """Print the table once and end."""
+    json: bool = False
+    """Print a JSON object once and end."""
+
+    def __post_init__(self) -> None:
+        check_flags(self)
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a cluster at one time."""
+
+    cluster: Cluster
+    serving: bool | None
+    """Health of the public API; None when it does not answer."""
+    infos: dict[str, dict[str, Any]]
+    """Answers of the engines to ``engine_info``, by engine id; empty when one of them did not answer in time."""
+    others: dict[str, Cluster | None] = {}
+    """The cluster as further frontends see it, by address; None for one that does not answer."""
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether at least one engine does."""
+        return any(engine.state is EngineState.SERVING for engine in self.cluster.engines)
+
+
+async def status(options: StatusOptions) -> int:
+    """Show the cluster. Returns the exit code: 0 when an engine takes requests, or after Ctrl-C of a live table."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    async with AdminClient(options.admin_address) as admin:
+        try:
+            snapshot = await take_snapshot(admin, options)
+        except PenstockError as e:
+            fail(of_operators_api(e))
+            return EXIT_FAILED
+        if options.json:
+            sys.stdout.write(json.dumps(as_json(snapshot), indent=2) + "\n")
+        elif options.once or not console.is_terminal:
+            console.print(table(snapshot, options, width=console.width))
+        else:
+            await _watch(admin, options, console, snapshot)
+            return 0
+    return 0 if snapshot.takes_requests else EXIT_FAILED
+
+
+async def take_snapshot(admin: AdminClient, options: StatusOptions) -> Snapshot:
+    """Ask everything at once. Raises what the question for the cluster failed with; without the rest it goes on."""
+    cluster, public, infos, others = await asyncio.gather(
+        admin.cluster(deadline=_TIMEOUT),
+        _health(options),
+        _infos(admin),
+        asyncio.gather(*map(_cluster_at, options.others)),
+    )
+    return Snapshot(cluster=cluster, serving=public, infos=infos, others=dict(zip(options.others, others, strict=True)))
+
+
+async def _health(options: StatusOptions) -> bool | None:
+    if options.address:
+        return await serving(options.address, deadline=_TIMEOUT)
+    return await serving(options.admin_address, SERVICE, deadline=_TIMEOUT)
+
+
+async def _cluster_at(address: str) -> Cluster | None:
+    async with AdminClient(address) as admin:
+        try:
+            return await admin.cluster(deadline=_TIMEOUT)
+        except PenstockError:
+            return None
+
+
+async def _infos(admin: AdminClient) -> dict[str, dict[str, Any]]:
+    """What the engines say; nothing when one of them does not answer, which the table shows by its state."""
+    try:
+        return await admin.engine_info(deadline=_TIMEOUT)
+    except PenstockError:
+        return {}
+
+
+async def _watch(admin: AdminClient, options: StatusOptions, console: Console, snapshot: Snapshot) -> None:
+    """Refresh the table until Ctrl-C. A frontend that goes away is looked for until it is back."""
+    footer = Text("Ctrl-C ends", style="dim")
+    shown: RenderableType = table(snapshot, options, width=console.width)
+    with Live(Group(shown, footer), console=console, auto_refresh=False) as live:
+        try:
+            while True:
+                await asyncio.sleep(options.interval)
+                try:
+                    shown = table(await take_snapshot(admin, options), options, width=console.width)
+                    live.update(Group(shown, footer), refresh=True)
+                except PenstockError as e:
+                    live.update(Group(shown, Text(one_line(e), style="red"), footer), refresh=True)
+        except asyncio.CancelledError:
+            # Ctrl-C is how one leaves: no error, and nothing else cancels this.
+            task = asyncio.current_task()
+            if task is not None:
+                task.uncancel()
+            live.update(shown, refresh=True)
+
+
+def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> RenderableType:
+    """Lines on the cluster and a row per engine. ``width`` in characters: a narrow terminal gets fewer columns."""
+    engines = _shown(snapshot.cluster)
+    if not engines:
+        none = "no engine is left" if snapshot.cluster.engines else "no engine is known yet"
+        return Group(*_summaries(snapshot, options), *_incidents(snapshot), Text(none, style="yellow"))
+    rows = Table(box=None, pad_edge=False, header_style="dim")
+    hidden = len(_WIDE_ONLY) if width < _WIDE else 0 if len({engine.pool for engine in engines}) > 1 else 1
+    columns = list(_COLUMNS[: len(_COLUMNS) - hidden])
+    drafts = [drafts_of(snapshot.infos.get(engine.engine_id, {})) for engine in engines]
+    at = columns.index("last step") + 1
+    if any(drafts):
+        columns.insert(at, _DRAFTS)
+    roles = any(engine.role is not EngineRole.BOTH for engine in engines)
+    role_at = columns.index("state") + 1
+    leases = any(engine.kv_address for engine in engines)
+    for name in [_LEASES] * leases + [_ROLE] * roles:
+        columns.insert(role_at, name)
+    for name in columns:
+        rows.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=name != "model")
+    for engine, cell in zip(engines, drafts, strict=True):
+        cells = _cells(engine, snapshot.infos.get(engine.engine_id, {}))
+        if any(drafts):
+            cells.insert(at, cell)
+        if leases:
+            cells.insert(role_at, _kept(snapshot.infos.get(engine.engine_id, {})))
+        if roles:
+            cells.insert(role_at, engine.role.name.lower())
+        rows.add_row(*cells[: len(columns)])
+    return Group(*_summaries(snapshot, options), *_groups(snapshot), *_variants(snapshot), rows, *_incidents(snapshot))
+
+
+def _cells(engine: EngineStatus, info: dict[str, Any]) -> list[RenderableType]:
+    """A row, as ``_COLUMNS`` names it."""
+    return [
+        engine.engine_id or f"#{engine.index}",
+        _state(engine, info),
+        str(engine.num_running_reqs),
+        str(engine.num_waiting_reqs),
+        _usage(engine.kv_cache_usage),
+        f"{engine.seconds_since_last_step:.1f} s" if engine.seconds_since_last_step else "idle",
+        engine.model,
+        f"{info['max_model_len']}" if "max_model_len" in info else "",
+        device_of(info.get("workers", [])),
+        engine.address,
+        engine.pool,
+    ]
+
+
+def as_json(snapshot: Snapshot) -> dict[str, Any]:
+    """The same as plain data, engines with what they say of themselves."""
+    return {
+        "serving": snapshot.serving,
+        "coordinator_connected": snapshot.cluster.coordinator_connected,
+        "other_frontends": {
+            address: None
+            if seen is None
+            else {"num_engines": len(seen.engines), "coordinator_connected": seen.coordinator_connected}
+            for address, seen in snapshot.others.items()
+        },
+        "groups": [
+            {
+                "model": group.model,
+                "pool": group.pool,
+                "epoch": group.view.group.epoch,
+                "ranks": [engine_of(rank)[0] for rank in group.view.group.members],
+                "target_size": group.target_size,
+                "suspended": group.suspended,
+                "wave": group.view.wave,
+                "running": group.view.running,
+            }
+            for group in snapshot.cluster.groups
+        ],
+        "variants": [msgspec.structs.asdict(variant) for variant in snapshot.cluster.variants],
+        "lost_engines": [msgspec.structs.asdict(lost) for lost in snapshot.cluster.lost_engines],
+        "tenant_refusals": [msgspec.structs.asdict(each) for each in snapshot.cluster.tenant_refusals],
+        "engines": [
+            {
+                **msgspec.to_builtins(engine),
+                "state": engine.state.name,
+                "role": engine.role.name.lower(),
+                "kv_fingerprint": engine.kv_fingerprint.hex(),
+                "info": snapshot.infos.get(engine.engine_id),
+            }
+            for engine in snapshot.cluster.engines
+        ],
+    }
+
+
+def _summaries(snapshot: Snapshot, options: StatusOptions) -> list[Text]:
+    """A line on the cluster, and one for each further frontend."""
+    return [_summary(snapshot, options), *(_other(address, seen) for address, seen in snapshot.others.items())]
+
+
+def _incidents(snapshot: Snapshot) -> list[Text]:
+    return incident_lines([snapshot.cluster, *(seen for seen in snapshot.others.values() if seen is not None)])
+
+
+def _other(address: str, seen: Cluster | None) -> Text:
+    if seen is None:
+        return Text.assemble((address, "bold"), " ", ("does not answer", "bold red"))
+    return Text.assemble((address, "bold"), " also", _size(seen))
+
+
+def _summary(snapshot: Snapshot, options: StatusOptions) -> Text:
+    health, style = {
+        True: ("serving", "bold green"),
+        False: ("not serving", "bold red"),
+        None: ("does not answer", "bold red"),
+    }[snapshot.serving]
+    where = options.address or options.admin_address
+    return Text.assemble((where, "bold"), " ", (health, style), _size(snapshot.cluster))
+
+
+def _size(cluster: Cluster) -> str:
+    count = len(_shown(cluster))
+    coordinator = "connected" if cluster.coordinator_connected else "not connected"
+    return f" · {count} engine{'' if count == 1 else 's'} · coordinator {coordinator}"
+
+
+def _shown(cluster: Cluster) -> list[EngineStatus]:
+    """Return the engines that have a row: all but dead ones of which a line below the table says when and how they were lost."""
+    told = {lost.address for lost in shown_losses(cluster)}
+    return [each for each in cluster.engines if each.state is not EngineState.DEAD or each.address not in told]
+
+
+def _groups(snapshot: Snapshot) -> list[Text]:
+    """A line per data-parallel group."""
+    lines = []
+    for group in snapshot.cluster.groups:
+        size, target = len(group.view.group.members), group.target_size
+        state = "suspended" if group.suspended else "paused" if group.view.pauses.on else "together"
+        goal = "" if size == target else f" of {target}"
+        text = f"group of pool {group.pool}: {size}{goal} ranks, {state}, epoch {group.view.group.epoch}, wave {group.view.wave}"
+        lines.append(Text(text, style="red" if group.suspended else ""))
+    return lines
+
+
+def _variants(snapshot: Snapshot) -> list[Text]:
+    """A line per variant, where there are several: they are the same model and compute differently."""
+    variants = snapshot.cluster.variants
+    if len(variants) < 2:
+        return []
+    lines = [Text(f"{len(variants)} variants of the model, which compute differently:", style="yellow")]
+    for variant in variants:
+        differs = ", ".join(f"{key}={value or 'not there'}" for key, value in sorted(variant.differs.items()))
+        lines.append(Text(f"  {', '.join(variant.engine_ids)}: {differs or 'does not say'}", style="yellow"))
+    return lines
+
+
+def _state(engine: EngineStatus, info: dict[str, Any]) -> Text:
+    """The state, and whether an operator has paused the engine or put it to sleep."""
+    more = "asleep" if info.get("asleep") else info.get("pause_state", "")
+    note = f" ({more})" if more not in ("", "running") else ""
+    return Text(engine.state.name.lower() + note, style=_STYLES[engine.state])
+
+
+def _kept(info: dict[str, Any]) -> str:
+    """Requests whose blocks an engine keeps for others, and how many that are; empty where it does not say."""
+    kept = info.get("kv_transfer") or {}
+    if not kept.get("num_leases"):
+        return str(kept.get("num_leases", ""))
+    return f"{kept['num_leases']} ({kept['num_leased_blocks']} blocks, {in_units(kept['leased_bytes'])})"
+
+
+def _usage(fraction: float) -> Text:
+    """A bar and a percentage."""
+    filled = min(round(fraction * _BAR_WIDTH), _BAR_WIDTH)
+    style = "red" if fraction > 0.9 else "cyan"
+    return Text.assemble(("█" * filled, style), ("░" * (_BAR_WIDTH - filled), "dim"), f" {fraction:4.0%}")

@@ -1,0 +1,118 @@
+"""Options of an ``LLM``: the fields of an engine's configuration, without their sections."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock_common.config.loader import build
+from penstock_common.errors import ConfigError, nearest
+from penstock_enginecore.config import (
+    CacheConfig,
+    EngineCoreConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+    StructuredOutputConfig,
+)
+from penstock_frontend.config import LimitsConfig, MediaConfig
+from penstock_frontend.config.lora import name_refusal
+from penstock_local.commands.lora import adapter_folder
+from penstock_local.llm import vllm_names
+from penstock_local.serving import speculation
+
+_SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "executor": ExecutorConfig,
+    "structured_output": StructuredOutputConfig,
+}
+OPTIONS = {
+    "kv_cache_dtype": ("cache", "dtype"),
+    "host_cache": ("cache", "host_memory"),
+    "disk_cache": ("cache", "disk"),
+    "disk_cache_size": ("cache", "disk_size"),
+    "max_loras": ("lora", "max_loras"),
+    "max_lora_rank": ("lora", "max_lora_rank"),
+    "lora_cpu_memory": ("lora", "cpu_memory"),
+}
+"""Section and field of each option. What two sections have, as ``dtype``, is the first one's."""
+_MOST_LORAS = 64
+_SPECULATION = "speculative_config"
+"""An option that is a section of its own, as vLLM has it."""
+for _section, _kind in _SECTIONS.items():
+    for _field in _kind.__struct_fields__:
+        if _field != "path":
+            OPTIONS.setdefault(_field, (_section, _field))
+OPTIONS[_SPECULATION] = ("speculative", "")
+
+
+def engine_config(model: str, options: Mapping[str, Any], *, num_adapters: int = 0) -> EngineCoreConfig:
+    """The configuration of an engine in this process. ``num_adapters``: of LoRA that requests may name, of which a step may have
+    all, or ``_MOST_LORAS``. Raises ConfigError for an option that is unknown or out of range.
+    """
+    sections: dict[str, dict[str, Any]] = {section: {} for section in (*_SECTIONS, "lora")}
+    if num_adapters:
+        sections["lora"]["max_loras"] = min(num_adapters, _MOST_LORAS)
+    sections["model"]["path"] = model
+    for name, value in options.items():
+        if name not in OPTIONS:
+            hint = vllm_names.replacement(name, vllm_names.OPTIONS) or nearest(name, OPTIONS)
+            raise ConfigError(f"LLM has no option {name!r}{hint}")
+        if name == _SPECULATION:
+            sections["speculative"] = _speculation(value)
+            continue
+        section, field = OPTIONS[name]
+        sections[section][field] = value
+    # The plugins of a server are not this program's.
+    config = build(EngineCoreConfig, {**sections, "drain_timeout": 0.0, "iteration_log_interval": 0.0})
+    if num_adapters and not config.lora.enabled:
+        raise ConfigError(f"max_loras is 0, and lora names {num_adapters} adapters: use 1 or more")
+    return config
+
+
+def adapter_paths(given: object) -> dict[str, str]:
+    """Absolute directories of LoRA adapters by name, of what was given as ``lora``; empty for None. Raises ConfigError."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"lora is {given!r}; it must be directories by name, as {{'pirate': './adapters/pirate'}}")
+    for name, path in given.items():
+        if not isinstance(name, str) or not isinstance(path, str | Path):
+            raise ConfigError(f"lora has {name!r}: {path!r}; it must be a name and a directory")
+        if refusal := name_refusal(name):
+            raise ConfigError(f"lora: the name {name!r} {refusal}")
+    return {name: adapter_folder(str(path), of=f"lora: {name!r}") for name, path in given.items()}
+
+
+def media_config(domains: object, workers: object) -> MediaConfig:
+    """How media are taken. Raises ConfigError."""
+    if isinstance(domains, str) or not isinstance(domains, Iterable):
+        raise ConfigError(
+            f"allowed_media_domains is {domains!r}; it must be a list of hosts, as ['images.example.org']"
+        )
+    return build(MediaConfig, {"allowed_domains": list(domains), "workers": workers})
+
+
+def media_limits(given: object) -> LimitsConfig:
+    """How many media an input may have, of what was given as ``limit_mm_per_prompt``. Raises ConfigError."""
+    if given is None:
+        return LimitsConfig()
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"limit_mm_per_prompt is {given!r}; it must be numbers by modality, as {{'image': 4}}")
+    return build(LimitsConfig, {"max_media": dict(given)})
+
+
+def _speculation(given: object) -> dict[str, Any]:
+    """The section of what was given as ``speculative_config``; empty for None. Raises ConfigError."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"{_SPECULATION} is {given!r}; it must be a mapping, e.g. {{'method': 'ngram', 'num_speculative_tokens': 5}}"
+        )
+    section = speculation.section_of(given)
+    speculation.check_drafting_model(section)
+    return section

@@ -1,0 +1,169 @@
+"""What an ``LLM`` consists of: an engine on one thread, the frontend's processing on another, and how they stop."""
+
+import asyncio
+import gc
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+from penstock_common.errors import ConfigError
+from penstock_common.memory import host_memory
+from penstock_common.observability.logging import configure_library
+from penstock_enginecore.app import build_engine, describe
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_frontend.app.assembly import assemble
+from penstock_frontend.config import LimitsConfig, LoraConfig, MediaConfig, ModelConfig
+from penstock_frontend.ports import OutputHandler
+from penstock_local.llm.engine import InProcessEngine
+from penstock_local.serving.cache_memory import check_cache_memory
+from penstock_local.serving.devices import visible_gpus
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_MIN_AT_ONCE = 64
+_TOKENIZER_THREADS = 2
+
+
+class Runtime:
+    """Loads the model and starts both threads. Holds nothing that belongs to the ``LLM``, which closes it when it goes."""
+
+    def __init__(
+        self,
+        config: EngineCoreConfig,
+        *,
+        tokenizer: str = "",
+        adapters: Mapping[str, str] | None = None,
+        media: MediaConfig = MediaConfig(),  # noqa: B008 - it is not changed
+        limits: LimitsConfig = LimitsConfig(),  # noqa: B008 - it is not changed
+    ) -> None:
+        """``tokenizer``: the path of another one than the model's. ``adapters``: directories of LoRA adapters by name. Raises
+        ConfigError and ModelLoadError.
+        """
+        check_cache_memory(
+            "kv_cache_memory",
+            config.cache.kv_cache_memory,
+            device=config.model.device,
+            gpus=visible_gpus(os.environ),
+            memory=host_memory(),
+        )
+        # torch is imported here, after the options are checked
+        from penstock_enginecore.executor.factory import make_executor
+        from penstock_enginecore.structured_output.factory import make_grammar_backend
+
+        configure_library()
+        self.config = config
+        self.tokenizer_path = tokenizer
+
+        def engine(outputs: OutputHandler, _: object) -> InProcessEngine:
+            core = build_engine(config, make_executor(config), make_grammar_backend, logger.info)
+            self.eos_token_ids = core.model.eos_token_ids
+            self._loop = asyncio.new_event_loop()  # only now: nobody would close it if the model could not be loaded
+            return InProcessEngine(core, describe(config, core), outputs, self._loop)
+
+        model = _model(config)
+        lora = LoraConfig(adapters=dict(adapters or {}))
+        if model.name in lora.adapters:
+            raise ConfigError(f"lora: {model.name!r} is the model's own name")
+        assembly = assemble(
+            model,
+            engine,
+            tokenizer_threads=_TOKENIZER_THREADS,
+            tokenizer_path=tokenizer,
+            lora=lora,
+            media=media,
+            limits=limits,
+        )
+        self.model, self.assembly = model, assembly
+        self.tokenizer, self.labels = assembly.tokenizer, assembly.labels
+        self.engine, self.llm, self.chat = assembly.engines, assembly.llm, assembly.chat
+        self._closing = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop.run_forever, name="penstock-llm", daemon=True)
+        self._thread.start()
+        self.engine.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be asked any more."""
+        return self._closed
+
+    @property
+    def at_once(self) -> int:
+        """How many requests there should be at once: the engine always finds the next one waiting, and its queue stays short."""
+        return max(_MIN_AT_ONCE, 2 * self.config.scheduler.max_num_seqs)
+
+    def submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
+        """Call ``work`` on the event loop's thread and run what it returns; cancelling the future ends that.
+
+        A coroutine made in the caller's thread would be left behind, with a warning, by a Ctrl-C that comes before it is
+        handed over.
+        """
+        outcome: Future[T] = Future()
+        self._loop.call_soon_threadsafe(self._start, work, outcome)
+        return outcome
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call it on the event loop's thread, some time."""
+        self._loop.call_soon_threadsafe(function)
+
+    def _start(self, work: Callable[[], Coroutine[Any, Any, T]], outcome: "Future[T]") -> None:
+        task = self._loop.create_task(work())
+
+        def end(ended: "Future[T]") -> None:
+            if ended.cancelled():
+                self._loop.call_soon_threadsafe(task.cancel)
+
+        outcome.add_done_callback(end)
+        task.add_done_callback(partial(_tell, outcome))
+
+    def close(self) -> None:
+        """End what runs, stop both threads, release the device. Idempotent."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        self._loop.call_soon_threadsafe(self.llm.end_all)
+        self.engine.stop()
+        gc.unfreeze()  # the busy loop had spared what start-up built from the collector; now it may go
+        if self.assembly.media is not None:  # first: its workers' tasks end with it alone
+            self.submit(self.assembly.media.close).result()
+        self.submit(self.assembly.chat.renderer.close).result()
+        self.submit(_last_words).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self.tokenizer.close()
+
+
+def _model(config: EngineCoreConfig) -> ModelConfig:
+    """The engine's model as the frontend's processing reads it."""
+    return ModelConfig(
+        path=config.model.path,
+        served_model_name=config.model.served_model_name,
+        revision=config.model.revision,
+        request_chat_templates=True,  # the caller's own
+    )
+
+
+def _tell(outcome: "Future[T]", task: "asyncio.Task[T]") -> None:
+    """What became of the task, unless nobody waits for it any more."""
+    error = None if task.cancelled() else task.exception()
+    if task.cancelled():
+        outcome.cancel()
+    elif not outcome.set_running_or_notify_cancel():
+        return
+    elif error is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(task.result())
+
+
+async def _last_words() -> None:
+    """Return when every call has ended: each learns of the end in one of the loop's next turns."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*others, return_exceptions=True)

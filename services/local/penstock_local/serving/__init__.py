@@ -1,0 +1,1 @@
+"""``penstock serve``: flags, the plan of processes, devices and ports, and the supervisor that keeps them running."""

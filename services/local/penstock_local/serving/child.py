@@ -1,0 +1,37 @@
+"""The first code of every child process: end with the parent, then become the service.
+
+``python -m penstock_local.serving.child PARENT_PID MODULE [ARGUMENT ...]`` runs MODULE as ``python -m MODULE`` would. A parent
+that is killed outright cannot stop its children; on Linux the kernel is asked to do it (``prctl(PR_SET_PDEATHSIG)``). Doing this
+here rather than between fork and exec keeps the parent free of code that runs in a forked copy of a threaded process.
+"""
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies. Does nothing where the kernel cannot (not Linux)."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        sys.exit("the parent process is gone")
+
+
+def main() -> None:
+    """Bind this process to its parent and run the module."""
+    parent_pid, module, *arguments = sys.argv[1:]
+    end_with_parent(int(parent_pid))
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,322 @@
+"""What ``penstock serve`` runs: from its options to the processes and their configuration, without starting anything."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock_common import checkpoint
+from penstock_common.addresses import with_port
+from penstock_common.checkpoint import looks_like_a_path
+from penstock_common.errors import ConfigError
+from penstock_common.memory import Memory
+from penstock_local.rpc.connect import API_KEY, PUBLIC
+from penstock_local.serving import speculation
+from penstock_local.serving.cache_memory import check_cache_memory
+from penstock_local.serving.devices import assign
+from penstock_local.serving.hub import check_hub
+from penstock_local.serving.ports import LOOPBACK, check_free, check_host
+from penstock_local.serving.process import ProcessSpec
+from penstock_local.serving.serve_options import ServeOptions
+from penstock_local.settings import apply_settings, check_config, check_parsers
+
+DRAIN_SECONDS = 30.0
+"""Time that engines and frontends give running requests when they stop."""
+_STOP_MARGIN = 10.0
+"""Seconds beyond the drain until a service that has not stopped is killed."""
+_MAX_LORAS = 8
+"""Adapters among requests that run at once, where there are some; --set engine.lora.max_loras says another number."""
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def with_settings(options: ServeOptions, service: str, config: dict[str, Any]) -> dict[str, Any]:
+    """A service's configuration with what ``options.settings`` say of it."""
+    return apply_settings(config, options.settings.get(service, {}))
+
+
+def check(
+    options: ServeOptions,
+    *,
+    gpus: Sequence[str] = (),
+    memory: Memory | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> None:
+    """Raise ConfigError for what would fail after the start. ``gpus`` and ``memory``: those of this machine; ``environ``: what
+    the command, which sees its own frontend come up, has to show to it (not checked where it is None).
+    """
+    if environ is not None:
+        _check_own_client(with_settings(options, "frontend", {}), environ)
+    check_host(options.host)
+    check_parsers(options.settings.get("frontend", {}))
+    settings = with_settings(options, "engine", {"speculative": options.speculation()})
+    speculation.check_section(settings["speculative"])
+    speculation.check_drafting_model(settings["speculative"])
+    model, cache = settings.get("model", {}), settings.get("cache", {})
+    check_cache_memory(
+        "engine.cache.kv_cache_memory" if "kv_cache_memory" in cache else "--kv-cache-memory",
+        cache.get("kv_cache_memory", options.kv_cache_memory),
+        device=model.get("device", options.device),
+        gpus=gpus,
+        memory=memory,
+        count=options.num_engines * options.workers_per_engine,
+    )
+    _check_tiers(options)
+    check_model(
+        options.model,
+        trust_remote_code=bool(model.get("trust_remote_code")),
+        weights=model.get("load_format") != "dummy",
+    )
+    if options.data_parallel_size > 1 and checkpoint.has_experts(options.model) is False:
+        raise ConfigError(
+            f"--data-parallel-size is {options.data_parallel_size}, and model {options.model} has no experts: nothing is shared "
+            f"between its engines; use --engines {options.data_parallel_size}"
+        )
+    if template := _chat_template(options).get("chat_template"):
+        from penstock_frontend.app.assembly import check_chat_template  # imports what a frontend is made of
+
+        check_chat_template(template, setting="--chat-template")
+    if not Path(options.model).expanduser().is_dir():
+        check_hub(options.model, str(model.get("revision") or ""))
+    public = (options.grpc_port, options.http_port)
+    for flag, port in options.all_ports:
+        check_free(options.host if port in public else LOOPBACK, port, flag=flag)
+
+
+def check_configs(specs: Sequence[ProcessSpec]) -> None:
+    """Check what the services are told, before any of them is started. Raises ConfigError."""
+    kinds = {"penstock_coordinator": "coordinator", "penstock_enginecore": "engine", "penstock_frontend": "frontend"}
+    for spec in {spec.module: spec for spec in specs}.values():  # of several of a kind, all settings are the same
+        check_config(kinds[spec.module], spec.config)
+
+
+def _check_own_client(frontend: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    auth, tls = frontend.get("auth", {}), frontend.get("server", {}).get("tls", {})
+    asks = next((key for key in ("api_keys", "jwt") if auth.get(key)), None)
+    if asks and not environ.get(API_KEY):
+        raise ConfigError(
+            f"frontend.auth.{asks} is set, and {API_KEY} is not: the command asks its own frontend whether it is up; put an API "
+            f"key or a token of yours into {API_KEY}"
+        )
+    if tls.get("certificate") and not (environ.get(f"{PUBLIC}_CA") or environ.get(f"{PUBLIC}_SERVER_NAME")):
+        raise ConfigError(
+            f"frontend.server.tls.certificate is set, and {PUBLIC}_CA is not: the command asks its own frontend whether it is "
+            f"up; put the certificate of its authority into {PUBLIC}_CA, and its name into {PUBLIC}_SERVER_NAME where that "
+            "is not localhost"
+        )
+
+
+def _check_tiers(options: ServeOptions) -> None:
+    """Of the flags alone: what settings say is checked by the engines."""
+    if options.disk_cache and not options.host_cache:
+        raise ConfigError(
+            f"--disk-cache is {options.disk_cache}, and --host-cache 0; a disk takes what leaves host memory"
+        )
+    if bool(options.disk_cache) != bool(options.disk_cache_size):
+        raise ConfigError(
+            f"--disk-cache is {options.disk_cache or 'empty'} and --disk-cache-size {options.disk_cache_size}; a disk cache "
+            "needs a directory and a size"
+        )
+
+
+def check_model(model: str, *, trust_remote_code: bool = False, weights: bool = True) -> None:
+    """Raise ConfigError when the files of ``model`` show that it cannot be served. An id on the hub is not looked up here."""
+    if not Path(model).expanduser().exists() and (looks_like_a_path(model) or not _HUB_ID.fullmatch(model)):
+        raise ConfigError(f"model {model}: {checkpoint.no_directory(model)}")
+    if problem := checkpoint.problem(model, trust_remote_code=trust_remote_code, weights=weights):
+        raise ConfigError(f"model {problem}")
+
+
+def plan(
+    options: ServeOptions,
+    *,
+    internal_ports: Sequence[int],
+    cores: int,
+    gpus: Sequence[str] = (),
+    secret_file: str = "",
+) -> list[ProcessSpec]:
+    """The processes to run. ``internal_ports``: as many as ``num_internal_ports`` says, on loopback. ``gpus``: those of this
+    machine, as CUDA_VISIBLE_DEVICES names them. ``secret_file``: see ``engine_spec``. Raises ConfigError for more engines than
+    GPUs to compute on.
+    """
+    coordinator_port, *others = internal_ports
+    engine_ports, health_ports = others[: options.num_engines], others[options.num_engines :]
+    coordinator_address = f"{LOOPBACK}:{coordinator_port}"
+    devices = assign(options.num_engines, options.workers_per_engine, options.device, gpus)
+    threads = options.threads_per_engine or max(1, cores // options.num_engines)
+    coordinator = ProcessSpec(
+        name="coordinator",
+        module="penstock_coordinator",
+        config=with_settings(
+            options,
+            "coordinator",
+            {
+                "restart_grace": 0.0,  # no engine can be older than this coordinator: they end together
+                "server": {"host": LOOPBACK, "port": coordinator_port},
+                "log": {"level": options.log_level},
+            },
+        ),
+        address=coordinator_address,
+        stop_stage=2,
+        stop_timeout=_STOP_MARGIN,
+    )
+    engines = [
+        engine_spec(options, i, port, coordinator_address, threads=threads, own_env=devices[i], secret_file=secret_file)
+        for i, port in enumerate(engine_ports)
+    ]
+    return [coordinator, *engines, *_frontends(options, coordinator_address, health_ports)]
+
+
+def engine_spec(
+    options: ServeOptions,
+    number: int,
+    port: int,
+    coordinator_address: str,
+    *,
+    threads: int,
+    own_env: dict[str, str] | None = None,
+    secret_file: str = "",
+) -> ProcessSpec:
+    """The process of an engine, by its number. ``own_env``: what the user's environment does not override. ``secret_file``: by
+    which engines recognize each other; empty: they need none, or settings name one.
+    """
+    config = _engine_config(options, number, port, coordinator_address, threads)
+    if secret_file:
+        config["parallel"] = {"secret_file": secret_file}
+    return ProcessSpec(
+        name=_engine_name(number),
+        module="penstock_enginecore",
+        config=with_settings(options, "engine", config),
+        address=f"{LOOPBACK}:{port}",
+        stop_stage=1,
+        stop_timeout=DRAIN_SECONDS + _STOP_MARGIN,
+        env={"OMP_NUM_THREADS": str(max(1, threads // options.workers_per_engine))},
+        own_env=own_env or {},
+    )
+
+
+def needs_secret(options: ServeOptions) -> bool:
+    """Return whether engines have ports for each other or for their nodes, and no setting names a secret for them."""
+    config = with_settings(options, "engine", _engine_config(options, 0, 0, "", 1))
+    in_group = config.get("data_parallel", {}).get("size", 1) > 1
+    on_nodes = config["executor"].get("nodes", {}).get("size", 1) > 1
+    moves_blocks = config.get("kv_transfer", {}).get("transport", "off") != "off"
+    return (in_group or on_nodes or moves_blocks) and "secret_file" not in config.get("parallel", {})
+
+
+def num_internal_ports(options: ServeOptions) -> int:
+    """How many ports the processes need among themselves: of the coordinator, of each engine, and for the health of each frontend
+    where several share the port at which it is asked for otherwise.
+    """
+    return 1 + options.num_engines + (options.frontends if options.frontends > 1 else 0)
+
+
+def _frontends(options: ServeOptions, coordinator_address: str, health_ports: Sequence[int]) -> list[ProcessSpec]:
+    if options.frontends == 1:
+        config = _frontend_config(options, coordinator_address, options.admin_port)
+        return [_frontend("frontend", with_settings(options, "frontend", config), options.client_address)]
+    specs = []
+    for i, health_port in enumerate(health_ports):
+        config = _frontend_config(options, coordinator_address, options.admin_ports[i])
+        config["frontend_id"] = f"frontend-{i}"
+        config["server"] |= {"reuse_port": True, "health_port": health_port}
+        # All know the same engines: one tells of their load.
+        config["http"] |= {"reuse_port": True, "engine_metrics": i == 0}
+        config["metrics"] = {"host": LOOPBACK, "port": options.metrics_ports[i]}
+        address = with_port(options.client_host, health_port)
+        specs.append(_frontend(f"frontend-{i}", with_settings(options, "frontend", config), address, plain_health=True))
+    return specs
+
+
+def _frontend(name: str, config: dict[str, Any], address: str, *, plain_health: bool = False) -> ProcessSpec:
+    return ProcessSpec(
+        name=name,
+        module="penstock_frontend",
+        config=config,
+        address=address,
+        stop_stage=0,
+        stop_timeout=DRAIN_SECONDS + _STOP_MARGIN,
+        plain_health=plain_health,
+    )
+
+
+def _frontend_config(options: ServeOptions, coordinator_address: str, admin_port: int) -> dict[str, Any]:
+    return {
+        "model": {**_model_config(options), **_aliases(options), **_chat_template(options)},
+        "coordinator": {"address": coordinator_address},
+        # There is no other frontend to go to when all stop.
+        "server": {"host": options.host, "port": options.grpc_port, "max_connection_age": 0},
+        "admin": {"host": LOOPBACK, "port": admin_port},
+        "http": {"host": options.host, "port": options.http_port, "max_connection_age": 0},
+        "drain_timeout": DRAIN_SECONDS,
+        "log": {"level": options.log_level},
+        **({"lora": section} if (section := _frontend_lora(options)) else {}),
+        **options.media_sections(),
+    }
+
+
+def _engine_name(number: int) -> str:
+    return f"engine-{number}"
+
+
+def _frontend_lora(options: ServeOptions) -> dict[str, Any]:
+    """Which adapters requests may name; empty: none. From below the directory more may be loaded."""
+    section: dict[str, Any] = {"adapters": dict(options.lora)} if options.lora else {}
+    if options.lora_directory:
+        section |= {"directory": options.lora_directory, "roots": [options.lora_directory]}
+    return section
+
+
+def _model_config(options: ServeOptions) -> dict[str, Any]:
+    path = Path(options.model).expanduser()
+    return {"path": str(path) if path.is_dir() else options.model, "served_model_name": options.model_name}
+
+
+def _aliases(options: ServeOptions) -> dict[str, Any]:
+    """What frontends alone are told of the model's names: engines know it by the first."""
+    return {"aliases": options.aliases} if options.aliases else {}
+
+
+def _chat_template(options: ServeOptions) -> dict[str, Any]:
+    """What frontends alone are told of the model; empty: its own templates are used."""
+    if not options.chat_template:
+        return {}
+    return {"chat_template": str(Path(options.chat_template).expanduser().absolute())}
+
+
+def _tiers(options: ServeOptions, engine_id: str) -> dict[str, Any]:
+    """What is kept beside the KV cache; engines do not share a directory."""
+    tiers: dict[str, Any] = {"host_memory": options.host_cache} if options.host_cache else {}
+    if options.disk_cache or options.disk_cache_size:
+        directory = str(Path(options.disk_cache) / engine_id) if options.disk_cache else ""
+        tiers |= {"disk": directory, "disk_size": options.disk_cache_size}
+    return tiers
+
+
+def _engine_config(
+    options: ServeOptions, number: int, port: int, coordinator_address: str, threads: int
+) -> dict[str, Any]:
+    return {
+        "engine_id": _engine_name(number),
+        "role": options.role(number),
+        "model": {
+            **_model_config(options),
+            "dtype": options.dtype,
+            "quantization": options.quantization,
+            "device": options.device,
+            "max_model_len": options.max_model_len,
+        },
+        "cache": {"kv_cache_memory": options.kv_cache_memory, **_tiers(options, _engine_name(number))},
+        "executor": {
+            "num_threads": max(1, threads // options.workers_per_engine),
+            "tensor_parallel_size": options.tensor_parallel_size,
+            "pipeline_parallel_size": options.pipeline_parallel_size,
+        },
+        "coordinator": {"address": coordinator_address, "advertise": f"{LOOPBACK}:{port}"},
+        "server": {"host": LOOPBACK, "port": port},
+        "log": {"level": options.log_level},
+        "drain_timeout": DRAIN_SECONDS,
+        **({"kv_transfer": {"transport": options.transport, "port": 0}} if options.transport != "off" else {}),
+        **({"speculative": section} if (section := options.speculation()) else {}),
+        **({"lora": {"max_loras": _MAX_LORAS}} if options.lora or options.lora_directory else {}),
+        **({"data_parallel": {"size": options.data_parallel_size}} if options.data_parallel_size > 1 else {}),
+    }

@@ -1,0 +1,163 @@
+"""``penstock serve``: coordinator, engines and frontend for one model on this machine."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from penstock_common.addresses import with_port
+from penstock_common.cores import usable_cores
+from penstock_common.errors import ConfigError
+from penstock_common.memory import host_memory
+from penstock_local.flags import DEFAULT_ADMIN_ADDRESS
+from penstock_local.rpc.client import InferenceClient, ModelInfo
+from penstock_local.rpc.health import SERVICE
+from penstock_local.serving.devices import visible_gpus
+from penstock_local.serving.group_ranks import GroupRanks
+from penstock_local.serving.plan import check, check_configs, engine_spec, needs_secret, num_internal_ports, plan
+from penstock_local.serving.ports import LOOPBACK, free_ports
+from penstock_local.serving.process import ProcessSpec
+from penstock_local.serving.serve_options import ServeOptions
+from penstock_local.serving.shared_secret import secret_file
+from penstock_local.serving.supervisor import StopRequest, Supervisor, first_of, run
+from penstock_local.terminal.console import BOLD, GREEN, JoinedLog, paint, say
+
+_POLL_SECONDS = 0.02
+_MOST_NAMES = 8
+"""Adapters that the first words name."""
+
+Work = Callable[[InferenceClient, ModelInfo, JoinedLog], Coroutine[Any, Any, None]]
+
+
+async def serve(options: ServeOptions) -> int:
+    """Serve until asked to stop. Returns the exit code. Raises ConfigError before the start, ServiceDiedError after it."""
+    started = time.monotonic()
+
+    async def until_stopped(_client: InferenceClient, model: ModelInfo, _log: JoinedLog) -> None:
+        sys.stdout.write(ready_block(options, model, seconds=time.monotonic() - started) + "\n")
+        sys.stdout.flush()
+        await asyncio.Event().wait()
+
+    return await serve_while(options, until_stopped)
+
+
+async def serve_while(options: ServeOptions, work: Work) -> int:
+    """Start the services, run ``work`` against them, stop them. Returns and raises what ``supervisor.run`` does."""
+    gpus = visible_gpus(os.environ)
+    check(options, gpus=gpus, memory=host_memory(), environ=os.environ)
+    with secret_file(needs_secret(options)) as secret:
+        return await _serve_while(options, work, gpus, secret)
+
+
+async def _serve_while(options: ServeOptions, work: Work, gpus: Sequence[str], secret: str) -> int:
+    """``secret``: the file of the one that engines share, empty where they need none."""
+    request = StopRequest()
+    given = {port for _, port in options.all_ports}
+    internal_ports = free_ports(num_internal_ports(options), but=given)
+    specs = plan(options, internal_ports=internal_ports, cores=usable_cores(), gpus=gpus, secret_file=secret)
+    check_configs(specs)
+    log = JoinedLog([spec.name for spec in specs], stream=sys.stderr, on_closed=request.stop.set)
+    supervisor = Supervisor(specs, on_line=log.write)
+    coordinator = specs[0].address
+    threads = options.threads_per_engine or max(1, usable_cores() // options.num_engines)
+
+    def one_more(number: int) -> ProcessSpec:
+        port = free_ports(1, but=given)[0]
+        return engine_spec(options, number, port, coordinator, threads=threads, secret_file=secret)
+
+    async def when_ready() -> None:
+        async with InferenceClient(options.client_address) as client:
+            model = await _with_all_engines(client, options)
+            if options.data_parallel_size > 1:
+                await first_of(work(client, model, log), GroupRanks(supervisor, coordinator, one_more).run())
+            else:
+                await work(client, model, log)
+
+    with request.listening():
+        say(f"starting {options.model_name}: {', '.join(spec.name for spec in specs)}")
+        return await run(supervisor, request, when_ready)
+
+
+async def _with_all_engines(client: InferenceClient, options: ServeOptions) -> ModelInfo:
+    """The served model, as soon as the frontend reaches all its engines: ready engines become known one by one."""
+    while True:
+        models = {model.name: model for model in await client.models()}
+        if options.model_name not in models:
+            raise ConfigError(f"the frontend serves {sorted(models)}, not {options.model_name!r}")
+        if models[options.model_name].num_engines >= options.num_engines:
+            return models[options.model_name]
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+def ready_block(options: ServeOptions, model: ModelInfo, *, seconds: float) -> str:
+    """What a user needs to know when everything is up."""
+    host = "localhost" if options.client_host == LOOPBACK else options.client_host
+    address = with_port(host, options.grpc_port)
+    elsewhere = "" if options.grpc_port == 50051 and host == "localhost" else f" --address {address}"
+    engines = "1 engine" if options.num_engines == 1 else f"{options.num_engines} engines"
+    if options.data_parallel_size > 1:
+        engines += " that compute together"
+    if options.prefill_engines:
+        engines += f", {options.prefill_engines} of them for prompts"
+    title = paint(f"Penstock is ready after {seconds:.1f} s", GREEN, sys.stdout)
+    calls = [*_first_calls(options, model, host, elsewhere), _status_call(options)]
+    first_call = "\n    ".join(paint(line, BOLD, sys.stdout) for line in calls)
+    return f"""
+  {title}
+
+    gRPC    {address}   {SERVICE}
+    HTTP    http://{with_port(host, options.http_port)}   a page to try it, OpenAI API at /v1, /health, /metrics
+{_operators_lines(options)}
+    model   {model.name}, {engines}, up to {model.max_model_len} tokens
+{_adapters_line(options)}
+  Try it in another terminal:
+
+    {first_call}
+
+  or with any gRPC client: the server describes its services by reflection. Ctrl-C stops everything.
+"""
+
+
+def _status_call(options: ServeOptions) -> str:
+    addresses = [f"localhost:{port}" for port in options.admin_ports]
+    if addresses == [DEFAULT_ADMIN_ADDRESS]:
+        return "penstock status"
+    return " ".join(["penstock status", *(f"--admin-address {address}" for address in addresses)])
+
+
+def _operators_lines(options: ServeOptions) -> str:
+    """Where the operators' API is, and the metrics where several frontends have their own."""
+    service = "penstock.admin.v1.AdminService"
+    if options.frontends == 1:
+        return f"    admin   localhost:{options.admin_port}   {service}"
+    ports = zip(options.admin_ports, options.metrics_ports, strict=True)
+    lines = [
+        f"            frontend-{i}: admin localhost:{admin}, metrics http://localhost:{metrics}/metrics"
+        for i, (admin, metrics) in enumerate(ports)
+    ]
+    return "\n".join([f"    admin   {service}, of each of the frontends that share the ports above:", *lines])
+
+
+def _adapters_line(options: ServeOptions) -> str:
+    """The names that requests can have in the place of the model's; empty where there are none."""
+    names = [*sorted(options.lora)[:_MOST_NAMES], *(["..."] if len(options.lora) > _MOST_NAMES else [])]
+    if options.lora_directory:
+        names.append(f"those in {options.lora_directory}")
+    return f"    LoRA    {', '.join(names)}\n" if names else ""
+
+
+def _first_calls(options: ServeOptions, model: ModelInfo, host: str, elsewhere: str) -> list[str]:
+    """Commands that show what the model does. ``elsewhere``: the flag for an address that is not the default."""
+    if not model.pools:
+        return [f'penstock generate "Once upon a time" --max-tokens 60{elsewhere}', f"penstock chat{elsewhere}"]
+    if "embed" in model.capabilities:
+        body = f'{{"model": "{model.name}", "input": "Once upon a time"}}'
+        url = f"http://{with_port(host, options.http_port)}/v1/embeddings"
+        return [f"curl {url} -H 'content-type: application/json' -d '{body}'"]
+    if "score" in model.capabilities:
+        method, body = "Score", '{"query": {"text": "Who sleeps?"}, "documents": [{"text": "The cat sleeps."}]}'
+    else:
+        method, body = "Classify", '{"inputs": [{"text": "Once upon a time"}]}'
+    return [f"grpcurl -plaintext -d '{body}' {with_port(host, options.grpc_port)} {SERVICE}/{method}"]

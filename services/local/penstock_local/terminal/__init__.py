@@ -1,0 +1,1 @@
+"""What commands write to a terminal and read from it."""

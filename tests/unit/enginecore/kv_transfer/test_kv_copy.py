@@ -1,0 +1,64 @@
+"""Blocks are copied whole, each tensor's part of them, to the host and back."""
+
+import pytest
+import torch
+
+from penstock_enginecore.kv_transfer.core.copier import BlockFacts, Copy
+from penstock_enginecore.kv_transfer.kv_copy import Copier, WorkerCopies
+
+
+@pytest.fixture
+def memory():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 256, (6, size), dtype=torch.uint8, generator=generator) for size in (32, 8, 20)]
+
+
+@pytest.fixture
+def copier(memory):
+    copies = WorkerCopies(lambda: memory)
+    yield Copier(copies.begin, BlockFacts(copies.block_bytes, "", ""))
+    copies.stop()
+
+
+def row(memory, block):
+    return b"".join(tensor[block].numpy().tobytes() for tensor in memory)
+
+
+def test_blocks_go_to_slots_and_come_back_elsewhere(memory, copier):
+    assert copier.block_bytes == 60
+    copier.reserve(3).result(timeout=30)
+    before = [row(memory, block) for block in range(6)]
+    copier.save([Copy(4, 2), Copy(1, 0)]).result(timeout=30)
+    assert copier.read_slots([2, 0]).result(timeout=30) == [before[4], before[1]]
+    copier.load([Copy(5, 2), Copy(0, 0)]).result(timeout=30)
+    assert [row(memory, block) for block in range(6)] == [before[1], *before[1:5], before[4]]
+
+
+def test_bytes_of_blocks_and_slots_can_be_read_and_written(memory, copier):
+    copier.reserve(2).result(timeout=30)
+    before = [row(memory, block) for block in range(6)]
+    contents = copier.read([3, 2]).result(timeout=30)
+    assert contents == [before[3], before[2]]
+    copier.write([0, 1], [contents[0], memoryview(contents[1])]).result(timeout=30)
+    assert [row(memory, block) for block in (0, 1, 2)] == [before[3], before[2], before[2]]
+    copier.write_slots([1, 0], contents).result(timeout=30)
+    copier.load([Copy(4, 1), Copy(5, 0)]).result(timeout=30)
+    assert [row(memory, 4), row(memory, 5)] == contents
+
+
+def test_copies_are_made_in_the_order_of_the_calls(memory, copier):
+    copier.reserve(1).result(timeout=30)
+    before = row(memory, 0)
+    futures = [copier.save([Copy(0, 0)]), copier.load([Copy(1, 0)]), copier.save([Copy(2, 0)])]
+    for future in futures:
+        future.result(timeout=30)
+    assert row(memory, 1) == before
+
+
+def test_what_cannot_be_copied_says_so(memory, copier):
+    with pytest.raises(RuntimeError, match="reserve"):
+        copier.save([Copy(0, 0)]).result(timeout=30)
+    copies = WorkerCopies(list)
+    with pytest.raises(RuntimeError, match="no KV cache"):
+        copies.begin("read", [0]).result(timeout=30)
+    copies.stop()

@@ -1,0 +1,38 @@
+"""What the engine is told of an adapter that several workers have taken, each what it computes."""
+
+import pytest
+
+from penstock_common.errors import FailedPrecondition, Unavailable
+from penstock_enginecore.lora.core.request import LoadedLora, PartlyLoadedError
+from penstock_enginecore.lora.worker_loads import LoadsAwaited
+
+DIGEST = b"d" * 16
+
+
+def test_layers_of_all_stages_count_and_the_bytes_of_the_worker_that_has_the_most() -> None:
+    loads = LoadsAwaited(3)
+    number, future = loads.begin()
+    loads.answered(2, number, LoadedLora(DIGEST, 8, ("layers.1.q", "lm_head"), 300))
+    loads.answered(0, number, LoadedLora(DIGEST, 16, ("layers.0.q",), 100))
+    assert not future.done()
+    loads.answered(1, number, LoadedLora(DIGEST, 0, (), 0))
+    assert future.result() == LoadedLora(DIGEST, 16, ("layers.0.q", "layers.1.q", "lm_head"), 300)
+
+
+def test_workers_that_read_different_content_are_refused_and_so_is_what_one_of_them_cannot_read() -> None:
+    loads = LoadsAwaited(2)
+    number, future = loads.begin()
+    other, failing = loads.begin()
+    loads.answered(0, number, LoadedLora(DIGEST, 8, ("q",), 1))
+    loads.answered(0, other, LoadedLora(DIGEST, 8, ("q",), 1))
+    loads.answered(1, number, LoadedLora(b"e" * 16, 8, ("q",), 1))
+    loads.answered(1, other, Unavailable("it is not there", reason="LORA_UNAVAILABLE"))
+    differ, missing = future.exception(), failing.exception()
+    assert isinstance(differ, PartlyLoadedError)
+    assert isinstance(missing, PartlyLoadedError)
+    assert differ.digests == {DIGEST, b"e" * 16}
+    assert missing.digests == {DIGEST}
+    with pytest.raises(FailedPrecondition, match="different adapters"):
+        raise differ.error
+    with pytest.raises(Unavailable, match="not there"):
+        raise missing.error

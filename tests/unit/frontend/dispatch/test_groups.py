@@ -1,0 +1,92 @@
+from penstock_common.types.cluster import ClusterView
+from penstock_common.types.data_parallel import (
+    FirstRequest,
+    GroupView,
+    Pauses,
+    PoolGroup,
+    RankGroup,
+    StartDpWave,
+    StartWave,
+)
+from penstock_frontend.dispatch.groups import EngineGroups
+from tests.fakes.engines.engine_harness import make_request
+
+
+def view(*members, epoch=1, wave=0, running=False, routed=None, pool="p", suspended=False):
+    group = GroupView(RankGroup(epoch, members), wave, running, Pauses(), members if routed is None else routed)
+    return ClusterView(groups=(PoolGroup(model="m", pool=pool, view=group, suspended=suspended),))
+
+
+class Bench:
+    def __init__(self):
+        self.sent = []
+        self.groups = EngineGroups(self.sent.append)
+
+
+def test_before_anybody_has_told_of_groups_ranks_take_requests():
+    bench = Bench()
+    assert bench.groups.accepts("a#1")
+    bench.groups.sent("a#1")
+    request = make_request()
+    assert bench.groups.stamped("a#1", request) == request
+    assert not bench.sent
+
+
+def test_requests_go_to_members_that_stay():
+    bench = Bench()
+    bench.groups.follow_view(view("a#1", "b#1", routed=("a#1",)))
+    assert [bench.groups.accepts(rank) for rank in ("a#1", "b#1", "c#1")] == [True, False, False]
+
+
+def test_an_engine_that_is_in_no_group_is_left_out_of_its_pools_once_there_is_one():
+    bench = Bench()
+    assert not bench.groups.leaves_out("c#1", "m", "p")
+    bench.groups.follow_view(view("a#1", "b#1"))
+    assert [bench.groups.leaves_out(rank, "m", "p") for rank in ("a#1", "c#1")] == [False, True]
+    assert not bench.groups.leaves_out("c#1", "m", "another")
+
+
+def test_no_requests_go_to_a_group_that_stands_still_until_it_goes_on():
+    bench = Bench()
+    bench.groups.follow_view(view("a#1", "b#1", suspended=True))
+    assert not bench.groups.accepts("a#1")
+    bench.groups.follow_view(view("a#1", "c#1", epoch=2))
+    assert bench.groups.accepts("a#1")
+
+
+def test_a_request_carries_the_wave_and_starts_an_idle_group_with_and_without_a_coordinator():
+    bench = Bench()
+    bench.groups.follow_view(view("a#1", "b#1", epoch=3, wave=5))
+    stamped = bench.groups.stamped("a#1", make_request())
+    assert (stamped.group_epoch, stamped.current_wave) == (3, 5)
+    bench.groups.sent("a#1")
+    start = StartDpWave("b#1", 3, 5, Pauses())
+    assert bench.sent == [FirstRequest("a#1", 3, 5), start]
+    bench.sent.clear()
+    bench.groups.disconnected()
+    bench.groups.sent("a#1")
+    assert bench.sent == [start]
+
+
+def test_a_running_group_is_told_nothing():
+    bench = Bench()
+    bench.groups.follow_view(view("a#1", "b#1", running=True))
+    bench.groups.sent("a#1")
+    assert not bench.sent
+
+
+def test_a_rank_that_waits_is_heard_by_the_others():
+    bench = Bench()
+    bench.groups.follow_view(view("a#1", "b#1", running=True))
+    bench.groups.start_wave(StartWave("a#1", 1, 4, Pauses()))
+    bench.groups.start_wave(StartWave("z#1", 1, 4, Pauses()))
+    assert bench.sent == [StartDpWave("b#1", 1, 4, Pauses())]
+
+
+def test_an_older_epoch_changes_nothing_and_a_newer_one_the_members():
+    bench = Bench()
+    bench.groups.follow_view(view("a#1", "b#1", epoch=2))
+    bench.groups.follow_view(view("a#1", epoch=1))
+    assert bench.groups.accepts("b#1")
+    bench.groups.follow_view(view("a#1", "c#1", epoch=3))
+    assert [bench.groups.accepts(rank) for rank in ("a#1", "b#1", "c#1")] == [True, False, True]

@@ -1,0 +1,55 @@
+"""What a user reads when everything is up."""
+
+import json
+import re
+import shlex
+
+import pytest
+from google.protobuf import json_format
+
+from penstock.inference.v1 import messages_pb2
+from penstock_local.rpc.client import ModelInfo
+from penstock_local.serving.serve import ready_block
+from penstock_local.serving.serve_options import ServeOptions
+
+
+def block(*capabilities: str) -> str:
+    model = ModelInfo(name="m", max_model_len=512, num_engines=1, capabilities=capabilities)
+    return ready_block(ServeOptions(model="org/m"), model, seconds=1.0)
+
+
+def test_each_of_several_frontends_is_listed_with_its_own_ports() -> None:
+    model = ModelInfo(name="m", max_model_len=512, num_engines=1, capabilities=())
+    said = ready_block(ServeOptions(model="org/m", frontends=2), model, seconds=1.0)
+    assert "frontend-0: admin localhost:50053, metrics http://localhost:8001/metrics" in said
+    assert "frontend-1: admin localhost:50054, metrics http://localhost:8002/metrics" in said
+
+
+def test_adapters_are_named_in_the_first_words() -> None:
+    model = ModelInfo(name="m", max_model_len=512, num_engines=1, capabilities=())
+    few = ServeOptions(model="org/m", lora={"poet": "/a/poet", "json": "/a/json"}, lora_directory="/live")
+    assert "\n    LoRA    json, poet, those in /live\n" in ready_block(few, model, seconds=1.0)
+    many = ServeOptions(model="org/m", lora={f"a{i}": "/a" for i in range(9)})
+    assert "\n    LoRA    a0, a1, a2, a3, a4, a5, a6, a7, ...\n" in ready_block(many, model, seconds=1.0)
+    assert "LoRA" not in block()
+
+
+@pytest.mark.parametrize("capabilities", [(), ("generate", "prefix_caching")])
+def test_a_model_that_generates_is_tried_by_generating(capabilities: tuple[str, ...]) -> None:
+    assert 'penstock generate "Once upon a time"' in block(*capabilities)
+    assert "penstock chat" in block(*capabilities)
+
+
+def test_a_model_that_embeds_is_tried_by_embedding() -> None:
+    said = block("embed", "token_embed")
+    assert "penstock generate" not in said
+    command = shlex.split(re.search(r"curl .*", said)[0])  # type: ignore[index]
+    assert command[1] == "http://localhost:8000/v1/embeddings"
+    assert json.loads(command[-1]) == {"model": "m", "input": "Once upon a time"}
+
+
+@pytest.mark.parametrize(("capability", "method"), [("classify", "Classify"), ("score", "Score")])
+def test_other_models_are_tried_by_what_they_do(capability: str, method: str) -> None:
+    command = shlex.split(re.search(r"grpcurl .*", block(capability))[0])  # type: ignore[index]
+    assert command[-1] == f"penstock.inference.v1.InferenceService/{method}"
+    json_format.Parse(command[3], getattr(messages_pb2, f"{method}Request")())
