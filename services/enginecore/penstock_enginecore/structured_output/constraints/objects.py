@@ -100,7 +100,7 @@ class _Objects:
                     if owner is fact:
                         known = True
                         parts.append(part)
-            known_anywhere |= known
+            known_anywhere |= known and not fact.ours  # what must not be is not evaluated either
             if not known and "additionalProperties" in fact.keywords:
                 parts.append(Part(fact.keywords["additionalProperties"], f"{fact.path}/additionalProperties"))
         if self._closed_by is not None and self._closed_by != self._path and not known_anywhere:
