@@ -47,7 +47,6 @@ FLAGS: Mapping[str, str] = {
 
 _CHECKPOINTS_OWN = "a quantized checkpoint is recognized by its files: leave the flag out"
 _VALUES: Mapping[tuple[str, str], str] = {
-    ("--dtype", "half"): "half is float16 here",
     ("--dtype", "fp16"): "fp16 is float16 here",
     ("--dtype", "bf16"): "bf16 is bfloat16 here",
     ("--dtype", "float"): "float is float32 here",

@@ -93,8 +93,15 @@ class Destination:
         self.bringing: dict[int, Bringing] = {}
         self.fetch: Callable[[int, int, list[BlockName]], None]
         self.abandon_fetch: Callable[[int, int], None]
-        stand_ins: tuple[Any, ...] = (Line(), self.running, SimpleNamespace)
-        self.kv_loads = kv_loads(self, self.kv_cache, *stand_ins, min_tokens=1)  # type: ignore[arg-type]
+        state: Any = SimpleNamespace(
+            kv_cache=self.kv_cache,
+            waiting=Line(),
+            running=self.running,
+            clock=SimpleNamespace,
+            by_priority=False,
+            context=SimpleNamespace(min_load_tokens=1),
+        )
+        self.kv_loads = kv_loads(state, self)  # type: ignore[arg-type]
         self.kv_loads._loads = loads()
 
     @property
@@ -107,17 +114,17 @@ class Destination:
     def arrive(self, number: int, letters: str) -> None:
         """A request comes."""
         request = self.requests[number] = Wanting(number, letters)
-        self.kv_loads.opened(request)  # type: ignore[arg-type]
+        self.kv_loads.added(request)  # type: ignore[arg-type]
 
     def turn(self, number: int) -> None:
         """A request that waits has its turn: it is held, or starts, or finds no room."""
         request: Any = self.requests[number]
         computed = self.kv_cache.get_computed_blocks(request)
-        if self.kv_loads.consider(request, computed, lambda _: 0) is None:
+        if self.kv_loads.load(request, computed, lambda _: 0) is None:
             self._start(request)
 
     def start_loaded(self, number: int) -> None:
-        """One whose load has ended has its turn, as ``ScheduleWaiting`` gives it."""
+        """One whose load has ended has its turn, as the scheduler gives it."""
         request: Any = self.requests[number]
         while not self._start(request):
             if self.running or not self.kv_loads.give_up_one(keep=request):
@@ -127,7 +134,7 @@ class Destination:
         computed = self.kv_cache.get_computed_blocks(request)
         if not self.kv_cache.admit(request, computed, request.num_tokens - computed.num_tokens, reserve=0):
             return False
-        self.kv_loads.started(request, computed.num_tokens)
+        self.kv_loads.started(request, computed.num_tokens, 0)
         request.hold, request.num_cached_tokens = Hold.NONE, computed.num_tokens
         self.running.append(request)
         (table,) = self.kv_cache._blocks[request.key]
@@ -145,7 +152,7 @@ class Destination:
     def end(self, number: int) -> None:
         """A request ends, wherever it is."""
         request: Any = self.requests.pop(number)
-        self.kv_loads.closed(request)
+        self.kv_loads.ended(request)
         if request in self.running:
             self.running.remove(request)
         self.kv_cache.free(request)

@@ -449,7 +449,7 @@ class World:
             self._carry_out(taker, taker.pull.taken(sequence, self.now))
 
     def _step(self) -> None:
-        self.engine.kv_loads.begin_step()
+        self.engine.kv_loads.begin_step(paused=False)
 
     def _turn(self, request: int) -> None:
         self.engine.turn(request)

@@ -18,7 +18,7 @@ from penstock_local.serving.plan import check, check_model, engine_spec, needs_s
 from penstock_local.serving.process import ProcessSpec
 from penstock_local.serving.serve_options import ServeOptions
 
-DEMO_MODEL = Path(__file__).resolve().parents[3] / "examples/demo_model/penstock-tiny"
+DEMO_MODEL = Path(__file__).resolve().parents[4] / "examples/demo_model/penstock-tiny"
 T = TypeVar("T", bound=msgspec.Struct)
 
 
