@@ -26,6 +26,7 @@ from penstock_enginecore.structured_output.constraints.json_types import (
     Work,
     fits,
     identity,
+    present,
     shown,
 )
 from penstock_enginecore.structured_output.constraints.layout import Layout
@@ -220,7 +221,9 @@ def combines(fact: Fact) -> bool:
 
 def written_of(parts: Iterable[Part]) -> list[Fact]:
     """What ``parts`` say themselves, without what they refer to."""
-    return [Fact(part.schema, part.path, part.ours, part.main) for part in parts if isinstance(part.schema, dict)]
+    return [
+        Fact(present(part.schema), part.path, part.ours, part.main) for part in parts if isinstance(part.schema, dict)
+    ]
 
 
 def check_properties(facts: Sequence[Fact], path: str) -> None:
