@@ -142,7 +142,7 @@ COMMON = (
 """Fields that mean the same on every route."""
 _OF_CHAT: dict[str, Any] = {
     "functions": [{"name": "f"}],
-    "function_call": "auto",
+    "function_call": {"name": "f"},
     "audio": {"voice": "a"},
     "documents": [{"text": "a"}],
     "echo": True,
@@ -182,7 +182,7 @@ _OF_MESSAGES: dict[str, Any] = {
     "logprobs": True,
     "mcp_servers": [{"name": "a"}],
     "container": "c",
-    "context_management": {"edits": [{"type": "x"}]},
+    "best_of": 3,
     "reasoning_effort": "low",
     "instructions": "be brief",
     "parallel_tool_calls": False,

@@ -77,8 +77,8 @@ def find_unknown(body: bytes, kind: type) -> list[UnknownField]:
     """
     try:
         _checker(kind).decode(body)
-    except msgspec.ValidationError:
-        pass  # a name may be unknown: look which
+    except (msgspec.ValidationError, UnicodeDecodeError):
+        pass  # a name may be unknown, or no text: look which
     else:
         return []
     found: dict[str, UnknownField] = {}
