@@ -248,25 +248,25 @@ def _too_long(rng: Random, variant: Variant, _port: int) -> Item:
 
 
 def _base64(rng: Random, variant: Variant, _port: int) -> Item:
-    """``data:`` URLs that are none."""
+    """``data:`` URLs that are none, or that programs write with blanks in them."""
     encoded = base64.b64encode(rng.choice(IMAGES)).decode()
-    url = rng.choice(
+    url, taken = rng.choice(
         (
-            f"data:image/png;base64,{encoded[:-3]}",
-            f"data:image/png;base64,{encoded}!",
-            f"data:image/png;base64,{encoded[:20]} {encoded[20:]}",
-            f"data:image/png;base64,{encoded[:20]}%0A{encoded[20:]}",
-            f"data:image/png,{encoded}",
-            f"data:;base64;base64,{encoded[:40]}",
-            "data:image/png;base64,",
-            "data:image/png;base64,=",
-            "data:image/png;base64,AAAA====",
-            "data:" + "x" * 5000 + ";base64,AAAA",
-            "data:image/png;base64,\u0430\u0430\u0430\u0430",
-            "data:",
+            (f"data:image/png;base64,{encoded[:-3]}", False),
+            (f"data:image/png;base64,{encoded}!", False),
+            (f"data:image/png;base64,{encoded[:20]} {encoded[20:]}", True),
+            (f"data:image/png;base64,{encoded[:20]}%0A{encoded[20:]}", True),
+            (f"data:image/png,{encoded}", False),
+            (f"data:;base64;base64,{encoded[:40]}", False),
+            ("data:image/png;base64,", False),
+            ("data:image/png;base64,=", False),
+            ("data:image/png;base64,AAAA====", False),
+            ("data:" + "x" * 5000 + ";base64,AAAA", False),
+            ("data:image/png;base64,\u0430\u0430\u0430\u0430", False),
+            ("data:", False),
         )
     )
-    return _item("base64", variant.media[0], Url(url), UNREADABLE, NOT_ALLOWED, INVALID)
+    return _item("base64", variant.media[0], Url(url), UNREADABLE, NOT_ALLOWED, INVALID, taken=taken)
 
 
 def tensors(rng: Random, variant: Variant) -> Item:

@@ -9,6 +9,9 @@ import torch
 
 from penstock_common.types.media import DTYPE_BYTES, TensorData, TensorDtype
 
+_LARGEST = 65504.0
+"""Greatest magnitude of a number, float16's. Processed media are around 1; far larger ones make a model's logits infinite."""
+
 FLOATS: tuple[TensorDtype, ...] = ("float32", "float16", "bfloat16")
 PIXELS: tuple[TensorDtype, ...] = ("uint8", *FLOATS)
 INTEGERS: tuple[TensorDtype, ...] = ("int64", "int32")
@@ -52,8 +55,8 @@ def read_tensors(data: Mapping[str, TensorData], specs: Mapping[str, Spec]) -> d
             continue
         spec.check(name, data[name])
         read[name] = to_torch(data[name])
-        if read[name].is_floating_point() and not bool(read[name].isfinite().all()):
-            raise ItemError(f"{name} has numbers that are not finite")
+        if read[name].is_floating_point() and not bool((read[name].abs() <= _LARGEST).all()):
+            raise ItemError(f"{name} has numbers that are not finite, or beyond {_LARGEST:g}")
     return read
 
 

@@ -11,12 +11,15 @@ from penstock_frontend.processing.media import refusals
 
 _MAX_TENSORS = 64
 _MAX_DIMENSIONS = 8
-_EXPONENT_OF_BFLOAT16 = 0x7F80
+_LARGEST = 65504
+"""Greatest magnitude of a number, float16's. Processed media are around 1; far larger ones make a model's logits infinite."""
+_BEYOND_IN_BFLOAT16 = 0x4780
+"""The bits, without the sign, of the least bfloat16 beyond it."""
 
 
 def check_tensors(tensors: Mapping[str, TensorData], *, field: str) -> None:
-    """Raise InvalidArgument for too many, for bytes that are not those of the shape, and for numbers that are
-    not finite. Looks at every number: for a thread, where they are many.
+    """Raise InvalidArgument for too many tensors, for bytes that are not those of the shape, and for numbers that are not finite
+    or beyond float16's range. Looks at every number: for a thread, where they are many.
     """
     if not tensors:
         raise refusals.unreadable(field, "has no tensors")
@@ -34,14 +37,15 @@ def check_tensors(tensors: Mapping[str, TensorData], *, field: str) -> None:
             )
         if not needed:
             raise refusals.unreadable(where, "is empty")
-        if not _is_finite(tensor):
-            raise refusals.unreadable(where, "has numbers that are not finite")
+        if not _is_in_range(tensor):
+            raise refusals.unreadable(where, f"has numbers that are not finite, or beyond {_LARGEST}")
 
 
-def _is_finite(tensor: TensorData) -> bool:
+def _is_in_range(tensor: TensorData) -> bool:
     if tensor.dtype == "bfloat16":
         bits = np.frombuffer(tensor.data, "<u2")
-        return bool(((bits & _EXPONENT_OF_BFLOAT16) != _EXPONENT_OF_BFLOAT16).all())
+        return bool(((bits & 0x7FFF) < _BEYOND_IN_BFLOAT16).all())
     if not tensor.dtype.startswith("float"):
         return True
-    return bool(np.isfinite(np.frombuffer(tensor.data, np.dtype(tensor.dtype).newbyteorder("<"))).all())
+    numbers = np.frombuffer(tensor.data, np.dtype(tensor.dtype).newbyteorder("<"))
+    return bool((np.abs(numbers) <= _LARGEST).all())

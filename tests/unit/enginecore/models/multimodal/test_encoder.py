@@ -133,8 +133,8 @@ WRONG = [
         TensorData(dtype="uint8", shape=(1, 3, 32, 32), data=b"1"),
         "pixel_values has 1 bytes; its shape and dtype make 3072",
     ),
-    (to_data(NAN), "pixel_values has numbers that are not finite"),
-    (to_data(FLOATS + float("inf")), "pixel_values has numbers that are not finite"),
+    (to_data(NAN), "pixel_values has numbers that are not finite, or beyond 65504"),
+    (to_data(FLOATS + float("inf")), "pixel_values has numbers that are not finite, or beyond 65504"),
 ]
 
 
@@ -218,7 +218,7 @@ def test_rows_that_are_given_are_taken_as_they_are(encoder: MediaEncoder, dtype:
         (torch.zeros(4, WIDTH), "embeds has the shape [4, 64]; it must be [5, 64]"),
         (torch.zeros(5, WIDTH - 1), "embeds has the shape [5, 63]; it must be [5, 64]"),
         (torch.zeros(5, WIDTH, dtype=torch.int32), "embeds is int32; it must be float32 or float16 or bfloat16"),
-        (torch.full((5, WIDTH), float("inf")), "embeds has numbers that are not finite"),
+        (torch.full((5, WIDTH), float("inf")), "embeds has numbers that are not finite, or beyond 65504"),
     ],
 )
 def test_rows_that_are_given_are_looked_at(encoder: MediaEncoder, given: torch.Tensor, said: str) -> None:

@@ -18,11 +18,18 @@ def test_tensors_that_are_whole_and_finite_are_taken() -> None:
     check(
         a=floats(1.0, -2.0, 65504.0),
         b=floats(1.0, dtype="float16"),
-        c=floats(1e300, dtype="float64"),
-        d=TensorData("bfloat16", (2,), b"\x80\x3f\x7f\x7f"),
+        c=floats(65504.0, dtype="float64"),
+        d=TensorData("bfloat16", (2,), b"\x80\x3f\x7f\x47"),
         e=TensorData("int64", (1, 1), b"\xff" * 8),
         f=TensorData("bool", (), b"\1"),
     )
+
+
+@pytest.mark.parametrize("value", [3e38, -65536.0])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_numbers_beyond_float16_are_refused(dtype: str, value: float) -> None:
+    with pytest.raises(InvalidArgument, match="beyond 65504"):
+        check(a=floats(1.0, value, dtype=dtype))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -32,7 +39,7 @@ def test_numbers_that_are_not_finite_are_refused(dtype: str, value: float) -> No
         check(a=floats(1.0, value, dtype=dtype))
 
 
-@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0, 0x7F81])
+@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0x4780, 0xFF7F])
 def test_bfloat16_that_is_not_finite_is_refused(bits: int) -> None:
     with pytest.raises(InvalidArgument, match="not finite"):
         check(a=TensorData("bfloat16", (1,), bits.to_bytes(2, "little")))
