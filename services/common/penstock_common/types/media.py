@@ -10,6 +10,10 @@ Modality = Literal["image", "audio", "video"]
 MODALITIES: tuple[Modality, ...] = ("image", "audio", "video")
 
 TensorDtype = Literal["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64", "bool"]
+LARGEST_NUMBER = 65504
+"""Greatest magnitude of a number in the tensors of media, float16's. Processed media are around 1; far larger numbers make a
+model's logits infinite.
+"""
 DTYPE_BYTES: dict[TensorDtype, int] = {
     "float32": 4,
     "float16": 2,

@@ -7,10 +7,7 @@ from math import prod
 import numpy as np
 import torch
 
-from penstock_common.types.media import DTYPE_BYTES, TensorData, TensorDtype
-
-_LARGEST = 65504.0
-"""Greatest magnitude of a number, float16's. Processed media are around 1; far larger ones make a model's logits infinite."""
+from penstock_common.types.media import DTYPE_BYTES, LARGEST_NUMBER, TensorData, TensorDtype
 
 FLOATS: tuple[TensorDtype, ...] = ("float32", "float16", "bfloat16")
 PIXELS: tuple[TensorDtype, ...] = ("uint8", *FLOATS)
@@ -55,8 +52,8 @@ def read_tensors(data: Mapping[str, TensorData], specs: Mapping[str, Spec]) -> d
             continue
         spec.check(name, data[name])
         read[name] = to_torch(data[name])
-        if read[name].is_floating_point() and not bool((read[name].abs() <= _LARGEST).all()):
-            raise ItemError(f"{name} has numbers that are not finite, or beyond {_LARGEST:g}")
+        if read[name].is_floating_point() and not bool((read[name].abs() <= LARGEST_NUMBER).all()):
+            raise ItemError(f"{name} has numbers that are not finite, or beyond {LARGEST_NUMBER}")
     return read
 
 

@@ -6,15 +6,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from penstock_common.errors import quoted
-from penstock_common.types.media import DTYPE_BYTES, TensorData
+from penstock_common.types.media import DTYPE_BYTES, LARGEST_NUMBER, TensorData
 from penstock_frontend.processing.media import refusals
 
 _MAX_TENSORS = 64
 _MAX_DIMENSIONS = 8
-_LARGEST = 65504
-"""Greatest magnitude of a number, float16's. Processed media are around 1; far larger ones make a model's logits infinite."""
 _BEYOND_IN_BFLOAT16 = 0x4780
-"""The bits, without the sign, of the least bfloat16 beyond it."""
+"""The bits, without the sign, of the least bfloat16 beyond ``LARGEST_NUMBER``."""
 
 
 def check_tensors(tensors: Mapping[str, TensorData], *, field: str) -> None:
@@ -38,7 +36,7 @@ def check_tensors(tensors: Mapping[str, TensorData], *, field: str) -> None:
         if not needed:
             raise refusals.unreadable(where, "is empty")
         if not _is_in_range(tensor):
-            raise refusals.unreadable(where, f"has numbers that are not finite, or beyond {_LARGEST}")
+            raise refusals.unreadable(where, f"has numbers that are not finite, or beyond {LARGEST_NUMBER}")
 
 
 def _is_in_range(tensor: TensorData) -> bool:
@@ -48,4 +46,4 @@ def _is_in_range(tensor: TensorData) -> bool:
     if not tensor.dtype.startswith("float"):
         return True
     numbers = np.frombuffer(tensor.data, np.dtype(tensor.dtype).newbyteorder("<"))
-    return bool((np.abs(numbers) <= _LARGEST).all())
+    return bool((np.abs(numbers) <= LARGEST_NUMBER).all())
