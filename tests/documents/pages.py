@@ -14,6 +14,7 @@ PAGES = sorted(
         *(ROOT / "docs/clients").glob("*.md"),
         *(page for page in (ROOT / "examples").rglob("*.md") if "node_modules" not in page.parts),
         *(ROOT / "charts").rglob("*.md"),
+        *(ROOT / "tests").glob("*/README.md"),
     ]
 )
 """Those that say how things are; decisions (docs/adr) say how they were when they were made."""
