@@ -19,17 +19,12 @@ class BaseClient(ABC):
         keepalive: Keepalive | None = None,
         options: Sequence[tuple[str, str | int]] = (),
     ) -> None:
-        """``address``: host:port, or ``dns:///host:port`` for all addresses of the name in turn. ``key``: an API key or a token.
-        ``timeout``: of calls that name none; None waits as long as it takes. ``options``: gRPC's own, which win over ours.
-
-        Raises ValueError, naming what is wrong, and OSError for a file of ``tls`` that cannot be read.
-        """
         self._connection = Connection(address, key, tls, keepalive or Keepalive(), timeout, options)
         self._open(self._connection)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What calls of ``stub`` need to show the key."""
+        """The gRPC metadata that is sent with every call."""
         return self._connection.metadata
 
     @abstractmethod

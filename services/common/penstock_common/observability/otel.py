@@ -39,7 +39,6 @@ class OtelSpan:
 
     @property
     def recording(self) -> bool:
-        """Whether it was sampled: otherwise attributes need not be gathered."""
         return self._span.is_recording()
 
     def end(self, attributes: Attributes, *, error: str = "") -> None:

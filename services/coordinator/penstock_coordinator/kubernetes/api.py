@@ -59,7 +59,6 @@ class KubernetesApi:
         await self._client.close()
 
     async def set_deletion_cost(self, pod: str, cost: int) -> None:
-        """Write the annotation of a pod. Raises KubernetesError."""
         patch = {"metadata": {"annotations": {ANNOTATION: str(cost)}}}
         async with _failures(Right.PATCH_PODS):
             await self._client.patch(Pod, pod, patch, patch_type=PatchType.MERGE)

@@ -31,26 +31,23 @@ class ExternalScalerServicer(externalscaler_pb2_grpc.ExternalScalerServicer):
     """
 
     def __init__(self, signals: ScalingSignals, config: ScalingConfig, clock: Clock) -> None:
-        """``clock`` gives the monotonic seconds that the signals are given."""
         self._signals = signals
         self._config = config
         self._now = clock
         self._stopping = asyncio.Event()
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
-        """Serve this on ``server``."""
+        """Register the service with a server."""
         externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(self, server)
 
     def stop(self) -> None:
-        """End the streams with OK: KEDA comes back within two seconds, and only up to a minute later behind an error."""
+        """End the streams that KEDA keeps open."""
         self._stopping.set()
 
     async def GetMetricSpec(self, request: pb.ScaledObjectRef, context: Context) -> pb.GetMetricSpecResponse:
-        """The metrics of a pool, and what an engine shall have of each on average."""
         return self._metric_spec(request)
 
     async def GetMetrics(self, request: pb.GetMetricsRequest, context: Context) -> pb.GetMetricsResponse:
-        """The sum over the engines of a pool."""
         metadata = self._metadata(request.scaledObjectRef)
         pool = self._signals.pool(metadata.pool)
         if request.metricName == LOAD:
@@ -72,12 +69,10 @@ class ExternalScalerServicer(externalscaler_pb2_grpc.ExternalScalerServicer):
         )
 
     async def IsActive(self, request: pb.ScaledObjectRef, context: Context) -> pb.IsActiveResponse:
-        """Whether a pool is in use: its last engine must not go."""
         metadata = self._metadata(request)
         return pb.IsActiveResponse(result=self._active_for(metadata) > 0)
 
     async def StreamIsActive(self, request: pb.ScaledObjectRef, context: Context) -> AsyncIterator[pb.IsActiveResponse]:
-        """The same at once, and whenever it changes."""
         metadata = self._metadata(request)
         told: bool | None = None
         version = 0
@@ -93,7 +88,6 @@ class ExternalScalerServicer(externalscaler_pb2_grpc.ExternalScalerServicer):
     async def StreamMetricSpec(
         self, request: pb.ScaledObjectRef, context: Context
     ) -> AsyncIterator[pb.GetMetricSpecResponse]:
-        """The same, once: the targets are those of the metadata, and do not change while the stream lasts."""
         yield self._metric_spec(request)
         await self._stopping.wait()
 
@@ -113,7 +107,6 @@ class ExternalScalerServicer(externalscaler_pb2_grpc.ExternalScalerServicer):
         return self._signals.active_for(metadata.pool, metadata.idle_seconds, self._now())
 
     async def _next_change(self, version: int, seconds: float) -> int:
-        """Wait for newer signals, for ``seconds`` to pass or for the stop; returns the version of the signals seen."""
         newer = asyncio.create_task(self._signals.changes.newer_than(version))
         stopped = asyncio.create_task(self._stopping.wait())
         try:

@@ -16,13 +16,11 @@ class ProtoEncoder:
     """``ClusterView`` messages."""
 
     def whole(self, view: ClusterView, version: int) -> bytes:
-        """A view with all its engines."""
         message = view_to_proto(view)
         message.version = version
         return message.SerializeToString()
 
     def delta(self, view: ClusterView, delta: ViewDelta, version: int) -> bytes:
-        """A view whose engines are told by what has changed since the version before."""
         message = groups_to_proto(view)
         message.version = version
         message.delta.CopyFrom(delta_to_proto(delta, base_version=version - 1))

@@ -136,7 +136,6 @@ class BusyLoop:
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine has something to do."""
         return self._engine.has_work
 
     def seconds_since_last_step(self) -> float:

@@ -199,7 +199,6 @@ class EngineCore:
         return self.scheduler.abort_requests(client_id, request_ids, hand_over=hand_over)
 
     def abort_client(self, client_id: str) -> None:
-        """End all requests of a client that has gone, without outputs."""
         self.scheduler.abort_client(client_id)
 
     def abort_all(self, error: RequestError) -> None:
@@ -318,12 +317,10 @@ class EngineCore:
         self.scheduler.record_kv_events(on)
 
     def take_kv_events(self) -> list[KvCacheEvent]:
-        """Changes of the prefix cache since the last call."""
         return self.scheduler.take_kv_events()
 
     @property
     def drafter_failure(self) -> str:
-        """Why nothing is drafted any more; empty while that works, or where nothing ever was."""
         return self.scheduler.drafter_failure
 
     @property

@@ -12,7 +12,6 @@ class AllToAll:
     """
 
     def __call__(self, routed: Routed, ranks: Ranks, compute: Compute) -> torch.Tensor:
-        """See ``Dispatch``."""
         group, counts = ranks.group, ranks.counts
         slots = group.all_gather_rows(routed.slots, counts)
         here = slots // ranks.slots == group.rank

@@ -16,7 +16,6 @@ class AllGather:
     """
 
     def __call__(self, routed: Routed, ranks: Ranks, compute: Compute) -> torch.Tensor:
-        """See ``Dispatch``."""
         group, counts = ranks.group, ranks.counts
         slots, states = gathered(ranks, routed.slots, routed.states)
         own = slots // ranks.slots == group.rank
@@ -35,7 +34,6 @@ class ReduceScatter:
     """
 
     def __call__(self, routed: Routed, ranks: Ranks, compute: Compute) -> torch.Tensor:
-        """See ``Dispatch``."""
         group, counts = ranks.group, ranks.counts
         slots, weights, states = gathered(ranks, routed.slots, routed.weights, routed.states)
         own = slots // ranks.slots == group.rank

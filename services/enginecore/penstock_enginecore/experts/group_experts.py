@@ -65,18 +65,15 @@ class GroupExperts:
 
     @property
     def num_experts(self) -> int:
-        """See ``SharedExperts``."""
         return len(self.spread.layers[0].routed)
 
     @property
     def layout(self) -> str:
-        """See ``SharedExperts``."""
         layers = self.spread.layers
         return f"{len(layers[0].held)} slots; {'; '.join(dict.fromkeys(layer.layout for layer in layers))}"
 
     @torch.inference_mode()
     def prepare(self, epoch: int, link: GroupLink, given_up: Callable[[], bool]) -> None:
-        """See ``SharedExperts``."""
         group: GroupCollectives = link.collectives
         try:
             prepared = _Prepared(self._agree(group), group.rank)
@@ -96,13 +93,11 @@ class GroupExperts:
             raise UnpreparedError(str(e)) from e
 
     def leave(self) -> None:
-        """See ``SharedExperts``."""
         self.spread.leave()
         self._balancer = None
 
     @torch.inference_mode()
     def join(self, epoch: int, link: GroupLink) -> None:
-        """See ``SharedExperts``."""
         group: GroupCollectives = link.collectives
         with self._reading:
             prepared = self._prepared[epoch]
@@ -119,7 +114,6 @@ class GroupExperts:
 
     @torch.inference_mode()
     def after_step(self) -> None:
-        """See ``SharedExperts``."""
         if self._balancer is not None:
             self.num_moved += self._balancer.after_step()
             self.balance = self._balancer.balance

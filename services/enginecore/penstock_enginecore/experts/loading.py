@@ -25,11 +25,9 @@ class _Rows:
         self.shape = (len(rows), *tensor.get_shape()[1:])
 
     def get_shape(self) -> list[int]:
-        """Sizes."""
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """Its type's name in safetensors."""
         return self._tensor.get_dtype()
 
     def __getitem__(self, index: Any) -> torch.Tensor:

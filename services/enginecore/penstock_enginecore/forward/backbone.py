@@ -85,7 +85,6 @@ class Backbone:
         return module_bytes(self._model.module) + self._packed_bytes
 
     def bind(self, caches: LayerCaches) -> None:
-        """Run on this KV cache from now on. An empty one lets go of that before."""
         self._caches = caches_by_module(self._model.module, caches)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:

@@ -66,20 +66,16 @@ class DiskFile:
         self._thread = DeviceThread("kv disk")
 
     def read(self, slots: Sequence[tuple[int, BlockName]]) -> "Future[list[Content | None]]":
-        """See ``BlockStore``."""
         return self._thread.submit_next(partial(self._read_all, list(slots)))
 
     def write(self, slot: int, name: BlockName, content: Content) -> "Future[None]":
-        """See ``BlockStore``."""
         return self._thread.submit(partial(self._write, slot, name, content, self._generation))
 
     def clear(self) -> None:
-        """See ``BlockStore``."""
         self._generation += 1
         self._thread.call(self._write_header)
 
     def close(self) -> None:
-        """See ``BlockStore``."""
         with self._lock:
             if self._closed:
                 return

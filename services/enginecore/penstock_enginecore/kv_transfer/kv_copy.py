@@ -73,7 +73,6 @@ class WorkerCopies:
         self._host = HostMemory(num_slots, sum(tensor.shape[1] for tensor in memory), pinned=memory[0].is_cuda)
 
     def save(self, memory: list[torch.Tensor], copies: Sequence[Copy]) -> None:
-        """Pool to host."""
         for tensor, part in _parts(memory, self._slots()):
             if tensor.is_cuda:
                 for block_id, slot in copies:
@@ -84,7 +83,6 @@ class WorkerCopies:
                     slots[slot] = blocks[block_id]
 
     def load(self, memory: list[torch.Tensor], copies: Sequence[Copy]) -> None:
-        """Host to pool."""
         for tensor, part in _parts(memory, self._slots()):
             if tensor.is_cuda:
                 for block_id, slot in copies:
@@ -149,29 +147,22 @@ class Copier:
         self.block_bytes, self.order, self.numerics = facts
 
     def reserve(self, num_slots: int) -> "Future[None]":
-        """See ``BlockCopier``."""
         return self._call("reserve", num_slots)
 
     def save(self, copies: Sequence[Copy]) -> "Future[None]":
-        """See ``BlockCopier``."""
         return self._call("save", copies)
 
     def load(self, copies: Sequence[Copy]) -> "Future[None]":
-        """See ``BlockCopier``."""
         return self._call("load", copies)
 
     def read(self, block_ids: Sequence[int]) -> "Future[list[bytes]]":
-        """See ``BlockCopier``."""
         return self._call("read", block_ids)
 
     def write(self, block_ids: Sequence[int], contents: "Sequence[bytes | memoryview]") -> "Future[None]":
-        """See ``BlockCopier``."""
         return self._call("write", block_ids, contents)
 
     def read_slots(self, slots: Sequence[int]) -> "Future[list[bytes]]":
-        """See ``BlockCopier``."""
         return self._call("read_slots", slots)
 
     def write_slots(self, slots: Sequence[int], contents: "Sequence[bytes | memoryview]") -> "Future[None]":
-        """See ``BlockCopier``."""
         return self._call("write_slots", slots, contents)

@@ -28,7 +28,6 @@ class Towers:
         copy_weights(others.weights(), self.weights())
 
     def to(self, device: torch.device) -> None:
-        """Move them."""
         for module in self._modules:
             module.to(device)
 

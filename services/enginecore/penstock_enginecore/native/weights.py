@@ -95,7 +95,6 @@ class PackedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weight and bias."""
         return sum(part.nbytes for part in (self._packed, self._scales, self._bias) if part is not None)
 
 

@@ -30,12 +30,10 @@ class GlooCollectives:
         self._group: Any = gloo_group(meeting, name, rank, size)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See ``Collectives``."""
         self._group.allreduce([tensor]).wait()
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """See ``Collectives``."""
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         self._group.allgather([gathered], [tensor]).wait()
         return gathered

@@ -32,11 +32,9 @@ class SocketLink:
         return self.collectives.exchange(row)
 
     def abort(self) -> None:
-        """See ``GroupLink``."""
         self.collectives.abort()
 
     def close(self) -> None:
-        """See ``GroupLink``."""
         self.collectives.close()
 
 

@@ -50,12 +50,10 @@ class NcclCollectives:
         self._group = group
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See ``Collectives``."""
         self._group.allreduce([tensor]).wait()
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """See ``Collectives``."""
         own = tensor.flatten()
         gathered = own.new_empty(self.size * len(own))
         self._group._allgather_base(gathered, own).wait()
@@ -76,11 +74,9 @@ class DeviceCollectives:
         self._host, self._device = host, device
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See ``Collectives``."""
         return self._of(tensor).all_reduce(tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """See ``Collectives``."""
         return self._of(tensor).all_gather(tensor)
 
     def _of(self, tensor: torch.Tensor) -> Collectives:

@@ -66,7 +66,6 @@ class SharedMemoryCollectives:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """See ``Collectives``."""
         tensor = tensor.contiguous()
         gathered = tensor.new_empty((self.size, *tensor.shape))
         self._gather(self.base, self.rank, self.size, PIECE, tensor.data_ptr(), gathered.data_ptr(), tensor.nbytes)

@@ -47,7 +47,6 @@ class SocketCollectives:
             self._peers[rank] = self._by_descriptor[connection.fileno()] = Peer(rank, connection)
 
     def exchange(self, row: bytes) -> list[bytes]:
-        """See ``GroupCollectives``."""
         rows = [bytearray(len(row)) for _ in range(self.size)]
         rows[self.rank][:] = row
         view = memoryview(row)
@@ -55,7 +54,6 @@ class SocketCollectives:
         return [bytes(each) for each in rows]
 
     def all_gather_rows(self, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """See ``GroupCollectives``."""
         if len(tensor) != counts[self.rank]:
             raise ValueError(f"tensor has {len(tensor)} rows, counts[{self.rank}] is {counts[self.rank]}")
         gathered = tensor.new_empty(sum(counts), *tensor.shape[1:])
@@ -67,7 +65,6 @@ class SocketCollectives:
     def all_to_all_rows(
         self, tensor: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
-        """See ``GroupCollectives``."""
         own_sent, own_received = send_counts[self.rank], receive_counts[self.rank]
         if len(tensor) != sum(send_counts) or own_sent != own_received:
             raise ValueError(
@@ -82,11 +79,9 @@ class SocketCollectives:
         return received
 
     def abort(self) -> None:
-        """See ``GroupCollectives``."""
         self._mesh.give_up()
 
     def close(self) -> None:
-        """See ``GroupCollectives``."""
         for peer in () if self._mesh.given_up else self._peers.values():
             peer.take_leave()
         self._broken = True

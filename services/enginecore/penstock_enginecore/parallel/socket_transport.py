@@ -34,11 +34,9 @@ class SocketTransport:
         self._thread.start()
 
     def send(self, message: torch.Tensor, stage: int, channel: int) -> Moving:
-        """See ``StageTransport``."""
         return self._begun(*self._streams[stage].send(message.numpy().data, channel))
 
     def receive(self, buffer: torch.Tensor, stage: int, channel: int) -> Moving:
-        """See ``StageTransport``."""
         return self._begun(*self._streams[stage].receive(buffer.numpy().data, channel))
 
     def close(self) -> None:

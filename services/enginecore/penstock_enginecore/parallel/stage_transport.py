@@ -43,11 +43,9 @@ class GlooTransport:
         self._group: Any = gloo_group(meeting, name, stage, num_stages)
 
     def send(self, message: torch.Tensor, stage: int, channel: int) -> Pending:
-        """See ``StageTransport``."""
         return _Work(self._group.send([message], stage, channel), message)
 
     def receive(self, buffer: torch.Tensor, stage: int, channel: int) -> Pending:
-        """See ``StageTransport``."""
         return _Work(self._group.recv([buffer], stage, channel), buffer)
 
     def close(self) -> None:

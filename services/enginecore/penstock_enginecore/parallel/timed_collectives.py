@@ -20,14 +20,12 @@ class TimedCollectives:
         self._all_reduce, self._all_gather = Buckets(_SECONDS), Buckets(_SECONDS)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See ``Collectives``."""
         began = time.perf_counter()
         reduced = self.inner.all_reduce(tensor)
         self._all_reduce.observe(time.perf_counter() - began)
         return reduced
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """See ``Collectives``."""
         began = time.perf_counter()
         gathered = self.inner.all_gather(tensor)
         self._all_gather.observe(time.perf_counter() - began)

@@ -18,7 +18,6 @@ class SplitSampler:
         self._vocabulary = vocabulary
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> SampledTokens:
-        """See ``Sampler``."""
         if not self._vocabulary.is_apart(logits):
             return self._inner.sample(logits, inputs)
         kinds = inputs.kinds or RowKinds.of(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)

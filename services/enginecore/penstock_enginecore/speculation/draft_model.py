@@ -84,7 +84,6 @@ class DraftModel(WithLayers, Stateless):
         self._requests.pop(request_id, None)
 
     def to(self, device: torch.device) -> None:
-        """Move its weights."""
         self._forward.to(device)
 
     @torch.inference_mode()

@@ -96,7 +96,6 @@ class Eagle(WithLayers):
         self._requests.pop(request_id, None)
 
     def to(self, device: torch.device) -> None:
-        """Move its weights."""
         self._forward.to(device)
 
     @torch.inference_mode()

@@ -85,7 +85,6 @@ class FollowedGrammar:
         return True
 
     def draft(self, token_ids: Sequence[int]) -> None:
-        """Have the masks made behind tokens that may come next."""
         self._follower.draft(self, token_ids)
 
     @property

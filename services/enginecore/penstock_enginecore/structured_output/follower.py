@@ -126,7 +126,6 @@ class GrammarFollower:
             return not grammar.late
 
     def forget(self, grammar: FollowedGrammar) -> None:
-        """Do nothing more for a request."""
         with self._changed:
             if self._living.pop(grammar.number, None) is not None:
                 self._ended.append(grammar.number)
@@ -143,7 +142,6 @@ class GrammarFollower:
     # The busy loop's.
 
     def advance(self, grammar: FollowedGrammar, token_id: int) -> None:
-        """Take in a token that the mask allows."""
         with self._changed:
             grammar.ready, grammar.mask, grammar.forced, grammar.drafted = False, NO_MASK, (), True
             grammar.tokens.append(token_id)
@@ -155,7 +153,6 @@ class GrammarFollower:
                 grammar.drafts, grammar.draft_masks = [], []
 
     def draft(self, grammar: FollowedGrammar, token_ids: Sequence[int]) -> None:
-        """Have the masks made behind tokens that may come next."""
         with self._changed:
             grammar.drafts, grammar.draft_masks = list(token_ids), []
             grammar.turn += 1

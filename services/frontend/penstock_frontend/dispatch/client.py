@@ -176,13 +176,9 @@ class GrpcEngineClient:
         self._dispatch.add(requests)
 
     def abort(self, request_ids: Iterable[str], reason: str) -> None:
-        """End those of the requests that have not ended, wherever they are; nothing more comes of them."""
         self._dispatch.abort(request_ids, reason)
 
     async def call_utility(self, method: str, arguments: Sequence[object] = (), *, engine: str = "") -> dict[str, Any]:
-        """Call a registered method on every connected engine, or on that with the id ``engine``. Returns by engine id what it
-        answered, or the RequestFailed that the call ended with.
-        """
         asked = self._pool.computing() if method in _OF_GROUPS and not engine else self._pool.connected()
         engines = [(c.ready.engine_id, c.session) for c in asked if c.session and c.ready]
         engines = [(engine_id, session) for engine_id, session in engines if engine in ("", engine_id)]
@@ -194,7 +190,6 @@ class GrpcEngineClient:
         return {engine_id: result for (engine_id, _), result in zip(engines, results, strict=True)}
 
     def refuse(self) -> None:
-        """Take no more requests; those that wait for an engine fail."""
         self._closed = True
         self._usable.set()
 

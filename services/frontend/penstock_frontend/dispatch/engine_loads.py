@@ -50,12 +50,10 @@ class EngineLoads:
         return sorted({word for _, ready in self._ready() for word in ready.capabilities})
 
     def serving(self, capability: str) -> Sequence[str]:
-        """Ids of the connected engines that serve it, in order."""
         return sorted(ready.engine_id for _, ready in self._ready() if capability in ready.capabilities)
 
     @property
     def num_engines(self) -> int:
-        """Engines that take requests now."""
         return sum(candidate.accepting for candidate in self._pool.candidates())
 
     def cluster(self) -> Sequence[EngineStatus]:
@@ -69,11 +67,9 @@ class EngineLoads:
         return self._pool.view.groups
 
     def variants(self) -> list[Variant]:
-        """The variants among the connected engines, by their hashes."""
         return variants_of(ready for _, ready in self._ready())
 
     def rank_loads(self) -> Sequence[RankLoad]:
-        """The load of every connected engine that requests may name, by rank."""
         loads = []
         for connection, ready in self._ready():
             if connection.rank is None:

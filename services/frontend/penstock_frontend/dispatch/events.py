@@ -104,7 +104,6 @@ class EngineEvents:
         """Nobody's concern but the pool's, which has told the other ranks."""
 
     def has_work(self, connection: EngineConnection) -> bool:
-        """Whether the engine has requests of this frontend."""
         return self._dispatch.num_on(connection.address) > 0
 
     def _cache_changed(self, connection: EngineConnection, events: list[KvCacheEvent]) -> None:

@@ -125,13 +125,11 @@ class EnginePool:
         self._groups.disconnected()
 
     def abort_on(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
-        """End requests of an engine, if there is a session with it."""
         connection = self._connections.get(engine)
         if connection is not None and connection.session is not None:
             connection.session.abort(request_ids, reason)
 
     def hand_over(self, engine: str, request_ids: Sequence[str]) -> None:
-        """Have an engine hand requests over, if there is a session with it."""
         connection = self._connections.get(engine)
         if connection is not None and connection.session is not None:
             connection.session.hand_over(request_ids)
@@ -210,12 +208,10 @@ class EnginePool:
         self._candidates = None
 
     def on_up(self, connection: EngineConnection) -> None:
-        """The engine is ready."""
         self._candidates = None
         self._told.on_up(connection)
 
     def on_outputs(self, connection: EngineConnection, outputs: EngineCoreOutputs) -> None:
-        """A step is done. Raises EngineFaultError when the engine cannot be trusted any more."""
         stats = outputs.scheduler_stats
         if stats is not None and stats.wedged != connection.stats.wedged:
             self._candidates = None
@@ -240,7 +236,6 @@ class EnginePool:
         self._groups.start_wave(message)
 
     def has_work(self, connection: EngineConnection) -> bool:
-        """Whether the engine has requests of this frontend."""
         return self._told.has_work(connection)
 
     @property

@@ -104,7 +104,6 @@ class OutgoingRequests:
             self._tensors.drop_stale()
 
     def close(self) -> None:
-        """The stream is over."""
         if self._tensors is not None:
             self._tensors.close()
 

@@ -15,7 +15,7 @@ class SamplingParams(  # type: ignore[misc]  # dataclasses cannot thaw fields, s
     replacements = vllm_names.SAMPLING
 
     def clone(self, **changes: Any) -> Self:
-        """Return a copy of its own, with other values of the fields that are named. Raises TypeError for an unknown field."""
+        """Return a copy with some fields changed."""
         for name in changes:
             if refusal := type(self).refusal(name):
                 raise TypeError(refusal)

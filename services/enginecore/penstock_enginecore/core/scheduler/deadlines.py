@@ -35,7 +35,6 @@ class DeadlineQueue:
             heapq.heapify(self._heap)
 
     def next_deadline(self) -> float | None:
-        """The earliest deadline of a living request, in seconds since the epoch."""
         while self._heap and self._heap[0][2].finished:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

@@ -69,7 +69,6 @@ class RequestLifecycle:
         return [request.request_id for request in found]
 
     def abort_client(self, client_id: str) -> None:
-        """End all requests of a client that has gone, without outputs."""
         self.end(self._state.requests.of_client(client_id), RequestStatus.FINISHED_ABORTED)
         self._state.outputs.forget(client_id)
 
@@ -153,7 +152,6 @@ class RequestLifecycle:
         return keys
 
     def next_deadline(self) -> float | None:
-        """The earliest deadline of a living request, in seconds since the epoch."""
         return self._deadlines.next_deadline()
 
     def _keep_blocks(self, request: Request, *, wanted: bool) -> KvSource | None:

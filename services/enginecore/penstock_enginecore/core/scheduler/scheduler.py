@@ -66,7 +66,6 @@ class DefaultScheduler(Scheduler):
     # A step.
 
     def schedule(self, *, begin: bool = True) -> SchedulerOutput:
-        """See ``Scheduler``."""
         state = self._state
         self._lifecycle.abort_expired()
         output = SchedulerOutput(step=state.next_step, num_scheduled_tokens={})
@@ -308,7 +307,6 @@ class DefaultScheduler(Scheduler):
         return self._lifecycle.abort(client_id, request_ids, hand_over=hand_over)
 
     def abort_client(self, client_id: str) -> None:
-        """End all requests of a client that has gone, without outputs."""
         self._lifecycle.abort_client(client_id)
 
     def abort_all(self, error: RequestError, *, held: bool = True, keep_blocks: bool = False) -> None:
@@ -374,11 +372,9 @@ class DefaultScheduler(Scheduler):
 
     @property
     def num_unexplained_failures(self) -> int:
-        """Times in a row that a step failed, and then each of its requests passed alone."""
         return self._state.trial.num_unexplained
 
     def take_outputs(self) -> dict[str, EngineCoreOutputs]:
-        """Outputs since the last call, by client id."""
         return self._state.outputs.take(self.stats(), self._state.clock()) if self._state.outputs else {}
 
     def record_kv_events(self, on: bool) -> None:
@@ -386,7 +382,6 @@ class DefaultScheduler(Scheduler):
         self.kv_cache.record_events(on)
 
     def take_kv_events(self) -> list[KvCacheEvent]:
-        """Changes of the prefix cache since the last call."""
         return self.kv_cache.take_events()
 
     def cached_blocks(self, part: int, num_parts: int, medium: KvMedium = KvMedium.DEVICE) -> list[bytes]:
@@ -401,17 +396,14 @@ class DefaultScheduler(Scheduler):
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request is waiting or running."""
         return len(self._requests) > 0
 
     @property
     def num_requests(self) -> int:
-        """Requests that are waiting or running."""
         return len(self._requests)
 
     @property
     def num_held_by_pause(self) -> int:
-        """Of these, those that came after a pause was asked for."""
         if self._state.pause_state is PauseState.RUNNING:
             return 0
         return sum(bool(request.hold & Hold.PAUSE) for request in self._requests.by_key.values())
@@ -424,7 +416,6 @@ class DefaultScheduler(Scheduler):
         return self._kv_loads is not None and self._kv_loads.has_news
 
     def next_deadline(self) -> float | None:
-        """The earliest deadline of a living request, in seconds since the epoch."""
         return self._lifecycle.next_deadline()
 
     @property
@@ -454,12 +445,10 @@ class DefaultScheduler(Scheduler):
         return not self._running and self.kv_cache.reset_prefix_cache()
 
     def reset_encoder_cache(self) -> None:
-        """Forget the embeddings of media that no running request needs."""
         if self._encoder is not None:
             self._encoder.reset()
 
     def stats(self) -> SchedulerStats:
-        """The load now."""
         prefix = self.kv_cache.prefix_stats
         return SchedulerStats(
             num_running_reqs=len(self._running),

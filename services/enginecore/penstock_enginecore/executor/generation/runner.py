@@ -130,7 +130,6 @@ class GenerationRunner:
         return self._graphs()
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Allocate the KV cache and begin with no requests."""
         self._caches = self._forward.memory.allocate(model_layers(config))
         self._num_groups = num_groups(self._caches)
         self._forward.bind(self._caches)
@@ -165,7 +164,6 @@ class GenerationRunner:
             self._towers.read(Towers(model.encoder))
 
     def drop_kv_cache(self) -> None:
-        """Free the KV cache and forget the requests, until ``initialize_kv_cache``."""
         self._caches = {}
         self._forward.bind({})
         if self._drafting is not None:
@@ -324,7 +322,6 @@ class GenerationRunner:
         batch.take_tokens(expected, arrival.wait()[0, : len(expected.rows)])
 
     def to(self, device: torch.device) -> None:
-        """Move the weights."""
         self._forward.to(device)
         self._towers.to(device)
         if self._drafting is not None:

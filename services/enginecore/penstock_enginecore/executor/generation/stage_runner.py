@@ -64,7 +64,6 @@ class StageRunner:
         self._runner.initialize_kv_cache(own_groups(config, self.specs))
 
     def drop_kv_cache(self) -> None:
-        """See ``ModelRunner``."""
         self._runner.drop_kv_cache()
 
     def recover(self) -> None:

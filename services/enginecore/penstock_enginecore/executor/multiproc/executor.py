@@ -104,7 +104,6 @@ class MultiprocExecutor:
         """Workers share the layers of a model; ranks that share experts have one."""
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
-        """See ``Executor``."""
         self._on_failure = failed
         try:
             self._calls.check()

@@ -83,19 +83,15 @@ class NativeWords:
         self._spin = int(spin * 1e9)
 
     def load(self, address: int) -> int:
-        """See ``Words``."""
         return int(self._load(address))
 
     def add(self, address: int, count: int, sleepers: Sleepers) -> None:
-        """See ``Words``."""
         self._add(address, count * STEP, *sleepers)
 
     def close(self, address: int, sleepers: Sleepers) -> None:
-        """See ``Words``."""
         self._close(address, *sleepers)
 
     def wait(self, address: int, seen: int, sleeping: int, deadline: float | None) -> bool:
-        """See ``Words``."""
         until, spin = (-1 if deadline is None else int(deadline * 1e9)), self._spin
         while code := self._wait(address, seen, sleeping, spin, until):
             if code == errno.ETIMEDOUT:
@@ -125,13 +121,11 @@ class PlainWords:
         self._lock = threading.Lock()  # of one process' threads, one closes while another adds
 
     def load(self, address: int) -> int:
-        """See ``Words``."""
         value = ctypes.c_uint32.from_address(address).value
         self._fence()
         return value
 
     def add(self, address: int, count: int, sleepers: Sleepers) -> None:  # noqa: ARG002 - it cannot see who is about to sleep
-        """See ``Words``."""
         self._fence()
         with self._lock:
             word = ctypes.c_uint32.from_address(address)
@@ -139,14 +133,12 @@ class PlainWords:
         self._wake(address)
 
     def close(self, address: int, sleepers: Sleepers) -> None:  # noqa: ARG002
-        """See ``Words``."""
         self._fence()
         with self._lock:
             ctypes.c_uint32.from_address(address).value |= CLOSED
         self._wake(address)
 
     def wait(self, address: int, seen: int, sleeping: int, deadline: float | None) -> bool:
-        """See ``Words``."""
         asleep = ctypes.c_uint32.from_address(sleeping)
         asleep.value = 1  # for writers that look at it
         self._libc.getppid()  # it is there before the word is looked at

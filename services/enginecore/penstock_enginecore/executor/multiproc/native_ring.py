@@ -71,11 +71,10 @@ class NativeRing:
         self._address = ctypes.addressof(shape)
 
     def put(self, number: int, message: bytes) -> bool:
-        """See ``RingMemory.put``."""
         return bool(self._calls.put(self._address, number, message, len(message)))
 
     def inbox(self, reader: int, *, is_early: bool) -> "NativeInbox":
-        """See ``RingMemory.inbox``."""
+        """Return the inbox of one reader."""
         return NativeInbox(self._calls, self._shape, reader, is_early=is_early)
 
 

@@ -89,7 +89,6 @@ class NodeWorkers:
         self._workers = Workers(config, client.answer, self._fail, overdue, module, node=node)
 
     def call(self, message: bytes) -> None:
-        """See ``NodeOrders``."""
         try:
             self._workers.write(message, self._timeout)
         except RingTimeout as e:
@@ -98,11 +97,9 @@ class NodeWorkers:
             return  # one has ended, which is told of
 
     def expect_ends(self) -> None:
-        """See ``NodeOrders``."""
         self._workers.expect_ends()
 
     def dump_stacks(self) -> Mapping[int, str]:
-        """See ``NodeOrders``."""
         return self._workers.stacks()
 
     def end(self, *, told: bool) -> None:

@@ -100,20 +100,18 @@ class SpreadWorkers:
         self._local.write(message, timeout)
 
     def expect_ends(self) -> None:
-        """See ``Workers``."""
         self._listener.expect_ends()
         self._local.expect_ends()
 
     def look_again(self) -> None:
-        """See ``Workers``."""
+        """Look when the call that has just begun will be overdue."""
         self._local.look_again()
 
     def has_ended(self, within: float) -> bool:
-        """See ``Workers``."""
+        """Return if a worker has ended, or ends within so many seconds."""
         return self._local.has_ended(within, self._gone)
 
     def end(self, *, told: bool) -> None:
-        """See ``Workers``."""
         self._listener.end("" if told else str(self._error or "the engine has given its workers up"))
         self._local.end(told=told)
         self._listener.stop()
@@ -127,24 +125,20 @@ class SpreadWorkers:
     # What nodes say, on the listener's thread.
 
     def attached(self, index: int) -> None:
-        """See ``NodeEvents``."""
         with self._changed:
             self._attached.add(index)
             self._changed.notify_all()
 
     def answered(self, index: int, rank: int, message: bytes) -> None:
-        """See ``NodeEvents``."""
         self._said[index].put((rank, message))
 
     def stacks(self, index: int, texts: Mapping[int, str]) -> None:
-        """See ``NodeEvents``."""
         with self._changed:
             self._stacks.update(texts)
             self._stacks_of.add(index)
             self._changed.notify_all()
 
     def ended(self, index: int, reason: str) -> None:
-        """See ``NodeEvents``."""
         os.eventfd_write(self._gone, 1)
         self._said[index].put(WorkersGone(f"node {index}: {reason}"))
 

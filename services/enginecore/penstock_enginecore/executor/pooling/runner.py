@@ -80,14 +80,12 @@ class PoolingRunner:
         return GraphStats()
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Allocate the KV cache and begin with no requests."""
         self._caches = self._backbone.memory.allocate(config)
         self._backbone.bind(self._caches)
         self._kv_cache = config
         self._forget()
 
     def drop_kv_cache(self) -> None:
-        """Free the KV cache and forget the requests, until ``initialize_kv_cache``."""
         self._caches = {}
         self._backbone.bind({})
         self._kv_cache = None

@@ -49,7 +49,6 @@ class SlotModules:
         return digest in self._adapters
 
     def prepare(self, adapter: LoraAdapter) -> Callable[[], None]:
-        """See ``DeviceAdapters``."""
         if odd := self._odd & adapter.updates.keys():
             raise ValueError(f"{min(odd)} computes other rows than a step's tokens, and takes no update on this device")
         return self._adapters.prepare(adapter)

@@ -54,12 +54,10 @@ class AdaptedProduct:
         return self._product.tensors
 
     def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """See ``Product``."""
         self._product.product(x, out)
         self._add_to(x, 1.0, out)
 
     def affine(self, x: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
-        """See ``Product``."""
         self._product.affine(x, out, scale)
         self._add_to(x, scale, out)
 

@@ -78,17 +78,14 @@ class Dense:
 
     @property
     def out_features(self) -> int:
-        """Numbers of a row of the product."""
         return self.weight.shape[0]
 
     @property
     def in_features(self) -> int:
-        """Numbers of a row that is multiplied."""
         return self.weight.shape[1]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weight and bias."""
         return sum(p.numel() * p.element_size() for p in self.tensors)
 
     @property
@@ -97,14 +94,12 @@ class Dense:
         return [p for p in (self.weight, self.bias) if p is not None]
 
     def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """``x`` ``[rows, in_features]`` times the weight, without the bias, into ``out`` ``[rows, out_features]``."""
         if self.kernels is not None:
             self.kernels.product(x, self.weight, None, 1.0, out)
         else:
             torch.mm(x, self.weight.t(), out=out)
 
     def affine(self, x: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
-        """As ``product``, with the bias where there is one, times ``scale``."""
         if self.kernels is not None:
             self.kernels.product(x, self.weight, self.bias, scale, out)
         elif self.bias is not None:
@@ -115,7 +110,6 @@ class Dense:
             self.product(x, out)
 
     def to(self, device: torch.device) -> None:
-        """Move the weights."""
         for parameter in self.tensors:
             parameter.data = parameter.data.to(device)
 

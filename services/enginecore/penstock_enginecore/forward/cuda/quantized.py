@@ -44,12 +44,10 @@ class QuantizedProduct:
 
     @property
     def out_features(self) -> int:
-        """Numbers of a row of the product."""
         return self._weight.numbers.shape[0]
 
     @property
     def in_features(self) -> int:
-        """Numbers of a row that is multiplied."""
         return self._weight.in_features
 
     @property
@@ -63,15 +61,12 @@ class QuantizedProduct:
         return [*self._weight.tensors, *([] if self.bias is None else [self.bias])]
 
     def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """``x`` ``[rows, in_features]`` times the weight, without the bias, into ``out`` ``[rows, out_features]``."""
         self._kernels.quantized_product(x, self._weight, None, 1.0, out)
 
     def affine(self, x: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
-        """As ``product``, with the bias where there is one, times ``scale``."""
         self._kernels.quantized_product(x, self._weight, self.bias, scale, out)
 
     def to(self, device: torch.device) -> None:
-        """Move the weights."""
         self._weight = self._weight.to(device)
         if self.bias is not None:
             self.bias.data = self.bias.data.to(device)

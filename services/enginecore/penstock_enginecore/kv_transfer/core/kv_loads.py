@@ -215,7 +215,6 @@ class KvLoads(StepResource):
         return self._pool.num_free_blocks - (running and 1 + running // self._kv_cache.block_size)
 
     def hold(self, place: Place) -> bool:
-        """See ``BlockHolder``."""
         name, block = place.name, self._pool.blocks[place.block_id]
         if block.ref_count or block.block_hash != name.hash or block.group != name.group:
             return False
@@ -230,7 +229,6 @@ class KvLoads(StepResource):
             self._log.freed.pop()
 
     def findable(self, medium: KvMedium, name: BlockName, is_there: bool) -> None:
-        """See ``BlockHolder``."""
         self._kv_cache.findable(medium, name, is_there)
 
     # Steps.

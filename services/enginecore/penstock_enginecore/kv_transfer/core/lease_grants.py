@@ -72,12 +72,10 @@ class LeasedBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that these keep."""
         return self.leases.num_blocks
 
     @property
     def num_bytes(self) -> int:
-        """Of these blocks, over all workers."""
         return self.leases.num_blocks * self._block_bytes
 
     def next_expiry(self) -> float | None:

@@ -80,7 +80,6 @@ class TieredConnector:
         self._under_way: set[Future[Any]] = set()
 
     def attach(self, blocks: BlockHolder) -> None:
-        """See ``KVConnector``."""
         self._blocks = blocks
 
     def begin(self, copier: BlockCopier, num_host_slots: int, store: BlockStore | None = None) -> None:
@@ -104,7 +103,6 @@ class TieredConnector:
         self._peers = PeerLoads(peers, self._copier)
 
     def check(self, params: Mapping[str, Any]) -> None:  # noqa: ARG002 - a protocol
-        """See ``KVConnector``."""
         raise Unimplemented(
             "kv_transfer_params is set; it is for the connector of a plugin, and kv_transfer.connector names none",
             field="kv_transfer_params",
@@ -115,7 +113,6 @@ class TieredConnector:
         return None
 
     def lookup(self, request: Request, names: Sequence[Sequence[BlockName]]) -> int:
-        """See ``KVConnector``."""
         count = 0
         for of_place in names:
             if not all(self._where(request, name) for name in of_place):
@@ -138,7 +135,6 @@ class TieredConnector:
         return sum(self._rates.seconds(medium, count) for medium, count in counts.items() if medium is not None)
 
     def load(self, request: Request, places: Sequence[Place]) -> int:
-        """See ``KVConnector``."""
         self._last += 1
         load = self._loads[self._last] = _Load(self._last, self._clock(), request.context.trace_context)
         of: dict[KvMedium | None, list[Place]] = {}
@@ -165,12 +161,10 @@ class TieredConnector:
             self._peers.abandon(load.at_peer)
 
     def opened(self, request: Request) -> None:
-        """See ``KVConnector``."""
         if self._peers is not None:
             self._peers.opened(request)
 
     def closed(self, request: Request) -> None:
-        """See ``KVConnector``."""
         if self._peers is not None:
             self._peers.closed(request)
 
@@ -178,17 +172,14 @@ class TieredConnector:
         """See ``KVConnector``. Blocks are saved when nobody has them any more."""
 
     def on_freed(self, places: Sequence[Place]) -> None:
-        """See ``KVConnector``."""
         if self._host is not None:
             self._host.freed(places)
 
     def on_evicted(self, places: Sequence[Place]) -> None:
-        """See ``KVConnector``."""
         if self._host is not None:
             self._host.taken(place.name for place in places)
 
     def take_ended(self) -> list[LoadEnded]:
-        """See ``KVConnector``."""
         while not self._news.empty():
             self._news.get()()
         if self._host is not None:
@@ -198,12 +189,10 @@ class TieredConnector:
 
     @property
     def has_news(self) -> bool:
-        """See ``KVConnector``."""
         return bool(self._ended) or not self._news.empty()
 
     @property
     def num_held_blocks(self) -> int:
-        """See ``KVConnector``."""
         return 0 if self._host is None else self._host.num_held_blocks
 
     def stats(self) -> TierStats:
@@ -219,7 +208,6 @@ class TieredConnector:
         )
 
     def settle(self) -> None:
-        """See ``KVConnector``."""
         if self._host is not None:
             self._host.drop_queued()
         for number in self._loads:
@@ -230,7 +218,6 @@ class TieredConnector:
             self._news.get()()
 
     def reset(self) -> None:
-        """See ``KVConnector``."""
         if self._host is not None:
             self._host.clear()
         if self._disk is not None:

@@ -166,7 +166,6 @@ class NixlReceiver(Receiver):
         return checked(await self._read(block.data.shared_memory.offset), block)
 
     def close(self) -> None:
-        """See ``Receiver``."""
         remote, self._remote = self._remote, None
         if remote is not None:
             self._agents.remove(remote)

@@ -176,13 +176,11 @@ class PullClient:
         arrived: Callable[[Sequence[PeerBlock]], None],
         ended: Callable[[], None],
     ) -> None:
-        """See ``PeerTier.fetch``."""
         now = self._settings.clock()
         self._wishes[fetch_id] = _Wish(arrived, ended, now, len(names))
         self._carry_out(self._pull.fetch(fetch_id, names, now))
 
     def abandon(self, fetch_id: int) -> None:
-        """See ``PeerTier.abandon``."""
         if (wish := self._wishes.get(fetch_id)) is not None:
             wish.abandoned = True
         self._carry_out(self._pull.abandon(fetch_id))

@@ -145,7 +145,6 @@ class _Stream:
         self._reader.result()
 
     def close(self) -> None:
-        """The stream is over."""
         for task in (self._reader, self._watch):
             if task is not None:
                 task.cancel()

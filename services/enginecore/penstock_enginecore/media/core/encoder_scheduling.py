@@ -80,7 +80,6 @@ class EncoderWork(StepResource):
 
     @property
     def has_work(self) -> bool:
-        """Whether an item is to be encoded."""
         return bool(self._queue)
 
     def begin_slice(self, *, waits: bool) -> bool:

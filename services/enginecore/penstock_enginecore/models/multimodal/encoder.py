@@ -51,7 +51,6 @@ class TowerEncoder:
 
     @property
     def has_work(self) -> bool:
-        """Whether an item is to be encoded."""
         return bool(self._waiting)
 
     def start(self, item: EncoderItem) -> None:
@@ -66,7 +65,6 @@ class TowerEncoder:
             self._begun = None
 
     def advance(self, budget: int) -> list[EncodedItem]:
-        """See ``MediaEncoder``."""
         done: list[EncodedItem] = []
         computed = False
         while self._waiting:

@@ -80,7 +80,6 @@ class _Converter:
 
     @contextmanager
     def inside(self) -> Iterator[Layout]:
-        """What is converted meanwhile stands in an array or object of this layout."""
         outer = self._level
         self._level = deeper(outer)
         try:
@@ -89,13 +88,9 @@ class _Converter:
             self._level = outer
 
     def spender(self, path: str) -> Callable[[int], None]:
-        """Counts work for the schema at ``path``."""
         return lambda steps: self.work.spend(path, steps)
 
     def convert(self, parts: Sequence[Part], depth: int, path: str = "") -> str:
-        """An expression for the values that fulfil all of ``parts``. ``path``: the place that is refused where none of them alone
-        is to blame, that of the first unless it is given. Raises SchemaError.
-        """
         if not parts:
             return "any"
         path = path or parts[0].path
@@ -177,7 +172,6 @@ class _Converter:
         return self._any_of(options)
 
     def values_of(self, parts: Sequence[Part]) -> list[Any] | None:
-        """The values that fulfil all of ``parts``, if these list them; None where they do not."""
         facts, _ = facts_of(parts, self.document, self.work)
         path = parts[0].path
         if (values := self._listed(facts, path)) is not None:
@@ -191,7 +185,6 @@ class _Converter:
         return [value for value in known if self.fulfils(value, [fact.part for fact in facts])]
 
     def fulfils(self, value: Any, parts: Iterable[Part]) -> bool:
-        """Whether a value fulfils all of ``parts``."""
         return all(self._values.fulfils(value, part.schema, part.path, ours=part.ours) for part in parts)
 
     def _listed(self, facts: Sequence[Fact], path: str) -> list[Any] | None:
@@ -228,7 +221,6 @@ class _Converter:
         return texts.written(self.rules, path, self.spender(path))
 
     def add_texts(self, part: Part, texts: Texts) -> None:
-        """Add to ``texts`` what strings must fulfil that fulfil ``part``. Raises SchemaError where it says more."""
         facts, _ = facts_of([part], self.document, self.work)
         for fact in facts:
             if combines(fact):

@@ -153,7 +153,6 @@ class HttpConnection(RequestParsing):
 
     @property
     def is_old(self) -> bool:
-        """Whether the connection ends with its next answer."""
         return self.loop.time() >= self._ends_at
 
     def end_with_next_answer(self) -> None:

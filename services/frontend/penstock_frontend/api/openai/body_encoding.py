@@ -71,7 +71,6 @@ class _Checked:
         self._empty = True
 
     def pieces(self, part: bytes) -> Iterator[bytes]:
-        """See ``Decompressor``."""
         if not part:
             return
         self._empty = False
@@ -85,7 +84,6 @@ class _Checked:
             raise self._damaged("more follows its end")
 
     def finish(self) -> None:
-        """See ``Decompressor``."""
         if not self._empty and not self._codec.ended:
             raise self._damaged("it ends too early")
 
@@ -104,16 +102,13 @@ class _Zlib:
 
     @property
     def ended(self) -> bool:
-        """Whether the end of the body has come."""
         return self._stream.eof
 
     @property
     def surplus(self) -> bool:
-        """Whether more came behind it."""
         return bool(self._stream.unused_data)
 
     def feed(self, part: bytes) -> Iterator[bytes]:
-        """Pieces of what comes of a part that is not empty."""
         if self._first is not None:
             part = self._first + part
             if self._window is None and len(part) < 2:
@@ -138,11 +133,9 @@ class _Brotli:
 
     @property
     def ended(self) -> bool:
-        """Whether the end of the body has come."""
         return bool(self._stream.is_finished())
 
     def feed(self, part: bytes) -> Iterator[bytes]:
-        """Pieces of what comes of a part that is not empty."""
         piece = self._stream.process(part, output_buffer_limit=PIECE)
         while (
             piece or not self._stream.can_accept_more_data()
@@ -160,16 +153,13 @@ class _Zstd:
 
     @property
     def ended(self) -> bool:
-        """Whether the end of the body has come."""
         return self._stream.eof
 
     @property
     def surplus(self) -> bool:
-        """Whether more came behind it."""
         return bool(self._stream.eof and self._stream.unused_data)
 
     def feed(self, part: bytes) -> Iterator[bytes]:
-        """Pieces of what comes of a part that is not empty."""
         yield self._stream.decompress(part, PIECE)
         while not self._stream.eof and not self._stream.needs_input:
             yield self._stream.decompress(b"", PIECE)

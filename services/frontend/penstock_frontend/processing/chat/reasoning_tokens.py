@@ -45,7 +45,6 @@ class CountToEndToken:
 
     @property
     def total(self) -> int:
-        """Tokens so far."""
         return self._before_end if self._reasons else 0
 
 

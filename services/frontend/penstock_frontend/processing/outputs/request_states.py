@@ -49,7 +49,6 @@ class RequestStates(Generic[S]):
                 self._fail(state, error)
 
     def fail_all(self, error: RequestFailed) -> list[str]:
-        """End every request; returns their ids."""
         request_ids = list(self._states)
         self.fail(request_ids, error)
         return request_ids

@@ -72,7 +72,7 @@ class ToolParser(abc.ABC):
         """Whether a model with this chat template writes its calls so."""
 
     def expect(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        """Tell of the tools before the first piece."""
+        """Set the parameter schemas of the tools that the model may call."""
         self.schemas = schemas
 
     @abc.abstractmethod
@@ -104,7 +104,7 @@ class ReasoningParser(abc.ABC):
 
     @classmethod
     def ended_by(cls, prompt: str) -> bool | None:
-        """Whether a prompt ends the reasoning; False: it begins it; None: neither, the answer may begin with it."""
+        """Return True if the prompt ends with the closing tag, False if it ends with the opening tag, else None."""
         begin, end = cls.tags
         before = prompt[-_PROMPT_END:].rstrip()
         return True if before.endswith(end) else False if before.endswith(begin) else None

@@ -37,7 +37,6 @@ class CallReader(ToolParser):
         self._ids: list[str] = []
 
     def push(self, text: str) -> ToolDelta:
-        """Take the next piece of the answer."""
         self._text += text
         return self._advance()
 

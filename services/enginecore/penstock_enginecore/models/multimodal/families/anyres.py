@@ -35,16 +35,13 @@ class _Images(Intake):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """See ``Intake``."""
         return {_PIXELS: Spec(PIXELS, (1, None, 3, self.side, self.side)), _SIZES: Spec(INTEGERS, (1, 2))}
 
     @property
     def max_embeds(self) -> int:
-        """See ``Intake``."""
         return self._largest[0]
 
     def count(self, tensors: Tensors) -> int:
-        """See ``Intake``."""
         height, width = tensors[_SIZES][0].tolist()
         if height <= 0 or width <= 0:
             raise ItemError(f"{_SIZES} says {height}x{width}")
@@ -54,7 +51,6 @@ class _Images(Intake):
         return self.num_embeds((height, width))
 
     def encode(self, tensors: Tensors) -> torch.Tensor:
-        """See ``Intake``."""
         found = self.towers.get_image_features(
             pixel_values=self.pixels(tensors[_PIXELS], 2),
             image_sizes=tensors[_SIZES].cpu(),
@@ -65,7 +61,6 @@ class _Images(Intake):
         return rows
 
     def largest_tensors(self) -> Tensors:
-        """See ``Intake``."""
         size = self._largest[1]
         return {
             _PIXELS: torch.zeros(1, self.num_tiles(size), 3, self.side, self.side, dtype=torch.uint8),
@@ -121,7 +116,6 @@ class _OneVisionImages(_Images):
         return {**super().specs, _NUM_IMAGES: Spec(INTEGERS, (1,), wanted=False)}
 
     def count(self, tensors: Tensors) -> int:
-        """See ``Intake``."""
         if not _is_one_of_several(tensors):
             return super().count(tensors)
         if (found := tensors[_PIXELS].shape[1]) != 1:
@@ -149,32 +143,26 @@ class _OneVisionVideo(Intake):
 
     @property
     def processor_settings(self) -> Mapping[str, Any]:
-        """See ``Intake``."""
         return self.checkpoint.settings.video
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """See ``Intake``."""
         side = self.config.vision_config.image_size
         return {_VIDEO: Spec(PIXELS, (1, None, 3, side, side))}
 
     @property
     def max_embeds(self) -> int:
-        """See ``Intake``."""
         return self._max_frames * self._per_frame + 1
 
     def count(self, tensors: Tensors) -> int:
-        """See ``Intake``."""
         return int(tensors[_VIDEO].shape[1]) * self._per_frame + 1
 
     def encode(self, tensors: Tensors) -> torch.Tensor:
-        """See ``Intake``."""
         found = self.towers.get_video_features(self.pixels(tensors[_VIDEO], 2), **chosen_states(self.config))
         rows: torch.Tensor = found.pooler_output[0]
         return rows
 
     def largest_tensors(self) -> Tensors:
-        """See ``Intake``."""
         side = self.config.vision_config.image_size
         return {_VIDEO: torch.zeros(1, self._max_frames, 3, side, side, dtype=torch.uint8)}
 

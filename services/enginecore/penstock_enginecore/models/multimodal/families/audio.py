@@ -39,7 +39,6 @@ class _MaskedWindow(_Audio):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """See ``Intake``."""
         return {
             _FEATURES: Spec(FLOATS, (1, self.num_bins, self.window)),
             _MASK: Spec(MASKS, (1, self.window)),
@@ -47,11 +46,9 @@ class _MaskedWindow(_Audio):
 
     @property
     def max_embeds(self) -> int:
-        """See ``Intake``."""
         return self._lengths(self.window)[1]
 
     def count(self, tensors: Tensors) -> int:
-        """See ``Intake``."""
         mask = tensors[_MASK][0].bool()
         length = int(mask.sum())
         if not bool(mask[:length].all()):
@@ -75,7 +72,6 @@ class _MaskedWindow(_Audio):
         return found
 
     def largest_tensors(self) -> Tensors:
-        """See ``Intake``."""
         return {
             _FEATURES: torch.zeros(1, self.num_bins, self.window),
             _MASK: torch.ones(1, self.window, dtype=torch.int32),
@@ -92,25 +88,20 @@ class _Windows(_Audio):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """See ``Intake``."""
         return {_FEATURES: Spec(FLOATS, (None, self.num_bins, self.window))}
 
     @property
     def max_embeds(self) -> int:
-        """See ``Intake``."""
         return self._max_windows * self._per_window
 
     def count(self, tensors: Tensors) -> int:
-        """See ``Intake``."""
         return len(tensors[_FEATURES]) * self._per_window
 
     def encode(self, tensors: Tensors) -> torch.Tensor:
-        """See ``Intake``."""
         rows: torch.Tensor = self.towers.get_audio_features(tensors[_FEATURES].to(self.dtype)).pooler_output
         return rows
 
     def largest_tensors(self) -> Tensors:
-        """See ``Intake``."""
         return {_FEATURES: torch.zeros(self._max_windows, self.num_bins, self.window)}
 
     @property

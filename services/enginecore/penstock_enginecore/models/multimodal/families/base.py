@@ -63,7 +63,6 @@ class Intake(ABC):
 
     @property
     def max_tokens(self) -> int:
-        """Positions of the largest item."""
         return self.max_embeds
 
     @abstractmethod
@@ -80,17 +79,16 @@ class Intake(ABC):
 
     @property
     def processor_settings(self) -> Mapping[str, Any]:
-        """Of what makes the tensors."""
+        """The settings of the checkpoint's image processor."""
         return self.checkpoint.settings.image
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the towers."""
+        """The dtype of the encoder, which is that of its first floating-point weight."""
         dtypes: list[torch.dtype] = [each.dtype for each in self.towers.parameters() if each.is_floating_point()]
         return dtypes[0]
 
     def info(self, num_blocks: int) -> MediaInfo:
-        """What the engine's core knows of the modality, of a tower of ``num_blocks``."""
         return MediaInfo(
             modality=self.modality,
             num_blocks=num_blocks,
@@ -100,13 +98,12 @@ class Intake(ABC):
         )
 
     def pixels(self, tensor: torch.Tensor, channels: int) -> torch.Tensor:
-        """What the tower takes of pixels whose dimension ``channels`` is that of their colours."""
+        """Return normalized pixels in the encoder's dtype."""
         if self.normalization is None:
             raise TypeError(f"{type(self).__name__} takes no pixels")
         return self.normalization.apply(tensor, channels).to(self.dtype)
 
     def _normalization(self) -> Normalization | None:
-        """Of the pixels; None where there are none."""
         checkpoint = self.checkpoint
         return checkpoint.settings.normalization(self.processor_settings).to(checkpoint.device)
 

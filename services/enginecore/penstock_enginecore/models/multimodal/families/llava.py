@@ -17,28 +17,23 @@ class _Images(Intake):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """See ``Intake``."""
         side = self.config.vision_config.image_size
         return {_PIXELS: Spec(PIXELS, (1, 3, side, side))}
 
     @property
     def max_embeds(self) -> int:
-        """See ``Intake``."""
         return positions_of_square(self.config)
 
     def count(self, _tensors: Tensors) -> int:
-        """See ``Intake``."""
         return self.max_embeds
 
     def encode(self, tensors: Tensors) -> torch.Tensor:
-        """See ``Intake``."""
         pixels = self.pixels(tensors[_PIXELS], 1)
         found = self.towers.get_image_features(pixel_values=pixels, **chosen_states(self.config))
         rows: torch.Tensor = found.pooler_output[0]
         return rows
 
     def largest_tensors(self) -> Tensors:
-        """See ``Intake``."""
         side = self.config.vision_config.image_size
         return {_PIXELS: torch.zeros(1, 3, side, side, dtype=torch.uint8)}
 

@@ -23,23 +23,19 @@ class _Images(Intake):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """See ``Intake``."""
         return {_PIXELS: Spec(PIXELS, (1, 3, None, None)), _SIZES: Spec(INTEGERS, (1, 2))}
 
     @property
     def max_embeds(self) -> int:
-        """See ``Intake``."""
         rows, columns = self._largest()
         return rows * columns
 
     @property
     def max_tokens(self) -> int:
-        """See ``Intake``."""
         rows, columns = self._largest()
         return rows * (columns + 1)
 
     def count(self, tensors: Tensors) -> int:
-        """See ``Intake``."""
         height, width = tensors[_SIZES][0].tolist()
         if (height, width) != tuple(tensors[_PIXELS].shape[2:]):
             raise ItemError(f"{_SIZES} says {height}x{width}, and {_PIXELS} has {list(tensors[_PIXELS].shape)}")
@@ -49,7 +45,6 @@ class _Images(Intake):
         return int(height // self.cell * (width // self.cell))
 
     def encode(self, tensors: Tensors) -> torch.Tensor:
-        """See ``Intake``."""
         found = self.towers.get_image_features(
             pixel_values=self.pixels(tensors[_PIXELS], 1),
             image_sizes=tensors[_SIZES].cpu(),
@@ -60,7 +55,6 @@ class _Images(Intake):
         return rows
 
     def largest_tensors(self) -> Tensors:
-        """See ``Intake``."""
         height, width = (cells * self.cell for cells in self._largest())
         return {
             _PIXELS: torch.zeros(1, 3, height, width, dtype=torch.uint8),
@@ -84,7 +78,6 @@ class _MergedImages(_Images):
 
     @property
     def cell(self) -> int:
-        """See ``_Images``."""
         return int(self.config.vision_config.patch_size) * int(self.config.spatial_merge_size)
 
     def _options(self) -> dict[str, Any]:

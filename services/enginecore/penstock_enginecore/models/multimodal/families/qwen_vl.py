@@ -28,18 +28,15 @@ class _Images(Intake):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """See ``Intake``."""
         tower = self.config.vision_config
         numbers = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
         return {self.pixels_name: Spec(PIXELS, (None, numbers)), self.grid_name: _GRID}
 
     @property
     def max_embeds(self) -> int:
-        """See ``Intake``."""
         return max(min(self._max_pixels // self._cell**2, self.checkpoint.max_tokens), 1)
 
     def count(self, tensors: Tensors) -> int:
-        """See ``Intake``."""
         time, height, width = tensors[self.grid_name][0].tolist()
         merge, patches = self._merge, len(tensors[self.pixels_name])
         if min(time, height, width) < 1 or height % merge or width % merge or time * height * width != patches:
@@ -50,7 +47,6 @@ class _Images(Intake):
         return int(patches // merge**2)
 
     def encode(self, tensors: Tensors) -> torch.Tensor:
-        """See ``Intake``."""
         patches = tensors[self.pixels_name]
         pixels = self.pixels(patches.view(len(patches), self.config.vision_config.in_channels, -1), 1).flatten(1)
         found = self._features(pixels, tensors[self.grid_name].long())
@@ -58,7 +54,6 @@ class _Images(Intake):
         return torch.cat([found.pooler_output[0], *deep], dim=-1)
 
     def largest_tensors(self) -> Tensors:
-        """See ``Intake``."""
         return self._strip(self.max_embeds, 1)
 
     def _features(self, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
@@ -103,12 +98,10 @@ class _Video(_Images):
 
     @property
     def processor_settings(self) -> Mapping[str, Any]:
-        """See ``Intake``."""
         return self.checkpoint.settings.video
 
     @property
     def max_embeds(self) -> int:
-        """See ``Intake``."""
         frames = max(int(self.processor_settings.get("max_frames") or _MAX_FRAMES) // self._temporal, 1)
         most = frames * max(self._max_pixels // self._cell**2, 1)
         return max(min(most, self.checkpoint.max_tokens, _MAX_VIDEO_EMBEDS), 1)
@@ -146,7 +139,6 @@ class Qwen2VL(Family):
 
     @property
     def rope_index(self) -> RopeIndex:
-        """See ``Family``."""
         return self._rope_positions
 
     def _rope_positions(self, token_ids: Sequence[int], features: Sequence[MultiModalFeature]) -> RopePositions:

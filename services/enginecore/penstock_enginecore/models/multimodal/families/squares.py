@@ -26,7 +26,6 @@ class SquareFamily(Family):
 
     @classmethod
     def unsupported(cls, config: PretrainedConfig) -> str | None:
-        """See ``Family``."""
         return check_square_tower(config)
 
 

@@ -48,26 +48,21 @@ class _Tiles(Intake):
 
     @property
     def max_embeds(self) -> int:
-        """See ``Intake``."""
         return self.max_tiles * self.per_tile
 
     @property
     def max_tokens(self) -> int:
-        """See ``Intake``."""
         return self.max_embeds + (self.max_tiles + 1) * self.between
 
     def count(self, tensors: Tensors) -> int:
-        """See ``Intake``."""
         return self.per_tile * len(self._flat(tensors[self.pixels_name]))
 
     def encode(self, tensors: Tensors) -> torch.Tensor:
-        """See ``Intake``."""
         found = self.towers.get_image_features(self.pixels(self._flat(tensors[self.pixels_name]), 1), **self._options())
         rows: torch.Tensor = found.pooler_output.flatten(0, 1)
         return rows
 
     def largest_tensors(self) -> Tensors:
-        """See ``Intake``."""
         return {self.pixels_name: torch.zeros(self.max_tiles, 3, self.side, self.side, dtype=torch.uint8)}
 
     def _flat(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -83,7 +78,6 @@ class _CroppedTiles(_Tiles):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """See ``Intake``."""
         return {
             _PIXELS: Spec(PIXELS, (None, 3, self.side, self.side)),
             "num_patches": Spec(INTEGERS, (1,), wanted=False),
@@ -114,19 +108,16 @@ class _Gemma3Images(_Tiles):
 
     @property
     def per_tile(self) -> int:
-        """See ``_Tiles``."""
         return int(self.config.mm_tokens_per_image)
 
     @property
     def most_tiles(self) -> int:
-        """See ``_Tiles``."""
         return 1
 
 
 class _InternVLImages(_CroppedTiles):
     @property
     def per_tile(self) -> int:
-        """See ``_Tiles``."""
         tower = self.config.vision_config
         side = self.side // (tower.patch_size if isinstance(tower.patch_size, int) else tower.patch_size[0])
         return int(side * self.config.downsample_ratio) ** 2
@@ -141,21 +132,17 @@ class _InternVLVideo(_InternVLImages):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """See ``Intake``."""
         return {_VIDEO: Spec(PIXELS, (1, None, 3, self.side, self.side))}
 
     @property
     def processor_settings(self) -> Mapping[str, Any]:
-        """See ``Intake``."""
         return self.checkpoint.settings.video
 
     @property
     def most_tiles(self) -> int:
-        """See ``_Tiles``."""
         return int(self.processor_settings.get("num_frames") or _MAX_FRAMES)
 
     def largest_tensors(self) -> Tensors:
-        """See ``Intake``."""
         return {_VIDEO: super().largest_tensors()[_VIDEO][None]}
 
     def _flat(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -167,7 +154,6 @@ class _AyaImages(_CroppedTiles):
 
     @property
     def per_tile(self) -> int:
-        """See ``_Tiles``."""
         tower = self.config.vision_config
         return int(self.side // tower.patch_size // self.config.downsample_factor) ** 2
 
@@ -179,7 +165,6 @@ class _IdeficsImages(_Tiles):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """See ``Intake``."""
         return {
             _PIXELS: Spec(PIXELS, (1, None, 3, self.side, self.side)),
             _MASK: Spec(MASKS, (1, None, self.side, self.side), wanted=False),
@@ -189,13 +174,11 @@ class _IdeficsImages(_Tiles):
 
     @property
     def per_tile(self) -> int:
-        """See ``_Tiles``."""
         side = self.side // self.config.vision_config.patch_size
         return int(side**2 // self.config.scale_factor**2)
 
     @property
     def most_tiles(self) -> int:
-        """See ``_Tiles``."""
         settings = self.processor_settings
         longest = (settings.get("size") or {}).get("longest_edge", 4 * self.side)
         tiles = -(-longest // self.side)
@@ -212,7 +195,6 @@ class _IdeficsImages(_Tiles):
         return rows
 
     def largest_tensors(self) -> Tensors:
-        """See ``Intake``."""
         # A tile that is black behind the normalization would be taken for padding.
         return {_PIXELS: super().largest_tensors()[_PIXELS][None] + 1}
 
@@ -228,12 +210,10 @@ class _SmolVLMVideo(_IdeficsImages):
 
     @property
     def processor_settings(self) -> Mapping[str, Any]:
-        """See ``Intake``."""
         return self.checkpoint.settings.video
 
     @property
     def most_tiles(self) -> int:
-        """See ``_Tiles``."""
         return int((self.processor_settings.get("video_sampling") or {}).get("max_frames") or _MAX_FRAMES)
 
 
@@ -256,7 +236,6 @@ class AyaVision(Family):
 
     @classmethod
     def unsupported(cls, config: PretrainedConfig) -> str | None:
-        """See ``Family``."""
         return check_square_tower(config)
 
 

@@ -41,7 +41,6 @@ class VideoGrids(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tensors."""
         return (_PIXELS, _GRID, _SECONDS) if self.tells_seconds else (_PIXELS, _GRID)
 
     @property

@@ -38,7 +38,6 @@ class QwenVL(ImageFamily):
         return self._video if modality == "video" else super().placeholder(modality)
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
-        """Tokens, each of them a row."""
         return [
             self._timed(*item.layout)
             if item.modality == "video" and self._videos.tells_times
