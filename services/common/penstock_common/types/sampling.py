@@ -1,14 +1,22 @@
 """Sampling parameters as the engine and the frontend see them."""
 
 import enum
-from typing import Any
+import math
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
+
+from penstock_common.errors import InvalidArgument
 
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 """Seeds are signed 64-bit integers. A draw is keyed by a seed's 64 bits, so each of them is a seed of its own."""
 MAX_SPECULATIVE_TOKENS = 32
 """Tokens that are drafted of a request in a step, at most, whatever engines and requests say."""
+FILTERS = "top_p, top_k or min_p"
+"""The parameters that leave unlikely tokens out of a draw, as hints name them."""
+_MAX_PATTERN_SIZE = 1000
+"""Tokens of the longest repeated pattern that engines look for, at every step."""
+_PATH = "sampling_params"
 
 
 class OutputKind(enum.IntEnum):
@@ -152,3 +160,83 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def greedy(self) -> bool:
         """True when the next token is the argmax of the logits."""
         return self.temperature == 0.0
+
+
+class Bounds(NamedTuple):
+    """The values that a parameter may have. ``above``: ``low`` itself is refused."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+
+    def allow(self, value: float) -> bool:
+        """Return whether a value is within the bounds. NaN and infinities are not."""
+        finite = isinstance(value, int) or math.isfinite(value)
+        return finite and (value > self.low if self.above else value >= self.low) and value <= self.high
+
+    def __str__(self) -> str:
+        """Return the bounds as errors say them behind "it must be"."""
+        if self.above:
+            return f"above {self.low:g} and " + ("finite" if self.high == math.inf else f"at most {self.high:g}")
+        if self.high == math.inf:
+            return f"at least {self.low}"
+        if isinstance(self.low, int) and isinstance(self.high, int):
+            return f"from {self.low} to {self.high}"
+        return f"from {self.low:g} to {self.high:g}"
+
+
+BOUNDS = {
+    "temperature": Bounds(0.0, 100.0),
+    "top_p": Bounds(0.0, 1.0, above=True),
+    "top_k": Bounds(0),
+    "min_p": Bounds(0.0, 1.0),
+    "presence_penalty": Bounds(-2.0, 2.0),
+    "frequency_penalty": Bounds(-2.0, 2.0),
+    "repetition_penalty": Bounds(0.0, above=True),
+    "seed": Bounds(MIN_SEED, MAX_SEED),
+    "max_tokens": Bounds(1),
+    "min_tokens": Bounds(0),
+    "logprobs": Bounds(-1),
+    "prompt_logprobs": Bounds(-1),
+    "stream_interval": Bounds(1),
+    "truncate_prompt_tokens": Bounds(1),
+    "num_speculative_tokens": Bounds(0, MAX_SPECULATIVE_TOKENS),
+    "thinking_token_budget": Bounds(0),
+}
+"""Of the parameters that are numbers. Services that know a model or settings of limits check more."""
+_LOGIT_BIAS = Bounds(-100.0, 100.0)
+
+
+def check_values(params: SamplingParams) -> None:
+    """Check what can be said of parameters without a model: frontends do on arrival, and engines before they queue a request.
+
+    Raises:
+        InvalidArgument: Names the field, its value and its bounds.
+    """
+    for name, bounds in BOUNDS.items():
+        if (value := getattr(params, name)) is not None and not bounds.allow(value):
+            refuse_value(name, value, bounds)
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        refuse_value("min_tokens", params.min_tokens, f"at most {_PATH}.max_tokens, which is {params.max_tokens}")
+    for token_id, bias in params.logit_bias.items():
+        if not _LOGIT_BIAS.allow(bias):
+            field = f"{_PATH}.logit_bias"
+            raise InvalidArgument(f"{field} of token id {token_id} is {bias}; it must be {_LOGIT_BIAS}", field=field)
+    if (detection := params.repetition_detection) is not None:
+        _check_repetition(detection)
+
+
+def _check_repetition(detection: RepetitionDetection) -> None:
+    name, low, high = "repetition_detection", detection.min_pattern_size, detection.max_pattern_size
+    if low < 1:
+        refuse_value(f"{name}.min_pattern_size", low, "at least 1")
+    if not low <= high <= _MAX_PATTERN_SIZE:
+        limit = f"at least min_pattern_size, which is {low}, and at most {_MAX_PATTERN_SIZE}"
+        refuse_value(f"{name}.max_pattern_size", high, limit)
+    if detection.min_count < 2:
+        refuse_value(f"{name}.min_count", detection.min_count, "at least 2")
+
+
+def refuse_value(name: str, value: object, limit: object) -> NoReturn:
+    """Raise InvalidArgument for a parameter whose value is not what ``limit`` says."""
+    raise InvalidArgument(f"{_PATH}.{name} is {value}; it must be {limit}", field=f"{_PATH}.{name}")

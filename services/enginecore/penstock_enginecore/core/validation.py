@@ -8,13 +8,7 @@ import msgspec
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT, EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
-from penstock_common.types.sampling import (
-    MAX_SEED,
-    MAX_SPECULATIVE_TOKENS,
-    MIN_SEED,
-    RepetitionDetection,
-    SamplingParams,
-)
+from penstock_common.types.sampling import Bounds, SamplingParams, check_values, refuse_value
 from penstock_enginecore.core.embeds_validation import check_prompt_embeds
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.pooling_validation import refuse_generation, validate_pooling
@@ -25,8 +19,6 @@ _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 _MAX_LISTED = 1024
 """Entries of logit_bias, and sequences in bad_word_token_ids, at most."""
 _MAX_BAD_WORD_TOKENS = 1024
-_MAX_PATTERN_SIZE = 1000
-"""Tokens of a pattern that repetition detection looks for, at most: it looks at every step."""
 
 
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +117,6 @@ def _check_reasoning_budget(request: EngineCoreRequest) -> None:
     name, budget = "thinking_token_budget", request.sampling_params.thinking_token_budget
     if budget is None:
         return
-    _check_number(name, budget, low=0)
     if request.reasoning_parser_kwargs is None:
         raise InvalidArgument(
             f"sampling_params.{name} is {budget}, but reasoning_parser_kwargs, which names the tokens around the reasoning, is "
@@ -149,55 +140,24 @@ def _check_prediction(request: EngineCoreRequest, limits: RequestLimits) -> None
 
 def check_sampling(params: SamplingParams, limits: RequestLimits) -> None:
     """Raise InvalidArgument unless an engine with these limits can do what ``params`` say."""
-    _check_lengths(params)
-    _check_distribution(params)
-    _check_rules(params, limits.model.vocab_size)
-    _check_logprobs("logprobs", params.logprobs, limits)
-    _check_logprobs("prompt_logprobs", params.prompt_logprobs, limits)
-    if params.repetition_detection is not None:
-        _check_repetition_detection(params.repetition_detection)
-
-
-def _check_lengths(params: SamplingParams) -> None:
     if params.n != 1:
         raise InvalidArgument(
             f"sampling_params.n is {params.n}; engines take one sequence per request", field=_path("n")
         )
-    _check_number("min_tokens", params.min_tokens, low=0)
-    if params.num_speculative_tokens is not None:
-        _check_number("num_speculative_tokens", params.num_speculative_tokens, low=0, high=MAX_SPECULATIVE_TOKENS)
-    if params.max_tokens is not None:
-        _check_number("max_tokens", params.max_tokens, low=1)
-        if params.min_tokens > params.max_tokens:
-            raise InvalidArgument(
-                f"sampling_params.min_tokens is {params.min_tokens}; max_tokens, {params.max_tokens}, is its limit",
-                field=_path("min_tokens"),
-            )
-
-
-def _check_distribution(params: SamplingParams) -> None:
-    _check_number("temperature", params.temperature, low=0.0)
-    _check_number("top_p", params.top_p, low=0.0, high=1.0, exclude_low=True)
-    _check_number("min_p", params.min_p, low=0.0, high=1.0)
-    _check_number("top_k", params.top_k, low=0)
-    _check_number("presence_penalty", params.presence_penalty, low=-2.0, high=2.0)
-    _check_number("frequency_penalty", params.frequency_penalty, low=-2.0, high=2.0)
-    _check_number("repetition_penalty", params.repetition_penalty, low=0.0, exclude_low=True)
-    if params.seed is not None:
-        _check_number("seed", params.seed, low=MIN_SEED, high=MAX_SEED)
-    elif not params.greedy:
+    check_values(params)
+    if params.seed is None and not params.greedy:
         raise InvalidArgument(
-            f"sampling_params.seed is unset; at temperature {params.temperature} engines need one",
-            field=_path("seed"),
+            f"sampling_params.seed is unset; at temperature {params.temperature} engines need one", field=_path("seed")
         )
+    _check_rules(params, limits.model.vocab_size)
+    _check_logprobs("logprobs", params.logprobs, limits)
+    _check_logprobs("prompt_logprobs", params.prompt_logprobs, limits)
 
 
 def _check_rules(params: SamplingParams, vocab_size: int) -> None:
     _check_token_ids(_path("stop_token_ids"), params.stop_token_ids, vocab_size)
     _check_count("logit_bias", len(params.logit_bias), "entries")
     _check_token_ids(_path("logit_bias"), list(params.logit_bias), vocab_size)
-    for token_id, bias in params.logit_bias.items():
-        _check_number(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0, field="logit_bias")
     _check_token_ids(_path("allowed_token_ids"), params.allowed_token_ids, vocab_size)
     _check_bad_words(params, vocab_size)
 
@@ -239,15 +199,8 @@ def _check_logprobs(name: str, value: int | None, limits: RequestLimits) -> None
             f"most {high}",
             field=_path(name),
         )
-    if value != -1:
-        _check_number(name, value, low=0, high=high)
-
-
-def _check_repetition_detection(detection: RepetitionDetection) -> None:
-    name, shortest = "repetition_detection", detection.min_pattern_size
-    _check_number(f"{name}.min_pattern_size", shortest, low=1, high=_MAX_PATTERN_SIZE)
-    _check_number(f"{name}.max_pattern_size", detection.max_pattern_size, low=shortest, high=_MAX_PATTERN_SIZE)
-    _check_number(f"{name}.min_count", detection.min_count, low=2)
+    if value != -1 and not (bounds := Bounds(0, high)).allow(value):
+        refuse_value(name, value, bounds)
 
 
 def _check_count(name: str, count: int, what: str) -> None:
@@ -255,17 +208,6 @@ def _check_count(name: str, count: int, what: str) -> None:
         raise InvalidArgument(
             f"sampling_params.{name} has {count} {what}; the limit is {_MAX_LISTED}", field=_path(name)
         )
-
-
-def _check_number(
-    name: str, value: float, *, low: float, high: float = math.inf, exclude_low: bool = False, field: str = ""
-) -> None:
-    too_low = value <= low if exclude_low else value < low
-    if math.isfinite(value) and not too_low and value <= high:
-        return
-    above = "above" if exclude_low else "at least"
-    limit = f"{above} {low}" if high == math.inf else f"{above} {low} and at most {high}"
-    raise InvalidArgument(f"sampling_params.{name} is {value}; it must be {limit}", field=_path(field or name))
 
 
 def _path(name: str) -> str:

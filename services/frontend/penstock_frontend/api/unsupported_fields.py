@@ -9,6 +9,7 @@ from functools import cache
 from typing import NamedTuple
 
 from penstock_common.errors import Unimplemented
+from penstock_common.types.sampling import FILTERS
 from penstock_frontend.api.ignored_fields import ignored_in
 
 CHAT, COMPLETIONS, RESPONSES = ("ChatCompletionRequest",), ("CompletionRequest",), ("ResponseBody",)
@@ -92,9 +93,9 @@ _NOT_COMPLETIONS = CHAT + RESPONSES + MESSAGES
 _NOT_RESPONSES = CHAT + COMPLETIONS + MESSAGES
 
 _SAMPLING = (
-    _F(("typical_p", "typical", "tfs_z", "tfs"), _CUT, "top_p, top_k or min_p", neutral=(1,)),
-    _F(("top_a", "epsilon_cutoff", "eta_cutoff"), _CUT, "top_p, top_k or min_p"),
-    _F(("top_n_sigma", "nsigma"), _CUT, "top_p, top_k or min_p", neutral=(-1,)),
+    _F(("typical_p", "typical", "tfs_z", "tfs"), _CUT, FILTERS, neutral=(1,)),
+    _F(("top_a", "epsilon_cutoff", "eta_cutoff"), _CUT, FILTERS),
+    _F(("top_n_sigma", "nsigma"), _CUT, FILTERS, neutral=(-1,)),
     _F(("min_keep",), "a least number of tokens that filters leave", neutral=(1,)),
     _F(("mirostat", "mirostat_mode"), "sampling by Mirostat", "temperature and top_p"),
     _F(("xtc_probability",), "removal of the likeliest tokens", "temperature"),

@@ -116,7 +116,7 @@ SAMPLING: Mapping[str, str] = {
     "num_logprobs": "logprobs",
     "logprob_token_ids": "logprobs",
     "flat_logprobs": "nothing: log-probabilities have one form",
-    "typical_p": "nothing: the filters are top_p, top_k and min_p",
+    "typical_p": sampling.FILTERS,
     "logits_processors": "nothing: logit_bias, allowed_token_ids and bad_words change logits",
     "logits_processor": "nothing: logit_bias, allowed_token_ids and bad_words change logits",
     "stream": "output_kind of LLMEngine.add_request or AsyncLLMEngine.generate",

@@ -137,7 +137,7 @@ def test_an_engine_that_reports_the_whole_vocabulary_takes_minus_one():
     limits = RequestLimits(model=ModelInfo(max_len=20, vocab_size=100), max_model_len=20, max_logprobs=-1)
     for count in (-1, 0, 100):
         validate_request(make_request(logprobs=count, prompt_logprobs=count), limits)
-    with pytest.raises(InvalidArgument, match=r"logprobs is 101; it must be at least 0 and at most 100"):
+    with pytest.raises(InvalidArgument, match=r"logprobs is 101; it must be from 0 to 100"):
         validate_request(make_request(logprobs=101), limits)
     with pytest.raises(
         InvalidArgument, match=r"is -1, the whole vocabulary of 100 tokens; this engine reports at most 20"
@@ -169,7 +169,7 @@ def test_messages_name_the_value_and_the_limit():
         validate_request(make_request([5, 100]), LIMITS)
     with pytest.raises(InvalidArgument, match="has 20 tokens; at most 19 leave room"):
         validate_request(make_request(20), LIMITS)
-    with pytest.raises(InvalidArgument, match=r"top_p is 1.5; it must be above 0.0 and at most 1.0"):
+    with pytest.raises(InvalidArgument, match=r"top_p is 1.5; it must be above 0 and at most 1"):
         validate_request(make_request(top_p=1.5), LIMITS)
 
 

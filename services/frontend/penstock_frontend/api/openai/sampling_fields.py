@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_common.types.sampling import MAX_SEED, MIN_SEED, OutputKind, RepetitionDetection
+from penstock_common.types.sampling import MAX_SEED, MIN_SEED, OutputKind, RepetitionDetection, SamplingParams
 from penstock_frontend.api.openai.body_fields import check_range, shown
 from penstock_frontend.api.openai.constraints import ConstraintFields, constraint_names, constraint_of
 from penstock_frontend.api.openai.other_names import other_names, unify
@@ -33,29 +33,6 @@ _RANGES: dict[str, tuple[float, float]] = {
     "thinking_token_budget": (-1, _INT32 - 1),
 }
 """What the engine's contract can carry; the domain's own limits are narrower."""
-_PLAIN = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "prompt_logprobs",
-    "logit_bias",
-    "truncate_prompt_tokens",
-    "stream_interval",
-    "num_speculative_tokens",
-    "thinking_token_budget",
-)
 _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 
 
@@ -112,6 +89,15 @@ class SamplingFields(ConstraintFields, kw_only=True):
     repetition_detection: RepetitionFields | None = None
     return_token_ids: bool | None = None
     kv_transfer_params: Any = None
+
+
+_OTHER_FORMS = (*_LISTS, "stop", "repetition_detection")
+_PLAIN = tuple(
+    name
+    for name in SamplingFields.__struct_fields__
+    if name in SamplingParams.__struct_fields__ and name not in _OTHER_FORMS
+)
+"""The fields that are parameters as they stand."""
 
 
 def check(body: SamplingFields) -> None:

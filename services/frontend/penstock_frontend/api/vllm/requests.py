@@ -8,7 +8,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc.sampling import refuse_set
 from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_common.types.sampling import OutputKind, StructuredOutput
+from penstock_common.types.sampling import OutputKind, SamplingParams, StructuredOutput
 from penstock_frontend.api.call_context import tenant_of_call
 from penstock_frontend.api.vllm.context import context_of
 from penstock_frontend.api.vllm.media import Anchor, with_references, with_tensors
@@ -17,16 +17,12 @@ from penstock_frontend.call_types import GenerateRequest, MixedPrompt, PoolingRe
 _NOT_SERVED_YET = ("kv_transfer_params",)
 _PATH = "sampling_params"
 _MAX_TOP_K = 2**31 - 1
-_SAME = (
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "min_tokens",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "ignore_eos",
-)
-_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+_SAME_NAMES = [
+    field
+    for field in pb.SamplingParams.DESCRIPTOR.fields
+    if field.name in SamplingParams.__struct_fields__ and not field.is_repeated
+]
+"""Fields of the contract that are parameters of ours by the same name; lists have another form."""
 
 
 def generate_request(
@@ -99,11 +95,11 @@ def _sampling(message: pb.SamplingParams, *, stream: bool) -> dict[str, Any]:
     string, because gateways cut the text themselves, and a token may have a part of it. Raises InvalidArgument.
     """
     stop = tuple(message.stop)
-    values = {name: getattr(message, name) for name in _SAME}
-    values |= {name: getattr(message, name) if message.HasField(name) else None for name in _OPTIONAL}
+    unset = {field.name for field in _SAME_NAMES if field.has_presence and not message.HasField(field.name)}
+    values = {field.name: None if field.name in unset else getattr(message, field.name) for field in _SAME_NAMES}
     values |= {
         "n": message.n or 1,
-        "temperature": message.temperature if message.HasField("temperature") else 1.0,
+        "temperature": 1.0 if "temperature" in unset else message.temperature,
         "top_p": message.top_p or 1.0,
         "top_k": min(message.top_k, _MAX_TOP_K),
         "repetition_penalty": message.repetition_penalty or 1.0,
@@ -115,8 +111,8 @@ def _sampling(message: pb.SamplingParams, *, stream: bool) -> dict[str, Any]:
         "detokenize": bool(stop),
         "output_kind": OutputKind.DELTA if stream else OutputKind.FINAL,
     }
-    if message.HasField("seed"):  # else one is picked
-        values["seed"] = message.seed
+    if "seed" in unset:  # one is picked
+        del values["seed"]
     return values
 
 

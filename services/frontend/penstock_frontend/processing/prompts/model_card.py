@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 
 from penstock_frontend.config import ModelConfig
-from penstock_frontend.processing.prompts.sampling_params import model_defaults
+from penstock_frontend.processing.prompts.sampling_params import SAMPLING_DEFAULTS, model_defaults
 from penstock_frontend.processing.prompts.tokenizer import read_json, resolve
 
-_ADVERTISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_ADVERTISED = (*SAMPLING_DEFAULTS, "repetition_penalty")
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,39 +1,14 @@
-"""Sampling parameters of a request: the model's defaults, then ours, and the limits of each."""
+"""Sampling parameters of a request: the model's defaults, then ours, and what the frontend's limits refuse."""
 
-import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock_common.errors import ConfigError, InvalidArgument
-from penstock_common.types.sampling import (
-    MAX_SEED,
-    MAX_SPECULATIVE_TOKENS,
-    MIN_SEED,
-    RepetitionDetection,
-    SamplingParams,
-    StructuredOutput,
-)
+from penstock_common.types.sampling import Bounds, SamplingParams, StructuredOutput, check_values, refuse_value
 from penstock_frontend.config import LimitsConfig
 
-_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
-_RANGES: dict[str, tuple[float, float | None]] = {
-    "temperature": (0.0, 100.0),
-    "top_k": (0, None),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "max_tokens": (1, None),
-    "logprobs": (-1, None),
-    "prompt_logprobs": (-1, None),
-    "stream_interval": (1, None),
-    "truncate_prompt_tokens": (1, None),
-    "num_speculative_tokens": (0, MAX_SPECULATIVE_TOKENS),
-    "thinking_token_budget": (0, None),
-}
-_MAX_LOGIT_BIAS = 100.0
-_MAX_PATTERN_SIZE = 1000
-"""Tokens of the longest repeated pattern that engines look for."""
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
 _TOP_K_OFF = -1
 """How vLLM spells a ``top_k`` that is switched off."""
 _PATH = "sampling_params"
@@ -46,14 +21,14 @@ def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """
     defaults: dict[str, Any] = {}
     if generation_config.get("do_sample"):
-        defaults = {k: generation_config[k] for k in _SAMPLING_DEFAULTS if generation_config.get(k) is not None}
+        defaults = {k: generation_config[k] for k in SAMPLING_DEFAULTS if generation_config.get(k) is not None}
     if generation_config.get("repetition_penalty") is not None:
         defaults["repetition_penalty"] = generation_config["repetition_penalty"]
     if generation_config.get("max_new_tokens") is not None:
         defaults["max_tokens"] = generation_config["max_new_tokens"]
     defaults = _with_top_k(defaults)
     try:
-        _check_values(SamplingParams(**defaults))
+        check_values(SamplingParams(**defaults))
     except (InvalidArgument, TypeError) as e:
         raise ConfigError(f"generation_config.json of the model: {e}") from None
     return defaults
@@ -65,21 +40,16 @@ def resolve(given: Mapping[str, Any], defaults: Mapping[str, Any], limits: Limit
     Raises InvalidArgument naming the field, the value and the limit.
     """
     params = SamplingParams(**_with_top_k({"seed": random.getrandbits(63), **defaults, **given}))
-    _check_values(params)
-    if not 1 <= params.n <= limits.max_n:
-        _refuse("n", params.n, f"from 1 to {limits.max_n}")
-    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        _refuse("min_tokens", params.min_tokens, f"at most {_PATH}.max_tokens, which is {params.max_tokens}")
+    check_values(params)
+    if not (bounds := Bounds(1, limits.max_n)).allow(params.n):
+        refuse_value("n", params.n, bounds)
     _check_counts(params, limits)
     _check_texts("stop", params.stop, "max_stop_string_chars", limits)
     _check_texts("bad_words", params.bad_words, "max_bad_word_chars", limits)
     if params.stop and not params.detokenize:
         raise InvalidArgument(f"{_PATH}.stop needs {_PATH}.detokenize", field=f"{_PATH}.stop")
-    _check_logit_bias(params.logit_bias)
     if params.structured_output is not None:
         _check_structured_output(params.structured_output, limits)
-    if params.repetition_detection is not None:
-        _check_repetition(params.repetition_detection)
     return params
 
 
@@ -94,29 +64,15 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     _check_ids("bad_word_token_ids", [max(token_ids) for token_ids in params.bad_word_token_ids], vocab_size)
     for token_id in params.logit_bias:
         if token_id >= vocab_size:
-            _refuse("logit_bias", f"given for token id {token_id}", f"for ids below the vocabulary size, {vocab_size}")
+            refuse_value(
+                "logit_bias", f"given for token id {token_id}", f"for ids below the vocabulary size, {vocab_size}"
+            )
 
 
 def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
     if token_ids and max(token_ids) >= vocab_size:
         index = next(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
-        _refuse(f"{name}[{index}]", token_ids[index], f"below the vocabulary size, {vocab_size}")
-
-
-def _check_values(params: SamplingParams) -> None:
-    for name, (low, high) in _RANGES.items():
-        value = getattr(params, name)
-        if value is None:
-            continue
-        # Written so that NaN fails.
-        if not value >= low or (high is not None and not value <= high):
-            _refuse(name, value, f"at least {low}" if high is None else f"from {low:g} to {high:g}")
-    if params.seed is not None and not MIN_SEED <= params.seed <= MAX_SEED:
-        _refuse("seed", params.seed, f"from {MIN_SEED} to {MAX_SEED}")
-    if not 0.0 < params.top_p <= 1.0:
-        _refuse("top_p", params.top_p, "above 0 and at most 1")
-    if not 0.0 < params.repetition_penalty < math.inf:
-        _refuse("repetition_penalty", params.repetition_penalty, "above 0 and finite")
+        refuse_value(f"{name}[{index}]", token_ids[index], f"below the vocabulary size, {vocab_size}")
 
 
 def check_lists(params: Any, limits: LimitsConfig) -> None:
@@ -153,14 +109,6 @@ def _check_texts(name: str, texts: Sequence[str], limit: str, limits: LimitsConf
             _refuse_size(field, len(text), "characters", limit, limits)
 
 
-def _check_logit_bias(logit_bias: Mapping[int, float]) -> None:
-    for token_id, bias in logit_bias.items():
-        if not -_MAX_LOGIT_BIAS <= bias <= _MAX_LOGIT_BIAS:
-            field = f"{_PATH}.logit_bias"
-            limit = f"from {-_MAX_LOGIT_BIAS:g} to {_MAX_LOGIT_BIAS:g}"
-            raise InvalidArgument(f"{field} of token id {token_id} is {bias}; it must be {limit}", field=field)
-
-
 def _check_structured_output(structured_output: StructuredOutput, limits: LimitsConfig) -> None:
     field = f"{_PATH}.structured_output"
     try:
@@ -176,20 +124,5 @@ def _check_structured_output(structured_output: StructuredOutput, limits: Limits
         _refuse_size(field, size, "bytes", "max_structured_output_bytes", limits)
 
 
-def _check_repetition(detection: RepetitionDetection) -> None:
-    name, low, high = "repetition_detection", detection.min_pattern_size, detection.max_pattern_size
-    if low < 1:
-        _refuse(f"{name}.min_pattern_size", low, "at least 1")
-    if not low <= high <= _MAX_PATTERN_SIZE:
-        limit = f"at least min_pattern_size, which is {low}, and at most {_MAX_PATTERN_SIZE}"
-        _refuse(f"{name}.max_pattern_size", high, limit)
-    if detection.min_count < 2:
-        _refuse(f"{name}.min_count", detection.min_count, "at least 2")
-
-
 def _refuse_size(field: str, size: int, what: str, limit: str, limits: LimitsConfig) -> None:
     raise InvalidArgument(f"{field} has {size} {what}; limits.{limit} is {getattr(limits, limit)}", field=field)
-
-
-def _refuse(name: str, value: object, limit: str) -> None:
-    raise InvalidArgument(f"{_PATH}.{name} is {value}; it must be {limit}", field=f"{_PATH}.{name}")
