@@ -16,7 +16,7 @@ from penstock_enginecore.forward.base import Choice, ForwardBatch, ForwardPass
 from penstock_enginecore.forward.build import BuiltForward, ForwardConfig, build_forward
 from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.models.loader import load_model
-from penstock_enginecore.sample.base import PlainDraws
+from penstock_enginecore.sample.base import DrawSettings, PlainDraws
 from tests.benchmarks.gpu import machine
 from tests.benchmarks.gpu.shapes import BLOCK_SIZE, Plan
 
@@ -53,7 +53,7 @@ class Decoder:
         count = len(rows)
         none: IntArray = np.zeros(count, dtype=np.int64)
         one = np.ones(count)
-        draws = PlainDraws.of(0 * one, none, one, 0 * one, none.astype(np.uint64), none)
+        draws = PlainDraws.of(DrawSettings(0 * one, none, one, 0 * one), none.astype(np.uint64), none)
         kept: IntArray = np.arange(count)
         newest = self._newest.room_for(kept)
         firsts: IntArray = np.arange(0, len(batch.token_ids), per_stream or 1)

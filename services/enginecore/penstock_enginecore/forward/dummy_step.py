@@ -6,7 +6,7 @@ import torch
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.forward.base import Choice, ForwardBatch
 from penstock_enginecore.lora.adapter import BLANK, LoraSegment
-from penstock_enginecore.sample.base import PlainDraws
+from penstock_enginecore.sample.base import DrawSettings, PlainDraws
 
 
 def blank_decodes(
@@ -17,7 +17,7 @@ def blank_decodes(
     """
     none: IntArray = np.zeros(size, dtype=np.int64)
     one = np.ones(size)
-    draws = PlainDraws.of(0 * one, none, one, 0 * one, none.astype(np.uint64), none)
+    draws = PlainDraws.of(DrawSettings(0 * one, none, one, 0 * one), none.astype(np.uint64), none)
     choice = Choice(draws, newest, np.full(size, len(newest) - 1))
     starts: IntArray = np.arange(size + 1)
     table = np.zeros((size, 1), dtype=np.int32)

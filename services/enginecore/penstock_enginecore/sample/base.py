@@ -1,7 +1,7 @@
 """What every sampler is, what it gets and what it gives."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,46 @@ TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-30, 1e30
 """Keeps temperatures that are no float32 from dividing by zero or infinity."""
 
 
+class DrawSettings(NamedTuple):
+    """How each row of a batch is drawn, ``[rows]`` each, on the host. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and
+    ``min_p`` 0 are off. A new filter is a column here.
+    """
+
+    temperature: FloatArray
+    top_k: npt.NDArray[np.int64]
+    top_p: FloatArray
+    min_p: FloatArray
+
+    def of(self, rows: npt.NDArray[np.int64] | slice) -> "DrawSettings":
+        """Return the settings of some rows."""
+        return DrawSettings._make(column[rows] for column in self)
+
+    @property
+    def drawn(self) -> npt.NDArray[np.bool_]:
+        """Which rows are drawn at random, bool ``[rows]``."""
+        return self.temperature > 0
+
+    @property
+    def filtered(self) -> npt.NDArray[np.bool_]:
+        """Which rows are drawn from what filters leave, bool ``[rows]``."""
+        return self.drawn & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
+
+    @property
+    def clipped_temperature(self) -> npt.NDArray[np.float32]:
+        """The temperature as a divisor, float32 ``[rows]``: neither 0 nor infinite."""
+        return self.temperature.clip(TEMPERATURE_MIN, TEMPERATURE_MAX).astype(np.float32)
+
+    @property
+    def max_distance(self) -> FloatArray:
+        """How far below the peak a logit may be with ``min_p``, after division by the temperature; infinity where it is off."""
+        with np.errstate(divide="ignore"):
+            return (-np.log(self.min_p)).clip(min=0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class RowKinds:
-    """What the rows of a batch ask for, which stays the same from step to step. Bool ``[rows]``: ``drawn`` at random, and
-    ``filtered``: drawn from what filters leave. ``plain_temperature`` float32: of rows that are drawn without filters, else 0.
+    """What the rows of a batch ask for, which stays the same from step to step. Bool ``[rows]``: ``drawn`` and ``filtered`` of
+    ``DrawSettings``. ``plain_temperature`` float32: of rows that are drawn without filters, else 0.
     """
 
     drawn: npt.NDArray[np.bool_]
@@ -30,37 +66,35 @@ class RowKinds:
     any_filtered: bool
 
     @classmethod
-    def of(
-        cls, temperature: FloatArray, top_k: npt.NDArray[np.int64], top_p: FloatArray, min_p: FloatArray
-    ) -> "RowKinds":
-        """From the fields of ``SamplingInputs`` of the same names, ``[rows]`` each."""
-        drawn = temperature > 0
-        filtered = drawn & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-        plain = temperature.clip(TEMPERATURE_MIN, TEMPERATURE_MAX).astype(np.float32)
+    def of(cls, settings: DrawSettings) -> "RowKinds":
+        """Return the kinds of rows with these settings."""
+        drawn, filtered, plain = settings.drawn, settings.filtered, settings.clipped_temperature
         plain[filtered | ~drawn] = 0.0
         return cls(drawn, filtered, plain, bool(drawn.any()), bool(filtered.any()))
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """Per row of logits, on the host. ``uniforms`` in [0, 1); temperature 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are
-    off. ``kinds`` follows from the others.
+    """How to choose a token for each row of logits. ``uniforms`` ``[rows]`` in [0, 1), on the host. ``known_kinds``: those of the
+    settings, if they are known from a step before.
     """
 
-    temperature: FloatArray
-    top_k: npt.NDArray[np.int64]
-    top_p: FloatArray
-    min_p: FloatArray
+    settings: DrawSettings
     uniforms: FloatArray
     rules: LogitRules = field(default_factory=LogitRules)
-    kinds: RowKinds | None = None
+    known_kinds: RowKinds | None = None
+
+    @property
+    def kinds(self) -> RowKinds:
+        """The kinds of the rows."""
+        return self.known_kinds or RowKinds.of(self.settings)
 
 
 @dataclass(frozen=True, slots=True)
 class PlainDraws:
     """How rows without rules are drawn, on the host, ``[rows]`` each: the settings in the types that kernels read, and what the
-    random number follows from. ``temperature`` float32, 0 is greedy; ``max_distance`` float32 is ``-log(min_p)``, infinity where
-    that is off; ``top_k`` int32, 0 is off; ``top_p`` float64, 1 is off. ``seeds`` uint64, ``output_indices`` int64.
+    random number follows from. ``temperature`` float32, 0 is greedy; ``max_distance`` float32, see ``DrawSettings``; ``top_k``
+    int32, 0 is off; ``top_p`` float64, 1 is off. ``seeds`` uint64, ``output_indices`` int64.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -73,30 +107,18 @@ class PlainDraws:
     any_filtered: bool
 
     @classmethod
-    def of(
-        cls,
-        temperature: FloatArray,
-        top_k: npt.NDArray[np.int64],
-        top_p: FloatArray,
-        min_p: FloatArray,
-        seeds: UInt64Array,
-        output_indices: npt.NDArray[np.int64],
-    ) -> "PlainDraws":
-        """From the fields of ``SamplingInputs`` of the same names."""
-        drawn = temperature > 0
-        clipped = temperature.clip(TEMPERATURE_MIN, TEMPERATURE_MAX).astype(np.float32)
-        with np.errstate(divide="ignore"):
-            max_distance = (-np.log(min_p)).clip(min=0.0).astype(np.float32)
-        filtered = drawn & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    def of(cls, settings: DrawSettings, seeds: UInt64Array, output_indices: npt.NDArray[np.int64]) -> "PlainDraws":
+        """Return the draws of rows with these settings."""
+        drawn = settings.drawn
         return cls(
-            np.where(drawn, clipped, np.float32(0)),
-            max_distance,
-            top_k.clip(0, _INT32_MAX).astype(np.int32),
-            top_p,
+            np.where(drawn, settings.clipped_temperature, np.float32(0)),
+            settings.max_distance.astype(np.float32),
+            settings.top_k.clip(0, _INT32_MAX).astype(np.int32),
+            settings.top_p,
             seeds,
             output_indices,
             bool(drawn.any()),
-            bool(filtered.any()),
+            bool(settings.filtered.any()),
         )
 
 

@@ -11,10 +11,7 @@ import numpy.typing as npt
 import torch
 
 from penstock_enginecore.sample.base import (
-    TEMPERATURE_MAX,
-    TEMPERATURE_MIN,
     FloatArray,
-    RowKinds,
     SampledTokens,
     SamplingInputs,
 )
@@ -58,7 +55,7 @@ class TorchSampler:
             )
             if before is not None and bool((empty := peak(logits)[0] == float("-inf")).any()):
                 lift_bans(logits, inputs.rules, before, empty)
-        kinds = inputs.kinds or RowKinds.of(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
+        kinds = inputs.kinds
         if kernels is not None and kernels.takes(logits):
             peaks, token_ids = kernels.sample(logits, kinds.plain_temperature, inputs.uniforms)
             any_left, left = kinds.any_filtered, kinds.filtered
@@ -92,10 +89,8 @@ def _filter_inputs(
     logits: torch.Tensor, peaks: torch.Tensor, inputs: SamplingInputs, rows: npt.NDArray[np.int64]
 ) -> FilterInputs:
     """``logits`` and ``peaks`` are those of ``rows`` already."""
-    vocab = logits.shape[1]
-    top_k = np.where(inputs.top_k > 0, np.minimum(inputs.top_k, vocab), vocab)
-    with np.errstate(divide="ignore"):
-        max_distance = -np.log(inputs.min_p)
+    vocab, settings = logits.shape[1], inputs.settings
+    top_k = np.where(settings.top_k > 0, np.minimum(settings.top_k, vocab), vocab)
 
     def column(values: npt.NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(values[rows]).to(device=logits.device, dtype=dtype)[:, None]
@@ -103,9 +98,9 @@ def _filter_inputs(
     return FilterInputs(
         logits=logits,
         peaks=peaks.float()[:, None],
-        temperature=column(inputs.temperature.clip(TEMPERATURE_MIN, TEMPERATURE_MAX), torch.float32),
-        max_distance=column(max_distance.clip(min=0.0), torch.float32),
+        temperature=column(settings.clipped_temperature, torch.float32),
+        max_distance=column(settings.max_distance, torch.float32),
         top_k=column(top_k, torch.int64),
-        top_p=column(inputs.top_p, torch.float64),
+        top_p=column(settings.top_p, torch.float64),
         uniforms=column(inputs.uniforms, torch.float64),
     )

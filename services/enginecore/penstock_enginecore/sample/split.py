@@ -3,7 +3,7 @@
 import torch
 
 from penstock_enginecore.parallel.vocabulary import SplitVocabulary
-from penstock_enginecore.sample.base import RowKinds, SampledTokens, Sampler, SamplingInputs
+from penstock_enginecore.sample.base import SampledTokens, Sampler, SamplingInputs
 from penstock_enginecore.sample.blocks import peak
 
 
@@ -20,8 +20,7 @@ class SplitSampler:
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> SampledTokens:
         if not self._vocabulary.is_apart(logits):
             return self._inner.sample(logits, inputs)
-        kinds = inputs.kinds or RowKinds.of(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
-        if not kinds.any_drawn and not inputs.rules:
+        if not inputs.kinds.any_drawn and not inputs.rules:
             peaks, token_ids = self._vocabulary.likeliest(*self._own_peaks(logits))
             if bool(peaks.isfinite().all()):
                 return SampledTokens(token_ids.numpy(force=True), None)

@@ -25,7 +25,7 @@ class DraftChoice:
         n = len(drafting)
         made = step.sampling([*drafting] * count, np.repeat(np.arange(count), n))
         uniforms = made.uniforms.reshape(count, n)
-        first = SamplingInputs(made.temperature[:n], made.top_k[:n], made.top_p[:n], made.min_p[:n], uniforms[0])
+        first = SamplingInputs(made.settings.of(slice(n)), uniforms[0])
         return self._by_arms(first, arms, 0), uniforms
 
     def inputs(self, step: DraftStep, drafting: Sequence[int], arms: Sequence[Arms], place: int) -> SamplingInputs:
@@ -33,11 +33,11 @@ class DraftChoice:
         return self._by_arms(step.sampling(drafting, place), arms, place)
 
     def _by_arms(self, inputs: SamplingInputs, arms: Sequence[Arms], place: int) -> SamplingInputs:
-        temperature = inputs.temperature.copy()
+        temperature = inputs.settings.temperature.copy()
         for row, own in enumerate(arms):
             if temperature[row] and not self._coupled(own, place):
                 temperature[row] = 0.0
-        return replace(inputs, temperature=temperature)
+        return replace(inputs, settings=inputs.settings._replace(temperature=temperature))
 
     def _coupled(self, arms: Arms, place: int) -> bool:
         if self._sampling != "auto":

@@ -94,7 +94,7 @@ class DraftModel(WithLayers, Stateless):
         if drafting:
             arms = [self._requests[step.requests[i].request_id].arms for i in drafting]
             inputs, uniforms = self._choice.first(step, drafting, arms, self._wanted(step, drafting[0]))
-            kinds = RowKinds.of(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
+            kinds = inputs.kinds
             if self._chained is None or kinds.any_filtered:
                 self._loop(step, behind, drafting, arms, inputs, drafts)
             else:

@@ -130,7 +130,7 @@ class Eagle(WithLayers):
         if going:
             arms = [self._requests[step.requests[i].request_id].arms for i in going]
             inputs, uniforms = self._choice.first(step, going, arms, step.requests[going[0]].num_drafts)
-            kinds = RowKinds.of(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
+            kinds = inputs.kinds
             # All but the last tokens, where there are too many for a pass.
             ahead = {i: count - 1 for i, count in waiting.items()} if sum(waiting.values()) > _MOST_TOKENS else {}
             self._catch_up(step, ahead)

@@ -22,7 +22,7 @@ from penstock_enginecore.native.linear import PackedLinear
 from penstock_enginecore.native.packed_layers import PackedLayers
 from penstock_enginecore.native.sampling import NativeSampling
 from penstock_enginecore.native.weights import PackedWeight, multiply
-from penstock_enginecore.sample.base import SamplingInputs
+from penstock_enginecore.sample.base import DrawSettings, SamplingInputs
 from penstock_enginecore.sample.random import uniforms
 from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules, mask_grammar
 from penstock_enginecore.sample.sampler import TorchSampler
@@ -239,10 +239,7 @@ def test_a_score_that_is_no_number_reaches_the_output(library: NativeLibrary) ->
 
 def inputs(rows: int, temperature: float, draws: np.ndarray, rules: LogitRules | None = None) -> SamplingInputs:
     return SamplingInputs(
-        temperature=np.full(rows, temperature),
-        top_k=np.zeros(rows, dtype=np.int64),
-        top_p=np.ones(rows),
-        min_p=np.zeros(rows),
+        DrawSettings(np.full(rows, temperature), np.zeros(rows, dtype=np.int64), np.ones(rows), np.zeros(rows)),
         uniforms=draws,
         rules=rules or LogitRules(),
     )

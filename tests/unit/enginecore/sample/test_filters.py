@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from penstock_enginecore.sample import blocks
-from penstock_enginecore.sample.base import SamplingInputs
+from penstock_enginecore.sample.base import DrawSettings, SamplingInputs
 from penstock_enginecore.sample.blocks import largest, peak
 from penstock_enginecore.sample.draw import draw, draw_among
 from penstock_enginecore.sample.sampler import TorchSampler
@@ -20,19 +20,19 @@ def make_inputs(rows: int, **values: float) -> SamplingInputs:
     defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | values
     columns = {name: np.full(rows, value) for name, value in defaults.items()}
     columns["top_k"] = columns["top_k"].astype(np.int64)
-    return SamplingInputs(uniforms=np.random.default_rng(3).random(rows), **columns)
+    return SamplingInputs(DrawSettings(**columns), np.random.default_rng(3).random(rows))
 
 
 def exact_token(row: torch.Tensor, inputs: SamplingInputs, i: int) -> int:
     """The token of row ``i`` in float64, every filter over the whole sorted row."""
-    logits = row.double().numpy()
-    weights = np.exp((logits - logits.max()) / inputs.temperature[i])
+    logits, settings = row.double().numpy(), inputs.settings
+    weights = np.exp((logits - logits.max()) / settings.temperature[i])
     order = np.argsort(-logits, kind="stable")
-    weights[weights < inputs.min_p[i]] = 0
-    if inputs.top_k[i]:
-        weights[order[inputs.top_k[i] :]] = 0
+    weights[weights < settings.min_p[i]] = 0
+    if settings.top_k[i]:
+        weights[order[settings.top_k[i] :]] = 0
     cumulative = np.cumsum(weights[order])
-    weights[order[cumulative - weights[order] >= inputs.top_p[i] * cumulative[-1]]] = 0
+    weights[order[cumulative - weights[order] >= settings.top_p[i] * cumulative[-1]]] = 0
     cumulative = np.cumsum(weights)
     return int(np.searchsorted(cumulative, inputs.uniforms[i] * cumulative[-1], side="right"))
 
@@ -75,10 +75,12 @@ def test_a_row_gets_the_same_token_alone_and_beside_others(
     scales = torch.from_numpy(generator.choice([0.1, 1.0, 4.0], (48, 1)))
     rows = (torch.randn(48, VOCAB, generator=torch.Generator().manual_seed(2)) * scales).float()
     together = SamplingInputs(
-        temperature=generator.choice([0.0, 0.5, 1.0, 2.0], 48),
-        top_k=generator.choice([0, 0, 1, 50, 500, 4000], 48),
-        top_p=generator.choice([1.0, 0.95, 0.5], 48),
-        min_p=generator.choice([0.0, 0.0, 0.001, 0.2], 48),
+        DrawSettings(
+            temperature=generator.choice([0.0, 0.5, 1.0, 2.0], 48),
+            top_k=generator.choice([0, 0, 1, 50, 500, 4000], 48),
+            top_p=generator.choice([1.0, 0.95, 0.5], 48),
+            min_p=generator.choice([0.0, 0.0, 0.001, 0.2], 48),
+        ),
         uniforms=generator.random(48),
     )
     before = torch.get_num_threads()
@@ -88,10 +90,8 @@ def test_a_row_gets_the_same_token_alone_and_beside_others(
         alone = []
         for i in range(48):
             one = slice(i, i + 1)
-            parameters = (
-                getattr(together, name)[one] for name in ("temperature", "top_k", "top_p", "min_p", "uniforms")
-            )
-            alone.append(int(sample(rows[one], SamplingInputs(*parameters)).token_ids[0]))
+            parameters = SamplingInputs(together.settings.of(one), together.uniforms[one])
+            alone.append(int(sample(rows[one], parameters).token_ids[0]))
     finally:
         torch.set_num_threads(before)
     assert alone == expected

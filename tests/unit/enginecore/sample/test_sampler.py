@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_enginecore.sample.base import SamplingInputs
+from penstock_enginecore.sample.base import DrawSettings, SamplingInputs
 from penstock_enginecore.sample.random import uniforms
 from penstock_enginecore.sample.rules import Entries, LogitRules
 from penstock_enginecore.sample.sampler import TorchSampler
@@ -29,10 +29,9 @@ def inputs(
     banned: Sequence[tuple[int, Sequence[int]]] = (),
 ) -> SamplingInputs:
     return SamplingInputs(
-        temperature=np.full(rows, temperature),
-        top_k=np.full(rows, top_k, dtype=np.int64),
-        top_p=np.full(rows, top_p),
-        min_p=np.full(rows, min_p),
+        DrawSettings(
+            np.full(rows, temperature), np.full(rows, top_k, dtype=np.int64), np.full(rows, top_p), np.full(rows, min_p)
+        ),
         uniforms=np.full(rows, 0.5) if draws is None else draws,
         rules=LogitRules(banned=Entries.join([(row, np.array(ids)) for row, ids in banned]) if banned else None),
     )
@@ -127,19 +126,19 @@ def test_a_row_gets_the_same_token_alone_and_in_a_mixed_batch(dtype: torch.dtype
     rows = logits(32, vocab=5000).to(dtype)
     generator = np.random.default_rng(0)
     batch = SamplingInputs(
-        temperature=generator.choice([0.0, 0.5, 1.0, 2.0], 32),
-        top_k=generator.choice([0, 1, 10, 300], 32),
-        top_p=generator.choice([1.0, 0.95, 0.5], 32),
-        min_p=generator.choice([0.0, 0.01, 0.2], 32),
+        DrawSettings(
+            generator.choice([0.0, 0.5, 1.0, 2.0], 32),
+            generator.choice([0, 1, 10, 300], 32),
+            generator.choice([1.0, 0.95, 0.5], 32),
+            generator.choice([0.0, 0.01, 0.2], 32),
+        ),
         uniforms=generator.random(32),
     )
     together = sample(rows, batch).token_ids.tolist()
     apart = []
     for i in range(32):
         one = slice(i, i + 1)
-        params = SamplingInputs(
-            batch.temperature[one], batch.top_k[one], batch.top_p[one], batch.min_p[one], batch.uniforms[one]
-        )
+        params = SamplingInputs(batch.settings.of(one), batch.uniforms[one])
         apart.append(int(sample(rows[one], params).token_ids[0]))
     assert together == apart
 

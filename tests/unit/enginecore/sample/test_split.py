@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock_enginecore.parallel.vocabulary import SplitVocabulary
-from penstock_enginecore.sample.base import SampledTokens, SamplingInputs
+from penstock_enginecore.sample.base import DrawSettings, SampledTokens, SamplingInputs
 from penstock_enginecore.sample.sampler import TorchSampler
 from penstock_enginecore.sample.split import SplitSampler
 from tests.fakes.engines.thread_collectives import ThreadCollectives, thread_ranks
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 def inputs(rows: int, temperature: float) -> SamplingInputs:
     one, zeros = np.ones(rows), np.zeros(rows, dtype=np.int64)
-    return SamplingInputs(one * temperature, zeros, one, one * 0.0, np.linspace(0.1, 0.9, rows))
+    return SamplingInputs(DrawSettings(one * temperature, zeros, one, one * 0.0), np.linspace(0.1, 0.9, rows))
 
 
 def on_all_ranks(size: int, run: Callable[[ThreadCollectives], T]) -> list[T]:

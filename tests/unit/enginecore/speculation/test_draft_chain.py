@@ -19,7 +19,7 @@ from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
 from penstock_enginecore.forward.native import NativeForward
 from penstock_enginecore.models.loader import load_model
-from penstock_enginecore.sample.base import SamplingInputs
+from penstock_enginecore.sample.base import DrawSettings, SamplingInputs
 from penstock_enginecore.sample.random import uniforms
 from penstock_enginecore.speculation import draft_model
 from penstock_enginecore.speculation.base import DraftRequest, DraftStep
@@ -72,7 +72,7 @@ class Step(DraftStep):
         index = np.array([len(self.requests[i].token_ids) for i in requests]) + place
         top_p = np.full(count, self._settings.get("top_p", 1.0))
         zeros = np.zeros(count)
-        return SamplingInputs(temperature, zeros.astype(np.int64), top_p, zeros, uniforms(seeds, index))
+        return SamplingInputs(DrawSettings(temperature, zeros.astype(np.int64), top_p, zeros), uniforms(seeds, index))
 
 
 class Counted:

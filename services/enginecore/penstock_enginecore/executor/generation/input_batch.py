@@ -135,13 +135,10 @@ class InputBatch:
                 index += offsets[kinds.drawn]
             uniform[kinds.drawn] = settings.uniforms.at(index)
         return SamplingInputs(
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            min_p=settings.min_p,
+            settings.draw,
             uniforms=uniform,
             rules=self._logit_rules(request_ids, rows, grammar, offsets),
-            kinds=kinds,
+            known_kinds=kinds,
         )
 
     def plain_draws(self, request_ids: Sequence[str], offsets: IntArray | None = None) -> PlainDraws | None:
@@ -155,8 +152,7 @@ class InputBatch:
         index = self._num_tokens[rows] - self._num_prompt_tokens[rows]
         if offsets is not None:
             index += offsets
-        values = settings.temperature, settings.top_k, settings.top_p, settings.min_p
-        return PlainDraws.of(*values, self._sampling.seed[rows], index)
+        return PlainDraws.of(settings.draw, self._sampling.seed[rows], index)
 
     def rows_of(self, request_ids: Sequence[str]) -> IntArray:
         """Int64 ``[requests]``."""
@@ -174,10 +170,10 @@ class InputBatch:
         known = self._settings
         if known is None or known.request_ids != request_ids:
             rows = self._row_array(request_ids)
-            values = self._sampling.of(rows)
-            kinds = RowKinds.of(*values)
+            draw = self._sampling.draw.of(rows)
+            kinds = RowKinds.of(draw)
             ahead = UniformsAhead(self._sampling.seed[rows[kinds.drawn]])
-            known = self._settings = RowSettings(list(request_ids), rows, *values, kinds, ahead)
+            known = self._settings = RowSettings(list(request_ids), rows, draw, kinds, ahead)
         return known
 
     def logprobs(self, request_ids: Sequence[str]) -> list[tuple[int, int]]:
@@ -276,10 +272,10 @@ class InputBatch:
     def draws_of(self, request_ids: Sequence[str], offset: int | IntArray) -> SamplingInputs:
         """How requests draw the token behind their next ``offset`` ones, one for each or for all of them, without rules."""
         rows = self._row_array(request_ids)
-        drawn = self._sampling.temperature[rows] > 0
+        settings = self._sampling.draw.of(rows)
         index = self._num_tokens[rows] - self._num_prompt_tokens[rows] + offset
-        uniform = uniforms(self._sampling.seed[rows], index) if drawn.any() else np.zeros(len(rows))
-        return SamplingInputs(*self._sampling.of(rows), uniforms=uniform)
+        uniform = uniforms(self._sampling.seed[rows], index) if settings.drawn.any() else np.zeros(len(rows))
+        return SamplingInputs(settings, uniforms=uniform)
 
     def _row_array(self, request_ids: Sequence[str]) -> IntArray:
         return np.fromiter((self._rows[r] for r in request_ids), dtype=np.int64, count=len(request_ids))

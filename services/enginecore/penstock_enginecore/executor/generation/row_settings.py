@@ -10,7 +10,7 @@ import numpy.typing as npt
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.core.scheduler.output import GrammarBitmask
-from penstock_enginecore.sample.base import FloatArray, RowKinds
+from penstock_enginecore.sample.base import DrawSettings, RowKinds
 from penstock_enginecore.sample.random import UniformsAhead
 from penstock_enginecore.sample.rules import GrammarRows
 
@@ -20,49 +20,35 @@ _T = TypeVar("_T", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """How requests sample, ``[requests]`` each: the fields of ``SamplingInputs`` that stay the same from step to step."""
+    """How requests sample: the parts of ``SamplingInputs`` that stay the same from step to step."""
 
     request_ids: list[str]
     rows: IntArray
-    temperature: npt.NDArray[np.float64]
-    top_k: IntArray
-    top_p: npt.NDArray[np.float64]
-    min_p: npt.NDArray[np.float64]
+    draw: DrawSettings
     kinds: RowKinds
     uniforms: UniformsAhead
     """Of the rows that are drawn."""
 
 
 class SamplingColumns:
-    """How requests sample, by row of the batch: ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``seed``, ``[rows]``
-    each.
-    """
+    """How requests sample, by row of the batch: ``draw`` and ``seed``, ``[rows]`` each."""
 
     def __init__(self) -> None:
-        self.temperature = np.zeros(0)
-        self.top_k = np.zeros(0, dtype=np.int64)
-        self.top_p = np.zeros(0)
-        self.min_p = np.zeros(0)
+        self.draw = DrawSettings(np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0))
         self.seed = np.zeros(0, dtype=np.uint64)
 
     def grow(self, rows: int) -> None:
         """Have so many rows."""
-        self.temperature, self.top_k = grown(self.temperature, rows), grown(self.top_k, rows)
-        self.top_p, self.min_p, self.seed = grown(self.top_p, rows), grown(self.min_p, rows), grown(self.seed, rows)
+        self.draw = DrawSettings._make(grown(column, rows) for column in self.draw)
+        self.seed = grown(self.seed, rows)
 
     def set(self, row: int, params: SamplingParams) -> None:
         """ValueError for a request that is drawn and has no seed."""
         if params.seed is None and not params.greedy:
             raise ValueError("sampling_params.seed must be set by the time a request reaches a worker")
-        self.temperature[row] = params.temperature
-        self.top_k[row] = min(params.top_k, _INT64_MAX)
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
+        for name, column in zip(DrawSettings._fields, self.draw, strict=True):
+            column[row] = min(getattr(params, name), _INT64_MAX)
         self.seed[row] = (params.seed or 0) % 2**64
-
-    def of(self, rows: IntArray) -> tuple[FloatArray, IntArray, FloatArray, FloatArray]:
-        """The first four, of ``rows``."""
-        return self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows]
 
 
 def grown(array: npt.NDArray[_T], rows: int) -> npt.NDArray[_T]:

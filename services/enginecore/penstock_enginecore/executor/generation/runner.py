@@ -37,7 +37,7 @@ from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.lora.adapter import AdaptedForward
 from penstock_enginecore.media.towers import Towers
 from penstock_enginecore.models.loader import LoadedModel
-from penstock_enginecore.sample.base import LaunchedTokens, SamplingInputs
+from penstock_enginecore.sample.base import DrawSettings, LaunchedTokens, SamplingInputs
 from penstock_enginecore.speculation.base import Drafter
 from penstock_enginecore.speculation.draft_layers import model_layers
 from penstock_enginecore.worker.result_futures import Arrival, BeginCopy, Late, begin_copy
@@ -344,4 +344,6 @@ class GenerationRunner:
         if self._chosen_elsewhere is not None:
             return
         half = np.full(len(logits), 0.5)
-        self._sampler.sample(logits, SamplingInputs(half, np.zeros(len(logits), dtype=np.int64), half, half, half))
+        self._sampler.sample(
+            logits, SamplingInputs(DrawSettings(half, np.zeros(len(logits), dtype=np.int64), half, half), half)
+        )

@@ -7,7 +7,7 @@ import torch
 
 from penstock_enginecore.forward.cuda.buffers import DRAW_DTYPES, MAX_CAPTURED_TOKENS, VectorLayout, draw_values
 from penstock_enginecore.forward.cuda.kernel_api import Draws, SamplingKernels
-from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws, Sampler, SamplingInputs
+from penstock_enginecore.sample.base import DrawSettings, LaunchedTokens, PlainDraws, Sampler, SamplingInputs
 from penstock_enginecore.sample.random import uniforms
 
 MakeSampling = Callable[[int, int, torch.device], SamplingKernels]
@@ -55,11 +55,12 @@ def difference(launcher: DeviceLauncher, sampler: Sampler, logits: torch.Tensor)
     number = np.arange(rows)
     temperature = np.where(number % 4 == 0, 0.0, 0.5 + number % 3)
     top_k = np.where(number % 5 == 1, 2, 0)
-    top_p, min_p = np.where(number % 3 == 1, 0.8, 1.0), np.where(number % 7 == 2, 0.05, 0.0)
-    settings = temperature, top_k, top_p, min_p
+    settings = DrawSettings(
+        temperature, top_k, np.where(number % 3 == 1, 0.8, 1.0), np.where(number % 7 == 2, 0.05, 0.0)
+    )
     seeds = number.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    expected = sampler.sample(logits.clone(), SamplingInputs(*settings, uniforms(seeds, number))).token_ids
-    found = launcher.launch(logits, PlainDraws.of(*settings, seeds, number)).token_ids.cpu().numpy()
+    expected = sampler.sample(logits.clone(), SamplingInputs(settings, uniforms(seeds, number))).token_ids
+    found = launcher.launch(logits, PlainDraws.of(settings, seeds, number)).token_ids.cpu().numpy()
     wrong = int((found != expected).sum())
     return f"{wrong} of {rows} tokens differ" if wrong else ""
 

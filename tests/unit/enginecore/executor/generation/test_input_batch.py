@@ -136,10 +136,10 @@ def test_a_reused_row_keeps_nothing_of_the_request_before() -> None:
     step = batch.prepare({"b": 1})
     assert step.attention[0].block_table.tolist() == [[9]]
     sampling = batch.sampling_inputs(["b"])
-    assert sampling.temperature.tolist() == [0.0]
-    assert sampling.top_k.tolist() == [0]
-    assert sampling.top_p.tolist() == [1.0]
-    assert sampling.min_p.tolist() == [0.0]
+    assert sampling.settings.temperature.tolist() == [0.0]
+    assert sampling.settings.top_k.tolist() == [0]
+    assert sampling.settings.top_p.tolist() == [1.0]
+    assert sampling.settings.min_p.tolist() == [0.0]
     assert not sampling.rules
 
 
@@ -177,7 +177,7 @@ def test_draws_of_several_places_are_those_of_the_steps_that_come() -> None:
     assert not batch.draws_of(["c"], 1).uniforms.any()
     for place in range(3):
         assert batch.draws_of(["a", "b"], place).uniforms.tolist() == drawn[place].tolist()
-    assert mixed.temperature.tolist() == [0.0, 1.0, 0.0]
+    assert mixed.settings.temperature.tolist() == [0.0, 1.0, 0.0]
     assert mixed.uniforms[1] == drawn[2, 1]
     for place in range(3):
         assert batch.sampling_inputs(["a", "b"]).uniforms.tolist() == drawn[place].tolist()
@@ -208,7 +208,7 @@ def test_numbers_beyond_64_bits_do_not_break_the_batch() -> None:
     params = SamplingParams(seed=2**64 - 1, top_k=2**70, min_tokens=2**70)
     batch = make_batch()
     batch.update(SchedulerOutput(new_requests=[new("a", [1], [2], params=params)]))
-    assert batch.sampling_inputs(["a"]).top_k[0] == 2**63 - 1
+    assert batch.sampling_inputs(["a"]).settings.top_k[0] == 2**63 - 1
 
 
 def test_a_request_that_draws_needs_a_seed() -> None:

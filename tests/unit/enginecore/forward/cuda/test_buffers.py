@@ -9,7 +9,7 @@ from penstock_enginecore.forward.base import Choice, FedTokens, ForwardBatch
 from penstock_enginecore.forward.cuda.activations import ActivationBuffers, Widths
 from penstock_enginecore.forward.cuda.buffers import HostSlot, HostSlots, InputBuffers, StepShape, padded_shape
 from penstock_enginecore.forward.cuda.steps import CacheShape, StepMemory
-from penstock_enginecore.sample.base import PlainDraws
+from penstock_enginecore.sample.base import DrawSettings, PlainDraws
 from tests.fakes.models.recorded_launches import tensors_of
 
 CPU = torch.device("cpu")
@@ -72,10 +72,7 @@ def test_rows_that_nobody_draws_are_greedy_and_kept_by_nobody() -> None:
     buffers, shape = InputBuffers(StepShape(8, 8), 1, 6, HostSlots.on(CPU), CPU), StepShape(4, 4)
     inputs, step = buffers.of(shape), metadata([9, 2, 1], [1, 1, 1])
     draws = PlainDraws.of(
-        np.array([0.5, 0.0]),
-        np.array([7, 0]),
-        np.array([0.9, 1.0]),
-        np.array([1.0, 0.0]),
+        DrawSettings(np.array([0.5, 0.0]), np.array([7, 0]), np.array([0.9, 1.0]), np.array([1.0, 0.0])),
         np.array([2**64 - 1, 5], dtype=np.uint64),
         np.array([3, 4]),
     )

@@ -11,7 +11,7 @@ import torch
 from penstock_enginecore.attention.base import AttentionMetadata
 from penstock_enginecore.forward.base import Choice, FedTokens, ForwardBatch
 from penstock_enginecore.forward.cuda.decoder import FusedForward
-from penstock_enginecore.sample.base import PlainDraws
+from penstock_enginecore.sample.base import DrawSettings, PlainDraws
 from tests.fakes.models.fused_models import FUSED_FAMILIES, fused, save_varied_model
 from tests.fakes.models.recorded_launches import RecordedKernels, RecordedSampling, Recorder, tensors_of
 from tests.fakes.models.torch_kernels import TorchKernels
@@ -72,10 +72,12 @@ def decodes(lengths: list[int], seed: int) -> tuple[ForwardBatch, np.ndarray]:
 def draws(count: int, generator: np.random.Generator) -> PlainDraws:
     """Some greedy, some drawn, some of these from what filters leave."""
     return PlainDraws.of(
-        generator.choice([0.0, 0.5, 1.0], count),
-        generator.choice([0, 5], count),
-        generator.choice([1.0, 0.9], count),
-        generator.choice([0.0, 0.1], count),
+        DrawSettings(
+            generator.choice([0.0, 0.5, 1.0], count),
+            generator.choice([0, 5], count),
+            generator.choice([1.0, 0.9], count),
+            generator.choice([0.0, 0.1], count),
+        ),
         generator.integers(0, 2**64, count, dtype=np.uint64),
         generator.integers(0, 99, count),
     )

@@ -9,21 +9,20 @@ import torch
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.forward.cuda.candidate import device_launcher, proved_launcher
 from penstock_enginecore.forward.cuda.sampler import DeviceLauncher
-from penstock_enginecore.sample.base import PlainDraws, SamplingInputs
+from penstock_enginecore.sample.base import DrawSettings, PlainDraws, SamplingInputs
 from penstock_enginecore.sample.random import uniforms
 from penstock_enginecore.sample.sampler import TorchSampler
 from tests.fakes.models.torch_sampling import TorchSampling
 
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
-Settings = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def random_settings(rows: int, seed: int) -> tuple[Settings, np.ndarray, np.ndarray]:
+def random_settings(rows: int, seed: int) -> tuple[DrawSettings, np.ndarray, np.ndarray]:
     """Temperature, top_k, top_p and min_p of all kinds, seeds, and output indices."""
     random = np.random.default_rng(seed)
     return (
-        (
+        DrawSettings(
             random.choice([0.0, 0.3, 1.0, 1.7], rows),
             random.choice([0, 0, 1, 5, 40, 5000], rows),
             random.choice([1.0, 1.0, 0.5, 0.9, 0.999], rows),
@@ -34,8 +33,8 @@ def random_settings(rows: int, seed: int) -> tuple[Settings, np.ndarray, np.ndar
     )
 
 
-def by_cpu(logits: torch.Tensor, settings: Settings, seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    return TorchSampler().sample(logits.clone(), SamplingInputs(*settings, uniforms(seeds, indices))).token_ids
+def by_cpu(logits: torch.Tensor, settings: DrawSettings, seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    return TorchSampler().sample(logits.clone(), SamplingInputs(settings, uniforms(seeds, indices))).token_ids
 
 
 def random_logits(rows: int, vocab: int, seed: int) -> torch.Tensor:
@@ -54,8 +53,8 @@ def test_ten_thousand_draws_are_the_cpus(plain: bool) -> None:
         settings, seeds, indices = random_settings(500, seed=100 + i)
         if plain:
             off = np.zeros(500)
-            settings = (settings[0].clip(min=0.3), off.astype(np.int64), off + 1.0, off)
-        chosen = launcher.launch(logits, PlainDraws.of(*settings, seeds, indices)).token_ids.numpy()
+            settings = DrawSettings(settings.temperature.clip(min=0.3), off.astype(np.int64), off + 1.0, off)
+        chosen = launcher.launch(logits, PlainDraws.of(settings, seeds, indices)).token_ids.numpy()
         np.testing.assert_array_equal(chosen, by_cpu(logits, settings, seeds, indices))
         count += int((settings[0] > 0).sum())
         drawn |= set(chosen.tolist())
@@ -67,29 +66,26 @@ def test_a_token_follows_from_its_seed_and_index_alone() -> None:
     launcher = DeviceLauncher(300, CPU, TorchSampling)
     logits = random_logits(9, 300, seed=1)
     settings, seeds, indices = random_settings(9, seed=2)
-    together = launcher.launch(logits, PlainDraws.of(*settings, seeds, indices)).token_ids.tolist()
+    together = launcher.launch(logits, PlainDraws.of(settings, seeds, indices)).token_ids.tolist()
     for row in range(9):
-        alone = PlainDraws.of(*(of[[row]] for of in settings), seeds[[row]], indices[[row]])
+        alone = PlainDraws.of(settings.of(np.array([row])), seeds[[row]], indices[[row]])
         assert launcher.launch(logits[[row]], alone).token_ids.tolist() == [together[row]]
 
 
 def test_what_settings_become_is_what_kernels_read() -> None:
-    settings = (
+    settings = DrawSettings(
         np.array([0.0, 1e-40, 2.0]),
         np.array([0, 2**40, 5]),
         np.array([1.0, 0.5, 1.0]),
         np.array([0.0, 1.0, 0.5]),
     )
-    draws = PlainDraws.of(*settings, np.zeros(3, dtype=np.uint64), np.zeros(3, dtype=np.int64))
+    draws = PlainDraws.of(settings, np.zeros(3, dtype=np.uint64), np.zeros(3, dtype=np.int64))
     np.testing.assert_array_equal(draws.temperature, np.array([0, 1e-30, 2], dtype=np.float32))
     np.testing.assert_array_equal(draws.top_k, [0, 2**31 - 1, 5])
     np.testing.assert_allclose(draws.max_distance, [INF, 0.0, np.log(2)])
     assert (draws.any_drawn, draws.any_filtered) == (True, True)
     greedy = PlainDraws.of(
-        np.zeros(1),
-        np.full(1, 5),
-        np.full(1, 0.5),
-        np.ones(1),
+        DrawSettings(np.zeros(1), np.full(1, 5), np.full(1, 0.5), np.ones(1)),
         np.zeros(1, dtype=np.uint64),
         np.zeros(1, dtype=np.int64),
     )
@@ -100,14 +96,14 @@ def test_logits_that_are_no_numbers_are_counted() -> None:
     logits = random_logits(3, 20, seed=0)
     logits[1, [4, 7]] = NAN
     settings, seeds, indices = random_settings(3, seed=1)
-    launched = DeviceLauncher(20, CPU, TorchSampling).launch(logits, PlainDraws.of(*settings, seeds, indices))
+    launched = DeviceLauncher(20, CPU, TorchSampling).launch(logits, PlainDraws.of(settings, seeds, indices))
     assert launched.results[1, :3].tolist() == [0, 2, 0]
     assert int(launched.token_ids[1]) == 4
 
 
 def test_no_rows_are_no_tokens() -> None:
     settings, seeds, indices = random_settings(0, seed=1)
-    draws = PlainDraws.of(*settings, seeds, indices)
+    draws = PlainDraws.of(settings, seeds, indices)
     assert DeviceLauncher(20, CPU, TorchSampling).launch(torch.zeros(0, 20), draws).token_ids.tolist() == []
 
 
@@ -122,7 +118,7 @@ def test_memory_grows_with_the_rows() -> None:
     for rows in (5, 512, 513, 900, 1024):
         settings, seeds, indices = random_settings(rows, seed=rows)
         logits = random_logits(rows, 30, seed=rows)
-        chosen = launcher.launch(logits, PlainDraws.of(*settings, seeds, indices)).token_ids.numpy()
+        chosen = launcher.launch(logits, PlainDraws.of(settings, seeds, indices)).token_ids.numpy()
         np.testing.assert_array_equal(chosen, by_cpu(logits, settings, seeds, indices))
     assert made == [512, 1024]
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_enginecore.sample.base import SamplingInputs
+from penstock_enginecore.sample.base import DrawSettings, SamplingInputs
 from penstock_enginecore.sample.blocks import peak
 from penstock_enginecore.sample.random import uniforms
 from penstock_enginecore.sample.sampler import TorchSampler
@@ -44,16 +44,18 @@ class Settings:
         return cls(np.full(rows, temperature), top_k, top_p, min_p, seeds, random.integers(0, 2**40, rows))
 
     def inputs(self) -> SamplingInputs:
-        return SamplingInputs(self.temperature, self.top_k, self.top_p, self.min_p, uniforms(self.seeds, self.indices))
+        return SamplingInputs(self.settings, uniforms(self.seeds, self.indices))
+
+    @property
+    def settings(self) -> DrawSettings:
+        return DrawSettings(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def draws(self) -> object:
-        with np.errstate(divide="ignore"):
-            max_distance = (-np.log(self.min_p)).clip(min=0.0)
         return sample.Draws(
             torch.from_numpy(self.temperature).float(),
             torch.from_numpy(self.seeds.view(np.int64)),
             torch.from_numpy(self.indices),
-            torch.from_numpy(max_distance).float(),
+            torch.from_numpy(self.settings.max_distance).float(),
             torch.from_numpy(self.top_k).int(),
             torch.from_numpy(self.top_p),
         )
@@ -65,7 +67,7 @@ def by_kernels(logits: torch.Tensor, settings: Settings, *, filtered: bool | Non
     token_ids, num_nans = torch.full((2, rows + 1), -77, dtype=torch.int32)
     peaks = torch.full((rows + 1,), -77.0)
     if filtered is None:
-        filtered = bool(((settings.top_k > 0) | (settings.top_p < 1) | (settings.min_p > 0)).any())
+        filtered = bool(settings.settings.filtered.any())
     draws = settings.draws() if (settings.temperature > 0).any() else None
     sampler.sample(logits, draws, token_ids[:rows], peaks[:rows], num_nans[:rows], filtered=filtered)
     assert (int(token_ids[rows]), float(peaks[rows]), int(num_nans[rows])) == (-77, -77.0, -77)
