@@ -16,8 +16,7 @@ def blank_decodes(
     ``newest``; and the rows that get logits. ``adapted``: the step launches what steps with adapters do, and has none.
     """
     none: IntArray = np.zeros(size, dtype=np.int64)
-    one = np.ones(size)
-    draws = PlainDraws.of(DrawSettings(0 * one, none, one, 0 * one), none.astype(np.uint64), none)
+    draws = PlainDraws.of(DrawSettings.off(size), none.astype(np.uint64), none)
     choice = Choice(draws, newest, np.full(size, len(newest) - 1))
     starts: IntArray = np.arange(size + 1)
     table = np.zeros((size, 1), dtype=np.int32)

@@ -27,6 +27,11 @@ class DrawSettings(NamedTuple):
     top_p: FloatArray
     min_p: FloatArray
 
+    @classmethod
+    def off(cls, rows: int) -> "DrawSettings":
+        """Return settings of greedy rows without filters."""
+        return cls(np.zeros(rows), np.zeros(rows, dtype=np.int64), np.ones(rows), np.zeros(rows))
+
     def of(self, rows: npt.NDArray[np.int64] | slice) -> "DrawSettings":
         """Return the settings of some rows."""
         return DrawSettings._make(column[rows] for column in self)

@@ -239,7 +239,7 @@ def test_a_score_that_is_no_number_reaches_the_output(library: NativeLibrary) ->
 
 def inputs(rows: int, temperature: float, draws: np.ndarray, rules: LogitRules | None = None) -> SamplingInputs:
     return SamplingInputs(
-        DrawSettings(np.full(rows, temperature), np.zeros(rows, dtype=np.int64), np.ones(rows), np.zeros(rows)),
+        DrawSettings.off(rows)._replace(temperature=np.full(rows, temperature)),
         uniforms=draws,
         rules=rules or LogitRules(),
     )

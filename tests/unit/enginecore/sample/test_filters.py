@@ -20,7 +20,7 @@ def make_inputs(rows: int, **values: float) -> SamplingInputs:
     defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | values
     columns = {name: np.full(rows, value) for name, value in defaults.items()}
     columns["top_k"] = columns["top_k"].astype(np.int64)
-    return SamplingInputs(DrawSettings(**columns), np.random.default_rng(3).random(rows))
+    return SamplingInputs(DrawSettings.off(rows)._replace(**columns), np.random.default_rng(3).random(rows))
 
 
 def exact_token(row: torch.Tensor, inputs: SamplingInputs, i: int) -> int:
@@ -75,7 +75,7 @@ def test_a_row_gets_the_same_token_alone_and_beside_others(
     scales = torch.from_numpy(generator.choice([0.1, 1.0, 4.0], (48, 1)))
     rows = (torch.randn(48, VOCAB, generator=torch.Generator().manual_seed(2)) * scales).float()
     together = SamplingInputs(
-        DrawSettings(
+        DrawSettings.off(48)._replace(
             temperature=generator.choice([0.0, 0.5, 1.0, 2.0], 48),
             top_k=generator.choice([0, 0, 1, 50, 500, 4000], 48),
             top_p=generator.choice([1.0, 0.95, 0.5], 48),

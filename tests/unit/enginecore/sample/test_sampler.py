@@ -29,8 +29,11 @@ def inputs(
     banned: Sequence[tuple[int, Sequence[int]]] = (),
 ) -> SamplingInputs:
     return SamplingInputs(
-        DrawSettings(
-            np.full(rows, temperature), np.full(rows, top_k, dtype=np.int64), np.full(rows, top_p), np.full(rows, min_p)
+        DrawSettings.off(rows)._replace(
+            temperature=np.full(rows, temperature),
+            top_k=np.full(rows, top_k, dtype=np.int64),
+            top_p=np.full(rows, top_p),
+            min_p=np.full(rows, min_p),
         ),
         uniforms=np.full(rows, 0.5) if draws is None else draws,
         rules=LogitRules(banned=Entries.join([(row, np.array(ids)) for row, ids in banned]) if banned else None),
@@ -126,11 +129,11 @@ def test_a_row_gets_the_same_token_alone_and_in_a_mixed_batch(dtype: torch.dtype
     rows = logits(32, vocab=5000).to(dtype)
     generator = np.random.default_rng(0)
     batch = SamplingInputs(
-        DrawSettings(
-            generator.choice([0.0, 0.5, 1.0, 2.0], 32),
-            generator.choice([0, 1, 10, 300], 32),
-            generator.choice([1.0, 0.95, 0.5], 32),
-            generator.choice([0.0, 0.01, 0.2], 32),
+        DrawSettings.off(32)._replace(
+            temperature=generator.choice([0.0, 0.5, 1.0, 2.0], 32),
+            top_k=generator.choice([0, 1, 10, 300], 32),
+            top_p=generator.choice([1.0, 0.95, 0.5], 32),
+            min_p=generator.choice([0.0, 0.01, 0.2], 32),
         ),
         uniforms=generator.random(32),
     )

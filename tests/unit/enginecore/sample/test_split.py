@@ -18,8 +18,9 @@ T = TypeVar("T")
 
 
 def inputs(rows: int, temperature: float) -> SamplingInputs:
-    one, zeros = np.ones(rows), np.zeros(rows, dtype=np.int64)
-    return SamplingInputs(DrawSettings(one * temperature, zeros, one, one * 0.0), np.linspace(0.1, 0.9, rows))
+    return SamplingInputs(
+        DrawSettings.off(rows)._replace(temperature=np.full(rows, temperature)), np.linspace(0.1, 0.9, rows)
+    )
 
 
 def on_all_ranks(size: int, run: Callable[[ThreadCollectives], T]) -> list[T]:

@@ -71,8 +71,9 @@ class Step(DraftStep):
         seeds = np.array([7 + i for i in requests], dtype=np.uint64)
         index = np.array([len(self.requests[i].token_ids) for i in requests]) + place
         top_p = np.full(count, self._settings.get("top_p", 1.0))
-        zeros = np.zeros(count)
-        return SamplingInputs(DrawSettings(temperature, zeros.astype(np.int64), top_p, zeros), uniforms(seeds, index))
+        return SamplingInputs(
+            DrawSettings.off(count)._replace(temperature=temperature, top_p=top_p), uniforms(seeds, index)
+        )
 
 
 class Counted:

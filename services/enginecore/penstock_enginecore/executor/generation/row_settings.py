@@ -34,7 +34,7 @@ class SamplingColumns:
     """How requests sample, by row of the batch: ``draw`` and ``seed``, ``[rows]`` each."""
 
     def __init__(self) -> None:
-        self.draw = DrawSettings(np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0))
+        self.draw = DrawSettings.off(0)
         self.seed = np.zeros(0, dtype=np.uint64)
 
     def grow(self, rows: int) -> None:

@@ -345,5 +345,5 @@ class GenerationRunner:
             return
         half = np.full(len(logits), 0.5)
         self._sampler.sample(
-            logits, SamplingInputs(DrawSettings(half, np.zeros(len(logits), dtype=np.int64), half, half), half)
+            logits, SamplingInputs(DrawSettings.off(len(logits))._replace(temperature=half, top_p=half), half)
         )

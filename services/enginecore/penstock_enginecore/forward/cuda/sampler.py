@@ -53,10 +53,11 @@ def difference(launcher: DeviceLauncher, sampler: Sampler, logits: torch.Tensor)
     """
     rows = len(logits)
     number = np.arange(rows)
-    temperature = np.where(number % 4 == 0, 0.0, 0.5 + number % 3)
-    top_k = np.where(number % 5 == 1, 2, 0)
-    settings = DrawSettings(
-        temperature, top_k, np.where(number % 3 == 1, 0.8, 1.0), np.where(number % 7 == 2, 0.05, 0.0)
+    settings = DrawSettings.off(rows)._replace(
+        temperature=np.where(number % 4 == 0, 0.0, 0.5 + number % 3),
+        top_k=np.where(number % 5 == 1, 2, 0),
+        top_p=np.where(number % 3 == 1, 0.8, 1.0),
+        min_p=np.where(number % 7 == 2, 0.05, 0.0),
     )
     seeds = number.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     expected = sampler.sample(logits.clone(), SamplingInputs(settings, uniforms(seeds, number))).token_ids

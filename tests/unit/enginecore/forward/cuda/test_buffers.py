@@ -72,7 +72,12 @@ def test_rows_that_nobody_draws_are_greedy_and_kept_by_nobody() -> None:
     buffers, shape = InputBuffers(StepShape(8, 8), 1, 6, HostSlots.on(CPU), CPU), StepShape(4, 4)
     inputs, step = buffers.of(shape), metadata([9, 2, 1], [1, 1, 1])
     draws = PlainDraws.of(
-        DrawSettings(np.array([0.5, 0.0]), np.array([7, 0]), np.array([0.9, 1.0]), np.array([1.0, 0.0])),
+        DrawSettings.off(2)._replace(
+            temperature=np.array([0.5, 0.0]),
+            top_k=np.array([7, 0]),
+            top_p=np.array([0.9, 1.0]),
+            min_p=np.array([1.0, 0.0]),
+        ),
         np.array([2**64 - 1, 5], dtype=np.uint64),
         np.array([3, 4]),
     )

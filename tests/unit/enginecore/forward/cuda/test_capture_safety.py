@@ -72,11 +72,11 @@ def decodes(lengths: list[int], seed: int) -> tuple[ForwardBatch, np.ndarray]:
 def draws(count: int, generator: np.random.Generator) -> PlainDraws:
     """Some greedy, some drawn, some of these from what filters leave."""
     return PlainDraws.of(
-        DrawSettings(
-            generator.choice([0.0, 0.5, 1.0], count),
-            generator.choice([0, 5], count),
-            generator.choice([1.0, 0.9], count),
-            generator.choice([0.0, 0.1], count),
+        DrawSettings.off(count)._replace(
+            temperature=generator.choice([0.0, 0.5, 1.0], count),
+            top_k=generator.choice([0, 5], count),
+            top_p=generator.choice([1.0, 0.9], count),
+            min_p=generator.choice([0.0, 0.1], count),
         ),
         generator.integers(0, 2**64, count, dtype=np.uint64),
         generator.integers(0, 99, count),

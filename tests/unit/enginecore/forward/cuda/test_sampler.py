@@ -22,11 +22,11 @@ def random_settings(rows: int, seed: int) -> tuple[DrawSettings, np.ndarray, np.
     """Temperature, top_k, top_p and min_p of all kinds, seeds, and output indices."""
     random = np.random.default_rng(seed)
     return (
-        DrawSettings(
-            random.choice([0.0, 0.3, 1.0, 1.7], rows),
-            random.choice([0, 0, 1, 5, 40, 5000], rows),
-            random.choice([1.0, 1.0, 0.5, 0.9, 0.999], rows),
-            random.choice([0.0, 0.0, 0.02, 0.3], rows),
+        DrawSettings.off(rows)._replace(
+            temperature=random.choice([0.0, 0.3, 1.0, 1.7], rows),
+            top_k=random.choice([0, 0, 1, 5, 40, 5000], rows),
+            top_p=random.choice([1.0, 1.0, 0.5, 0.9, 0.999], rows),
+            min_p=random.choice([0.0, 0.0, 0.02, 0.3], rows),
         ),
         random.integers(0, 2**64, rows, dtype=np.uint64),
         random.integers(0, 2**40, rows),
@@ -52,8 +52,7 @@ def test_ten_thousand_draws_are_the_cpus(plain: bool) -> None:
         logits = random_logits(500, 500, seed=i)
         settings, seeds, indices = random_settings(500, seed=100 + i)
         if plain:
-            off = np.zeros(500)
-            settings = DrawSettings(settings.temperature.clip(min=0.3), off.astype(np.int64), off + 1.0, off)
+            settings = DrawSettings.off(500)._replace(temperature=settings.temperature.clip(min=0.3))
         chosen = launcher.launch(logits, PlainDraws.of(settings, seeds, indices)).token_ids.numpy()
         np.testing.assert_array_equal(chosen, by_cpu(logits, settings, seeds, indices))
         count += int((settings[0] > 0).sum())
@@ -73,11 +72,11 @@ def test_a_token_follows_from_its_seed_and_index_alone() -> None:
 
 
 def test_what_settings_become_is_what_kernels_read() -> None:
-    settings = DrawSettings(
-        np.array([0.0, 1e-40, 2.0]),
-        np.array([0, 2**40, 5]),
-        np.array([1.0, 0.5, 1.0]),
-        np.array([0.0, 1.0, 0.5]),
+    settings = DrawSettings.off(3)._replace(
+        temperature=np.array([0.0, 1e-40, 2.0]),
+        top_k=np.array([0, 2**40, 5]),
+        top_p=np.array([1.0, 0.5, 1.0]),
+        min_p=np.array([0.0, 1.0, 0.5]),
     )
     draws = PlainDraws.of(settings, np.zeros(3, dtype=np.uint64), np.zeros(3, dtype=np.int64))
     np.testing.assert_array_equal(draws.temperature, np.array([0, 1e-30, 2], dtype=np.float32))
@@ -85,7 +84,7 @@ def test_what_settings_become_is_what_kernels_read() -> None:
     np.testing.assert_allclose(draws.max_distance, [INF, 0.0, np.log(2)])
     assert (draws.any_drawn, draws.any_filtered) == (True, True)
     greedy = PlainDraws.of(
-        DrawSettings(np.zeros(1), np.full(1, 5), np.full(1, 0.5), np.ones(1)),
+        DrawSettings.off(1)._replace(top_k=np.full(1, 5), top_p=np.full(1, 0.5), min_p=np.ones(1)),
         np.zeros(1, dtype=np.uint64),
         np.zeros(1, dtype=np.int64),
     )

@@ -48,7 +48,9 @@ class Settings:
 
     @property
     def settings(self) -> DrawSettings:
-        return DrawSettings(self.temperature, self.top_k, self.top_p, self.min_p)
+        return DrawSettings.off(len(self.seeds))._replace(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
+        )
 
     def draws(self) -> object:
         return sample.Draws(
