@@ -14,10 +14,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from penstock_enginecore.parallel import shared_memory
-from penstock_enginecore.parallel.collectives import Collectives, GlooCollectives
+from penstock_enginecore.parallel import collectives
+from penstock_enginecore.parallel.collectives import Collectives, GlooCollectives, SharedMemoryCollectives
 from penstock_enginecore.parallel.meeting import Meeting
-from penstock_enginecore.parallel.shared_memory import SharedMemoryCollectives
 
 WIDTH = 768
 TOKENS = (1, 16, 256)
@@ -42,7 +41,7 @@ def _measure(kind: str, rank: int, size: int, store: int, memory: int, tokens: i
 def microseconds(kind: str, size: int, tokens: int) -> float:
     """Of a sum over ``size`` processes, as the first one measures it."""
     context = multiprocessing.get_context("fork")
-    told, store, memory = context.Queue(), os.memfd_create("store"), shared_memory.create(size)
+    told, store, memory = context.Queue(), os.memfd_create("store"), collectives.create(size)
     ranks = [
         context.Process(target=_measure, args=(kind, rank, size, store, memory, tokens, told)) for rank in range(size)
     ]

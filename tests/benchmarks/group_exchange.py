@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from penstock_enginecore.parallel.group_collectives import SocketCollectives
 from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.meeting_server import MeetingServer
-from penstock_enginecore.parallel.socket_collectives import SocketCollectives
 
 _TIMEOUT_S = 60.0
 _NUM_EXCHANGES, _NUM_ALL_TO_ALLS = 5000, 200

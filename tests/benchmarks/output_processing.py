@@ -10,9 +10,9 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_common.types.token_columns import TokenColumns
 from penstock_frontend.dispatch.journal import Journal
+from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.outputs.processor import OutputProcessor
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
-from penstock_frontend.telemetry.metrics import FrontendMetrics
 
 
 def measure(

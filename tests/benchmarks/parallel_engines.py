@@ -19,7 +19,7 @@ from rich.table import Table
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, KernelsConfig, ModelConfig
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler import scheduler
-from penstock_enginecore.core.scheduler.pipeline_spread import DecodeShare
+from penstock_enginecore.core.scheduler.token_budget import DecodeShare
 from penstock_enginecore.executor.factory import make_executor
 from tests.benchmarks import load
 from tests.benchmarks.engine_targets import KV_CACHE_MEMORY, InProcessEngine

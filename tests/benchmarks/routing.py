@@ -32,8 +32,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.request import Request
 from penstock_frontend.config import RoutingPolicy
 from penstock_frontend.dispatch import router as routing
-from penstock_frontend.dispatch.prefix_caches import PrefixCaches
-from penstock_frontend.dispatch.prefix_index import PrefixIndex
+from penstock_frontend.dispatch.prefix_caches import PrefixCaches, PrefixIndex
 from penstock_frontend.dispatch.router import Candidate, Router
 
 BLOCK_SIZE = 16

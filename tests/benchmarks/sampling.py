@@ -12,7 +12,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.generation.input_batch import InputBatch
-from penstock_enginecore.executor.generation.scorer import OutputScores
+from penstock_enginecore.executor.generation.step_sampling import OutputScores
 from penstock_enginecore.native.backend import open_backend
 from penstock_enginecore.sample.base import Sampler
 from penstock_enginecore.sample.sampler import TorchSampler

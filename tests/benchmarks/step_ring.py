@@ -18,9 +18,7 @@ import time
 
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from penstock_enginecore.executor.multiproc.ring import RingClosed, RingReader, RingWriter
-from penstock_enginecore.executor.multiproc.ring_memory import RingMemory
-from penstock_enginecore.executor.multiproc.rings import CALLS
+from penstock_enginecore.executor.multiproc.ring import CALLS, RingClosed, RingMemory, RingReader, RingWriter
 from penstock_enginecore.worker.messages import Execute, decode_call, encode, execute
 from tests.fakes.engines.ring_peer import messages, start_reader
 

@@ -25,7 +25,7 @@ from penstock.inference.v1 import service_pb2 as inference_service
 from penstock_common.config.settings import ENV_PREFIX, settings_of
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_enginecore.config import EngineCoreConfig
-from penstock_frontend.api.openai.document import document
+from penstock_frontend.api.http.openapi import document
 from penstock_frontend.config import FrontendConfig
 from penstock_local.cli import build_parser
 from penstock_local.rpc.connect import VARIABLES

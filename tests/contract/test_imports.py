@@ -85,8 +85,8 @@ def test_llm_knows_only_the_doors_of_the_frontend() -> None:
             "call_types",
             "calls.scoring",
             "config",
+            "in_process_media",
             "ports",
-            "python_media",
         )
     }
     used = {

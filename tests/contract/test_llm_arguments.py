@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock_local.llm import vllm_names
+from penstock_local.llm import parameters as vllm_names
 from penstock_local.llm.llm import LLM
 from penstock_local.llm.options import OPTIONS
 from tests.peers.arguments import section

@@ -7,8 +7,7 @@ from typing import Any
 from PIL.Image import Image
 
 from penstock_common.types.media import TensorData
-from penstock_frontend.processing.media.families.base import FamilyProcessor
-from penstock_frontend.processing.media.item import ProcessedItem
+from penstock_frontend.processing.media.families.base import FamilyProcessor, ProcessedItem
 from tests.fakes.media_family import PlainFamily, PlainProcessor
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock_common.types.media import EMBEDS, Modality, TensorData
-from penstock_frontend.media_parts import EncodedFile, Features, Frame, Frames, MediaPart, Source, Url
+from penstock_frontend.call_types import EncodedFile, Features, Frame, Frames, MediaPart, Source, Url
 from tests.fakes.media_files import image_file, png, png_bomb, sound_file
 
 IMAGES = [image_file(kind, (40, 30), seed=n) for n, kind in enumerate(("JPEG", "PNG", "WEBP", "GIF"))]

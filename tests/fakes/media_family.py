@@ -13,8 +13,7 @@ import numpy.typing as npt
 from PIL.Image import Image
 
 from penstock_common.types.media import EMBEDS, Modality, TensorData
-from penstock_frontend.processing.media.families.base import FamilyProcessor
-from penstock_frontend.processing.media.item import ProcessedItem, Replacement
+from penstock_frontend.processing.media.families.base import FamilyProcessor, ProcessedItem, Replacement
 
 RATE = 16_000
 

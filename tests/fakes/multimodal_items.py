@@ -9,8 +9,7 @@ import torch
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoVideoProcessor, PreTrainedModel
 
 from penstock_common.types.media import Modality
-from penstock_enginecore.models.multimodal.base import EncoderItem
-from penstock_enginecore.models.multimodal.tensors import to_data
+from penstock_enginecore.models.multimodal.base import EncoderItem, to_data
 from tests.fakes.multimodal_models import make_image, make_sound
 
 Tensors = dict[str, torch.Tensor]

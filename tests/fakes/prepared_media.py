@@ -9,10 +9,8 @@ import numpy as np
 from PIL import Image
 
 from penstock_common.types.media import Modality
-from penstock_frontend.media_parts import EncodedFile, Features, Frame, Frames, MediaPart, Url
-from penstock_frontend.processing.media.base import PreparedMedia
-from penstock_frontend.processing.media.families.base import Family
-from penstock_frontend.processing.media.item import ProcessedItem
+from penstock_frontend.call_types import EncodedFile, Features, Frame, Frames, MediaPart, Url
+from penstock_frontend.processing.media.families.base import Family, PreparedMedia, ProcessedItem
 
 
 class InProcessPreparer:

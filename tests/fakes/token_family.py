@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock_common.types.media import Modality, TensorData
-from penstock_frontend.processing.media.families.base import FamilyProcessor
-from penstock_frontend.processing.media.item import ProcessedItem, Replacement
+from penstock_frontend.processing.media.families.base import FamilyProcessor, ProcessedItem, Replacement
 
 
 class TokenFamily:

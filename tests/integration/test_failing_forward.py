@@ -13,9 +13,9 @@ from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.scheduler.output import NewRequestData
-from penstock_enginecore.core.step_recovery import EngineDeadError
+from penstock_enginecore.core.steps_in_flight import EngineDeadError
 from penstock_enginecore.executor.generation.input_batch import InputBatch
-from penstock_enginecore.executor.generation.prompt_vectors import PromptVectors
+from penstock_enginecore.executor.generation.prompt_embeds import PromptVectors
 from penstock_enginecore.forward.backbone import Backbone
 from penstock_enginecore.forward.modules import ModulesForward
 from penstock_enginecore.forward.native import NativeForward

@@ -12,9 +12,9 @@ from penstock_common.errors import InvalidArgument
 from penstock_common.observability.tracing import Tracer
 from penstock_enginecore.core import engine_core
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
-from penstock_enginecore.core.scheduler.fair_queue import FairQueue
 from penstock_enginecore.core.scheduler.results import StepResults
 from penstock_enginecore.core.scheduler.scheduler import DefaultScheduler
+from penstock_enginecore.core.scheduler.waiting_queue import FairQueue
 from penstock_enginecore.rpc import convert, servicer
 from penstock_enginecore.rpc.traces import EngineTraces
 from tests.fakes.clients.session_client import SessionClient, connected

@@ -15,23 +15,21 @@ from penstock.enginecore.v1 import messages_pb2 as engine_pb
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import RequestFailed
 from penstock_common.rpc.calls import CallTelemetry
-from penstock_frontend.api.grpc import generate_messages
+from penstock_frontend.api.grpc import messages as grpc_messages
 from penstock_frontend.api.openai.chat_completions import ChatCompletions
-from penstock_frontend.api.openai.completion_choices import ChoiceWriter
-from penstock_frontend.api.openai.completions import Completions
-from penstock_frontend.api.vllm import requests, responses
-from penstock_frontend.calls.request_telemetry import ObservedRequest, RequestObserver
-from penstock_frontend.dispatch.journal import Journal
-from penstock_frontend.dispatch.journal_entry import JournalEntry
+from penstock_frontend.api.openai.completions import ChoiceWriter, Completions
+from penstock_frontend.api.vllm import messages as vllm_messages
+from penstock_frontend.calls.live_request import ObservedRequest, RequestObserver
+from penstock_frontend.dispatch.journal import Journal, JournalEntry
 from penstock_frontend.dispatch.kv_events import KvEventFeed
+from penstock_frontend.metrics import EngineMetrics, FrontendMetrics
 from penstock_frontend.processing.chat.answers import ChatOutputs
 from penstock_frontend.processing.chat.rendering import ChatRenderer
+from penstock_frontend.processing.outputs.pooling import PooledOutputs
 from penstock_frontend.processing.outputs.processor import OutputProcessor
-from penstock_frontend.processing.pooling.inputs import PoolingInputs
-from penstock_frontend.processing.pooling.outputs import PooledOutputs
 from penstock_frontend.processing.prompts.input import InputProcessor
+from penstock_frontend.processing.prompts.pooling import PoolingInputs
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
-from penstock_frontend.telemetry.metrics import EngineMetrics, FrontendMetrics
 from tests.fakes.clients.vllm_client import VllmClient
 from tests.fakes.engines.fake_engine import FakeEngine, token_at
 from tests.fakes.frontends.frontend_server import FrontendServer, collect, failure, make_request
@@ -269,9 +267,9 @@ FAULTS = [
     Fault(
         "decode",
         ("generate", "session"),
-        raising(generate_messages, "generate_request", lambda m, **_: is_poison(m.request_id)),
+        raising(grpc_messages, "generate_request", lambda m, **_: is_poison(m.request_id)),
     ),
-    Fault("decode", ("vllm",), raising(requests, "generate_request", lambda m, **_: is_poison(m.request_id))),
+    Fault("decode", ("vllm",), raising(vllm_messages, "generate_request", lambda m, **_: is_poison(m.request_id))),
     Fault("decode", ("completion", "completion stream"), raising(Completions, "__call__", lambda *_: True)),
     Fault("decode", ("chat",), raising(ChatCompletions, "__call__", lambda *_: True, RecursionError)),
     Fault(
@@ -301,10 +299,8 @@ FAULTS = [
     Fault("process", _GENERATING, raising(OutputProcessor, "_advance", lambda _, s, *__: is_poison(s.external_id))),
     Fault("take a vector", ("embed",), raising(PooledOutputs, "_end", lambda *_: True)),
     Fault("parse", ("chat",), raising(ChatOutputs, "read", lambda *_: True)),
-    Fault(
-        "answer", ("generate", "session"), raising(generate_messages, "generate_response", lambda _, i: is_poison(i))
-    ),
-    Fault("answer", ("vllm",), raising(responses.GenerateResponses, "of", lambda *_: True)),
+    Fault("answer", ("generate", "session"), raising(grpc_messages, "generate_response", lambda _, i: is_poison(i))),
+    Fault("answer", ("vllm",), raising(vllm_messages.GenerateResponses, "of", lambda *_: True)),
     Fault("answer", ("completion", "completion stream"), raising(ChoiceWriter, "write", lambda *_: True)),
 ]
 

@@ -17,7 +17,7 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
 from penstock_client import AsyncClient
 from penstock_common.config.sections import ServerConfig
-from penstock_frontend.app import draining
+from penstock_frontend.app import servers
 from tests.fakes.engines.fake_engine import FakeEngine, token_at
 from tests.fakes.frontends.frontend_server import FrontendServer, eventually, make_request
 from tests.fakes.models.small_tokenizers import byte_level
@@ -263,7 +263,7 @@ async def test_the_only_frontend_serves_on_until_its_clients_have_gone(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They come back to it whenever they are moved. Between two calls it waits, here for as long as the machine needs."""
-    monkeypatch.setattr(draining, "QUIET", PATIENCE)
+    monkeypatch.setattr(servers, "QUIET", PATIENCE)
     server = ServerConfig(host="127.0.0.1", port=0, max_connection_age=0.1)
     async with FakeEngine(vocab_size=VOCAB) as engine:
         options = {"engines": [engine.address], "server": server, "drain_timeout": 2 * PATIENCE}
@@ -274,5 +274,5 @@ async def test_the_only_frontend_serves_on_until_its_clients_have_gone(
             for _ in range(20):
                 assert await frontend.outputs(max_tokens=1)
             await frontend.channel.close()
-            monkeypatch.setattr(draining, "QUIET", 0.0)
+            monkeypatch.setattr(servers, "QUIET", 0.0)
             await frontend.running

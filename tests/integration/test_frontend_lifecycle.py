@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from penstock.inference.v1 import service_pb2_grpc
 from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError, Unavailable
-from penstock_frontend.app import draining
+from penstock_frontend.app import servers
 from penstock_frontend.config import HttpConfig
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import FrontendServer, collect, eventually, failure, make_request
@@ -87,7 +87,7 @@ async def test_a_watch_of_the_health_does_not_hold_up_the_end(
     model: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connection stays open, but nothing else can come on it once it has been moved."""
-    monkeypatch.setattr(draining, "QUIET", 0.0)
+    monkeypatch.setattr(servers, "QUIET", 0.0)
     server = ServerConfig(host="127.0.0.1", port=0, max_connection_age=0.05)
     async with FrontendServer(model, engines=[engine.address], server=server, drain_timeout=PATIENCE) as frontend:
         stub: Any = health_pb2_grpc.HealthStub(frontend.channel)

@@ -13,7 +13,7 @@ from penstock.common.v1 import finish_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.config.sections import LogConfig
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.telemetry.tenant_refusals import Refused
+from penstock_frontend.tenants import Refused
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import FrontendServer, eventually, make_request
 

@@ -9,11 +9,11 @@ import pytest
 
 from penstock_common.config.reread import Reread
 from penstock_common.errors import RequestFailed
+from penstock_frontend.call_types import EncodedFile, MediaPart
 from penstock_frontend.config import LimitsConfig, MediaConfig
-from penstock_frontend.media_parts import EncodedFile, MediaPart
+from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.media.metrics import MediaMetrics
 from penstock_frontend.processing.media.service import MediaService
-from penstock_frontend.telemetry.metrics import FrontendMetrics
 from tests.fakes.hostile_media import Addresses, hostile
 from tests.fakes.media_family import PlainFamily
 from tests.fakes.media_files import image_file

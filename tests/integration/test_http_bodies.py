@@ -8,7 +8,7 @@ from typing import Any
 import brotli
 import pytest
 
-from penstock_frontend.api.openai.body_encoding import zstd
+from penstock_frontend.api.http.request_body import zstd
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
 from tests.fakes.models.chat_templates import save_chat_model

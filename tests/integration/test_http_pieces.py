@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock_frontend.api.http.pieces import Pieces
+from penstock_frontend.api.http.streaming import Pieces
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
 

@@ -17,7 +17,7 @@ import structlog
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_frontend.api import ignored_fields
 from penstock_frontend.api.ignored_fields import IGNORED, IgnoredField
-from penstock_frontend.api.media_places import placed
+from penstock_frontend.api.media_sources import placed
 from penstock_frontend.api.openai.conversation import MessageBody, messages_of
 from penstock_frontend.config import LoraConfig
 from tests.fakes.engines.fake_engine import FakeEngine

@@ -13,7 +13,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import KernelsConfig, ModelConfig
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput
-from penstock_enginecore.executor.generation import scorer
+from penstock_enginecore.executor.generation import step_sampling
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
@@ -91,7 +91,7 @@ def run(engine: EngineCore, requests: list[tuple[str, list[int], SamplingParams]
 def test_prompt_and_output_tokens_of_a_mixed_batch_are_scored(
     gemma: tuple[Path, torch.nn.Module], tokens_per_step: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scorer, "_MAX_LOGITS_BYTES", chunk_bytes)
+    monkeypatch.setattr(step_sampling, "_MAX_LOGITS_BYTES", chunk_bytes)
     path, model = gemma
     # The requests share prompts: those that score theirs must not skip what is cached.
     engine = build_engine(path, model=ALL, scheduler={"max_num_batched_tokens": tokens_per_step})
@@ -187,7 +187,7 @@ def test_a_model_that_does_not_come_apart_is_scored_all_the_same(
 def test_scoring_a_prompt_never_makes_logits_of_more_rows_than_fit(
     gemma: tuple[Path, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scorer, "_MAX_LOGITS_BYTES", 4 * VOCAB_SIZE * 5)
+    monkeypatch.setattr(step_sampling, "_MAX_LOGITS_BYTES", 4 * VOCAB_SIZE * 5)
     model = load_model(ModelConfig(path=str(gemma[0])), torch.device("cpu"), lambda line: None)
     config = ForwardConfig(torch.device("cpu"), "reference", KernelsConfig(isa="off"), num_threads=1, block_size=16)
     forward = build_forward(model, config).forward
@@ -195,11 +195,11 @@ def test_scoring_a_prompt_never_makes_logits_of_more_rows_than_fit(
     handle = model.module.get_output_embeddings().register_forward_hook(
         lambda module, args, output: rows.append(output.shape[1])
     )
-    targets = scorer.PromptTargets("a", np.arange(30), np.arange(30), 1)
+    targets = step_sampling.PromptTargets("a", np.arange(30), np.arange(30), 1)
     probe = Probe.largest(30, max_len=64, block_size=16)
     forward.bind(forward.memory.throwaway(16, probe.num_blocks))
     with torch.inference_mode():
         batch = ForwardBatch(np.arange(1, 31), probe.positions, [probe.metadata])
-        scorer.score_prompts(forward, batch, np.array([29]), [targets])
+        step_sampling.score_prompts(forward, batch, np.array([29]), [targets])
     handle.remove()
     assert rows == [1, 5, 5, 5, 5, 5, 5]

@@ -14,8 +14,7 @@ from penstock.inference.v1 import messages_pb2
 from penstock_common.errors import InvalidArgument, PermissionDenied, RequestFailed, Unimplemented
 from penstock_frontend.config import LimitsConfig, MaxMediaConfig, MediaConfig
 from penstock_local.media_files import MediaFile
-from penstock_local.rpc.client import ChatMessage, InferenceClient
-from penstock_local.rpc.load_client import LoadClient
+from penstock_local.rpc.client import ChatMessage, InferenceClient, LoadClient
 from tests.fakes.clients.vllm_client import VllmClient
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import collect, failure

@@ -13,7 +13,7 @@ from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
 from penstock_frontend.processing.media.decode import decode_image, open_image
-from penstock_frontend.processing.media.decode_limits import DecodeLimits
+from penstock_frontend.processing.media.worker_messages import DecodeLimits
 from tests.fakes.media_files import image_file, saved
 
 LIMITS = DecodeLimits(max_pixels=1_000_000, max_frames=1, max_audio_seconds=1.0)

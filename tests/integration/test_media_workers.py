@@ -16,11 +16,11 @@ from PIL import Image
 from penstock_common.config.reread import Reread
 from penstock_common.errors import RequestFailed
 from penstock_common.rpc.loop import GrpcEventLoop
+from penstock_frontend.call_types import EncodedFile, MediaPart, Url
 from penstock_frontend.config import LimitsConfig, MediaConfig
-from penstock_frontend.media_parts import EncodedFile, MediaPart, Url
+from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.media.metrics import MediaMetrics
 from penstock_frontend.processing.media.service import MediaService
-from penstock_frontend.telemetry.metrics import FrontendMetrics
 from tests.fakes.clip_family import ClipFamily
 from tests.fakes.media_family import PlainFamily
 from tests.fakes.media_files import image_file
@@ -78,9 +78,9 @@ import asyncio, sys
 import penstock_frontend.app.app
 from penstock_common.config.reread import Reread
 from penstock_frontend.config import LimitsConfig, MediaConfig
-from penstock_frontend.telemetry.metrics import FrontendMetrics
+from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.media.metrics import MediaMetrics
-from penstock_frontend.media_parts import EncodedFile, MediaPart
+from penstock_frontend.call_types import EncodedFile, MediaPart
 from penstock_frontend.processing.media.service import MediaService
 from tests.fakes.clip_family import ClipFamily
 from tests.fakes.media_files import image_file
@@ -176,9 +176,9 @@ def test_workers_end_with_a_frontend_that_is_killed(fault: str) -> None:
 import asyncio
 from penstock_common.config.reread import Reread
 from penstock_frontend.config import LimitsConfig, MediaConfig
-from penstock_frontend.telemetry.metrics import FrontendMetrics
+from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.media.metrics import MediaMetrics
-from penstock_frontend.media_parts import EncodedFile, MediaPart
+from penstock_frontend.call_types import EncodedFile, MediaPart
 from penstock_frontend.processing.media.service import MediaService
 from tests.fakes.media_family import PlainFamily
 from tests.fakes.media_files import image_file

@@ -17,7 +17,7 @@ from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.scheduler.output import CachedRequestData, SchedulerOutput
-from penstock_enginecore.core.step_recovery import EngineDeadError
+from penstock_enginecore.core.steps_in_flight import EngineDeadError
 from penstock_enginecore.executor.multiproc.executor import MultiprocExecutor
 from penstock_enginecore.worker.failures import WorkerError
 from tests.fakes.engines.in_process import Run, build_engine, generate

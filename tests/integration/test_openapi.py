@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 from starlette.routing import Route
 
-from penstock_frontend.api.openai.document import document
+from penstock_frontend.api.http.openapi import document
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
 from tests.fakes.models.chat_templates import save_chat_model

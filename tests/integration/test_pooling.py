@@ -16,10 +16,10 @@ from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ModelConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput
-from penstock_enginecore.executor.pooling.runner import PoolingRunner
+from penstock_enginecore.executor.pooling_runner import PoolingRunner
 from penstock_enginecore.executor.worker import Worker
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.worker.worker_config import WorkerConfig
+from penstock_enginecore.worker.messages import WorkerConfig
 from tests.fakes.engines.in_process import build_engine
 from tests.fakes.models.pooling_models import (
     DECODERS,

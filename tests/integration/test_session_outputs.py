@@ -24,8 +24,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_common.types.token_columns import TokenColumns
 from penstock_enginecore.config import CoordinatorClientConfig
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
-from penstock_enginecore.rpc.frontend_session import FrontendSession
-from penstock_enginecore.rpc.sessions import Sessions
+from penstock_enginecore.rpc.frontend_sessions import FrontendSession, Sessions
 from tests.fakes.clients.session_pair import paired
 from tests.fakes.engines.engine_harness import make_config
 from tests.fakes.engines.engine_server import EngineServer

@@ -14,11 +14,10 @@ from penstock_enginecore.structured_output.factory import make_grammar_backend
 from penstock_frontend.call_types import Tool
 from penstock_frontend.processing.chat.tool_choice import tool_constraint
 from penstock_frontend.processing.parsers import registry
-from penstock_frontend.processing.parsers.answer import AnswerParser
-from penstock_frontend.processing.parsers.base import ToolParser
+from penstock_frontend.processing.parsers.base import AnswerParser, ToolParser
 from penstock_frontend.processing.parsers.hermes import HermesToolParser
 from penstock_frontend.processing.parsers.llama3_json import Llama3JsonToolParser
-from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
+from penstock_frontend.processing.parsers.reasoning_tags import Qwen3ReasoningParser
 from tests.fakes.engines.followed import follow_here
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"

@@ -18,7 +18,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.config import NodesConfig
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.core.step_recovery import EngineDeadError
+from penstock_enginecore.core.steps_in_flight import EngineDeadError
 from penstock_enginecore.kv_transfer.core.rates import ComputeRate
 from tests.fakes.engines.handing_over import tokens_of
 from tests.fakes.engines.in_process import CLIENT, answer, build_engine, config_of

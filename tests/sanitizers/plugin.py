@@ -7,10 +7,10 @@ from pathlib import Path
 
 from penstock_enginecore.executor.multiproc import futex_counter as words
 from penstock_enginecore.native import library
-from penstock_enginecore.parallel import shared_memory
+from penstock_enginecore.parallel import collectives
 from tests.emulation import build
 
 DIRECTORY = Path(os.environ["PENSTOCK_SANITIZED"])
 library._DIRECTORY = DIRECTORY
-words._LIBRARY = shared_memory._LIBRARY = DIRECTORY / words._LIBRARY.name
+words._LIBRARY = collectives._LIBRARY = DIRECTORY / words._LIBRARY.name
 build.emulated = lambda isa: DIRECTORY / "emulated"

@@ -11,12 +11,12 @@ from penstock_common.errors import ConfigError, RequestFailed
 from penstock_common.security.shared_secret import SharedSecret
 from penstock_enginecore.app import run
 from penstock_enginecore.config import DataParallelConfig, EngineCoreConfig
-from penstock_enginecore.core.step_recovery import EngineDeadError
+from penstock_enginecore.core.steps_in_flight import EngineDeadError
 from penstock_enginecore.data_parallel.core.group_channels import Meets
 from penstock_enginecore.executor.factory import make_executor
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.structured_output.children import Children
 from penstock_enginecore.structured_output.factory import make_grammar_backend
+from penstock_enginecore.structured_output.grammar_processes import Children
 from penstock_enginecore.worker.failures import WorkersGone
 
 WORKER = "worker"
@@ -55,7 +55,7 @@ def _be_an_engine() -> None:
 
 def _make_meets(config: DataParallelConfig, rank: str, secret: SharedSecret | None) -> Meets:
     """Imports torch, as the other factories do when they are called: the port answers by then."""
-    from penstock_enginecore.parallel.group_link import SocketLinks
+    from penstock_enginecore.parallel.group_collectives import SocketLinks
 
     return SocketLinks(config, rank, secret)
 
@@ -67,9 +67,9 @@ def _be_a_node() -> None:
     config = source.load()
     use_few_arenas()
     # torch is imported here, after flags are checked
-    from penstock_enginecore.executor.multiproc import node
+    from penstock_enginecore.executor.multiproc import nodes
 
-    node.run(config)
+    nodes.run(config)
 
 
 if __name__ == "__main__":

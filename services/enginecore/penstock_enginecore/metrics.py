@@ -10,7 +10,79 @@ from penstock_common.observability.histogram import Buckets
 from penstock_common.types.outputs import EngineReady, SchedulerStats
 from penstock_enginecore.core.control import EngineState
 from penstock_enginecore.core.worker_stats import WorkerStats
-from penstock_enginecore.worker_metrics import worker_families
+
+_LABELS = (*LABELS, "rank")
+_GRAPHS: tuple[tuple[str, str, type[CounterMetricFamily | GaugeMetricFamily], Callable[[WorkerStats], int]], ...] = (
+    ("penstock:cuda_graphs", "Steps that the device can replay", GaugeMetricFamily, lambda w: w.graphs.captured),
+    ("penstock:cuda_graph_replays", "Steps replayed", CounterMetricFamily, lambda w: w.graphs.replays),
+    (
+        "penstock:launched_steps",
+        "Steps launched piece by piece by a device that replays others",
+        CounterMetricFamily,
+        lambda w: w.graphs.launched,
+    ),
+    ("penstock:replayed_tokens", "Tokens computed by replayed steps", CounterMetricFamily, lambda w: w.graphs.tokens),
+    (
+        "penstock:padding_tokens",
+        "Tokens computed because of the shapes of replayed steps",
+        CounterMetricFamily,
+        lambda w: w.graphs.padding_tokens,
+    ),
+    (
+        "penstock:padding_rows",
+        "Rows of logits computed because of the shapes of replayed steps",
+        CounterMetricFamily,
+        lambda w: w.graphs.padding_rows,
+    ),
+)
+
+
+def worker_families(labels: Sequence[str], workers: Sequence[WorkerStats]) -> Iterator[Metric]:
+    """One family per metric, of what the workers have; ``labels`` are the engine's values of its own."""
+    ranked = [([*labels, str(worker.rank)], worker) for worker in workers]
+    up = GaugeMetricFamily("penstock:worker_up", "1 while the worker computes", labels=_LABELS)
+    memory = GaugeMetricFamily("penstock:device_memory_bytes", "Memory by kind", labels=[*_LABELS, "device", "kind"])
+    for values, worker in ranked:
+        up.add_metric(values, worker.up)
+        for kind, num_bytes in _memory(worker).items():
+            memory.add_metric([*values, worker.device, kind], num_bytes)
+    yield up
+    yield memory
+    for name, text, family, read in _GRAPHS:
+        found = family(name, text, labels=_LABELS)
+        for values, worker in ranked:
+            if worker.total_memory:
+                found.add_metric(values, read(worker))
+        yield found
+    idle = GaugeMetricFamily(
+        "penstock:stage_idle_ratio",
+        "Share of the last second with steps in which a stage computed nothing",
+        labels=[*_LABELS, "stage"],
+    )
+    for values, worker in ranked:
+        if worker.stage_idle is not None:
+            idle.add_metric([*values, str(worker.stage)], worker.stage_idle)
+    yield idle
+    broadcast = HistogramMetricFamily(
+        "penstock:step_broadcast_seconds", "From the engine to a worker that waits for a step", labels=_LABELS
+    )
+    collective = HistogramMetricFamily(
+        "penstock:collective_seconds", "Exchanges between workers, by operation", labels=[*_LABELS, "operation"]
+    )
+    for values, worker in ranked:
+        if worker.step_broadcast is not None:
+            worker.step_broadcast.add_to(broadcast, values)
+        for operation, counts in worker.collectives.items():
+            counts.add_to(collective, [*values, operation])
+    yield broadcast
+    yield collective
+
+
+def _memory(worker: WorkerStats) -> dict[str, int]:
+    """Bytes by kind; those of the whole device where it has a memory of its own."""
+    device = {"total": worker.total_memory, "used": worker.used_memory} if worker.total_memory else {}
+    return {**device, "weights": worker.weight_bytes, "kv_cache": worker.kv_cache_bytes}
+
 
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """By sleep level, as vLLM calls them."""

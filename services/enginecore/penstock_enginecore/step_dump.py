@@ -13,7 +13,7 @@ from penstock_common.private_files import write_private
 from penstock_common.types.outputs import SchedulerStats
 from penstock_enginecore.config import ErrorDumpConfig
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
-from penstock_enginecore.core.step_summary import summarize
+from penstock_enginecore.core.steps_in_flight import summarize
 
 logger = logging.getLogger(__name__)
 

@@ -1,19 +1,87 @@
-"""What calls ask for and what they get, whatever protocol they come by."""
+"""What calls ask for and what they get, whatever protocol they come by, and who calls."""
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from penstock_common.in_flight import Held
 from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.media import Modality
+from penstock_common.types.media import Modality, TensorData
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason
 from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request_context import RequestContext
-from penstock_frontend.media_parts import MediaPart
+
+
+class EncodedFile(msgspec.Struct, frozen=True, tag=True):
+    """An encoded file's bytes."""
+
+    data: bytes
+
+
+class Url(msgspec.Struct, frozen=True, tag=True):
+    """Where the file is: ``data:``, ``https:`` or ``http:``.
+
+    ``unwritten``: characters at the start of a ``data:`` URL that the protocol's code put there and the client did not write;
+    errors count positions without them.
+    """
+
+    url: str
+    unwritten: int = 0
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """A picture of a video: an encoded file, and when it is seen in seconds."""
+
+    data: bytes
+    timestamp: float
+
+
+class Frames(msgspec.Struct, frozen=True, tag=True):
+    """A video as pictures."""
+
+    frames: Sequence[Frame]
+
+
+class Features(msgspec.Struct, frozen=True, tag=True):
+    """Processed already: the model's own inputs, by the names of its processor in transformers; ``embeds`` alone is what the
+    tower would give.
+    """
+
+    tensors: Mapping[str, TensorData]
+
+
+Source = EncodedFile | Url | Frames | Features
+
+
+class MediaPart(msgspec.Struct, frozen=True, kw_only=True):
+    """An image, a sound or a video of a request.
+
+    ``field``: its path in the request, for errors (``messages[0].content[1].image_url``). ``processor_kwargs``: more arguments of
+    the model's processor.
+    """
+
+    modality: Modality
+    source: Source
+    field: str
+    processor_kwargs: dict[str, Any] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what the client sent."""
+        match self.source:
+            case EncodedFile(data):
+                return len(data)
+            case Url(url=url):
+                return len(url)
+            case Frames(frames):
+                return sum(len(frame.data) for frame in frames)
+            case Features(tensors):
+                return sum(len(tensor.data) for tensor in tensors.values())
+
 
 Part = str | Sequence[int] | PromptEmbeds | MediaPart
 Prediction = str | Sequence[int]
@@ -241,3 +309,34 @@ class ScoreResult(msgspec.Struct, frozen=True, kw_only=True):
     scores: Sequence[float]
     prompt_tokens: int
     """Of everything that was read."""
+
+
+Scope: TypeAlias = Literal["inference", "admin"]
+"""What a caller may use: what the public APIs serve to everyone, or what is the operators'."""
+
+
+class Principal(msgspec.Struct, frozen=True, kw_only=True):
+    """A caller whose credentials were right. ``name`` is for logs; ``any_tenant``: it may speak for every tenant, as gateways
+    do, else its requests are ``tenant``'s.
+    """
+
+    name: str
+    tenant: str = ""
+    any_tenant: bool = False
+    scopes: frozenset[Scope] = frozenset({"inference"})
+
+
+current_principal: ContextVar[Principal | None] = ContextVar("current_principal", default=None)
+"""Who makes the call that this task serves; None where nobody is asked."""
+
+
+def tenant_of_caller(claimed: str) -> str:
+    """The tenant whose request this is: the caller's own, whatever it claims, unless it may speak for others."""
+    principal = current_principal.get()
+    return claimed if principal is None or principal.any_tenant else principal.tenant
+
+
+def caller_named(address: str) -> str:
+    """Whose call this is, for logs: the caller's tenant or the name of its credentials, else the address that it comes from."""
+    principal = current_principal.get()
+    return address if principal is None else principal.tenant or principal.name

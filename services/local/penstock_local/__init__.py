@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock_common.types.outputs import RequestError
     from penstock_common.types.sampling import JsonWhitespace, OutputKind
-    from penstock_local.llm.async_engine import AsyncLLMEngine
     from penstock_local.llm.batch import Interrupted
     from penstock_local.llm.beam_search import BeamSearchParams
     from penstock_local.llm.llm import LLM
-    from penstock_local.llm.llm_engine import LLMEngine
+    from penstock_local.llm.llm_engine import AsyncLLMEngine, LLMEngine
     from penstock_local.llm.outputs import (
         Beam,
         BeamSearchOutput,
@@ -55,11 +54,10 @@ __all__ = [
 _HOMES = {
     "penstock_common.types.outputs": ("RequestError",),
     "penstock_common.types.sampling": ("JsonWhitespace", "OutputKind"),
-    "penstock_local.llm.async_engine": ("AsyncLLMEngine",),
     "penstock_local.llm.batch": ("Interrupted",),
     "penstock_local.llm.beam_search": ("BeamSearchParams",),
     "penstock_local.llm.llm": ("LLM",),
-    "penstock_local.llm.llm_engine": ("LLMEngine",),
+    "penstock_local.llm.llm_engine": ("AsyncLLMEngine", "LLMEngine"),
     "penstock_local.llm.outputs": (
         "Beam",
         "BeamSearchOutput",
@@ -90,9 +88,9 @@ def __getattr__(name: str) -> Any:
 def _replacement(name: str) -> str:
     if name.startswith("_"):  # what Python itself looks for, at every start of the command
         return ""
-    from penstock_local.llm import vllm_names
+    from penstock_local.llm import parameters
 
-    return vllm_names.replacement(name, vllm_names.TYPES)
+    return parameters.replacement(name, parameters.TYPES)
 
 
 def __dir__() -> list[str]:

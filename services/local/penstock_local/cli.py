@@ -15,14 +15,218 @@ from typing import Any
 from penstock_common.config.sizes import parse_bytes
 from penstock_common.errors import ConfigError, PenstockError
 from penstock_common.types.cluster import DEFAULT_POOL
-from penstock_local import flags, vllm_flags
-from penstock_local.batch.arguments import add_batch
-from penstock_local.bench.arguments import add_bench
-from penstock_local.commands.lora_arguments import add_adapters, add_lora
-from penstock_local.commands.model_arguments import add_models
-from penstock_local.parser import Parser
+from penstock_local import flags
+from penstock_local.batch.options import BatchOptions
+from penstock_local.bench.options import BenchOptions
+from penstock_local.console import fail
+from penstock_local.flags import Parser
 from penstock_local.serving.serve_options import ServeOptions
-from penstock_local.terminal.console import fail
+
+
+def add_adapter(group: argparse._ArgumentGroup) -> None:
+    """Add the flag that names an adapter."""
+    group.add_argument(
+        "--lora",
+        action="append",
+        dest="lora",
+        metavar="NAME=PATH",
+        help="serve the LoRA adapter in the directory PATH as NAME; may be repeated",
+    )
+
+
+def add_adapters(group: argparse._ArgumentGroup) -> None:
+    """The adapters that are served from the start."""
+    add_adapter(group)
+    group.add_argument(
+        "--lora-directory",
+        metavar="DIR",
+        help="serve each subdirectory of DIR as the LoRA adapter of its name, as they come and go; more may be loaded from there",
+    )
+
+
+def add_lora(commands: Any) -> None:
+    """The commands on the adapters of a running server."""
+    parser = commands.add_parser(
+        "lora",
+        help="load, unload, list and pin LoRA adapters of a running server",
+        description="The LoRA adapters that requests to a running server can name. What is changed is changed on all "
+        "frontends of its coordinator.",
+        allow_abbrev=False,
+    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True, title="actions")
+    load = _lora_action(actions, "load", "have every engine read an adapter, and give it a name")
+    load.add_argument("name", metavar="NAME", help="what requests call it")
+    load.add_argument("path", metavar="PATH", help="its directory on the engines' machines, below one of lora.roots")
+    load.add_argument("--inplace", action="store_true", help="take the place of an adapter of that name")
+    load.add_argument("--pin", action="store_true", help="engines keep it in memory")
+    unload = _lora_action(
+        actions, "unload", "take the name of an adapter away; requests that run end as if nothing were"
+    )
+    unload.add_argument("name", metavar="NAME", help="what requests call it")
+    listing = _lora_action(actions, "list", "show the adapters and which engines have them in memory")
+    listing.add_argument("--json", action="store_true", help="a JSON list instead of a table")
+    pin = _lora_action(actions, "pin", "have every engine keep an adapter in memory")
+    pin.add_argument("name", metavar="NAME", help="what requests call it")
+    pin.add_argument("--unpin", action="store_true", help="let it go when others need the room")
+
+
+def _lora_action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+    )
+    parser.set_defaults(run=_run_lora, action=name)
+    parser.add_argument(
+        "--admin-address",
+        default=flags.DEFAULT_ADMIN_ADDRESS,
+        metavar="ADDRESS",
+        help="of the operators' API of any of the frontends (default: %(default)s)",
+    )
+    return parser
+
+
+def _run_lora(arguments: argparse.Namespace) -> int:
+    from penstock_local.commands.lora import LoraOptions, lora, path_of
+
+    given = {name: value for name, value in vars(arguments).items() if name in LoraOptions.__struct_fields__}
+    if "path" in given:
+        given["path"] = path_of(given["path"])
+    return asyncio.run(lora(LoraOptions(**given)))
+
+
+def add_models(commands: Any) -> None:
+    """The commands on models in the cache."""
+    parser = commands.add_parser(
+        "models",
+        help="list the models in this machine's cache",
+        description="List the models in this machine's cache of the Hugging Face hub: name, size on disk, and whether their "
+        "files are all there.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_run_models)
+    parser.add_argument("--json", action="store_true", help="a JSON list instead of a table")
+    parser = commands.add_parser(
+        "pull",
+        help="download a model from the Hugging Face hub",
+        description="Download what is needed to serve a model into this machine's cache, and print the directory. What is there "
+        "already is not downloaded again. HF_TOKEN opens private models and those that ask for consent.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_run_pull)
+    parser.add_argument("model", metavar="MODEL", help="id on the hub, such as Qwen/Qwen3-0.6B")
+    parser.add_argument(
+        "--revision", metavar="NAME", default="", help="branch, tag or commit (default: the default branch)"
+    )
+
+
+def _run_models(arguments: argparse.Namespace) -> int:
+    from penstock_local.commands.models import models
+
+    return models(as_json=arguments.json)
+
+
+def _run_pull(arguments: argparse.Namespace) -> int:
+    from penstock_local.commands.models import pull
+
+    return pull(arguments.model, revision=arguments.revision)
+
+
+def add_bench(commands: Any) -> None:
+    """Add the command to the parser's commands."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure a running server under load",
+        description="Send requests to a running server and report throughput and latencies. By default prompts are random "
+        "token ids and outputs run to their full length. Exit code: 0 when every request ended well, 1 when some failed, "
+        "2 for wrong flags, 130 after Ctrl-C (what was measured is reported).",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_run_bench)
+    flags.add_server(parser)
+    _add_load(parser)
+    _add_dataset(parser)
+    flags.add_choice(parser)
+    _add_output(parser)
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    load = parser.add_argument_group("load")
+    pace = load.add_mutually_exclusive_group()
+    flags.add_options(pace, BenchOptions, concurrency="N", rate="R")
+    flags.add_options(load, BenchOptions, requests="N", duration="SECONDS", warmup="N", timeout="SECONDS", channels="N")
+
+
+def _add_dataset(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompts and outputs")
+    flags.add_options(group, BenchOptions, dataset="", dataset_path="FILE", prompts="FILE")
+    flags.add_options(group, BenchOptions, input_len="N|LOW:HIGH", output_len="N|LOW:HIGH", shared_prefix_len="N")
+    flags.add_options(group, BenchOptions, images="N", image_size="WxH", image_repeat="N")
+    flags.add_options(group, BenchOptions, prefix_repetition_prefix_len="N", prefix_repetition_suffix_len="N")
+    flags.add_options(group, BenchOptions, prefix_repetition_num_prefixes="N", prefix_repetition_output_len="N")
+    flags.add_options(group, BenchOptions, num_schemas="N", end_at_eos="", bench_seed="S")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    output = parser.add_argument_group("results")
+    flags.add_options(output, BenchOptions, json="FILE", plot="FILE.png", report="FILE.html")
+
+
+def _run_bench(arguments: argparse.Namespace) -> int:
+    from penstock_local.bench.bench import bench
+    from penstock_local.rpc.client import sampling_fields
+
+    given = {
+        name: value
+        for name in BenchOptions.__struct_fields__
+        if name != "sampling" and (value := getattr(arguments, name)) is not None
+    }
+    return asyncio.run(bench(BenchOptions(**given, sampling=sampling_fields(vars(arguments)))))
+
+
+def add_batch(commands: Any) -> None:
+    """Add the command to the parser's commands."""
+    parser = commands.add_parser(
+        "batch",
+        help="answer a file of requests",
+        description="Answer every line of a file, in OpenAI's batch format, with a model in this process or a running server. A "
+        "batch that was interrupted goes on where it was when it is run again. Exit code: 0 when every line was answered, 1 when "
+        "some failed, 2 for wrong flags and files, 130 after Ctrl-C.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_run_batch)
+    flags.add_positional(parser, BatchOptions, "input")
+    flags.add_positional(parser, BatchOptions, "output")
+    who = parser.add_argument_group("who computes")
+    flags.add_options(who, BatchOptions, model="MODEL")
+    who.add_argument(
+        "--server",
+        action="append",
+        metavar="URL",
+        help="HTTP port of a running server instead, as http://localhost:8000; again for each further frontend",
+    )
+    flags.add_options(who, BatchOptions, concurrency="N")
+    files = parser.add_argument_group("files")
+    flags.add_options(files, BatchOptions, errors="FILE", unordered="", overwrite="", retry_errors="")
+    engine = parser.add_argument_group("engine in this process")
+    flags.add_options(
+        engine, BatchOptions, served_model_name="NAME", dtype="TYPE", device="DEVICE", task="TASK", max_model_len="N"
+    )
+    flags.add_options(
+        engine, BatchOptions, max_num_seqs="N", kv_cache_memory="SIZE", num_threads="N", tensor_parallel_size="N"
+    )
+    add_adapter(engine)
+
+
+def _run_batch(arguments: argparse.Namespace) -> int:
+    from penstock_local.batch.batch import batch
+    from penstock_local.commands.lora import parse_adapters
+
+    given = {name: value for name in BatchOptions.__struct_fields__ if (value := getattr(arguments, name)) is not None}
+    if "server" in given:
+        given["server"] = tuple(given["server"])
+    if "lora" in given:
+        given["lora"] = parse_adapters(given["lora"])
+    return batch(BatchOptions(**given))
+
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 
@@ -114,7 +318,7 @@ def _add_serve(commands: Any) -> None:
     )
     parser.set_defaults(run=_run_serve)
     parser.suggest = _serve_flag
-    parser.suggest_value = vllm_flags.of_value
+    parser.suggest_value = flags.of_vllm_value
     model = parser.add_argument_group("model")
     engines = parser.add_argument_group("engines")
     drafts = parser.add_argument_group("speculation")
@@ -151,8 +355,8 @@ def _serve_flag(flag: str) -> str:
     """What a flag of another server is called here, or the setting of its name."""
     from penstock_local.settings import named
 
-    if flag in vllm_flags.FLAGS:
-        return f"; {vllm_flags.FLAGS[flag]}"
+    if flag in flags.VLLM_FLAGS:
+        return f"; {flags.VLLM_FLAGS[flag]}"
     keys = named(flag.removeprefix("--").replace("-", "_"))
     return f"; it is a setting: --set {' or '.join(f'{key}=VALUE' for key in keys)}" if keys else ""
 

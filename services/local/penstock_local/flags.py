@@ -1,17 +1,18 @@
-"""Flags that commands share: how to choose tokens, when to stop, what the output must look like."""
+"""Flags of the commands: the parser, which names the nearest known flag, flags that commands share, and vLLM's flags."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from penstock_common.config.settings import Setting, settings_of
-from penstock_common.errors import ConfigError
+from penstock_common.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from penstock_local.media_files import MediaFile
+
 
 DEFAULT_ADDRESS = "localhost:50051"
 DEFAULT_ADMIN_ADDRESS = "localhost:50053"
@@ -173,3 +174,116 @@ def integer(low: int, high: int) -> Callable[[str], int]:
         return value
 
     return integer
+
+
+_MISSING = "the following arguments are required"
+Suggest = Callable[[str], str]
+SuggestValue = Callable[[str, str], str]
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses unknown flags with the nearest known one. ``suggest``: what else a flag may mean here, as a sentence or ``""``;
+    ``suggest_value``: likewise a value that a flag does not have.
+    """
+
+    suggest: Suggest | None = None
+    suggest_value: SuggestValue | None = None
+    _arguments: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse's; a command's own parser refuses what is left over, with its own usage."""
+        self._arguments = list(args or ())
+        parsed, left = super().parse_known_args(args, namespace)
+        if left:
+            self.error(self._unknown(left))
+        return parsed, left
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse's, in the words of settings."""
+        if action.choices is not None and value not in action.choices:
+            known = [name for name in map(str, action.choices) if name]  # empty: as if it were not given
+            flag = action.option_strings[0] if action.option_strings else ""
+            hint = self.suggest_value(flag, str(value)) if self.suggest_value is not None else ""
+            raise argparse.ArgumentError(
+                action, f"{value!r} is not known; known: {', '.join(known)}{hint or nearest(str(value), known)}"
+            )
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse's. Of a missing argument, say what the unknown flags mean, which may stand for it."""
+        if message.startswith(_MISSING) and (unknown := self._unknown_flags(self._arguments)):
+            message += f"; {self._unknown(unknown)}"
+        super().error(message)
+
+    def _unknown_flags(self, arguments: Sequence[str]) -> list[str]:
+        flags = (text.partition("=")[0] for text in arguments if text.startswith("-") and text != "-")
+        return [flag for flag in flags if flag not in self._option_string_actions]
+
+    def _unknown(self, left: Sequence[str]) -> str:
+        flags = [text.partition("=")[0] for text in left if text.startswith("-")]
+        hints = (self.suggest(flags[0]) if self.suggest else "") if flags else ""
+        if flags and not hints:
+            hints = nearest(flags[0], self._option_string_actions)
+        return f"unrecognized arguments: {' '.join(left)}{hints}"
+
+
+# Flags of ``vllm serve`` and their values, and what ``penstock serve`` has for them.
+
+_NOT_COMPILED = "no model is compiled by torch; leave it out"
+_TOOLS = "tools are read wherever the model's chat template shows them, by --set frontend.model.tool_parser=NAME; leave it out"
+_LORA = "adapters are served by --lora NAME=PATH or --lora-directory DIR"
+
+VLLM_FLAGS: Mapping[str, str] = {
+    "--model": "MODEL stands behind the command, without a flag: penstock serve MODEL",
+    "--port": "--http-port is the OpenAI API's, --grpc-port the gRPC API's",
+    "--api-key": "keys are in a file: --set frontend.auth.api_keys=FILE, with one of them in PENSTOCK_API_KEY",
+    "--enable-auto-tool-choice": _TOOLS,
+    "--enable-reasoning": "reasoning is read by --set frontend.model.reasoning_parser=NAME; leave it out",
+    "--enable-lora": _LORA,
+    "--lora-modules": _LORA,
+    "--max-cpu-loras": "--set engine.lora.cpu_memory=SIZE bounds the adapters in host memory",
+    "--enforce-eager": _NOT_COMPILED,
+    "--compilation-config": _NOT_COMPILED,
+    "--no-enable-prefix-caching": "use --set engine.cache.enable_prefix_caching=false",
+    "--swap-space": "--host-cache SIZE is host memory for KV blocks",
+    "--cpu-offload-gb": "weights stay where they are; --host-cache SIZE is host memory for KV blocks",
+    "--kv-cache-memory-bytes": "use --kv-cache-memory SIZE",
+    "--num-gpu-blocks-override": "use --set engine.cache.num_blocks=VALUE",
+    "--distributed-executor-backend": "use --set engine.executor.kind=VALUE",
+    "--scheduling-policy": "use --set engine.scheduler.policy=VALUE",
+    "--api-server-count": "use --frontends N",
+    "--uvicorn-log-level": "use --log-level LEVEL",
+    "--enable-log-requests": "use --set frontend.log.requests=true",
+    "--disable-log-requests": "requests are logged only with --set frontend.log.requests=true; leave it out",
+    "--disable-log-stats": "--set engine.iteration_log_interval=0 turns the engines' line off",
+    "--ssl-certfile": "use --set frontend.http.tls.certificate=FILE",
+    "--ssl-keyfile": "use --set frontend.http.tls.key=FILE",
+    "--download-dir": "the environment variable HF_HOME says where models are kept",
+    "--hf-token": "the environment variable HF_TOKEN has the token",
+    "--task": "use --set engine.model.task=VALUE",
+    "--runner": "use --set engine.model.task=VALUE",
+    "--convert": "use --set engine.model.task=VALUE",
+    "--generation-config": "the model's own is used; sampling parameters of a request override it",
+    "--override-generation-config": "sampling parameters of a request override the model's own",
+    "-tp": "use --tensor-parallel-size N",
+    "-pp": "use --pipeline-parallel-size N",
+    "-dp": "use --data-parallel-size N",
+    "-q": "use --quantization",
+}
+"""What the end of an error says of a flag. Flags that settings have the name of are found by ``settings.named``."""
+
+_CHECKPOINTS_OWN = "a quantized checkpoint is recognized by its files: leave the flag out"
+_VLLM_VALUES: Mapping[tuple[str, str], str] = {
+    ("--dtype", "fp16"): "fp16 is float16 here",
+    ("--dtype", "bf16"): "bf16 is bfloat16 here",
+    ("--dtype", "float"): "float is float32 here",
+    ("--dtype", "fp32"): "fp32 is float32 here",
+    ("--device", "gpu"): "GPUs are cuda here",
+}
+
+
+def of_vllm_value(flag: str, value: str) -> str:
+    """Return the end of an error about a value that a flag does not have: what to write in its place, or nothing."""
+    if flag == "--quantization":
+        return f"; {_CHECKPOINTS_OWN}"
+    hint = _VLLM_VALUES.get((flag, value))
+    return f"; {hint}" if hint else ""

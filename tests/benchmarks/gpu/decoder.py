@@ -11,7 +11,7 @@ import torch
 
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.config import KernelsConfig, ModelConfig
-from penstock_enginecore.executor.generation.device_token_buffer import NewestTokens
+from penstock_enginecore.executor.generation.graph_capture import NewestTokens
 from penstock_enginecore.forward.base import Choice, ForwardBatch, ForwardPass
 from penstock_enginecore.forward.build import BuiltForward, ForwardConfig, build_forward
 from penstock_enginecore.lora.device_slots import SlotLimits

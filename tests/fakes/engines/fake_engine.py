@@ -42,7 +42,7 @@ from penstock_common.tensors.sizes import MAX_TENSOR_BYTES
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.token_columns import TokenColumns
 from penstock_enginecore.media.core.receiver_cache import ReceiverCache
-from penstock_enginecore.rpc.features import FeatureReader
+from penstock_enginecore.rpc.request_tensors import FeatureReader
 from tests.fakes.patience import PATIENCE
 
 DEFAULT_MAX_TOKENS = 16

@@ -9,7 +9,7 @@ import xgrammar
 from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.structured_output.backend import XgrammarBackend
 from penstock_enginecore.structured_output.core.base import Grammar, GrammarBackend, Mask
-from penstock_enginecore.structured_output.grammar import XgrammarGrammar
+from penstock_enginecore.structured_output.matcher import XgrammarGrammar
 from tests.fakes.patience import PATIENCE
 
 TIMEOUT = PATIENCE

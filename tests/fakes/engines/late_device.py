@@ -9,7 +9,7 @@ import torch
 
 from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.forward.cuda.sampler import DeviceLauncher
-from penstock_enginecore.worker.result_futures import BeginCopy
+from penstock_enginecore.worker.device_thread import BeginCopy
 from tests.fakes.models.recorded_launches import RecordedSampling
 from tests.fakes.patience import PATIENCE
 

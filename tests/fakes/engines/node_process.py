@@ -65,7 +65,7 @@ def node_process(config: EngineCoreConfig, directory: Path, module: str = "") ->
 def main(file: str, module: str) -> int:
     """A node whose workers run ``module``."""
     from penstock_common.errors import PenstockError
-    from penstock_enginecore.executor.multiproc import node
+    from penstock_enginecore.executor.multiproc import nodes as node
 
     config = msgspec.json.decode(Path(file).read_bytes(), type=EngineCoreConfig)
     try:

@@ -58,8 +58,7 @@ def _watch_steps(faults: Faults) -> None:
     from penstock_enginecore.core.busy_loop import BusyLoop
     from penstock_enginecore.data_parallel.core.driver import GroupDriver
     from penstock_enginecore.executor.generation.runner import GenerationRunner
-    from penstock_enginecore.parallel.group_link import SocketLink
-    from penstock_enginecore.parallel.peer import EXCHANGE, Peer
+    from penstock_enginecore.parallel.group_collectives import EXCHANGE, Peer, SocketLink
 
     wrap(SocketLink, "exchange", before=lambda *_: faults.at("before an exchange"))
     entered = [False]
@@ -100,7 +99,7 @@ def _watch_changes(faults: Faults) -> None:
     from penstock_enginecore.data_parallel.core.actions import Exchange, Join, Leave, Prepare
     from penstock_enginecore.data_parallel.core.driver import GroupDriver
     from penstock_enginecore.data_parallel.core.events import Connected
-    from penstock_enginecore.parallel.group_link import SocketLink
+    from penstock_enginecore.parallel.group_collectives import SocketLink
 
     def doing(driver: Any, effect: Any) -> None:
         match effect:

@@ -11,8 +11,7 @@ import time
 from collections.abc import Iterator
 
 from penstock_enginecore.executor.multiproc.futex_counter import NativeWords, PlainWords
-from penstock_enginecore.executor.multiproc.ring import RingClosed, RingReader, RingWriter
-from penstock_enginecore.executor.multiproc.ring_memory import RingMemory
+from penstock_enginecore.executor.multiproc.ring import RingClosed, RingMemory, RingReader, RingWriter
 
 MAX_SLOTS = 20
 _NOISE = random.Random(1).randbytes(1 << 20)

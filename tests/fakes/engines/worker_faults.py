@@ -123,7 +123,7 @@ def _watch_steps(loop: Any, faults: Faults) -> None:
     import torch
 
     from penstock_enginecore.executor.generation.runner import GenerationRunner
-    from penstock_enginecore.executor.multiproc.ring_memory import RingMemory
+    from penstock_enginecore.executor.multiproc.ring import RingMemory
     from penstock_enginecore.worker.messages import Sampled
 
     wrap(loop, "_execute", before=lambda *_: faults.at("receiving"), after=lambda *_: faults.at("executed"))

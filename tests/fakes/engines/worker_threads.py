@@ -21,12 +21,11 @@ from penstock_enginecore.executor.multiproc.ring import RingTimeout
 from penstock_enginecore.executor.multiproc.worker_process import WorkerLoop
 from penstock_enginecore.models import loader as loader_module
 from penstock_enginecore.models.loader import load_weights
-from penstock_enginecore.parallel import shared_memory
-from penstock_enginecore.parallel.shared_memory import SharedMemoryCollectives
+from penstock_enginecore.parallel import collectives as shared_memory
+from penstock_enginecore.parallel.collectives import SharedMemoryCollectives, TimedCollectives
 from penstock_enginecore.parallel.stage_links import StageLinks
-from penstock_enginecore.parallel.timed_collectives import TimedCollectives
 from penstock_enginecore.worker.failures import WorkersGone
-from penstock_enginecore.worker.worker_config import WorkerConfig
+from penstock_enginecore.worker.messages import WorkerConfig
 from tests.fakes.patience import PATIENCE
 
 _LOADING = threading.Lock()

@@ -4,9 +4,8 @@ import select
 import socket
 
 from penstock_common import addresses
-from penstock_enginecore.parallel.introduction import introduce
-from penstock_enginecore.parallel.meeting import Meeting
-from penstock_enginecore.parallel.meeting_store import MeetingStore
+from penstock_enginecore.parallel.handshake import introduce
+from penstock_enginecore.parallel.meeting import Meeting, MeetingStore
 from tests.fakes.patience import PATIENCE
 
 

@@ -16,10 +16,10 @@ from penstock_common.types.media import MultiModalFeature, TensorData
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, RequestError
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.media.core.receiver_cache import ReceiverCache
-from penstock_enginecore.rpc.features import FeatureReader
-from penstock_frontend.rpc.media_mirror import MediaMirror
+from penstock_enginecore.rpc.request_tensors import FeatureReader
+from penstock_frontend.rpc.engine_session import OutgoingRequests
 from penstock_frontend.rpc.media_transport import MediaTransport
-from penstock_frontend.rpc.outgoing_requests import OutgoingRequests
+from penstock_frontend.rpc.tensor_sender import MediaMirror
 
 MEMORY_ID = "the same memory"
 

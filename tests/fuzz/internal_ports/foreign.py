@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from random import Random
 
-from penstock_enginecore.parallel.meeting_store import REQUEST, SET
+from penstock_enginecore.parallel.meeting import REQUEST, SET
 from tests.fuzz.http2 import DATA, END_HEADERS, HEADERS, PREFACE, SETTINGS, call_headers, raw_frame
 
 KINDS = ("silent", "random bytes", "huge lengths")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock_common.types.media import DTYPE_BYTES, EMBEDS, MODALITIES, Modality, TensorData
-from penstock_frontend.media_parts import EncodedFile, Features, Frame, Frames, Source, Url
+from penstock_frontend.call_types import EncodedFile, Features, Frame, Frames, Source, Url
 from tests.fakes.hostile_media import IMAGES, OTHERS, SOUNDS, URLS, mutated
 from tests.fakes.media_files import image_file, png
 from tests.fuzz.media import files, hosts

@@ -13,7 +13,7 @@ from penstock.common.v1 import media_pb2, tensor_pb2
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.types.media import EMBEDS, TensorData
-from penstock_frontend.media_parts import EncodedFile, Features, Frames, Url
+from penstock_frontend.call_types import EncodedFile, Features, Frames, Url
 from tests.fuzz.blame import Blame
 from tests.fuzz.media.items import Item
 

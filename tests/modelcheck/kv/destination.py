@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from penstock_common.types.kv_transfer import BlockName, KvMedium
-from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.block_pool import BlockLog, BlockPool, FreeBlockQueue, KVCacheBlock
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
+from penstock_enginecore.core.request import Hold
 from penstock_enginecore.kv_transfer.core.base import LoadEnded, Place
 from penstock_enginecore.kv_transfer.core.kv_loads import KvLoads
 from penstock_enginecore.kv_transfer.core.loads import Loads

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock_common.types.kv_transfer import BlockName
-from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool, KVCacheBlock
+from penstock_enginecore.core.request import Hold
 from penstock_enginecore.kv_transfer.core.kv_loads import KvLoads
 from penstock_enginecore.kv_transfer.core.leases import Lease, Leases
 from penstock_enginecore.kv_transfer.core.loads import Loads

@@ -13,7 +13,7 @@ from penstock_coordinator.pace import Pace
 from penstock_coordinator.rpc.view_encoder import ProtoEncoder
 from penstock_coordinator.view import ViewLimiter
 from penstock_coordinator.view_channel import MAX_DELTAS, Subscription, ViewChannel, ViewReader
-from penstock_frontend.rpc.received_view import ReceivedView
+from penstock_frontend.rpc.coordinator_client import ReceivedView
 
 PACE = Pace(view_interval=0.1, max_reports_per_second=2000.0)
 

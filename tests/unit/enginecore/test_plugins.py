@@ -8,7 +8,7 @@ import pytest
 from penstock_common.errors import ConfigError
 from penstock_enginecore import plugins
 from penstock_enginecore.attention import factory as attention
-from penstock_enginecore.core import extensions
+from penstock_enginecore.core import utility
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.scheduler import base as scheduler
 from penstock_enginecore.executor import factory
@@ -71,7 +71,7 @@ def test_a_plugin_can_add_each_kind_of_thing(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(factory, "_KNOWN", dict(factory._KNOWN))
     monkeypatch.setattr(registry, "_KNOWN", {})
     monkeypatch.setattr(attention, "_FACTORIES", dict(attention._FACTORIES))
-    monkeypatch.setattr(extensions, "_ADDED", {"engine": {}, "worker": {}})
+    monkeypatch.setattr(utility, "_ADDED", {"engine": {}, "worker": {}})
 
     def num_blocks(control: EngineControl, factor: int) -> int:
         return control._engine.kv_cache_config.num_blocks * factor
@@ -80,7 +80,7 @@ def test_a_plugin_can_add_each_kind_of_thing(monkeypatch: pytest.MonkeyPatch) ->
     scheduler.register_scheduler("mine", "tests.fakes.engines.engine_harness:OtherScheduler")
     factory.register_executor("mine", f"{HERE}:made_executor")
     attention.register_backend("mine", lambda: made)  # type: ignore[arg-type, return-value]
-    extensions.register_utility("num_blocks", num_blocks)
+    utility.register_utility("num_blocks", num_blocks)
     registry.register_kv_connector("mine", "tests.fakes.engines.shared_store:StoreConnector")
     engine = make_engine(num_blocks=20, scheduler="mine")
     assert isinstance(engine.scheduler, OtherScheduler)
@@ -89,7 +89,7 @@ def test_a_plugin_can_add_each_kind_of_thing(monkeypatch: pytest.MonkeyPatch) ->
     assert factory.make_executor(make_config(kind="mine")) == "an executor"
     assert registry._KNOWN == {"mine": "tests.fakes.engines.shared_store:StoreConnector"}
     with pytest.raises(ValueError, match="registered already"):
-        extensions.register_utility("num_blocks", num_blocks)
+        utility.register_utility("num_blocks", num_blocks)
 
 
 def made_executor(config: Any) -> str:

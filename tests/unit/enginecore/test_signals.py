@@ -2,7 +2,7 @@
 
 import signal
 
-from penstock_enginecore.signals import signals_handled
+from penstock_enginecore.app import signals_handled
 
 
 def test_signal_handling_is_put_back():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from penstock_enginecore.config import ErrorDumpConfig
-from penstock_enginecore.core.step_recovery import EngineDeadError
+from penstock_enginecore.core.steps_in_flight import EngineDeadError
 from tests.fakes.engines.engine_harness import (
     add,
     make_engine,

@@ -7,7 +7,7 @@ from prometheus_client.registry import Collector
 
 from penstock_common.observability.histogram import Buckets
 from penstock_enginecore.core.worker_stats import GraphStats, WorkerStats
-from penstock_enginecore.worker_metrics import worker_families
+from penstock_enginecore.metrics import worker_families
 
 ENGINE = {"model_name": "m", "engine": "e"}
 

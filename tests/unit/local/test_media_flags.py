@@ -10,12 +10,12 @@ from PIL import Image
 from penstock_common.errors import ConfigError
 from penstock_frontend.config import FrontendConfig, ModelConfig
 from penstock_local import flags
-from penstock_local.bench.datasets.random import random_dataset
+from penstock_local.bench.dataset import random_dataset
 from penstock_local.bench.options import BenchOptions
 from penstock_local.cli import build_parser
+from penstock_local.commands.chat import Conversation
 from penstock_local.media_files import MediaFile, data_url, read_media
 from penstock_local.rpc.client import ChatMessage, ModelInfo
-from penstock_local.terminal.conversation import Conversation
 from tests.unit.local.serving.test_plan import read, specs
 
 

@@ -15,8 +15,7 @@ from penstock_enginecore.attention.kv_cache import (
     LayerCache,
     LayerCaches,
 )
-from penstock_enginecore.core.kv_cache.grouping import KVTensorWidth, kv_tensor_widths
-from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVTensorWidth, kv_tensor_widths
 
 LayoutOf = Callable[[KVCacheSpec, torch.dtype], KVLayout]
 """What ``AttentionBackend.layout`` is."""

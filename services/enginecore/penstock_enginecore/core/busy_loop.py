@@ -8,12 +8,15 @@ nothing to do. Other threads talk to it through the methods under "From any thre
 import gc
 import logging
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import msgspec
 
-from penstock_common.errors import RequestFailed, Unavailable
+from penstock_common.errors import Internal, RequestFailed, Unavailable
 from penstock_common.observability.incidents import incident
 from penstock_common.types.outputs import (
     EngineCoreOutput,
@@ -41,16 +44,62 @@ from penstock_enginecore.core.queues import (
     UtilityDone,
     Wakeup,
 )
-from penstock_enginecore.core.request import Request
-from penstock_enginecore.core.request_log import log_aborted, refusal
+from penstock_enginecore.core.request import Request, log_aborted, refusal
 from penstock_enginecore.core.scheduler.base import Clock
 from penstock_enginecore.core.shutdown import ShutdownEffect, ShutdownPhase, ShutdownState
-from penstock_enginecore.core.step_recovery import EngineDeadError
-from penstock_enginecore.core.utility_answers import UtilityAnswers
+from penstock_enginecore.core.steps_in_flight import EngineDeadError
+from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.data_parallel.core.driver import GroupDriver
 from penstock_enginecore.data_parallel.core.events import GroupEvent
 
 logger = logging.getLogger(__name__)
+
+
+class UtilityAnswers:
+    """Calls methods on the busy loop's thread. ``send``: gives a client the answer to its call."""
+
+    def __init__(
+        self, utilities: UtilityRegistry, queues: InputQueues, send: Callable[[str, UtilityOutput], None]
+    ) -> None:
+        self._utilities = utilities
+        self._queues = queues
+        self._send = send
+
+    def answer(self, call: UtilityCall) -> None:
+        """Call the method. A result that is still to come is sent when it is there."""
+        try:
+            result = self._utilities.call(call.method, call.arguments)
+        except EngineDeadError:  # it took in a step that failed
+            raise
+        except Exception as e:
+            self._send_failure(call, e)
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(lambda outcome: self._queues.put(UtilityDone(call, outcome)))
+        else:
+            self._send_result(call, result)
+
+    def send_outcome(self, call: UtilityCall, future: "Future[Any]") -> None:
+        """The result of a call that took its time is there."""
+        if (error := future.exception()) is not None:
+            self._send_failure(call, error)
+        else:
+            self._send_result(call, future.result())
+
+    def _send_result(self, call: UtilityCall, result: Any) -> None:
+        try:
+            encoded = msgspec.msgpack.encode(result)
+        except Exception as e:  # a plugin's method returned what msgpack has no form for
+            self._send_failure(call, e)
+        else:
+            self._send(call.client_id, UtilityOutput(call_id=call.call_id, result=encoded))
+
+    def _send_failure(self, call: UtilityCall, error: BaseException) -> None:
+        if not isinstance(error, RequestFailed):
+            logger.error("utility method %s failed", call.method, exc_info=error)
+            error = Internal(f"{call.method} failed: {''.join(traceback.format_exception_only(error)).strip()}")
+        answer = UtilityOutput(call_id=call.call_id, error=RequestError.from_exception(error))
+        self._send(call.client_id, answer)
 
 
 class BusyLoop:

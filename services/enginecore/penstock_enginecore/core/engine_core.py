@@ -7,22 +7,21 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from penstock_common.errors import ConfigError
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
 from penstock_common.types.request import EngineCoreRequest
-from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.config import EngineCoreConfig, SchedulerConfig
 from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.core.executor import Executor, Progress
-from penstock_enginecore.core.hold import Hold
-from penstock_enginecore.core.iteration_log import IterationLog
-from penstock_enginecore.core.request import Request
-from penstock_enginecore.core.resolve_config import check_model, max_steps_of, settled
+from penstock_enginecore.core.iteration_log import IterationLog, StepCounts
+from penstock_enginecore.core.kv_cache.sizing import size_kv_cache, size_without_kv_cache
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.model_info import ModelInfo
+from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.scheduler.base import Clock, PauseState, Scheduler, SchedulerContext, create_scheduler
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from penstock_enginecore.core.startup import size_engine
-from penstock_enginecore.core.step_counts import StepCounts
-from penstock_enginecore.core.step_recovery import KeepFailedStep, StepRecovery
-from penstock_enginecore.core.steps_in_flight import DrainAborts, StepsInFlight
+from penstock_enginecore.core.steps_in_flight import DrainAborts, KeepFailedStep, StepRecovery, StepsInFlight
 from penstock_enginecore.core.validation import RequestLimits, validate_request
 from penstock_enginecore.kv_transfer.core.connector_factory import OpenStore, begin_connector, make_connector
 from penstock_enginecore.kv_transfer.core.lease_seam import KVLeases, seconds_to_expiry
@@ -33,6 +32,94 @@ from penstock_enginecore.media.core.sizing import encoder_cache_size
 from penstock_enginecore.speculation.core.step_timing import time_steps
 from penstock_enginecore.structured_output.core.base import GrammarBackend, GrammarBackendFactory
 from penstock_enginecore.structured_output.core.grammar_requests import GrammarIntake
+
+# What an engine's configuration leaves to the model.
+
+
+def settled(config: EngineCoreConfig, model: ModelInfo) -> SchedulerConfig:
+    """The scheduler's configuration, with what it leaves to the model filled in."""
+    scheduling = config.scheduler
+    if scheduling.async_scheduling is None:
+        runs_ahead = model.runs_ahead and not config.data_parallel.grouped
+        scheduling = msgspec.structs.replace(scheduling, async_scheduling=runs_ahead)
+    if scheduling.max_num_batched_tokens is None:
+        splits = scheduling.enable_chunked_prefill and model.supports_chunked_prefill
+        most = scheduling.step_tokens
+        together = (info.max_tokens for info in model.media if info.attends_both_ways)
+        tokens = max(model.step_tokens, min(scheduling.max_num_seqs, most), *together) if splits else most
+        scheduling = msgspec.structs.replace(scheduling, max_num_batched_tokens=tokens)
+    if scheduling.max_prompt_batch_tokens is None:
+        scheduling = msgspec.structs.replace(scheduling, max_prompt_batch_tokens=model.prompt_batch_tokens)
+    return scheduling
+
+
+def max_steps_of(config: EngineCoreConfig) -> int:
+    """Steps that the executor is given at once: one in each stage, and where tokens are not waited for, one more that the first
+    stage need not wait for.
+    """
+    steps = config.executor.pipeline_parallel_size + bool(config.scheduler.async_scheduling)
+    return max(config.executor.max_concurrent_batches, steps)
+
+
+def check_model(config: EngineCoreConfig, model: ModelInfo) -> None:
+    """Raises ConfigError for what the model cannot do."""
+    _check_pooling(config, model)
+    _check_speculative(config, model)
+
+
+def _check_pooling(config: EngineCoreConfig, model: ModelInfo) -> None:
+    """Raises ConfigError for a model that pools in a group of ranks."""
+    if config.data_parallel.grouped and model.pooling is not None:
+        raise ConfigError(
+            f"data_parallel.size is {config.data_parallel.size} and the model pools; ranks of a group generate"
+        )
+
+
+def _check_speculative(config: EngineCoreConfig, model: ModelInfo) -> None:
+    """Raises ConfigError for what cannot be had together with drafts."""
+    method, stages = config.speculative.method, config.executor.pipeline_parallel_size
+    if not method:
+        return
+    if model.pooling is not None:
+        raise ConfigError(f"speculative.method is {method} and the model pools; only models that generate have drafts")
+    if stages > 1:
+        raise ConfigError(
+            f"speculative.method is {method} and executor.pipeline_parallel_size {stages}; engines with drafts have 1 stage"
+        )
+
+
+def size_engine(
+    config: EngineCoreConfig, executor: Executor, model: ModelInfo, progress: Progress, *, max_steps: int
+) -> KVCacheConfig:
+    """The KV cache for a model that ``executor`` has loaded, when up to ``max_steps`` steps are in flight.
+
+    Prepares the kernels, and runs the model once. Raises ConfigError with the numbers when what is asked for does not fit.
+    """
+    progress("preparing the kernels, and a forward pass of one token")
+    specs = executor.kv_cache_specs()
+    if not specs:
+        sized = size_without_kv_cache(
+            config.scheduler, requested_max_model_len=config.model.max_model_len, model_max_len=model.max_len
+        )
+        progress(f"no KV cache; sequences of up to {sized.max_model_len} tokens")
+        return sized
+    sized = size_kv_cache(
+        specs,
+        executor.available_kv_cache_memory(),
+        config.cache,
+        requested_max_model_len=config.model.max_model_len,
+        model_max_len=model.max_len,
+        max_tokens_in_flight=config.scheduler.step_tokens * max_steps,
+    )
+    tokens = (sized.num_blocks - 1) * sized.block_size
+    groups = len(sized.groups)
+    use = f"{tokens} tokens in all" if groups == 1 else f"shared by {groups} groups of layers"
+    progress(
+        f"KV cache: {sized.num_blocks} blocks of {sized.block_size} tokens, {use}; "
+        f"sequences of up to {sized.max_model_len} tokens"
+    )
+    return sized
+
 
 logger = logging.getLogger(__name__)
 

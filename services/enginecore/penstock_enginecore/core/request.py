@@ -1,19 +1,48 @@
-"""A request inside the engine: what came in, and how far it has got."""
+"""A request inside the engine: what came in, how far it has got, and lines in the log when it failed."""
 
 import enum
 import itertools
+import logging
+from collections.abc import Sequence
 from typing import Any
 
-from penstock_common.types.outputs import EngineCoreEvent, EventType, FinishReason, SpecDecodingStats
+from penstock_common.errors import RequestFailed
+from penstock_common.observability.incidents import REASON, incident
+from penstock_common.observability.logging import REQUEST_LOGGER
+from penstock_common.types.outputs import EngineCoreEvent, EventType, FinishReason, RequestError, SpecDecodingStats
 from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
-from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.lora.core.request import LoraRequest, LoraUse
 from penstock_enginecore.media.core.places import Span
 from penstock_enginecore.speculation.core.history import DraftHistory
 from penstock_enginecore.structured_output.core.base import Grammar
-from penstock_enginecore.structured_output.core.reasoning_budget import ReasoningBudget
+from penstock_enginecore.structured_output.core.reasoning import ReasoningBudget
+
+
+class Hold(enum.Flag):
+    """A waiting request with any of these waits for something of its own, not for its turn, and is in nobody's way.
+
+    A new reason is a name here, given to the request with ``Scheduler.add_request`` or ``hold_back``, and a call of ``release``
+    by whoever knows that the wait is over; the scheduler itself asks for no reason by name but ``PAUSE``, ``TRIAL``,
+    ``LORA_SLOT``, ``MEDIA`` and ``KV_TRANSFER``, which it gives and takes.
+    """
+
+    NONE = 0
+    GRAMMAR = enum.auto()
+    """Its constraint is being compiled, or its next mask is being computed."""
+    PAUSE = enum.auto()
+    """It came while the engine was pausing."""
+    TRIAL = enum.auto()
+    """A step with it failed: ``StepTrial`` tries it with fewer others."""
+    LORA_LOAD = enum.auto()
+    """Its adapter is being loaded."""
+    LORA_SLOT = enum.auto()
+    """As many other adapters run as may."""
+    MEDIA = enum.auto()
+    """Embeddings of its next media are not there yet, or there is no room for them."""
+    KV_TRANSFER = enum.auto()
+    """Blocks of its tokens are on their way: its own load brings them, or that of another request."""
 
 
 class RequestStatus(enum.IntEnum):
@@ -266,3 +295,49 @@ class Request:
         """Events since the last call."""
         events, self.events = self.events, []
         return events
+
+
+# Log lines about requests that failed, where ``log.requests`` asks for them. No text of the request is in them: not even the
+# error's own, which quotes values of fields.
+
+logger = logging.getLogger(REQUEST_LOGGER)
+
+
+def log_refused(request_id: str, external_id: str, error: RequestFailed | RequestError) -> None:
+    """A request was not taken. ``external_id``: the id that its client knows."""
+    logger.info("request refused", extra=_fields(request_id, external_id, error))
+
+
+def log_failed(request_id: str, external_id: str, error: RequestFailed | RequestError) -> None:
+    """A request that was taken cannot be finished."""
+    logger.info("request failed", extra=_fields(request_id, external_id, error))
+
+
+def log_aborted(request_ids: Sequence[str], reason: str) -> None:
+    """Requests ended because their frontend asked for it. ``request_ids``: as the frontend names them; ``reason``: its own."""
+    for request_id in request_ids:
+        logger.info("request aborted", extra={"engine_request": request_id, "reason": reason})
+
+
+def refusal(request_id: str, external_id: str, error: Exception, *, doing: str) -> RequestFailed:
+    """What ends a request that was not taken, which is logged: its own fault, or an incident."""
+    if isinstance(error, RequestFailed):
+        log_refused(request_id, external_id, error)
+        return error
+    return incident(error, request=external_id or request_id, doing=doing)
+
+
+def log_incident(request: Request, error: Exception, *, doing: str, reason: str = REASON) -> RequestError:
+    """Log an error that is no fault of the request, under a number that its client gets. Returns what to end the request with."""
+    name = request.context.external_request_id or request.request_id
+    return RequestError.from_exception(incident(error, request=name, doing=doing, reason=reason))
+
+
+def _fields(request_id: str, external_id: str, error: RequestFailed | RequestError) -> dict[str, str]:
+    return {
+        "request": external_id or request_id,
+        "engine_request": request_id,
+        "code": error.code,
+        "reason": error.reason,
+        "field": error.field,
+    }

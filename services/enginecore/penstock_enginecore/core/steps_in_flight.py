@@ -1,15 +1,111 @@
-"""The steps that the executor has been given and whose results have not been taken in."""
+"""The steps that the executor has been given, and how an engine goes on after one that failed."""
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from typing import Any
 
+from penstock_common.errors import PenstockError
+from penstock_common.observability.incidents import STEP_FAILED
+from penstock_common.types.outputs import SchedulerStats
 from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.core.executor import Executor
+from penstock_enginecore.core.request import log_incident
 from penstock_enginecore.core.scheduler.base import Scheduler
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
-from penstock_enginecore.core.step_recovery import EngineDeadError, StepRecovery
 from penstock_enginecore.structured_output.core.grammar_requests import GrammarIntake
+
+
+def summarize(scheduled: SchedulerOutput, *, include_tokens: bool = False) -> dict[str, Any]:
+    """Ids, counts and blocks of a scheduler output; no token of any user, unless ``include_tokens`` asks for it."""
+    new = [
+        {
+            "id": request.request_id,
+            "num_tokens": len(request.token_ids),
+            "num_prompt_tokens": request.num_prompt_tokens,
+            "num_computed_tokens": request.num_computed_tokens,
+            "block_ids": request.block_ids,
+        }
+        | ({"token_ids": request.token_ids} if include_tokens else {})
+        for request in scheduled.new_requests
+    ]
+    cached = scheduled.cached_requests
+    return {
+        "step": scheduled.step,
+        "new": new,
+        "known": [
+            {"id": key, "num_computed_tokens": num_computed, "new_block_ids": blocks}
+            for key, num_computed, blocks in zip(
+                cached.request_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+            )
+        ],
+        "num_scheduled_tokens": scheduled.num_scheduled_tokens,
+        "finished": scheduled.finished_request_ids,
+        "preempted": scheduled.preempted_request_ids,
+        "encoder_starts": {start.identifier: start.num_embeds for start in scheduled.encoder_starts},
+        "encoder_budget": scheduled.encoder_budget,
+        "freed": scheduled.freed_identifiers,
+    }
+
+
+# Recovery after a step that failed.
+
+logger = logging.getLogger(__name__)
+
+MAX_UNEXPLAINED_FAILURES = 3
+"""So often in a row a step may fail although each of its requests passes alone; then the engine ends."""
+
+KeepFailedStep = Callable[[SchedulerOutput, Exception, SchedulerStats], None]
+"""Keeps what a failed step was told to do, why it failed, and the load at that time, for whoever looks into it later."""
+
+
+class EngineDeadError(PenstockError):
+    """A step failed in a way the engine cannot go on from. The message is for operators and frontends."""
+
+
+class StepRecovery:
+    """Has every request computed again after a failed step, and finds the one that the step failed of.
+
+    ``keep``: gets the steps that a request failed alone in, and the one that ended the engine.
+    """
+
+    def __init__(self, executor: Executor, scheduler: Scheduler, keep: KeepFailedStep) -> None:
+        self._executor = executor
+        self._scheduler = scheduler
+        self._keep = keep
+
+    def recover(self, scheduled: SchedulerOutput, error: Exception) -> None:
+        """Go on after a failed step, the oldest in flight, without the request that failed it. No step may run behind it.
+
+        Every request is computed again, and the scheduler tries those of the step in ever smaller groups until one fails alone:
+        that one ends. Raises EngineDeadError when a step that computes nothing failed, when the executor cannot compute any more,
+        and when a step fails again and again of no single request.
+        """
+        if not (scheduled.num_scheduled_tokens or scheduled.encoder_budget or scheduled.encoder_starts):
+            raise self._dead(scheduled, error) from error
+        try:
+            self._executor.recover()
+        except Exception as e:
+            logger.warning("the executor does not compute any more: %s: %s", type(e).__name__, e)
+            raise self._dead(scheduled, error) from error
+        stats = self._scheduler.stats()
+        culprit = self._scheduler.step_failed(scheduled)
+        if culprit is not None:
+            self._keep(scheduled, error, stats)
+            doing = "a step with this request alone"
+            self._scheduler.fail(culprit, log_incident(culprit, error, doing=doing, reason=STEP_FAILED))
+        elif self._scheduler.num_unexplained_failures >= MAX_UNEXPLAINED_FAILURES:
+            raise self._dead(scheduled, error) from error
+        else:
+            num_requests, name = len(scheduled.num_scheduled_tokens), type(error).__name__
+            logger.warning("a step of %d requests failed (%s); they are tried in smaller groups", num_requests, name)
+
+    def _dead(self, scheduled: SchedulerOutput, error: Exception) -> EngineDeadError:
+        logger.error("the step failed; scheduler output, without its tokens: %s", summarize(scheduled), exc_info=error)
+        self._keep(scheduled, error, self._scheduler.stats())
+        return EngineDeadError(f"a step failed: {type(error).__name__}: {error}")
+
 
 DrainAborts = Callable[[], None]
 """Called between a step's sampling and its update, to end what was cancelled meanwhile."""

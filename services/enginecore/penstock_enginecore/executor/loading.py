@@ -1,23 +1,23 @@
-"""Loads a model and makes the runner for what it is used for."""
+"""Loads a model and makes the runner for what it is used for. Refuses settings that it cannot have."""
 
 import gc
 import logging
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from penstock_common.errors import ConfigError
+from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.attention.kv_cache import FLOAT8
 from penstock_enginecore.config import EngineCoreConfig, KernelsConfig, LoraConfig
 from penstock_enginecore.core.executor import Progress
-from penstock_enginecore.executor.batch_invariance import check_batch_invariant
-from penstock_enginecore.executor.cache_dtype import check_cache_dtype
 from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.executor.generation.stage_runner import StageRunner
-from penstock_enginecore.executor.int8_weights import check_int8, round_weights
 from penstock_enginecore.executor.model_runner import ModelRunner
-from penstock_enginecore.executor.pooling.runner import PoolingRunner
+from penstock_enginecore.executor.pooling_runner import PoolingRunner
 from penstock_enginecore.experts.group_experts import GroupExperts
 from penstock_enginecore.experts.reading import ExpertReader
 from penstock_enginecore.experts.shared_model import SharedModel, check_shared
@@ -29,18 +29,101 @@ from penstock_enginecore.forward.stage import StageConfig
 from penstock_enginecore.lora.adapter_reader import Onlooker
 from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.media.towers import check_towers
-from penstock_enginecore.models.checkpoint_files import weight_files
+from penstock_enginecore.models.checkpoint import weight_files
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.loader import LoadedModel, keep_none, load_model
+from penstock_enginecore.models.loader import LoadedModel, keep_none, load_model, read_config
+from penstock_enginecore.models.support import quantization_of
 from penstock_enginecore.native.backend import multiplies_linears
-from penstock_enginecore.parallel.layers import split_model
+from penstock_enginecore.native.int8 import round_linears
+from penstock_enginecore.parallel.collectives import TimedCollectives
 from penstock_enginecore.parallel.part import Part
 from penstock_enginecore.parallel.stage_links import StageLinks
-from penstock_enginecore.parallel.timed_collectives import TimedCollectives
+from penstock_enginecore.parallel.tensor_parallel import split_model
 from penstock_enginecore.pooling.embedder import load_pooling_model, resolve_task
 from penstock_enginecore.speculation.factory import create_drafter
 
+# Batch invariance, refused before anything is loaded.
+
+
+def check_batch_invariant(config: EngineCoreConfig, device: torch.device, task: str) -> None:
+    """Raise ConfigError where ``kernels.batch_invariant`` is asked for and no decoder of ours will be tried for a model that does
+    ``task`` on ``device``: nothing else keeps to it. Whether a decoder serves is known when it is proved.
+    """
+    if not config.kernels.batch_invariant:
+        return
+    kernels, backend, workers = config.kernels, config.model.attention_backend, config.executor.num_workers
+    on_cpu = device.type == "cpu"
+    reasons = {
+        "kernels.decoder is false, and it is a property of decoders": not kernels.decoder,
+        "kernels.isa is 'off', and on CPUs it is a property of the kernels": on_cpu and kernels.isa == "off",
+        "kernels.attention is false, which the kernels' decoder needs": on_cpu and not kernels.attention,
+        f"model.attention_backend is {backend!r}, and only with 'auto' is a decoder tried": backend != "auto",
+        f"the model is to {task}, and decoders only generate": task != "generate",
+        f"the executor has {workers} workers, and it is a property of one": workers > 1,
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        raise ConfigError(f"kernels.batch_invariant is true but {found[0]}; change that, or set it to false")
+
+
+# The fp8 KV cache.
+
+FLOAT8_CAPABILITY = (8, 9)
+"""The least compute capability that converts numbers of 8 bits: Ada's."""
+
+
+def check_cache_dtype(config: EngineCoreConfig, device: torch.device) -> None:
+    """Raise ConfigError, before anything is loaded, for an fp8 cache that the device or what attends does not keep."""
+    if config.cache.dtype != "fp8":
+        return
+    name = config.model.attention_backend
+    if not create_backend(name, device).keeps_float8:
+        what = "the kernels for CPUs do" if name == "auto" else f"model.attention_backend {name!r} does"
+        raise ConfigError(
+            f"cache.dtype is 'fp8', which {what} not keep; use 'auto', or model.attention_backend 'reference', which is slow"
+        )
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < FLOAT8_CAPABILITY:
+        have, need = (".".join(map(str, capability)) for capability in (found, FLOAT8_CAPABILITY))
+        raise ConfigError(
+            f"cache.dtype is 'fp8' but {torch.cuda.get_device_name(device)} has compute capability {have}, and {need} is "
+            "needed; use 'auto'"
+        )
+
+
+# Weights that are rounded to 8-bit integers when a model has been read.
+
 logger = logging.getLogger(__name__)
+
+
+def check_int8(config: EngineCoreConfig, device: torch.device) -> None:
+    """Before anything is loaded, where ``model.quantization`` asks for integers: raise ConfigError for settings that they cannot
+    be had with, ModelLoadError for a checkpoint that is quantized already.
+    """
+    if config.model.quantization != "int8":
+        return
+    kernels, dtype, workers = config.kernels, config.model.dtype, config.executor.num_workers
+    reasons = {
+        f"model.device is {device.type!r}, and CPUs alone compute by them": device.type != "cpu",
+        f"model.dtype is {dtype!r}, and they are computed with in float32": dtype not in ("auto", "float32"),
+        "kernels.isa is 'off', and without the kernels they save nothing": kernels.isa == "off",
+        "kernels.linear is false, and without it they save nothing": not kernels.linear,
+        f"the executor has {workers} workers, and it is tried with one alone": workers > 1,
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        raise ConfigError(f"model.quantization is 'int8' but {found[0]}; change that, or set it to 'auto'")
+    if (scheme := quantization_of(read_config(config.model))) is not None:
+        raise ModelLoadError(
+            f"model.quantization is 'int8' but the checkpoint is quantized already, as {scheme.name}; set it to 'auto'"
+        )
+
+
+def round_weights(module: Any) -> None:
+    """Round those of all linear layers of a ``PreTrainedModel`` but the head, which the likeliest tokens depend on most."""
+    error = round_linears(module, but=module.get_output_embeddings())
+    logger.info(
+        "linear layers but the head are rounded to 8-bit integers: the weights of a layer differ by %.2g %% at most",
+        100 * error,
+    )
+
 
 _NOBODY = Onlooker()
 

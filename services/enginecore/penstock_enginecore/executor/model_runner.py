@@ -12,7 +12,7 @@ from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.data_parallel.core.shared_experts import SharedExperts
 from penstock_enginecore.executor.generation.graph_capture import GraphCapture
 from penstock_enginecore.lora.adapter import AdaptedForward
-from penstock_enginecore.worker.result_futures import Late
+from penstock_enginecore.worker.device_thread import Late
 
 
 class ModelRunner(Protocol):

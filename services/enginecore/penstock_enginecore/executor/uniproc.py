@@ -7,11 +7,10 @@ from typing import Any, TypeVar
 
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
-from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
-from penstock_enginecore.core.utility import UtilityRegistry
+from penstock_enginecore.core.utility import UtilityRegistry, extend
 from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.data_parallel.core.shared_experts import SharedExperts
 from penstock_enginecore.executor.worker import Worker
@@ -19,9 +18,8 @@ from penstock_enginecore.kv_transfer.core.copier import BlockCopier
 from penstock_enginecore.kv_transfer.kv_copy import Copier
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, MakeRoom
 from penstock_enginecore.lora.store import MakeReader, SizeAdapter, peft_reader, peft_size, telling_of
-from penstock_enginecore.worker.device_thread import DeviceThread
-from penstock_enginecore.worker.result_futures import Late
-from penstock_enginecore.worker.worker_config import WorkerConfig
+from penstock_enginecore.worker.device_thread import DeviceThread, Late
+from penstock_enginecore.worker.messages import WorkerConfig
 
 T = TypeVar("T")
 

@@ -20,8 +20,8 @@ from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.utility import utility
 from penstock_enginecore.core.worker_stats import GraphStats, WorkerStats
-from penstock_enginecore.executor.device import resolve_device
-from penstock_enginecore.executor.graph_sizes import sizes_to_capture
+from penstock_enginecore.executor.device import resolve_device, settle
+from penstock_enginecore.executor.generation.graph_capture import sizes_to_capture
 from penstock_enginecore.executor.loading import load_runner
 from penstock_enginecore.executor.memory import (
     check_kv_cache_memory,
@@ -30,22 +30,25 @@ from penstock_enginecore.executor.memory import (
     encoder_cache_bytes,
 )
 from penstock_enginecore.executor.model_runner import ModelRunner
-from penstock_enginecore.executor.numa import settle
 from penstock_enginecore.executor.sleep_in_place import KeptSleep, kept_sleep
 from penstock_enginecore.kernel_cache.opening import open_cache
 from penstock_enginecore.kv_transfer.core.copier import BlockFacts
 from penstock_enginecore.kv_transfer.kv_copy import WorkerCopies
 from penstock_enginecore.lora.adapter_reader import AdapterReader, Onlooker
 from penstock_enginecore.lora.store import LoraStore, MakeReader, peft_reader
-from penstock_enginecore.parallel.collectives import Collectives, GlooCollectives
+from penstock_enginecore.parallel.collectives import (
+    Collectives,
+    DeviceCollectives,
+    GlooCollectives,
+    NcclCollectives,
+    SharedMemoryCollectives,
+    TimedCollectives,
+    nccl_group,
+)
 from penstock_enginecore.parallel.meeting import Meeting
-from penstock_enginecore.parallel.nccl import DeviceCollectives, NcclCollectives, nccl_group
-from penstock_enginecore.parallel.shared_memory import SharedMemoryCollectives
 from penstock_enginecore.parallel.socket_transport import SocketTransport
-from penstock_enginecore.parallel.stage_links import StageLinks
-from penstock_enginecore.parallel.stage_transport import GlooTransport, StageTransport
-from penstock_enginecore.parallel.timed_collectives import TimedCollectives
-from penstock_enginecore.worker.worker_config import WorkerConfig
+from penstock_enginecore.parallel.stage_links import GlooTransport, StageLinks, StageTransport
+from penstock_enginecore.worker.messages import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -29,13 +29,12 @@ from penstock_enginecore.forward.probe import CUTS, NUM_TOKENS, Probe, probe_log
 from penstock_enginecore.forward.proof import Proven, first_proven
 from penstock_enginecore.forward.stage import StageConfig, StageForward, cut
 from penstock_enginecore.lora.device_slots import SlotLimits
-from penstock_enginecore.models.bf16_storage import settle
+from penstock_enginecore.models.dtypes import settle
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, first_line
 from penstock_enginecore.models.quantization.kept import dequantize_kept
 from penstock_enginecore.native.backend import NativeBackend, open_backend
-from penstock_enginecore.parallel.part import Part
-from penstock_enginecore.parallel.vocabulary import SplitVocabulary
+from penstock_enginecore.parallel.part import Part, SplitVocabulary
 from penstock_enginecore.pooling.embedder import PoolingModel
 from penstock_enginecore.sample.base import Sampler, TokenLauncher
 from penstock_enginecore.sample.sampler import SamplingKernels, TorchSampler

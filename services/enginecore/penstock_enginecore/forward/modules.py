@@ -20,7 +20,7 @@ from penstock_enginecore.forward.upload import to_device
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, TakeAdapter
 from penstock_enginecore.lora.reference import AdaptedModules, head_of
 from penstock_enginecore.models.attention_hook import AttentionCall, StepContext, use_context
-from penstock_enginecore.models.bf16_storage import num_bytes
+from penstock_enginecore.models.dtypes import num_bytes
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.head import Head, HiddenStates
 from penstock_enginecore.models.loader import LoadedModel

@@ -9,7 +9,7 @@ import torch
 
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.forward.base import ForwardBatch
-from penstock_enginecore.models.bf16_storage import NarrowWeight
+from penstock_enginecore.models.dtypes import NarrowWeight
 from penstock_enginecore.native.ffi_structs import Rotary
 from penstock_enginecore.native.weights import KINDS
 

@@ -29,8 +29,8 @@ from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.packed_layers import PackedLayers
 from penstock_enginecore.native.router import PackedRouter
 from penstock_enginecore.native.weights import PackedWeight, interleaved
+from penstock_enginecore.parallel.collectives import PIECE
 from penstock_enginecore.parallel.part import Part
-from penstock_enginecore.parallel.shared_memory import PIECE
 
 _PLAIN_MIXTURES = frozenset(
     {"FlexOlmoSparseMoeBlock", "MixtralSparseMoeBlock", "OlmoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock"}

@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.models.attention_hook import AttentionCall
 from penstock_enginecore.models.loader import LoadedModel
-from penstock_enginecore.models.query_scale import query_scale
+from penstock_enginecore.models.rope import query_scale
 from penstock_enginecore.native.attention import TILE
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.parallel.part import Part

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from penstock_enginecore.lora.errors import LoraReason
-from penstock_enginecore.models.quantization.linear import QuantizedLinear
+from penstock_enginecore.models.quantization.layers import QuantizedLinear
 
 _OF_EXPERTS = "experts or what belongs to them"
 _COMPARED_ROWS = 64

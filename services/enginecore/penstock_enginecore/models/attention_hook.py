@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from penstock_enginecore.attention.base import AttentionBackend, AttentionParams, StepPlan
 from penstock_enginecore.attention.kv_cache import LayerCache
-from penstock_enginecore.models.query_scale import query_scale
+from penstock_enginecore.models.rope import query_scale
 
 ATTENTION_NAME = "penstock"
 """The name models are loaded with: ``attn_implementation=ATTENTION_NAME``."""

@@ -3,10 +3,10 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError
@@ -20,22 +20,57 @@ from penstock_common.memory import in_units
 from penstock_enginecore.attention.kv_cache import NO_SCALES, KVScales
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models import attention_hook
-from penstock_enginecore.models.bf16_storage import as_stored, narrow
-from penstock_enginecore.models.checkpoint_files import check_shapes, weight_files
-from penstock_enginecore.models.dtypes import Dtypes, resolve_dtypes
+from penstock_enginecore.models.checkpoint import check_shapes, check_weights, weight_files
+from penstock_enginecore.models.dtypes import Dtypes, as_stored, narrow, resolve_dtypes
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.multimodal.base import MediaEncoder
 from penstock_enginecore.models.multimodal.composite import Composite
 from penstock_enginecore.models.placement import check_weights_fit, place, read_to
-from penstock_enginecore.models.quantization.kv_scales import read_kv_scales
-from penstock_enginecore.models.quantization.loading import QuantizedCheckpoint, load_quantized
+from penstock_enginecore.models.quantization.loading import QuantizedCheckpoint, load_quantized, read_kv_scales
 from penstock_enginecore.models.quantization.scheme import Scheme
-from penstock_enginecore.models.quantization.weights import open_tensors
-from penstock_enginecore.models.query_scale import install_query_scales
-from penstock_enginecore.models.rope import freeze_rotary, longest_sequence
-from penstock_enginecore.models.sharded_loading import MakeShare, Share, load_share
+from penstock_enginecore.models.quantization.weights import StoredTensor, open_tensors
+from penstock_enginecore.models.rope import freeze_rotary, install_query_scales, longest_sequence
 from penstock_enginecore.models.support import check_positions, check_supported, quantization_of
-from penstock_enginecore.models.weight_check import check_weights
+
+# What a rank of several reads of a checkpoint.
+
+
+class Share(Protocol):
+    """A rank's share of one model."""
+
+    def tensors(self, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
+        """Those of ``stored`` that are this rank's, by the names that they have in its model."""
+
+    def made_small(self) -> AbstractContextManager[None]:
+        """A model that is made within the ``with`` block has room for these alone."""
+
+    def install(self, module: PreTrainedModel) -> object:
+        """Let a model that was made so compute with what the other ranks have."""
+
+
+MakeShare = Callable[[type[PreTrainedModel], PretrainedConfig], Share]
+"""Raises ModelLoadError for a model that cannot be shared."""
+
+
+def load_share(
+    share: Share,
+    model_class: Any,
+    config: PretrainedConfig,
+    stored: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
+    attention: str,
+) -> Any:
+    """The model with its share of the weights, and what transformers tells of them."""
+    with share.made_small():
+        return model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=share.tensors(stored),
+            dtype=dtype,
+            attn_implementation=attention,
+            output_loading_info=True,
+        )
+
 
 _PROGRESS_INTERVAL = 1.0
 """Seconds between two progress lines."""

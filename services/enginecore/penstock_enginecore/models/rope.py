@@ -1,15 +1,8 @@
-"""Rotary scaling that would look at the whole batch, tied down when the model is loaded.
-
-transformers' ``longrope`` and ``dynamic`` pick their frequencies in the forward pass, by the largest position of the
-batch: a long request would change what its neighbours get, and keys written under one choice would be read under
-another. Here the length the engine serves chooses once, see docs/adr/0011-rotary-scaling.md:
-
-- ``longrope``: the short factors where that length is within the one before the extension, else the long factors.
-- ``dynamic``: the frequencies of that length, which are the unscaled ones up to ``max_position_embeddings``.
-"""
+"""Rotary (RoPE) and query scaling by position, tied down when the model is loaded."""
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +10,15 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from penstock_enginecore.models.errors import ModelLoadError
+
+# Rotary scaling that would look at the whole batch.
+#
+# transformers' ``longrope`` and ``dynamic`` pick their frequencies in the forward pass, by the largest position of the
+# batch: a long request would change what its neighbours get, and keys written under one choice would be read under
+# another. Here the length the engine serves chooses once, see docs/adr/0011-rotary-scaling.md:
+#
+# - ``longrope``: the short factors where that length is within the one before the extension, else the long factors.
+# - ``dynamic``: the frequencies of that length, which are the unscaled ones up to ``max_position_embeddings``.
 
 _FROZEN = "frozen"
 """What modules tied down say they are: transformers updates only kinds it knows."""
@@ -91,3 +93,49 @@ def _freeze_initializer(module: Any, config: PretrainedConfig, max_model_len: in
         mscale = parameters["long_mscale" if long else "short_mscale"]
         module.config = copy.deepcopy(config)
         module.config.rope_parameters.update(long_mscale=mscale, short_mscale=mscale)
+
+
+# Queries that grow with their position, where the model's own code counts positions from the start of the batch.
+#
+# Llama 4 scales the queries of its layers without rotary positions by ``1 + attn_scale * log(1 + floor((p + 1) /
+# floor_scale))`` (https://arxiv.org/abs/2501.19399), with p counted along the tensor. In a flat batch that is not the
+# position, so the module is told not to, and attention scales with the positions of the step.
+
+_ATTRIBUTE = "penstock_query_scale"
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScale:
+    """The two numbers of the formula in the module's docstring; ``floor_scale`` in tokens."""
+
+    attn_scale: float
+    floor_scale: float
+
+    def apply(self, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """``query`` ``[tokens, num_heads, head_size]`` scaled by int64 ``positions`` ``[tokens]``, in its dtype."""
+        steps = torch.floor((positions.float() + 1.0) / self.floor_scale)
+        scales = torch.log1p(steps) * self.attn_scale + 1.0
+        return (query * scales[:, None, None]).to(query.dtype)
+
+
+def install_query_scales(model: torch.nn.Module) -> None:
+    """Take the scaling of queries over from the attention modules of ``model`` that do it themselves. Raises
+    ModelLoadError for one that does not do it as Llama 4 does.
+    """
+    for name, module in model.named_modules():
+        if not getattr(module, "attn_temperature_tuning", False):
+            continue
+        try:
+            scale = QueryScale(float(module.attn_scale), float(module.floor_scale))
+            rotary = bool(module.use_rope)
+        except (AttributeError, TypeError) as e:
+            raise ModelLoadError(f"module '{name}' scales its queries by position in a way that is not known") from e
+        module.__dict__["attn_temperature_tuning"] = False
+        if not rotary:
+            module.__dict__[_ATTRIBUTE] = scale
+
+
+def query_scale(module: torch.nn.Module) -> QueryScale | None:
+    """What ``install_query_scales`` left at an attention module."""
+    scale = getattr(module, _ATTRIBUTE, None)
+    return scale if isinstance(scale, QueryScale) else None

@@ -5,7 +5,7 @@ from typing import Any, Self
 
 import torch
 
-from penstock_enginecore.models.bf16_storage import widened
+from penstock_enginecore.models.dtypes import widened
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.weights import PackedWeight, multiply
 

@@ -6,7 +6,7 @@ import mmap
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from penstock_enginecore.models.bf16_storage import NarrowWeight, widened
+from penstock_enginecore.models.dtypes import NarrowWeight, widened
 from penstock_enginecore.native.ffi_structs import Linear
 from penstock_enginecore.native.int8 import as_int8
 from penstock_enginecore.native.library import NativeLibrary

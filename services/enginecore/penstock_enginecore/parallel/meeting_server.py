@@ -10,18 +10,8 @@ from dataclasses import dataclass, field
 from penstock_common import addresses
 from penstock_common.observability.limited_log import LimitedLog
 from penstock_common.security.shared_secret import NO_SECRET, SharedSecret
-from penstock_enginecore.parallel.admission import Admission
-from penstock_enginecore.parallel.dead_peers import give_up_after
-from penstock_enginecore.parallel.introduction import send_small
-from penstock_enginecore.parallel.meeting_store import (
-    ANSWER,
-    GET,
-    MAX_KEY_BYTES,
-    MAX_VALUE_BYTES,
-    PURPOSE,
-    REQUEST,
-    SET,
-)
+from penstock_enginecore.parallel.handshake import Admission, give_up_after, send_small
+from penstock_enginecore.parallel.meeting import ANSWER, GET, MAX_KEY_BYTES, MAX_VALUE_BYTES, PURPOSE, REQUEST, SET
 
 _SILENCE = 60.0
 """Seconds after which a host that does not answer any more is not waited for."""

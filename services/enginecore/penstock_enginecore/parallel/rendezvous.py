@@ -11,18 +11,69 @@ import secrets
 import selectors
 import socket
 import struct
+import threading
 import time
+from collections.abc import Iterable
 
 from penstock_common import addresses
 from penstock_common.security.challenge import ProofError
 from penstock_common.security.shared_secret import SECRET_SETTING
 from penstock_enginecore.core.collective_errors import CollectiveBroken
-from penstock_enginecore.parallel.admission import Admission, Admitted
-from penstock_enginecore.parallel.confirmation import Confirmation
-from penstock_enginecore.parallel.dead_peers import give_up_after
-from penstock_enginecore.parallel.introduction import introduce, send_small
-from penstock_enginecore.parallel.meeting import Meeting
-from penstock_enginecore.parallel.meeting_store import MeetingStore
+from penstock_enginecore.parallel.handshake import Admission, Admitted, give_up_after, introduce, send_small
+from penstock_enginecore.parallel.meeting import Meeting, MeetingStore
+
+# How ranks that have met agree that all of them have.
+
+READY, CONFIRMED = b"r", b"c"
+"""This rank is connected to all others; and it knows that all others are."""
+ROUNDS = len(READY + CONFIRMED)
+
+
+class Confirmation:
+    """What one rank has heard from the others, and may tell them. A state machine without I/O.
+
+    Two rounds, since one is not enough: a rank that is connected to all others does not know whether they are. Once a rank has
+    heard READY from all it tells CONFIRMED, and once it has heard that from all the group has formed. A rank that gives up
+    before it has told CONFIRMED keeps all others from the end of the second round.
+    """
+
+    def __init__(self, peers: Iterable[int]) -> None:
+        """``peers``: the other ranks."""
+        self._heard = dict.fromkeys(peers, b"")
+        self._told = 0
+
+    def missing_from(self, peer: int) -> int:
+        """Return how many bytes ``peer`` still has to say."""
+        return ROUNDS - len(self._heard[peer])
+
+    def hear(self, peer: int, said: bytes) -> None:
+        """Take bytes from ``peer``. Raises ValueError for any that are not expected."""
+        heard = self._heard[peer] + said
+        if not (READY + CONFIRMED).startswith(heard):
+            raise ValueError(f"rank {peer} says {heard!r} instead of that it is ready")
+        self._heard[peer] = heard
+
+    def waits_for(self) -> list[int]:
+        """Return the ranks from which this one has not heard what it needs to end its present round."""
+        return [peer for peer, heard in self._heard.items() if len(heard) < self._told]
+
+    def next_word(self) -> bytes:
+        """Return what to tell all others now, empty while this rank waits for them and after the last round."""
+        if self.waits_for() or self._told == ROUNDS:
+            return b""
+        self._told += 1
+        return (READY + CONFIRMED)[self._told - 1 : self._told]
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether this rank has said that all are ready."""
+        return self._told == ROUNDS
+
+    @property
+    def over(self) -> bool:
+        """Whether the group has formed."""
+        return self.confirmed and not self.waits_for()
+
 
 TOKEN_BYTES = 32
 """Of what a rank says at the store these come first, then its address."""
@@ -247,3 +298,79 @@ class Rendezvous:
 
     def _broken(self, reason: str) -> CollectiveBroken:
         return CollectiveBroken(f"group {self._name} has not formed at rank {self._rank}: {reason}")
+
+
+# A connection from each rank of a group to each other.
+
+
+class Mesh:
+    """``connections``: non-blocking sockets by rank, all once ``connect`` has returned."""
+
+    def __init__(self, name: str, rank: int, size: int, silence: float) -> None:
+        """``name``: of the group and its epoch. ``silence``: see ``SocketCollectives``."""
+        self.connections: dict[int, socket.socket] = {}
+        self.wake = os.eventfd(0, os.EFD_NONBLOCK)
+        """A descriptor that is readable once the mesh was given up."""
+        self.given_up = False
+        self._name, self._rank, self._size = name, rank, size
+        self._silence = silence
+        self._open = True
+        self._lock = threading.Lock()
+
+    def connect(self, meeting: Meeting, timeout_s: float) -> None:
+        """Wait for all ranks, at an address. Returns on every rank, or raises on every rank, unless one of them or the network
+        dies in the last second.
+
+        Raises CollectiveBroken after ``timeout_s`` seconds, naming who is missing; where the store or a rank is not reached, or
+        does not know the secret; and once the mesh is given up, here or by another rank.
+        """
+        try:
+            with _listener(meeting.address) as listener:
+                rendezvous = Rendezvous(
+                    self._name,
+                    self._rank,
+                    self._size,
+                    meeting,
+                    listener,
+                    silence=self._silence,
+                    wake=self.wake,
+                    timeout_s=timeout_s,
+                )
+                found = rendezvous.meet()
+        except (OSError, ProofError) as e:
+            raise CollectiveBroken(f"rank {self._rank} of group {self._name} does not reach all others: {e}") from e
+        with self._lock:
+            self.connections = found
+            if self.given_up:
+                self._shut_down()
+
+    def give_up(self) -> None:
+        """Whoever waits for this rank, here or there, is told. Any thread may call it."""
+        self.given_up = True
+        with self._lock:
+            if self._open:
+                os.eventfd_write(self.wake, 1)
+                self._shut_down()
+
+    def close(self) -> None:
+        """Nobody uses the mesh any more. Peers see it at once."""
+        self.given_up = True
+        with self._lock:
+            if self._open:
+                self._open = False
+                os.close(self.wake)
+                for connection in self.connections.values():
+                    connection.close()
+
+    def _shut_down(self) -> None:
+        for connection in self.connections.values():
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError as e:
+                if e.errno not in (errno.ENOTCONN, errno.EBADF):  # the other side has shut it down, too
+                    raise
+
+
+def _listener(address: str) -> socket.socket:
+    host = address or "127.0.0.1"
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -1,4 +1,4 @@
-"""The engine's session with the coordinator: register, report load, leave."""
+"""The engine's session with the coordinator: register, report load and the rank's group, leave."""
 
 import asyncio
 import contextlib
@@ -15,18 +15,93 @@ from penstock.coordinator.v1 import service_pb2_grpc
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
 from penstock_common.errors import Internal
 from penstock_common.lora.held import LoraHeld
-from penstock_common.rpc import sampling
+from penstock_common.rpc import data_parallel, sampling
 from penstock_common.rpc import stats as stats_codec
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
+from penstock_common.rpc.kv_transfer import role_to_proto
 from penstock_common.rpc.reconnect import Reconnector, wait_at_most
 from penstock_common.types.cluster import DrainCommand, EngineRegistration
-from penstock_common.types.data_parallel import StartDpWave, rank_name
+from penstock_common.types.data_parallel import (
+    GroupRegistration,
+    PeerLost,
+    PrepareFailed,
+    Reconfigure,
+    StartDpWave,
+    StartWave,
+    WaveComplete,
+    rank_name,
+)
 from penstock_common.types.outputs import SchedulerStats
 from penstock_enginecore.config import CoordinatorClientConfig
 from penstock_enginecore.data_parallel.core.driver import ToCoordinator
 from penstock_enginecore.data_parallel.core.events import Named
-from penstock_enginecore.rpc import convert, group_messages
+from penstock_enginecore.rpc import convert
+
+
+def report_to_proto(message: ToCoordinator) -> pb.EngineReport:
+    """What the rank says."""
+    match message:
+        case StartWave():
+            return pb.EngineReport(start_wave=data_parallel.wave_to_proto(message))
+        case WaveComplete():
+            return pb.EngineReport(wave_complete=data_parallel.wave_to_proto(message))
+        case PeerLost():
+            return pb.EngineReport(peer_lost=pb.PeerLost(epoch=message.epoch))
+        case PrepareFailed():
+            return pb.EngineReport(prepare_failed=pb.PrepareFailed(epoch=message.epoch))
+        case _:
+            return pb.EngineReport(rank_report=data_parallel.report_to_proto(message))
+
+
+def register_to_proto(engine: EngineRegistration) -> pb.Register:
+    """Return the message with which an engine introduces itself."""
+    return pb.Register(
+        engine_id=engine.engine_id,
+        incarnation=engine.incarnation,
+        address=engine.address,
+        model=engine.model,
+        draining=engine.draining,
+        pool=engine.pool,
+        max_num_seqs=engine.max_num_seqs,
+        group=None if engine.group is None else registration_to_proto(engine.group),
+        role=role_to_proto(engine.role),
+        kv_address=engine.kv_address,
+        kv_fingerprint=engine.kv_fingerprint,
+    )
+
+
+def registration_to_proto(group: GroupRegistration) -> pb.GroupRegistration:
+    """What the rank brings along."""
+    return pb.GroupRegistration(
+        size=group.size,
+        min_size=group.min_size,
+        waits=group.waits,
+        meeting_address=group.meeting_address,
+        parallel_config=group.parallel_config,
+        report=data_parallel.report_to_proto(group.report),
+        target_size=group.target_size,
+        max_size=group.max_size,
+    )
+
+
+def start_dp_wave_from_proto(message: pb.StartDpWave, rank: str) -> StartDpWave:
+    """The coordinator wants ``rank`` in a wave."""
+    return StartDpWave(rank, message.group_epoch, message.wave, data_parallel.pauses_from_proto(message.pauses))
+
+
+def named_from_proto(message: pb.Reconfigure, rank: str) -> Named:
+    """The coordinator wants ``rank`` in a group."""
+    command = Reconfigure(
+        engine=rank,
+        group=data_parallel.group_from_proto(message.group),
+        wave=message.wave,
+        pauses=data_parallel.pauses_from_proto(message.pauses),
+        base=message.base_epoch,
+        target_size=message.target_size,
+    )
+    return Named(command, data_parallel.meetings_from_proto(message.group))
+
 
 REGISTER_TIMEOUT = 5.0
 CLOSE_TIMEOUT = 1.0
@@ -125,7 +200,7 @@ class CoordinatorClient:
         self._rank = rank_name(registration.engine_id, registration.incarnation)
         if self._drained_at is not None:
             registration = msgspec.structs.replace(registration, draining=True)
-        await call.write(pb.EngineReport(register=group_messages.register_to_proto(registration)))
+        await call.write(pb.EngineReport(register=register_to_proto(registration)))
         first = await call.read()
         if not isinstance(first, pb.EngineCommand) or first.WhichOneof("message") != "registered":
             raise Internal("the coordinator did not answer register with registered")
@@ -150,7 +225,7 @@ class CoordinatorClient:
                     time_left = max(told_draining - loop.time(), 0.0)
                     await call.write(pb.EngineReport(draining=convert.draining_to_proto(time_left)))
                 while self._told:
-                    await call.write(group_messages.report_to_proto(self._told.popleft()))
+                    await call.write(report_to_proto(self._told.popleft()))
                 stats = self._stats()
                 if stats != sent or loop.time() - sent_at >= heartbeat:
                     sent, sent_at = stats, loop.time()
@@ -177,9 +252,9 @@ class CoordinatorClient:
             if self._on_group is None:
                 sampling.refuse_set(command, ("start_dp_wave", "reconfigure"))
             elif command.HasField("start_dp_wave"):
-                self._on_group(group_messages.start_dp_wave_from_proto(command.start_dp_wave, self._rank))
+                self._on_group(start_dp_wave_from_proto(command.start_dp_wave, self._rank))
             elif command.HasField("reconfigure"):
-                self._on_group(group_messages.named_from_proto(command.reconfigure, self._rank))
+                self._on_group(named_from_proto(command.reconfigure, self._rank))
             if command.HasField("drain"):
                 self._on_command(DrainCommand(timeout=command.drain.timeout_seconds))
             if command.HasField("report_interval"):

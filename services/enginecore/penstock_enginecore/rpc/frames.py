@@ -1,22 +1,127 @@
-"""What a step has to say to one frontend, in frames that are not larger than that takes."""
+"""A step's outputs as frames for one frontend: encoded, no larger than it takes, and several in one message."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import RequestFailed, ResourceExhausted
+from penstock_common.observability.incidents import incident
+from penstock_common.tensors.outgoing import TensorRef
 from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.outputs import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    FinishReason,
-    RequestError,
-    UtilityOutput,
-)
+from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason, RequestError, UtilityOutput
 from penstock_common.types.token_columns import TokenColumns
+from penstock_enginecore.rpc import convert
+
+# Encoding: what cannot be encoded ends its request alone.
+
+
+class Encoded(NamedTuple):
+    """What is said, and its frame. ``broken``: ids of requests that end here, since an output of theirs cannot be encoded."""
+
+    outputs: EngineCoreOutputs
+    frame: pb.EngineCoreOutputs
+    broken: list[str]
+
+
+def encoded(outputs: EngineCoreOutputs) -> Encoded:
+    """The frame. In place of an output that cannot be encoded it has the end of that request, and of a call its failure; cache
+    events that cannot be encoded are left out.
+    """
+    try:
+        return Encoded(outputs, convert.outputs_to_proto(outputs), [])
+    except Exception:
+        sendable = msgspec.structs.replace(
+            outputs,
+            outputs=[_sendable(output) for output in outputs.outputs],
+            utility_output=None if outputs.utility_output is None else _sendable_answer(outputs.utility_output),
+            kv_events=_sendable_events(outputs.kv_events),
+        )
+    changed = [new.request_id for old, new in zip(outputs.outputs, sendable.outputs, strict=True) if new is not old]
+    return Encoded(sendable, convert.outputs_to_proto(sendable), changed)
+
+
+def unsendable(output: EngineCoreOutput, error: Exception) -> EngineCoreOutput:
+    """The end of a request whose output cannot be encoded."""
+    failed = incident(error, request=output.request_id, doing="encoding an output of the request")
+    return EngineCoreOutput(
+        request_id=output.request_id,
+        attempt=output.attempt,
+        offset=output.offset,
+        finish_reason=FinishReason.ERROR,
+        error=RequestError.from_exception(failed),
+    )
+
+
+def _sendable(output: EngineCoreOutput) -> EngineCoreOutput:
+    try:
+        convert.output_to_proto(output)
+    except Exception as e:
+        return unsendable(output, e)
+    return output
+
+
+def _sendable_answer(answer: UtilityOutput) -> UtilityOutput:
+    try:
+        convert.utility_to_proto(answer)
+    except Exception as e:
+        failed = incident(e, request="", doing="encoding the answer of a utility call")
+        return UtilityOutput(call_id=answer.call_id, error=RequestError.from_exception(failed))
+    return answer
+
+
+def _sendable_events(events: list[KvCacheEvent]) -> list[KvCacheEvent]:
+    try:
+        convert.outputs_to_proto(EngineCoreOutputs(kv_events=events))
+    except Exception as e:
+        incident(e, request="", doing="encoding cache events")
+        return []
+    return events
+
+
+# Batches: several frames in one message cost the stream little more than one of them.
+
+MAX_BATCH_BYTES = 32 * 1024
+"""Of the frames in one message, unless it is a single one: what comes behind it does not wait for long."""
+_HEADER_BYTES = 8
+"""Of a frame beside its own bytes, at most."""
+
+
+class FrameBatch:
+    """Frames of one message, in order. More may be added until it is made."""
+
+    __slots__ = ("_frames", "_made", "_num_bytes")
+
+    def __init__(self) -> None:
+        self._frames: list[pb.EngineCoreOutputs] = []
+        self._num_bytes = 0
+        self._made = False
+
+    def __bool__(self) -> bool:
+        """Whether there is a frame in it."""
+        return bool(self._frames)
+
+    def takes(self, num_bytes: int, max_bytes: int) -> bool:
+        """Whether a frame of so many bytes still fits in, where a message may have ``max_bytes``."""
+        return not self._made and self._num_bytes + num_bytes + _HEADER_BYTES <= min(MAX_BATCH_BYTES, max_bytes)
+
+    def add(self, frame: pb.EngineCoreOutputs, num_bytes: int) -> None:
+        """One more frame."""
+        self._frames.append(frame)
+        self._num_bytes += num_bytes + _HEADER_BYTES
+
+    def make(self, _: Sequence[TensorRef]) -> pb.SessionResponse:
+        """The message, when it is its turn."""
+        self._made = True
+        if len(self._frames) == 1:
+            return pb.SessionResponse(outputs=self._frames[0])
+        message = pb.SessionResponse()
+        message.frames.frames.extend(self._frames)
+        return message
+
 
 _FRAME_BYTES = 1024
 """Of a frame around its outputs and events, at most."""

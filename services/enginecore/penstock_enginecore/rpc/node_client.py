@@ -17,8 +17,7 @@ from penstock_common.rpc.credentials import ClientCredentials, advised
 from penstock_common.rpc.status import from_rpc_error
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.rpc.internal_ports import own_secret
-from penstock_enginecore.rpc.node_config import shared_config
-from penstock_enginecore.rpc.node_listener import PORT_PURPOSE
+from penstock_enginecore.rpc.node_listener import PORT_PURPOSE, shared_config
 
 _AGAIN = 0.5
 """Seconds between two attempts to reach the engine."""

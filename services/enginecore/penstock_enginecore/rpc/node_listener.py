@@ -1,6 +1,7 @@
-"""The engine's side of the sessions with its other nodes."""
+"""The engine's side of the sessions with its other nodes, and the settings that nodes must have alike."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -22,7 +23,63 @@ from penstock_common.security.certificates import Certificates
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.rpc.internal_ports import checked_secret
 from penstock_enginecore.rpc.loop_thread import LoopThread
-from penstock_enginecore.rpc.node_config import difference, shared_config
+
+ENGINE_ONLY = frozenset(
+    (
+        "engine_id",
+        "pool",
+        "role",
+        "structured_output",
+        "data_parallel",
+        "expert_parallel",
+        "kv_transfer",
+        "coordinator",
+        "server",
+        "peers",
+        "metrics",
+        "log",
+        "tracing",
+        "profiler",
+        "error_dump",
+        "iteration_log_interval",
+        "drain_timeout",
+        "wedged_after",
+    )
+)
+"""Settings that workers do not compute by. A node may have other values of these; all other settings are compared."""
+NODE_ONLY = ("index", "leader", "port", "address", "timeout", "tls")
+"""Settings of ``executor.nodes`` that each node has its own values of."""
+_ABSENT = "nothing"
+
+
+def shared_config(config: EngineCoreConfig) -> dict[str, str]:
+    """What workers compute by, as JSON by dotted key."""
+    values = msgspec.to_builtins(config)
+    for name in NODE_ONLY:
+        del values["executor"]["nodes"][name]
+    found: dict[str, str] = {}
+    for section in values:
+        if section not in ENGINE_ONLY:
+            _flatten(section, values[section], found)
+    return found
+
+
+def config_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """The first key in which two differ, and what it is in each; None where they are alike."""
+    for key in sorted({*ours, *theirs}):
+        if ours.get(key) != theirs.get(key):
+            return key, ours.get(key, _ABSENT), theirs.get(key, _ABSENT)
+    return None
+
+
+def _flatten(key: str, value: Any, into: dict[str, str]) -> None:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            _flatten(f"{key}.{name}", inner, into)
+    else:
+        whole = isinstance(value, float) and value.is_integer()
+        into[key] = json.dumps(int(value) if whole else value)
+
 
 SERVICE_NAME = "penstock.worker.v1.WorkerService"
 PORT_PURPOSE = "nodes"
@@ -158,7 +215,7 @@ class NodeListener:
                 f"node {attach.index} is version {attach.version} and the engine {service_version()}; give them one image",
                 reason="VERSIONS_DIFFER",
             )
-        if differs := difference(self._shared, attach.config):
+        if differs := config_difference(self._shared, attach.config):
             key, ours, theirs = differs
             raise FailedPrecondition(
                 f"node {attach.index} is configured otherwise: {key} is {theirs} there and {ours} at the engine",

@@ -20,11 +20,10 @@ from penstock_common.rpc.revision import OLDEST_REVISION, PROTOCOL_REVISION
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, RequestError
 from penstock_enginecore.core.busy_loop import BusyLoop
-from penstock_enginecore.core.request_log import log_refused
+from penstock_enginecore.core.request import log_refused
 from penstock_enginecore.data_parallel.core.events import Refused
 from penstock_enginecore.rpc import convert
-from penstock_enginecore.rpc.frontend_session import FrontendSession
-from penstock_enginecore.rpc.sessions import Sessions
+from penstock_enginecore.rpc.frontend_sessions import FrontendSession, Sessions
 
 log = get_logger()
 

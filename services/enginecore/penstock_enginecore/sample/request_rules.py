@@ -11,7 +11,7 @@ import numpy.typing as npt
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.sample.penalties import TokenCounts, has_penalties, join_penalties
 from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules
-from penstock_enginecore.structured_output.core.reasoning_budget import ReasoningBudget
+from penstock_enginecore.structured_output.core.reasoning import ReasoningBudget
 
 IntArray = npt.NDArray[np.int64]
 

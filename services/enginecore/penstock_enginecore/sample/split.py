@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock_enginecore.parallel.vocabulary import SplitVocabulary
+from penstock_enginecore.parallel.part import SplitVocabulary
 from penstock_enginecore.sample.base import SampledTokens, Sampler, SamplingInputs
 from penstock_enginecore.sample.blocks import peak
 

@@ -17,7 +17,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.scheduler.output import NewRequestData
 from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch, ForwardPass
 from penstock_enginecore.forward.build import ForwardConfig
-from penstock_enginecore.models.checkpoint_files import weight_files
+from penstock_enginecore.models.checkpoint import weight_files
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.quantization.weights import open_tensors

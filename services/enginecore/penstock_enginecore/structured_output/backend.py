@@ -8,12 +8,11 @@ from concurrent.futures import Future
 from penstock_common.errors import Internal, InvalidArgument, RequestFailed, Unavailable, Unimplemented
 from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import ModelConfig, StructuredOutputConfig
-from penstock_enginecore.structured_output.children import START_TIMEOUT, Children
+from penstock_enginecore.structured_output.compiling_client import LIMIT, CompileProcess
 from penstock_enginecore.structured_output.constraints.source import FIELD, check_constraint, check_size
 from penstock_enginecore.structured_output.core.base import Grammar
-from penstock_enginecore.structured_output.followed import CompiledConstraint
-from penstock_enginecore.structured_output.follower import GrammarFollower
-from penstock_enginecore.structured_output.process import LIMIT, CompileProcess
+from penstock_enginecore.structured_output.following_client import CompiledConstraint, GrammarFollower
+from penstock_enginecore.structured_output.grammar_processes import START_TIMEOUT, Children
 from penstock_enginecore.structured_output.vocabulary import check_tokenizer, load_tokenizer_info
 
 _CHECKED_AT_ONCE = 8 * 1024

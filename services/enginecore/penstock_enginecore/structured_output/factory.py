@@ -4,8 +4,8 @@ import importlib
 from collections.abc import Callable
 
 from penstock_enginecore.config import EngineCoreConfig
-from penstock_enginecore.structured_output.children import Children
 from penstock_enginecore.structured_output.core.base import GrammarBackend
+from penstock_enginecore.structured_output.grammar_processes import Children
 
 _BACKENDS = {"xgrammar": "penstock_enginecore.structured_output.backend:XgrammarBackend"}
 

@@ -1,12 +1,15 @@
-"""Where clients say that media are, whatever protocol they say it in, to the domain's sources."""
+"""Sources of media in requests of every protocol (URLs, base64), and the names of media in errors."""
 
 import itertools
 import math
 import re
+from collections.abc import Sequence
+
+import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.media import Modality
-from penstock_frontend.media_parts import Frame, Frames, Source, Url
+from penstock_frontend.call_types import ChatMessage, ContentPart, Frame, Frames, Source, Url
 from penstock_frontend.processing.media.data_urls import DataUrlError, decode_base64, is_data_url
 
 _JPEG_FRAMES = "data:video/jpeg;base64,"
@@ -64,3 +67,23 @@ def _frames(url: str, start: int, field: str, fps: float) -> list[Frame]:
             raise InvalidArgument(f"{field}: frame {index} {e}", field=field, reason="MEDIA_UNREADABLE") from None
         start = next_start
     return frames
+
+
+# Names of media in errors, where messages get their places after they are read.
+
+
+def placed(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages with the fields of their media, which are relative to their messages, as those of the conversation."""
+    return [_placed(message, f"messages[{index}].") for index, message in enumerate(messages)]
+
+
+def _placed(message: ChatMessage, prefix: str) -> ChatMessage:
+    if message.content is None or isinstance(message.content, str) or not any(part.media for part in message.content):
+        return message
+    return msgspec.structs.replace(message, content=[_part(part, prefix) for part in message.content])
+
+
+def _part(part: ContentPart, prefix: str) -> ContentPart:
+    if part.media is None:
+        return part
+    return msgspec.structs.replace(part, media=msgspec.structs.replace(part.media, field=prefix + part.media.field))

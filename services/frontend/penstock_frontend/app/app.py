@@ -14,16 +14,15 @@ from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.liveness import Liveness
 from penstock_common.security.certificates import Certificates
 from penstock_frontend.app.assembly import assemble
-from penstock_frontend.app.draining import QUIET, Draining
-from penstock_frontend.app.servers import Servers
-from penstock_frontend.calls.adapter_directory import AdapterDirectory
-from penstock_frontend.calls.readiness import Readiness
+from penstock_frontend.app.servers import QUIET, Draining, Servers
+from penstock_frontend.calls.adapters import AdapterDirectory
+from penstock_frontend.calls.admission import Readiness
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.dispatch.client import GrpcEngineClient
 from penstock_frontend.dispatch.kv_events import KvEventFeed
+from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.ports import OutputHandler
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
-from penstock_frontend.telemetry.metrics import FrontendMetrics
 
 _CLOSE_GRACE = 1.0
 """Seconds that calls have to deliver their last status when the servers stop."""

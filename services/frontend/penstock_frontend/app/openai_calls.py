@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message
 
+from penstock_frontend.api.http.endpoint import Gate
+from penstock_frontend.api.http.request_body import Bodies
 from penstock_frontend.api.openai import app
-from penstock_frontend.api.openai.bodies import Bodies
-from penstock_frontend.api.openai.endpoint import Gate
 from penstock_frontend.app.assembly import Assembly
 from penstock_frontend.config import FrontendConfig, HttpConfig, ModelConfig
 

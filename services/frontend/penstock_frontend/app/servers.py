@@ -1,6 +1,7 @@
 """What a frontend listens with: the public gRPC server, the operators' and the HTTP listener, and who may call them."""
 
 import asyncio
+from collections.abc import Iterable
 
 import grpc
 from starlette.middleware import Middleware
@@ -13,27 +14,63 @@ from penstock_common.rpc.guard import CallerGuard, PeerGuard
 from penstock_common.rpc.server import RpcServer
 from penstock_common.security.certificates import Certificates
 from penstock_common.security.cross_site import caller_rules
-from penstock_frontend.api.anthropic import app as anthropic
-from penstock_frontend.api.authentication import OPERATORS_METHODS, HttpAuthentication, grpc_check
+from penstock_frontend.api.access_control import OPERATORS_METHODS, HttpAuthentication, WebCallers, grpc_check
+from penstock_frontend.api.anthropic import messages as anthropic
 from penstock_frontend.api.grpc import admin, inference
+from penstock_frontend.api.http.endpoint import Gate
 from penstock_frontend.api.http.page import Page
-from penstock_frontend.api.http.server import HttpServer, make_app
-from penstock_frontend.api.http.telemetry import HttpTelemetry
+from penstock_frontend.api.http.request_body import Bodies
+from penstock_frontend.api.http.server import HttpServer, HttpTelemetry, make_app
 from penstock_frontend.api.openai import app as openai
-from penstock_frontend.api.openai import lora_adapters
-from penstock_frontend.api.openai.bodies import Bodies
-from penstock_frontend.api.openai.endpoint import Gate
+from penstock_frontend.api.openai import models
 from penstock_frontend.api.vllm import engine as vllm_engine
-from penstock_frontend.api.web_callers import WebCallers
 from penstock_frontend.app.assembly import Assembly
-from penstock_frontend.app.draining import Draining
-from penstock_frontend.auth.authenticator import Authenticator
-from penstock_frontend.calls.readiness import Readiness
+from penstock_frontend.authenticator import Authenticator
+from penstock_frontend.calls.admission import Readiness
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.dispatch.client import GrpcEngineClient
 from penstock_frontend.dispatch.kv_events import KvEventFeed
-from penstock_frontend.processing.prompts.model_card import load_model_card
+from penstock_frontend.processing.prompts.tokenizer_bundle import load_model_card
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
+
+JITTER = 0.1
+"""Part of its age by which a connection may live longer, or shorter."""
+QUIET = 2.0
+"""Seconds without a call, or a connection on which one may come, after which none is expected: more than a round trip, in which a
+client that was asked to open another connection still begins calls on the old one, or finds that there is no other frontend."""
+
+
+class Draining:
+    """A frontend serves on while calls run, and while connections are open on which more may come.
+
+    gRPC connections are moved by their age: their clients begin no more calls on those that are older. They may stay open for
+    calls that never end by themselves, as watches of the health service. ``now``: monotonic seconds, here and below; ``max_age``:
+    of gRPC connections, in seconds; 0: they are not moved, and not waited for.
+    """
+
+    def __init__(self, now: float, *, timeout: float, max_age: float) -> None:
+        self.deadline = now + timeout
+        """When to end what is left."""
+        self._max_age = max_age
+        self._first_seen: dict[int, float] = {}
+        self._quiet_since: float | None = None
+
+    @property
+    def moved_after(self) -> float:
+        """Seconds after which every client has been asked to open another connection."""
+        return self._max_age * (1.0 + JITTER)
+
+    def done(self, now: float, *, calls: int, connections: Iterable[int]) -> bool:
+        """Whether nothing runs and nothing can come. ``calls``: those that run; ``connections``: of gRPC, by number."""
+        if not self._max_age:
+            return not calls
+        self._first_seen = {number: self._first_seen.get(number, now) for number in connections}
+        if calls or any(now - seen < self.moved_after for seen in self._first_seen.values()):
+            self._quiet_since = None
+        elif self._quiet_since is None:
+            self._quiet_since = now
+        return self._quiet_since is not None and now - self._quiet_since >= QUIET
+
 
 PUBLIC_SERVICES = (inference.SERVICE_NAME, vllm_engine.SERVICE_NAME)
 EVERYTHING = ""
@@ -219,5 +256,5 @@ def _http_guards(config: FrontendConfig, authenticator: Authenticator | None) ->
     open_paths = ["/health", "/ping", "/", *(path for path, asks in closed.items() if not asks)]
     return [
         pages,
-        Middleware(HttpAuthentication, authenticator, open_paths=open_paths, operators_paths=lora_adapters.PATHS),
+        Middleware(HttpAuthentication, authenticator, open_paths=open_paths, operators_paths=models.PATHS),
     ]

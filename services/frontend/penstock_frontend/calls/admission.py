@@ -1,4 +1,4 @@
-"""How much a frontend has in flight, and what is too much."""
+"""Admission: how much a frontend has in flight, what is too much, and whether it is ready for requests."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,9 +9,16 @@ from penstock_common.drain_rate import DrainRate, retry_after
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from penstock_common.tenant_room import TenantRoom
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_frontend.call_types import ChatRequest, GenerateRequest, MixedPrompt, Part, PoolingPrompt, PoolingRequest
+from penstock_frontend.call_types import (
+    ChatRequest,
+    GenerateRequest,
+    MediaPart,
+    MixedPrompt,
+    Part,
+    PoolingPrompt,
+    PoolingRequest,
+)
 from penstock_frontend.config import FairnessConfig, LimitsConfig
-from penstock_frontend.media_parts import MediaPart
 
 Clock = Callable[[], float]
 
@@ -225,3 +232,64 @@ def _length(part: Part) -> int:
     if isinstance(part, MediaPart):
         return part.num_bytes
     return part.num_tokens * (part.hidden_size * _COMPUTED_BYTES + 1) if isinstance(part, PromptEmbeds) else len(part)
+
+
+# Whether a frontend is to be sent requests.
+
+SEEN = "no engine has been seen yet"
+FULL = "as many requests are in flight or held as may be"
+DRAINING = "draining"
+
+
+class Readiness:
+    """Ready once an engine has taken requests, or, ``without_engines``, once there was a view of the cluster. From then on
+    engines come and go and it stays ready, because requests are held meanwhile; not while it is full, and not from when it
+    drains.
+    """
+
+    def __init__(self, *, without_engines: bool) -> None:
+        self._without_engines = without_engines
+        self._seen = False
+        self._full = False
+        self._draining = False
+        self._left = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether to send requests here."""
+        return not self.why
+
+    @property
+    def answers(self) -> bool:
+        """Whether to begin calls here, for clients that choose among the frontends they know: also while it is full, because a
+        refusal says when to try again, and while it drains and moves its clients. Those that leave all frontends that they know
+        learn of no others, and their calls fail.
+        """
+        return self._seen and not self._left
+
+    @property
+    def why(self) -> str:
+        """Why not; empty where it is ready."""
+        if self._draining:
+            return DRAINING
+        if not self._seen:
+            return SEEN
+        return FULL if self._full else ""
+
+    def update(self, *, engine: bool, view: bool, full: bool) -> bool:
+        """What is so now: an engine takes requests, the coordinator has told of the cluster, no more requests may come in.
+        Returns whether that changed ``ready`` or ``answers``.
+        """
+        before = self.ready, self.answers
+        self._seen = self._seen or engine or (view and self._without_engines)
+        self._full = full
+        return (self.ready, self.answers) != before
+
+    def drain(self, *, moves_clients: bool) -> None:
+        """It is to stop. ``moves_clients``: and asks them meanwhile to connect anew, for which they look up who else there is."""
+        self._draining = True
+        self._left = not moves_clients
+
+    def close(self) -> None:
+        """It has drained, and refuses from now on."""
+        self._left = True

@@ -12,12 +12,17 @@ from penstock_frontend.call_types import ChatRequest, GenerateRequest, MixedProm
 from penstock_frontend.calls.admission import check_deadline
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.calls.live_request import LiveRequest
-from penstock_frontend.processing.chat.answers import ChatOutput, ChatOutputs
-from penstock_frontend.processing.chat.reasoning_tokens import CountByParser, CountToEndToken, ReasoningTokenCount
+from penstock_frontend.processing.chat.answers import (
+    ChatOutput,
+    ChatOutputs,
+    CountByParser,
+    CountToEndToken,
+    ReasoningTokenCount,
+)
 from penstock_frontend.processing.chat.rendering import ChatRenderer
 from penstock_frontend.processing.chat.tool_choice import blamed_on_tools, check_choice, tool_constraint
 from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
-from penstock_frontend.processing.parsers.answer import AnswerParser
+from penstock_frontend.processing.parsers.base import AnswerParser
 from penstock_frontend.processing.parsers.registry import Parsers
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 

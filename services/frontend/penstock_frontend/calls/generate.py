@@ -15,20 +15,19 @@ from penstock_common.types.request_context import RequestContext
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, PoolingRequest, PoolingResult, RequestOutput
 from penstock_frontend.calls.adapters import AdapterCalls
 from penstock_frontend.calls.admission import Admission, Demand, check_deadline, demand_of
-from penstock_frontend.calls.live_request import LiveRequest
+from penstock_frontend.calls.live_request import LiveRequest, RequestObserver
 from penstock_frontend.calls.pooling import PoolingCalls
-from penstock_frontend.calls.request_telemetry import RequestObserver
 from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.dispatch.kv_transfer_params import KvGateway
 from penstock_frontend.loop_yield import SEQUENCES_PER_TURN, Pace
 from penstock_frontend.ports import EngineClient
 from penstock_frontend.processing.outputs.collector import OutputCollector
 from penstock_frontend.processing.outputs.processor import OutputProcessor
-from penstock_frontend.processing.pooling.inputs import check_generates
-from penstock_frontend.processing.prompts import parallel_sampling
+from penstock_frontend.processing.prompts import sampling_params
 from penstock_frontend.processing.prompts.input import InputProcessor, check_size, check_token_ids
+from penstock_frontend.processing.prompts.pooling import check_generates
 from penstock_frontend.processing.prompts.tokenizer import Encoded, Tokenizer
-from penstock_frontend.telemetry.tenant_refusals import TenantRefusals
+from penstock_frontend.tenants import TenantRefusals
 
 
 class AsyncLLM:
@@ -298,7 +297,7 @@ class AsyncLLM:
             "request", request=live.request_id, tenant=request.context.tenant, priority=request.context.priority
         )
         await self._pace.take(core_request.sampling_params.n)
-        sequences = parallel_sampling.sequences(core_request)
+        sequences = sampling_params.sequences(core_request)
         self._metrics.asked_for(len(sequences))
         states = self._outputs.add(*sequences)
         try:

@@ -1,15 +1,252 @@
-"""A request of a client's, from when it is accepted until it is over."""
+"""A client's request from when it is accepted until it is over, and its telemetry then: a count, a log line, a span."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, TypeVar
 
-from penstock_common.errors import Cancelled
+import msgspec
+import structlog
+
+from penstock_common.config.reread import Reread
+from penstock_common.config.sections import LogConfig
+from penstock_common.errors import Cancelled, RequestFailed
 from penstock_common.lora.registration import LoraAdapter
-from penstock_frontend.call_types import GenerateRequest, PoolingRequest
+from penstock_common.observability.caller import current_caller
+from penstock_common.observability.logging import get_logger
+from penstock_common.observability.tracing import Headers, Span, Tracer, current_call, trace_headers
+from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_frontend.call_types import (
+    GenerateRequest,
+    MediaPart,
+    MixedPrompt,
+    Part,
+    PoolingPrompt,
+    PoolingRequest,
+    RequestOutput,
+    current_principal,
+)
 from penstock_frontend.calls.admission import Demand
-from penstock_frontend.calls.request_telemetry import ObservedRequest
+from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.outputs.processor import RequestState
+from penstock_frontend.tenants import TenantRefusals
+
+# Telemetry of a request when it is over: a count, a line in the log, a span.
+
+R = TypeVar("R", GenerateRequest, PoolingRequest)
+
+_SHOWN = 256
+"""Characters of a name that a line of the log quotes."""
+_SAMPLING_ATTRIBUTES = {
+    "max_tokens": "gen_ai.request.max_tokens",
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "top_k": "gen_ai.request.top_k",
+    "frequency_penalty": "gen_ai.request.frequency_penalty",
+    "presence_penalty": "gen_ai.request.presence_penalty",
+    "seed": "gen_ai.request.seed",
+    "n": "gen_ai.request.choice.count",
+}
+
+
+class RequestObserver:
+    """Watches the requests of this frontend, whatever protocol they come by."""
+
+    def __init__(self, metrics: FrontendMetrics, log: Reread[LogConfig], tracer: Tracer | None = None) -> None:
+        self.metrics = metrics
+        self.tenants = TenantRefusals(metrics.model, metrics.registry)
+        self.log = log
+        self.tracer = tracer
+
+    def refused(self, error: RequestFailed, tenant: str, request_id: str = "") -> None:
+        """A request was not accepted. ``request_id``: what its client calls it."""
+        self.metrics.failed(error.code)
+        self.metrics.refused(error.reason)
+        self.tenants.refused(tenant, error)
+        if self.log.now.requests:
+            fields = {"request": request_id} if request_id else {}
+            get_logger().info("request refused", **fields, **_whose(tenant), code=error.code, **_reason(error))
+
+    def accepted(self, request_id: str, tenant: str) -> "ObservedRequest":
+        """A request was accepted, in the task that will serve it: the task's lines in the log have its id from now on."""
+        structlog.contextvars.bind_contextvars(request=request_id)
+        self.tenants.accepted(tenant)
+        return ObservedRequest(self, request_id, tenant)
+
+
+class ObservedRequest:
+    """One request from acceptance to its end. ``begin`` it when it can be read, tell of what it ``failed`` with if it did,
+    ``end`` it however it came to its end.
+    """
+
+    __slots__ = (
+        "_code",
+        "_deadline",
+        "_ended",
+        "_error",
+        "_observer",
+        "_request_id",
+        "_span",
+        "_started",
+        "_tenant",
+        "_texts",
+        "_whose",
+    )
+
+    def __init__(self, observer: RequestObserver, request_id: str, tenant: str) -> None:
+        self._observer = observer
+        self._tenant = tenant
+        # Its end may come in another task than that of its call.
+        self._whose = _whose(tenant) if observer.log.now.requests else {}
+        self._request_id = request_id
+        self._started = time.monotonic()
+        self._deadline: float | None = None
+        self._span: Span | None = None
+        self._code = ""
+        self._error: RequestFailed | None = None
+        self._texts: dict[str, Any] = {}
+        self._ended = False
+
+    def begin(self, request: R) -> R:
+        """Returns the request as engines should get it: with the trace context of its own span, when there are traces."""
+        self._deadline = request.context.deadline
+        if self._observer.log.now.prompts:
+            self._texts = {"prompt": _prompt(request)}
+        tracer = self._observer.tracer
+        if tracer is None:
+            return request
+        parent = current_call.get() or trace_headers(request.context.trace_context)
+        self._span = tracer.start("frontend.request", parent)
+        context = msgspec.structs.replace(request.context, trace_context=dict(self._span.headers))
+        return msgspec.structs.replace(request, context=context)
+
+    @property
+    def headers(self) -> Headers:
+        """The context of its span, for what is to be its child."""
+        return self._span.headers if self._span is not None else {}
+
+    def output(self, output: RequestOutput, *, cumulative: bool) -> None:
+        """A piece of output is on its way to the client; kept for the log if that is wanted."""
+        if not self._texts:
+            return
+        outputs: dict[int, str] = self._texts.setdefault("outputs", {})
+        outputs[output.index] = output.text if cumulative else outputs.get(output.index, "") + output.text
+
+    def failed(self, error: Exception) -> None:
+        """It ends with an error. The first one counts."""
+        if not self._code:
+            self._error = error if isinstance(error, RequestFailed) else None
+            self._code = self._error.code if self._error is not None else "INTERNAL"
+
+    def end(
+        self, request: GenerateRequest | PoolingRequest | None, states: Sequence[RequestState], *, done: bool
+    ) -> None:
+        """It is over; ``done``: every output was made. What neither is done nor failed was given up by its client. Idempotent."""
+        if self._ended:
+            return
+        self._ended = True
+        code = "" if done and not self._code else self._code or self._given_up()
+        if code:
+            self._observer.metrics.failed(code)
+        if self._error is not None and not any(state.text.num_tokens for state in states):
+            self._observer.tenants.refused(self._tenant, self._error)
+        if self._observer.log.now.requests:
+            self._write(states, code)
+        if self._span is not None:
+            attributes = _attributes(self._request_id, self._observer.metrics.model, request, states)
+            self._span.end(attributes if self._span.recording else {}, error=code)
+
+    def _given_up(self) -> str:
+        late = self._deadline is not None and time.time() >= self._deadline
+        return "DEADLINE_EXCEEDED" if late else "CANCELLED"
+
+    def _write(self, states: Sequence[RequestState], code: str) -> None:
+        fields: dict[str, Any] = {
+            "request": self._request_id,
+            **self._whose,
+            "seconds": round(time.monotonic() - self._started, 4),
+        }
+        if states:
+            first = _first_token_after(states)
+            fields |= {"prompt_tokens": states[0].num_prompt, "completion_tokens": _completion_tokens(states)}
+            fields |= {"cached_tokens": max(state.num_cached for state in states)}
+            fields |= {} if first is None else {"first_token_after": round(first, 4)}
+            preemptions = sum(state.num_preemptions for state in states)
+            fields |= {"preemptions": preemptions} if preemptions else {}
+        # Where that was switched on meanwhile, the beginning is missing; where it was switched off, nobody wants them any more.
+        texts = self._texts if self._observer.log.now.prompts else {}
+        if code:
+            if self._error is not None:
+                fields |= _reason(self._error)
+            get_logger().info("request failed", code=code, **fields, **texts)
+        else:
+            get_logger().info("request finished", finish=_finish_reasons(states), **fields, **texts)
+
+
+def _whose(tenant: str) -> dict[str, str]:
+    """Tenant, route and client of the request that the current task serves: the name of the client's key, or its address."""
+    caller, principal = current_caller.get(), current_principal.get()
+    client = caller.address if principal is None else principal.name
+    return {"tenant": tenant[:_SHOWN], "route": caller.route[:_SHOWN], "client": client}
+
+
+def _reason(error: RequestFailed) -> dict[str, str]:
+    return {"reason": error.reason, "field": error.field}
+
+
+def _attributes(
+    request_id: str, model: str, request: GenerateRequest | PoolingRequest | None, states: Sequence[RequestState]
+) -> dict[str, Any]:
+    """By OpenTelemetry's conventions for generative AI; what those do not name, as vLLM calls it."""
+    generates = isinstance(request, GenerateRequest)
+    attributes: dict[str, Any] = {
+        "gen_ai.operation.name": "text_completion" if generates or request is None else "embeddings",
+        "gen_ai.provider.name": "penstock",
+        "gen_ai.request.model": model,
+        "gen_ai.request.id": request_id,
+    }
+    if isinstance(request, GenerateRequest):
+        given: Mapping[str, Any] = request.sampling
+        attributes |= {name: given[key] for key, name in _SAMPLING_ATTRIBUTES.items() if given.get(key) is not None}
+    if states:
+        attributes["gen_ai.usage.input_tokens"] = states[0].num_prompt
+        attributes["gen_ai.usage.output_tokens"] = _completion_tokens(states)
+        attributes["gen_ai.response.finish_reasons"] = _finish_reasons(states)
+        if (first := _first_token_after(states)) is not None:
+            attributes["gen_ai.latency.time_to_first_token"] = first
+    return attributes
+
+
+def _prompt(request: GenerateRequest | PoolingRequest) -> object:
+    """The text or the token ids, of pooling requests and mixed prompts a list of them, as plain data."""
+    if isinstance(request, PoolingRequest):
+        return [_whole(each) for each in request.inputs]
+    return _whole(request.prompt)
+
+
+def _whole(prompt: PoolingPrompt) -> object:
+    return [_plain(part) for part in prompt.parts] if isinstance(prompt, MixedPrompt) else _plain(prompt)
+
+
+def _plain(part: Part) -> object:
+    if isinstance(part, MediaPart):
+        return f"{part.modality} at {part.field}"  # never what it shows, nor where it is
+    if isinstance(part, PromptEmbeds):
+        return f"{part.num_tokens} vectors"
+    return part if isinstance(part, str) else list(part)
+
+
+def _completion_tokens(states: Sequence[RequestState]) -> int:
+    return sum(state.text.num_tokens for state in states)
+
+
+def _first_token_after(states: Sequence[RequestState]) -> float | None:
+    return min((s.first_token_after for s in states if s.first_token_after is not None), default=None)
+
+
+def _finish_reasons(states: Sequence[RequestState]) -> list[str]:
+    return [state.finish.reason.name.lower() for state in states if state.finish is not None]
 
 
 class LiveRequest:

@@ -8,8 +8,8 @@ from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_frontend.call_types import PoolingRequest, PoolingResult, Prompt, ScoreRequest, ScoreResult
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.loop_yield import NUMBERS_PER_TURN, Pace
-from penstock_frontend.processing.pooling.inputs import check_scores
-from penstock_frontend.processing.pooling.outputs import vectors_of
+from penstock_frontend.processing.outputs.pooling import vectors_of
+from penstock_frontend.processing.prompts.pooling import check_scores
 
 
 class ScoringCalls:

@@ -1,7 +1,6 @@
 """Configuration of a frontend process: a struct per section, all of them in ``FrontendConfig``."""
 
 from penstock_frontend.config.auth import AuthConfig, JwtConfig
-from penstock_frontend.config.disaggregation import DisaggregationConfig
 from penstock_frontend.config.frontend import (
     CoordinatorClientConfig,
     DetectionConfig,
@@ -14,7 +13,7 @@ from penstock_frontend.config.http import HttpConfig, ResponsesConfig
 from penstock_frontend.config.limits import LimitsConfig, MaxMediaConfig
 from penstock_frontend.config.lora import LoraConfig
 from penstock_frontend.config.media import MediaConfig
-from penstock_frontend.config.routing import RoutingConfig, RoutingPolicy
+from penstock_frontend.config.routing import DisaggregationConfig, RoutingConfig, RoutingPolicy
 
 __all__ = [
     "AuthConfig",

@@ -15,7 +15,7 @@ from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_common.types.data_parallel import StartWave, rank_name
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, SchedulerStats
 from penstock_frontend.config import FrontendConfig
-from penstock_frontend.dispatch.journal_entry import EngineFaultError
+from penstock_frontend.dispatch.journal import EngineFaultError
 from penstock_frontend.dispatch.watchdog import Watchdog, wedged
 from penstock_frontend.rpc.engine_session import EngineSession, SessionEnd
 from penstock_frontend.rpc.media_transport import MediaTransport

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from penstock_common.types.kv_transfer import EngineRole
 from penstock_frontend.config import DisaggregationConfig
-from penstock_frontend.dispatch.journal_entry import JournalEntry
+from penstock_frontend.dispatch.journal import JournalEntry
 from penstock_frontend.dispatch.router import Candidate, Router
 
 _FIRST_LEG_TOKENS = 1

@@ -1,24 +1,136 @@
-"""The connections to all engines, following the list of engines, and what goes to an engine on them."""
+"""The connections to all engines: the subset this frontend keeps to, data-parallel groups, and what is sent to one."""
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from penstock_common.errors import Internal
+import msgspec
+
+from penstock_common.errors import Internal, RequestFailed, request_failed
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.security.certificates import Certificates
-from penstock_common.types.cluster import ClusterView, EngineState
-from penstock_common.types.data_parallel import FirstRequest, StartDpWave, StartWave
+from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
+from penstock_common.types.data_parallel import FirstRequest, PoolGroup, StartDpWave, StartWave
 from penstock_common.types.kv_transfer import EngineRole
 from penstock_common.types.media import MODALITIES, MultiModalFeature
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.dispatch.connection import ConnectionListener, EngineConnection
-from penstock_frontend.dispatch.groups import EngineGroups
 from penstock_frontend.dispatch.router import Candidate
-from penstock_frontend.dispatch.subset import Subset
+from penstock_frontend.dispatch.waves import Waves
 from penstock_frontend.rpc.engine_session import SessionEnd
 from penstock_frontend.rpc.media_transport import MediaCounts, MediaTransport
+
+
+class Subset:
+    """At most ``max_engines`` of a view's engines: those that serve before others, and of these the ones with the highest hashes
+    of frontend and engine. So every engine is used by about as many frontends, and one that joins or leaves changes one place of
+    some subsets (rendezvous hashing, Thaler and Ravishankar 1998).
+    """
+
+    def __init__(self, frontend: str, max_engines: int) -> None:
+        self._key = hashlib.blake2b(frontend.encode(), digest_size=16).digest()
+        self._max_engines = max_engines
+        self._weights: dict[str, bytes] = {}
+
+    def of(self, engines: Sequence[EngineStatus]) -> Sequence[EngineStatus]:
+        """The engines to keep to; all, where they are not too many."""
+        if len(engines) <= self._max_engines:
+            return engines
+        known = self._weights
+        self._weights = {e.engine_id: known.get(e.engine_id) or self._weight(e.engine_id) for e in engines}
+        serving_first = sorted(
+            engines, key=lambda e: (e.state is EngineState.SERVING, self._weights[e.engine_id]), reverse=True
+        )
+        return serving_first[: self._max_engines]
+
+    def _weight(self, engine_id: str) -> bytes:
+        return hashlib.blake2b(engine_id.encode(), key=self._key, digest_size=8).digest()
+
+
+# Data-parallel groups: who takes requests, in which wave, and who is told of one.
+
+Send = Callable[[FirstRequest | StartDpWave], None]
+
+
+class EngineGroups:
+    """A belief per pool, as the coordinator tells of its group, and what follows from it. Ranks are known by name."""
+
+    def __init__(self, send: Send) -> None:
+        """``send``: takes a first request to the coordinator, and the start of a wave to a rank."""
+        self._send = send
+        self._waves: dict[tuple[str, str], Waves] = {}
+        self._routed: dict[tuple[str, str], frozenset[str]] = {}
+        self._pool_of: dict[str, tuple[str, str]] = {}
+        """By rank that is a member, the pool."""
+
+    def follow_view(self, view: ClusterView) -> None:
+        """What the coordinator says of them. It is never believed to have gone back."""
+        for told in view.groups:
+            self._follow(told)
+
+    def _follow(self, told: PoolGroup) -> None:
+        key = told.model, told.pool
+        waves, _ = self._waves.get(key, Waves()).seen(told.view)
+        self._waves[key] = waves
+        group = waves.view.group
+        if group.epoch == told.view.group.epoch:
+            self._routed[key] = frozenset() if told.suspended else frozenset(told.view.routed)
+        self._pool_of = {rank: pool for rank, pool in self._pool_of.items() if pool != key}
+        self._pool_of.update((rank, key) for rank in group.members)
+
+    def disconnected(self) -> None:
+        """There is no coordinator: the groups are believed idle until there is one."""
+        self._waves = {key: waves.disconnected()[0] for key, waves in self._waves.items()}
+
+    def accepts(self, rank: str) -> bool:
+        """Whether requests may go to a rank: it is in its group, does not leave, and the group does not stand still for want of
+        others. Before anybody has told of groups it may.
+        """
+        if not self._waves:
+            return True
+        key = self._pool_of.get(rank)
+        return key is not None and rank in self._routed[key]
+
+    def leaves_out(self, rank: str, model: str, pool: str) -> bool:
+        """Whether the pool has a group in which an engine that could be a rank of it has no place."""
+        waves = self._waves.get((model, pool))
+        members = () if waves is None else waves.view.group.members
+        return bool(members) and rank not in members
+
+    def stamped(self, rank: str, request: EngineCoreRequest) -> EngineCoreRequest:
+        """The request as it goes to a rank: with the wave that its group is believed to be in."""
+        view = self._believed(rank).view
+        return msgspec.structs.replace(request, group_epoch=view.group.epoch, current_wave=view.wave)
+
+    def sent(self, rank: str) -> None:
+        """A request went to a rank. Of a group that is believed idle, the other ranks are told, and the coordinator."""
+        if rank in self._pool_of:
+            self._tell(self._believed(rank).sent(rank)[1])
+
+    def start_wave(self, message: StartWave) -> None:
+        """A rank waits for the others."""
+        key = self._pool_of.get(message.engine)
+        if key is not None:
+            self._waves[key], told = self._waves[key].start_wave(message)
+            self._tell(told)
+
+    def _believed(self, rank: str) -> Waves:
+        key = self._pool_of.get(rank)
+        return Waves() if key is None else self._waves[key]
+
+    def _tell(self, messages: Iterable[FirstRequest | StartDpWave]) -> None:
+        for message in messages:
+            self._send(message)
+
+
+def error_of_engine(engine: str, error: RequestFailed) -> RequestFailed:
+    """The same error with the engine's name."""
+    failed = request_failed(error.code, f"engine {engine}: {error.message}", field=error.field, reason=error.reason)
+    failed.retry_after = error.retry_after
+    return failed
+
 
 LORA = "lora"
 """The capability of engines that apply LoRA adapters."""

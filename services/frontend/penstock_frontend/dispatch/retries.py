@@ -4,7 +4,7 @@ import enum
 
 from penstock_common.errors import Internal, RequestFailed, Unavailable
 from penstock_frontend.config import RetriesConfig
-from penstock_frontend.dispatch.journal_entry import JournalEntry
+from penstock_frontend.dispatch.journal import JournalEntry
 
 _MAX_CERTAIN = 2
 """Engines that a request may fail where nothing else can have been the cause."""

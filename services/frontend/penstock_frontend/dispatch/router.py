@@ -1,18 +1,19 @@
-"""Which engine serves a request."""
+"""Which engine serves a request: by load, cached prefix, variant and LoRA adapter."""
 
 import heapq
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unavailable
 from penstock_common.types.kv_transfer import EngineRole
-from penstock_common.types.media import Modality
+from penstock_common.types.media import Modality, MultiModalFeature
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import RoutingPolicy
-from penstock_frontend.dispatch.lora_places import LoraPlaces
+from penstock_frontend.dispatch.lora_placement import LoraPlaces
 
 _WAITING_WEIGHT = 4
 _KV_PRESSURE_FROM = 0.5
@@ -211,3 +212,22 @@ def _no_engine(candidates: Sequence[Candidate], rank: int | None) -> Unavailable
         )
     whose = "no engine takes requests now" if rank is None else f"the engine of rank {rank} takes no requests now"
     return Unavailable(whose, retry_after=1.0)
+
+
+class Engines(Protocol):
+    """All of them, by their keys."""
+
+    def candidates(self) -> Sequence[Candidate]:
+        """Those that there are, connected or not."""
+
+    def send(self, engine: str, request: EngineCoreRequest, *, first: bool) -> None:
+        """Start a request on an engine with a session. ``first``: it had nothing to do for this frontend."""
+
+    def abort_on(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
+        """End requests of an engine, if there is a session with it."""
+
+    def hand_over(self, engine: str, request_ids: Sequence[str]) -> None:
+        """Have an engine hand requests over, if there is a session with it."""
+
+    def holding(self, features: Sequence[MultiModalFeature]) -> Mapping[str, Sequence[MultiModalFeature]]:
+        """By engine, those of the features that it keeps; engines that keep none are not in it."""

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import grpc
+import msgspec
 
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
@@ -13,6 +14,7 @@ from penstock_common.lora.gossip import Gossip
 from penstock_common.lora.registry import LoraRegistry
 from penstock_common.observability.logging import get_logger
 from penstock_common.observability.tracing import current_call
+from penstock_common.rpc import cluster
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials, advised
 from penstock_common.rpc.data_parallel import member_to_proto
@@ -21,7 +23,35 @@ from penstock_common.rpc.reconnect import Reconnector
 from penstock_common.rpc.status import DETAILS_KEY, from_rpc_error
 from penstock_common.types.cluster import ClusterView
 from penstock_common.types.data_parallel import FirstRequest
-from penstock_frontend.rpc.received_view import ReceivedView
+from penstock_common.types.view_delta import changed_by
+
+# The view of a stream, of which a coordinator tells at first the whole and then what has changed.
+
+
+class ReceivedView:
+    """Puts together what comes on one stream. A coordinator that knows no deltas sends whole views only."""
+
+    def __init__(self) -> None:
+        self._view = ClusterView()
+        self._version = 0
+
+    def take(self, message: pb.ClusterView) -> ClusterView:
+        """The view after this message. Raises Internal where it does not follow the one before: then nobody knows the engines,
+        and the stream has to end.
+        """
+        view = cluster.view_from_proto(message)
+        if message.HasField("delta"):
+            base = message.delta.base_version
+            if not self._version or base != self._version:
+                raise Internal(f"delta.base_version is {base}; the view here is of version {self._version}")
+            try:
+                engines = changed_by(self._view.engines, cluster.delta_from_proto(message.delta))
+            except ValueError as e:
+                raise Internal(f"delta does not fit the view of version {base}: {e}") from None
+            view = msgspec.structs.replace(view, engines=engines)
+        self._view, self._version = view, message.version
+        return view
+
 
 SCALE_TIMEOUT = 20.0
 """Seconds: the coordinator asks an API server twice, and may be at an earlier change of the number."""

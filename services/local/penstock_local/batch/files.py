@@ -1,15 +1,20 @@
-"""The files of a batch: local ones, and what fsspec opens."""
+"""The files of a batch, local or opened by fsspec, and their lines in OpenAI's batch format."""
 
+import codecs
 import fcntl
 import hashlib
 import importlib
+import itertools
 import os
-from collections.abc import Iterator
+from array import array
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from penstock_common.errors import ConfigError
+import msgspec
+
+from penstock_common.errors import ConfigError, InvalidArgument, RequestFailed, nearest, quoted
 from penstock_common.private_files import open_private
 
 
@@ -126,3 +131,222 @@ def _fsspec() -> Any:
         return importlib.import_module("fsspec")
     except ImportError:
         raise ConfigError("URLs need the package fsspec: pip install 'penstock[fsspec]'") from None
+
+
+class BatchRequest(msgspec.Struct, frozen=True):
+    """A request ready to be posted. ``number``: of its line, from 1 on."""
+
+    number: int
+    custom_id: str
+    url: str
+    body: bytes
+
+
+class _Line(msgspec.Struct, frozen=True):
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+
+class _Body(msgspec.Struct, frozen=True):
+    stream: bool | None = None
+    input: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+
+
+class _Named(msgspec.Struct, frozen=True):
+    custom_id: str = ""
+
+
+_CHAT, _RESPONSES = "/v1/chat/completions", "/v1/responses"
+_NO_RESPONSES = (
+    f"for {_CHAT}, write body.messages in place of input, a message with the role system in place of instructions, and "
+    "max_completion_tokens in place of max_output_tokens"
+)
+"""What to write in place of a response, which a server keeps for later calls; a batch keeps nothing."""
+_LINES = msgspec.json.Decoder(_Line)
+_BODIES = msgspec.json.Decoder(_Body)
+_NAMES = msgspec.json.Decoder(_Named)
+
+
+def custom_id_of(line: bytes) -> str:
+    """A line's ``custom_id``, empty where it has none, also of a line that is wrong in all else."""
+    try:
+        return _NAMES.decode(line).custom_id
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+
+
+def request_of(line: bytes, number: int, urls: Collection[str]) -> BatchRequest:
+    """The request of a line. ``urls``: those that are known. Raises InvalidArgument saying what is wrong."""
+    try:
+        given = _LINES.decode(line)
+    except msgspec.ValidationError as e:
+        raise _wrong(f"{str(e)[:1].lower()}{str(e)[1:]}", "INVALID_TYPE") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise _wrong(f"it is no JSON: {e}", "INVALID_JSON") from None
+    if not given.custom_id:
+        raise _wrong("custom_id is empty", "MISSING_FIELD", "custom_id")
+    if given.method != "POST":
+        raise _wrong(f"method is {given.method!r}; it must be 'POST'", "INVALID_FIELD", "method")
+    if given.url not in urls:
+        hint = f"; {_NO_RESPONSES}" if given.url.rstrip("/") == _RESPONSES else nearest(given.url, urls)
+        raise _wrong(f"url is {given.url!r}; known: {', '.join(urls)}{hint}", "UNKNOWN_URL", "url")
+    try:
+        body = _BODIES.decode(given.body)
+    except msgspec.DecodeError as e:
+        raise _wrong(f"body: {str(e)[:1].lower()}{str(e)[1:]}", "INVALID_TYPE", "body") from None
+    if given.url == _CHAT and _is_set(body.input) and not _is_set(body.messages):
+        raise _wrong(f"body.input is set, as for {_RESPONSES}; {_NO_RESPONSES}", "INVALID_FIELD", "body.input")
+    if body.stream:
+        raise _wrong("body.stream is true; a batch has whole answers", "INVALID_FIELD", "body.stream")
+    return BatchRequest(number, given.custom_id, given.url, bytes(given.body))
+
+
+def _is_set(value: msgspec.Raw) -> bool:
+    return bytes(value) not in (b"", b"null")
+
+
+def _wrong(message: str, reason: str, field: str = "") -> InvalidArgument:
+    return InvalidArgument(message, field=field, reason=reason)
+
+
+_DIGEST = 8
+
+
+class InputFile:
+    """8 bytes are kept of a line, a digest of its ``custom_id``: enough to know it again, and to know which are there twice.
+
+    ``total``: its lines that are not blank. Raises ConfigError for a file that cannot be read, that has no lines, or two with the
+    same ``custom_id``.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.total = 0
+        self._digests = array("Q")
+        for line in self._read():
+            self.total += bool(line.strip())
+            self._digests.append(_digest(custom_id_of(line)))
+        if not self.total:
+            raise ConfigError(f"{path} has no lines: there is nothing to do")
+        self._check_names()
+
+    def is_line(self, number: int, custom_id: str) -> bool:
+        """Whether line ``number``, from 1 on, has this ``custom_id``."""
+        return 1 <= number <= len(self._digests) and self._digests[number - 1] == _digest(custom_id)
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield each line that is not blank, behind its number."""
+        yield from ((number, line) for number, line in enumerate(self._read(), start=1) if line.strip())
+
+    def _check_names(self) -> None:
+        several = {a for a, b in itertools.pairwise(sorted(self._digests)) if a == b} - {_digest("")}
+        if not several:
+            return
+        first: dict[str, int] = {}
+        for number, line in self.lines():
+            if number > len(self._digests) or self._digests[number - 1] not in several:
+                continue
+            name = custom_id_of(line)
+            if (earlier := first.setdefault(name, number)) != number:
+                raise ConfigError(
+                    f"{self.path}: line {number} has the custom_id {quoted(name)}, which line {earlier} has; answers are known "
+                    "by it, so give each line its own"
+                )
+
+    def _read(self) -> Iterator[bytes]:
+        """The lines, without a byte-order mark."""
+        with open_input(self.path) as file:
+            for number, line in enumerate(file):
+                yield line if number else line.removeprefix(codecs.BOM_UTF8)
+
+
+def _digest(custom_id: str) -> int:
+    return int.from_bytes(
+        hashlib.blake2b(custom_id.encode(errors="surrogatepass"), digest_size=_DIGEST).digest(), "little"
+    )
+
+
+_PREFIX = "batch_req_"
+
+
+class BatchResponse(msgspec.Struct, frozen=True):
+    """What was answered."""
+
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class BatchError(msgspec.Struct, frozen=True):
+    """Why nothing was asked, or nothing answered."""
+
+    code: str
+    message: str
+
+
+class BatchRecord(msgspec.Struct, frozen=True):
+    """What became of a line. ``id`` has the line's number, so that a batch that goes on knows which are done."""
+
+    id: str
+    custom_id: str
+    response: BatchResponse | None = None
+    error: BatchError | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether it belongs into the output."""
+        return self.response is not None and self.response.status_code == 200
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Used(msgspec.Struct, frozen=True):
+    usage: _Usage | None = None
+
+
+class _Done(msgspec.Struct, frozen=True):
+    id: str
+    custom_id: str
+
+
+_DONE = msgspec.json.Decoder(_Done)
+_USED = msgspec.json.Decoder(_Used)
+_ENCODER = msgspec.json.Encoder()
+
+
+def answered(number: int, custom_id: str, response: BatchResponse) -> BatchRecord:
+    """The record of an answer."""
+    return BatchRecord(f"{_PREFIX}{number}", custom_id, response)
+
+
+def failed(number: int, custom_id: str, error: RequestFailed) -> BatchRecord:
+    """The record of a line without one."""
+    return BatchRecord(f"{_PREFIX}{number}", custom_id, error=BatchError(error.reason.lower(), error.message))
+
+
+def tokens_of(record: BatchRecord) -> tuple[int, int]:
+    """Prompt and output tokens that the answer says it has; 0 where it says nothing."""
+    if record.response is None:
+        return 0, 0
+    try:
+        usage = _USED.decode(record.response.body).usage
+    except msgspec.ValidationError:  # an answer of another form
+        usage = None
+    return (usage.prompt_tokens, usage.completion_tokens) if usage is not None else (0, 0)
+
+
+def encoded(record: BatchRecord) -> bytes:
+    """The record as a line."""
+    return _ENCODER.encode(record) + b"\n"
+
+
+def done_line(line: bytes) -> tuple[int, str]:
+    """The number and the ``custom_id`` of a record's line. Raises ValueError for what is none."""
+    done = _DONE.decode(line)
+    return int(done.id.removeprefix(_PREFIX)), done.custom_id

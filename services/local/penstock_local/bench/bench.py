@@ -14,18 +14,28 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from penstock_common.errors import ConfigError, RequestFailed, nearest
 from penstock_local.bench import plot
-from penstock_local.bench.datasets.base import Dataset
-from penstock_local.bench.datasets.factory import make_dataset
+from penstock_local.bench.dataset import Dataset, make_dataset
 from penstock_local.bench.html_report import Run, html_report
-from penstock_local.bench.json_answers import check_answers
 from penstock_local.bench.load import UNFINISHED, Load
 from penstock_local.bench.options import BenchOptions
-from penstock_local.bench.record import Record
-from penstock_local.bench.report import Report, as_json, latency_table, make_report, summary_table
-from penstock_local.rpc.client import InferenceClient, ModelInfo, ServerUnreachableError
-from penstock_local.rpc.load_client import LoadClient
-from penstock_local.terminal.console import fail, say
-from penstock_local.terminal.failures import describe_failure, unreachable
+from penstock_local.bench.report import (
+    Record,
+    Report,
+    as_json,
+    check_answers,
+    latency_table,
+    make_report,
+    summary_table,
+)
+from penstock_local.console import fail, say
+from penstock_local.rpc.client import (
+    InferenceClient,
+    LoadClient,
+    ModelInfo,
+    ServerUnreachableError,
+    describe_failure,
+    unreachable,
+)
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 _REFRESH_SECONDS = 0.25

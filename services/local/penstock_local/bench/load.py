@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Iterator
 
 from penstock_common.errors import PenstockError, RequestFailed
-from penstock_local.bench.datasets.base import Prompt
+from penstock_local.bench.dataset import Prompt
 from penstock_local.bench.options import BenchOptions
-from penstock_local.bench.record import Record
-from penstock_local.rpc.load_client import LoadClient
+from penstock_local.bench.report import Record
+from penstock_local.rpc.client import LoadClient
 
 UNREACHABLE = "UNREACHABLE"
 UNFINISHED = "CANCELLED"

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock_common.errors import ConfigError
-from penstock_local.bench.record import Record
-from penstock_local.bench.report import Latencies, Report
-from penstock_local.bench.slices import cut
+from penstock_local.bench.report import Latencies, Record, Report, cut
 
 _BINS = 60
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#2f6fb3", "#d9822b", "#3a8f5c", "#c23b3b", "#8a8f98"

@@ -1,16 +1,165 @@
-"""From records to results: numbers, a table, JSON."""
+"""From what is noted of each request to results: numbers, time slices, JSON answers that fit their schemas, a table, JSON."""
 
+import functools
+import json
 import math
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.table import Table
 
-from penstock_local.bench.json_answers import JsonAnswers
 from penstock_local.bench.options import BenchOptions
-from penstock_local.bench.record import Record
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """One request. Times are seconds since the load began."""
+
+    start: float
+    end: float = 0.0
+    code: str = ""
+    """Empty while the request runs, then OK or the name of a status code."""
+    message: str = ""
+    """Of the error it ended with."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Tokens of the prompt that were in the prefix cache."""
+    accepted_draft_tokens: int = 0
+    """Output tokens that had been drafted."""
+    rejected_draft_tokens: int = 0
+    """Drafted tokens that became none."""
+    schema: str = ""
+    """The JSON schema that the answer must follow; empty: none."""
+    text: str = ""
+    """The answer, which is kept where there is a schema."""
+    problem: str = ""
+    """Why the answer is not the JSON that was asked for; empty: it is, or was not looked at."""
+    times: "array[float]" = msgspec.field(default_factory=lambda: array("d"))
+    """When each message with tokens came."""
+    sizes: "array[int]" = msgspec.field(default_factory=lambda: array("l"))
+    """How many tokens each of these messages had."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended well."""
+        return self.code == "OK"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that came."""
+        return sum(self.sizes)
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds to the first token; None when none came."""
+        return self.times[0] - self.start if self.times else None
+
+    @property
+    def latency(self) -> float:
+        """Seconds from the request to its end."""
+        return self.end - self.start
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds per token after those of the first message; None when there are none."""
+        later = sum(self.sizes[1:])
+        return (self.times[-1] - self.times[0]) / later if later else None
+
+    def gaps(self) -> list[float]:
+        """Seconds between tokens: those that come at once share the wait evenly."""
+        gaps: list[float] = []
+        for before, now, size in zip(self.times, self.times[1:], self.sizes[1:], strict=False):
+            gaps.extend([(now - before) / size] * size)
+        return gaps
+
+
+class Slices(msgspec.Struct, frozen=True):
+    """``width`` in seconds; the others have a value for each slice, ``middles`` in seconds since the load began."""
+
+    width: float
+    middles: Sequence[float]
+    tokens_per_s: Sequence[float]
+    running: Sequence[int]
+
+
+def cut(records: Sequence[Record], seconds: float, count: int) -> Slices:
+    """``count`` slices of a run that took ``seconds``."""
+    width = seconds / count
+    tokens, changes = [0] * count, [0] * (count + 1)
+    for record in records:
+        for time, size in zip(record.times, record.sizes, strict=True):
+            tokens[min(int(time / width), count - 1)] += size
+        changes[_next_middle(record.start, width, count)] += 1
+        changes[_next_middle(record.end, width, count)] -= 1
+    running, now = [], 0
+    for change in changes[:count]:
+        now += change
+        running.append(now)
+    return Slices(width, [(index + 0.5) * width for index in range(count)], [each / width for each in tokens], running)
+
+
+def _next_middle(time: float, width: float, count: int) -> int:
+    """The first slice whose middle is not before ``time``; ``count`` where there is none."""
+    return min(max(math.ceil(time / width - 0.5), 0), count)
+
+
+# ``jsonschema`` is imported when there is an answer to check: the command works without it.
+
+_LONGEST = 200
+"""Characters of a problem that are told: the validator quotes the whole value."""
+
+
+class JsonAnswers(msgspec.Struct, frozen=True, kw_only=True):
+    """How many answers were asked to follow a schema and ended well, how many are JSON, and how many follow it."""
+
+    answers: int
+    parse: int
+    validate: int
+
+
+def check_answers(records: Sequence[Record]) -> JsonAnswers | None:
+    """Judge the answers, and note of each record what is wrong with its. None where no schema was asked for."""
+    asked = [record for record in records if record.schema and record.ok]
+    if not any(record.schema for record in records):
+        return None
+    parse = 0
+    for record in asked:
+        try:
+            value = json.loads(record.text)
+        except ValueError as e:
+            record.problem = f"it is no JSON: {e}"
+            continue
+        parse += 1
+        error = next(_validator(record.schema).iter_errors(value), None)
+        record.problem = f"{error.json_path}: {error.message}"[:_LONGEST] if error is not None else ""
+    return JsonAnswers(answers=len(asked), parse=parse, validate=sum(not record.problem for record in asked))
+
+
+def schema_problem(schema: Any) -> str:
+    """What keeps ``schema`` from being a JSON schema; empty: nothing does."""
+    from jsonschema import Draft202012Validator, SchemaError
+    from jsonschema.validators import validator_for
+
+    try:
+        validator_for(schema, default=Draft202012Validator).check_schema(schema)
+    except SchemaError as e:
+        return f"{e.json_path}: {e.message}"[:_LONGEST]
+    return ""
+
+
+@functools.cache
+def _validator(schema: str) -> "Validator":
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import validator_for
+
+    parsed = json.loads(schema)
+    return validator_for(parsed, default=Draft202012Validator)(parsed)
+
 
 PERCENTILES = (50, 90, 99)
 _BUSY = 0.8

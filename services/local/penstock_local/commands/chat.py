@@ -1,6 +1,9 @@
 """``penstock chat``: a conversation in the terminal."""
 
 import asyncio
+import contextlib
+import io
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +15,163 @@ import msgspec
 from penstock_common.errors import WRONG_MODEL_KIND, ConfigError, PenstockError, RequestFailed, Unimplemented, nearest
 from penstock_common.types.outputs import FinishReason
 from penstock_local.commands.generate import describe_end
-from penstock_local.media_files import Modality, read_media
-from penstock_local.rpc.client import ChatMessage, InferenceClient, Piece, ServerUnreachableError
-from penstock_local.terminal.answer_writer import AnswerWriter
-from penstock_local.terminal.console import dim, fail
-from penstock_local.terminal.conversation import Conversation, SaveError
-from penstock_local.terminal.failures import describe_failure, unreachable
-from penstock_local.terminal.line_reader import LineReader
+from penstock_local.commands.markdown_view import AnswerWriter
+from penstock_local.console import BOLD, DIM, dim, fail, use_color
+from penstock_local.media_files import MediaFile, Modality, read_media
+from penstock_local.rpc.client import (
+    ChatMessage,
+    InferenceClient,
+    Piece,
+    ServerUnreachableError,
+    describe_failure,
+    unreachable,
+)
+
+
+class SaveError(PenstockError):
+    """A conversation could not be written. The message names the file."""
+
+
+class Conversation:
+    """Turns of user and assistant in order, behind one system message. ``system`` is empty for none."""
+
+    def __init__(self, system: str = "") -> None:
+        self.system = system
+        self._turns: list[ChatMessage] = []
+        self._media: list[MediaFile] = []
+        self._saved: set[Path] = set()
+
+    @property
+    def messages(self) -> Sequence[ChatMessage]:
+        """Everything a request sends."""
+        head = [ChatMessage(role="system", content=self.system)] if self.system else []
+        return [*head, *self._turns]
+
+    @property
+    def num_questions(self) -> int:
+        """Turns of the user."""
+        return sum(turn.role == "user" for turn in self._turns)
+
+    def show(self, file: MediaFile) -> None:
+        """Put an image or a sound before the user's next turn."""
+        self._media.append(file)
+
+    @property
+    def shown(self) -> Sequence[MediaFile]:
+        """What stands before the user's next turn."""
+        return tuple(self._media)
+
+    def ask(self, text: str) -> None:
+        """Add a turn of the user."""
+        self._turns.append(ChatMessage(role="user", content=text, media=tuple(self._media)))
+        self._media.clear()
+
+    def answer(self, text: str) -> None:
+        """Add a turn of the model."""
+        self._turns.append(ChatMessage(role="assistant", content=text))
+
+    def take_back_answer(self) -> bool:
+        """Drop what the model said last, so that the last turn is the user's. Returns whether there is one to answer."""
+        if self._turns and self._turns[-1].role == "assistant":
+            self._turns.pop()
+        return bool(self._turns)
+
+    @property
+    def turns(self) -> Sequence[ChatMessage]:
+        """The turns so far, for ``restore``."""
+        return tuple(self._turns)
+
+    def restore(self, turns: Sequence[ChatMessage]) -> None:
+        """Go back to these turns."""
+        self._turns = list(turns)
+
+    def clear(self) -> None:
+        """Drop all turns; the system message stays."""
+        self._turns.clear()
+        self._media.clear()
+
+    def save(self, file: Path, *, model: str) -> None:
+        """Write the turns as JSON, ``{"model": ..., "messages": [{"role": ..., "content": ...}]}``, of media their names.
+
+        Raises SaveError. A file that this conversation did not write is never overwritten.
+        """
+        messages = [
+            {"role": turn.role, "content": turn.content}
+            | ({"media": [file.name for file in turn.media]} if turn.media else {})
+            for turn in self.messages
+        ]
+        text = json.dumps({"model": model, "messages": messages}, ensure_ascii=False, indent=2) + "\n"
+        try:
+            with file.open("w" if file.absolute() in self._saved else "x", encoding="utf-8") as out:
+                out.write(text)
+        except FileExistsError:
+            raise SaveError(f"{file} exists; choose another name") from None
+        except OSError as e:
+            raise SaveError(f"cannot write {file}: {e.strerror}") from None
+        self._saved.add(file.absolute())
+
+
+_PROMPT, _CONTINUATION = ">>> ", "... "
+_QUOTES = '"""'
+
+
+class LineReader:
+    """Reads messages. A line that ends in a backslash goes on in the next one; three quotes begin and end a block of lines.
+
+    On a terminal lines are edited and recalled with readline, and a block pasted into it is one message. What is asked
+    for goes to standard output when that is the terminal, else to standard error; a pipe is not asked.
+    """
+
+    def __init__(self) -> None:
+        self.interactive = sys.stdin.isatty()
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+        self._edits = self.interactive and sys.stdout.isatty()
+        if self._edits:
+            with contextlib.suppress(ImportError):  # not every Python has it
+                import readline
+
+                readline.parse_and_bind("set enable-bracketed-paste on")
+
+    def read(self) -> str:
+        """The next message. Raises EOFError at the end of the input, KeyboardInterrupt, ConfigError when it is not text."""
+        try:
+            return self._message()
+        except UnicodeDecodeError as e:
+            raise ConfigError(f"standard input is not UTF-8: {e}") from None
+
+    def _message(self) -> str:
+        line = self._line(_PROMPT)
+        if line.lstrip().startswith(_QUOTES):
+            return self._block(line.lstrip().removeprefix(_QUOTES))
+        lines = [line]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            lines.append(self._line(_CONTINUATION))
+        return "\n".join(lines)
+
+    def _block(self, first: str) -> str:
+        lines = [first]
+        while not lines[-1].rstrip().endswith(_QUOTES):
+            lines.append(self._line(_CONTINUATION))
+        lines[-1] = lines[-1].rstrip().removesuffix(_QUOTES)
+        return "\n".join(lines).strip("\n")
+
+    def _line(self, prompt: str) -> str:
+        if self._edits:
+            if not use_color(sys.stdout):
+                return input(prompt)
+            # Readline must know which of the prompt's characters take no room.
+            code = BOLD if prompt == _PROMPT else DIM
+            return input(f"\x01\x1b[{code}m\x02{prompt}\x01\x1b[0m\x02")
+        if self.interactive:
+            sys.stderr.write(prompt)
+            sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.removesuffix("\n")
+
 
 EXIT_FAILED = 1
 

@@ -13,13 +13,13 @@ from rich.text import Text
 from penstock_common.errors import PenstockError
 from penstock_common.types.outputs import FinishReason
 from penstock_local.commands.generate import describe_end
+from penstock_local.console import JoinedLog
 from penstock_local.rpc.admin import AdminClient
 from penstock_local.rpc.client import InferenceClient, ModelInfo, Piece
-from penstock_local.serving.ports import LOOPBACK, free_ports
+from penstock_local.serving.machine import LOOPBACK, free_ports
 from penstock_local.serving.serve import serve_while
 from penstock_local.serving.serve_options import ServeOptions
 from penstock_local.serving.supervisor import EXIT_INTERRUPTED
-from penstock_local.terminal.console import JoinedLog
 
 ENGINES = 2
 KV_CACHE_BYTES = 128 * 1024 * 1024

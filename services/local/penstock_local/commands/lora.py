@@ -9,10 +9,9 @@ import msgspec
 
 from penstock_common.errors import ConfigError, PenstockError, RequestFailed
 from penstock_local.commands.models import size_text
-from penstock_local.rpc.admin import AdminClient
-from penstock_local.rpc.lora import ListedAdapter, LoraCalls
-from penstock_local.terminal.console import fail
-from penstock_local.terminal.failures import of_operators_api
+from penstock_local.console import fail
+from penstock_local.rpc.admin import AdminClient, ListedAdapter, LoraCalls
+from penstock_local.rpc.client import of_operators_api
 
 EXIT_FAILED = 1
 FLAG = "--lora"

@@ -10,9 +10,9 @@ from msgspec import Meta
 from penstock_common.config.checks import check_flags
 from penstock_common.errors import PenstockError
 from penstock_common.types.cluster import EngineState
+from penstock_local.console import fail, say
 from penstock_local.rpc.admin import AdminClient
-from penstock_local.terminal.console import fail, say
-from penstock_local.terminal.failures import of_operators_api
+from penstock_local.rpc.client import of_operators_api
 
 EXIT_FAILED = 1
 _POLL_SECONDS = 0.1

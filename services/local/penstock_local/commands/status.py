@@ -3,7 +3,8 @@
 import asyncio
 import json
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -19,13 +20,105 @@ from penstock_common.memory import in_units
 from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_common.types.data_parallel import engine_of
 from penstock_common.types.kv_transfer import EngineRole
-from penstock_local.commands.drafts_cell import drafts_of
-from penstock_local.commands.incident_lines import incident_lines, shown_losses
-from penstock_local.commands.worker_table import device_of
-from penstock_local.rpc.admin import AdminClient, Cluster
+from penstock_local.console import fail
+from penstock_local.rpc.admin import AdminClient, Cluster, LostEngine
+from penstock_local.rpc.client import of_operators_api, one_line
 from penstock_local.rpc.health import SERVICE, serving
-from penstock_local.terminal.console import fail
-from penstock_local.terminal.failures import of_operators_api, one_line
+
+_GIB = 2**30
+
+
+def device_of(workers: Sequence[Mapping[str, Any]]) -> str:
+    """A cell: which devices, how much of the fullest one's memory is used, and how many steps are replays. Empty for engines that
+    do not say.
+    """
+    known = [worker for worker in workers if worker.get("device")]
+    if not known:
+        return ""
+    names = sorted({worker.get("device_name") or worker["device"] for worker in known})
+    count = f"{len(workers)} x " if len(workers) > 1 else ""
+    down = [str(worker["rank"]) for worker in workers if not worker.get("up", True)]
+    memory = [worker for worker in known if worker.get("total_memory")]
+    text = count + ", ".join(names)
+    if memory:
+        fullest = max(memory, key=lambda worker: worker["used_memory"] / worker["total_memory"])
+        text += f" {fullest['used_memory'] / _GIB:.0f}/{fullest['total_memory'] / _GIB:.0f} GiB"
+        text += _replayed(known)
+    return text + (f", down: {', '.join(down)}" if down else "")
+
+
+def _replayed(workers: Sequence[Mapping[str, Any]]) -> str:
+    """The share of steps that GPUs replayed, and of what these computed for nobody; empty before there were any."""
+    found = [worker.get("graphs", {}) for worker in workers]
+    replays, launched, tokens, padding = (
+        sum(graphs.get(name, 0) for graphs in found) for name in ("replays", "launched", "tokens", "padding_tokens")
+    )
+    if not replays:
+        return ""
+    return f", {replays / (replays + launched):.0%} replayed, {padding / max(tokens, 1):.0%} padding"
+
+
+def drafts_of(info: dict[str, Any]) -> Text:
+    """Mean tokens of a step with drafts, of a request, and the share of the drafted tokens that held; empty for an engine that
+    does not speculate, or does not say. ``info``: what an engine says of itself.
+    """
+    speculation = info.get("speculative")
+    if not speculation:
+        return Text("")
+    if speculation["failure"]:
+        return Text(f"{speculation['method']} off", style="red")
+    if not speculation["num_drafts"]:
+        return Text(f"{speculation['method']} -")
+    accepted, drafted = speculation["num_accepted_tokens"], speculation["num_draft_tokens"]
+    length = 1 + accepted / speculation["num_drafts"]
+    return Text(f"{speculation['method']} {length:.2f} ({accepted / drafted:.0%})")
+
+
+_SHOWN = 10
+"""Lines of each kind; ``--json`` has all."""
+_OTHER = "other"
+"""What frontends call all tenants that they do not show apart; no tenant is called so."""
+
+
+def incident_lines(clusters: Sequence[Cluster]) -> list[Text]:
+    """``clusters``: the cluster as each frontend sees it, the first one's losses count. Moved and refused requests are summed."""
+    return [*_lost(clusters), *_refused(clusters)]
+
+
+def shown_losses(cluster: Cluster) -> Sequence[LostEngine]:
+    """Return the losses that have a line."""
+    return cluster.lost_engines[:_SHOWN]
+
+
+def _lost(clusters: Sequence[Cluster]) -> Iterable[Text]:
+    present = {engine.engine_id for engine in clusters[0].engines if engine.state.name != "DEAD"}
+    for lost in shown_losses(clusters[0]):
+        # Frontends notice a loss at different times, within seconds.
+        also = [
+            other
+            for cluster in clusters[1:]
+            for other in cluster.lost_engines
+            if other.address == lost.address and abs(other.seconds_ago - lost.seconds_ago) < 5.0
+        ]
+        moved = lost.num_moved + sum(other.num_moved for other in also)
+        back = ", is back" if lost.engine_id in present else ""
+        text = f"{lost.engine_id} lost {_ago(lost.seconds_ago)} ago, {moved} request{'' if moved == 1 else 's'} moved{back}"
+        yield Text(f"{text}: {lost.reason}", style="yellow" if back else "red")
+
+
+def _refused(clusters: Sequence[Cluster]) -> Iterable[Text]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for cluster in clusters:
+        for each in cluster.tenant_refusals:
+            counts[each.tenant, each.reason] += each.num_refused
+    for (tenant, reason), count in counts.most_common(_SHOWN):
+        whose = "other tenants" if tenant == _OTHER else f"tenant {tenant}" if tenant else "requests without a tenant"
+        yield Text(f"{whose}: {count} refused in the last minute: {reason}", style="yellow")
+
+
+def _ago(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
 
 EXIT_FAILED = 1
 _TIMEOUT = 3.0

@@ -17,8 +17,8 @@ from penstock_common.types.sampling import OutputKind
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt
 from penstock_local.llm.calls import Calls, Prepared
 from penstock_local.llm.outputs import Beam, BeamSearchOutput, FinishReason
+from penstock_local.llm.parameters import BEAM_SEARCH, NamesReplacements
 from penstock_local.llm.runtime import Runtime
-from penstock_local.llm.vllm_names import BEAM_SEARCH, NamesReplacements
 
 
 class BeamSearchParams(

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -11,10 +11,12 @@ from penstock_common.errors import Unimplemented
 from penstock_common.rpc.outputs import floats
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.pooling import Vectors
+from penstock_common.types.sampling import OutputKind
 from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingPrompt, PoolingRequest, ScoreRequest
 from penstock_frontend.call_types import RequestOutput as Finished
+from penstock_frontend.call_types import RequestOutput as Piece
 from penstock_frontend.calls.scoring import ScoringCalls
-from penstock_frontend.python_media.prompts import UnplacedPrompt, placed
+from penstock_frontend.in_process_media import UnplacedPrompt, placed
 from penstock_local.llm.outputs import (
     ClassificationOutput,
     CompletionOutput,
@@ -189,3 +191,33 @@ def metrics_of(live: HasSequences, arrival: float) -> RequestMetrics:
 def _cumulative(logprobs: Logprobs | None) -> float | None:
     """The sum over positions, the first of whose entries is the chosen token."""
     return None if logprobs is None else sum(logprobs.logprobs[first] for first in logprobs.offsets[:-1])
+
+
+async def pieces(
+    runtime: Runtime,
+    prepared: Prepared,
+    request_id: str,
+    accepted: Callable[[Any], None] = lambda _: None,
+) -> AsyncGenerator[RequestOutput, None]:
+    """What a request's output kind says, as it comes: whole outputs so far of all its sequences, or what is new of one of them,
+    or all of them once at the end. The last is ``finished``. Raises RequestFailed. However it ends, the engine goes on with
+    nothing of it. ``accepted`` gets what can be aborted.
+    """
+    llm, kind, arrival = runtime.llm, prepared.request.sampling["output_kind"], time.time()
+    live = llm.accept("")
+    accepted(live)
+    latest: dict[int, Piece] = {}
+    unfinished = prepared.num_sequences
+    try:
+        async for piece in llm.generate(prepared.request, live):
+            unfinished -= piece.finish is not None
+            if kind is OutputKind.DELTA:
+                latest.clear()
+            latest[piece.index] = piece
+            if kind is OutputKind.FINAL and unfinished:
+                continue
+            output = request_output(prepared, list(latest.values()), request_id=request_id)
+            metrics = None if unfinished else metrics_of(live, arrival)
+            yield msgspec.structs.replace(output, finished=not unfinished, metrics=metrics)
+    finally:
+        llm.release(live)

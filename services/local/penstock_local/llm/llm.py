@@ -8,10 +8,10 @@ from typing import Any, Self
 from penstock_common.errors import InvalidArgument, Unavailable
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_frontend.call_types import ChatRequest
-from penstock_local.llm.batch import Batch, Errors, Job
+from penstock_local.llm.batch import Batch, Errors, Job, Shown
 from penstock_local.llm.beam_search import BeamSearch, BeamSearchParams, beam_search_params
 from penstock_local.llm.calls import Calls
-from penstock_local.llm.inputs import Message, Prompt, Sampling, tools_of
+from penstock_local.llm.inputs import Message, Prompt, Requests, Sampling, context_of, tools_of
 from penstock_local.llm.options import adapter_paths, engine_config, media_config, media_limits
 from penstock_local.llm.outputs import (
     BeamSearchOutput,
@@ -21,11 +21,8 @@ from penstock_local.llm.outputs import (
     RequestOutput,
     ScoringOutput,
 )
-from penstock_local.llm.parameters import SamplingParams
-from penstock_local.llm.progress import Shown
-from penstock_local.llm.requests import Requests, context_of
+from penstock_local.llm.parameters import SamplingParams, names_replacements
 from penstock_local.llm.runtime import Runtime
-from penstock_local.llm.vllm_names import names_replacements
 
 
 class LLM:

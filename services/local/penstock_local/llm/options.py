@@ -19,7 +19,7 @@ from penstock_enginecore.config import (
 from penstock_frontend.config import LimitsConfig, MediaConfig
 from penstock_frontend.config.lora import name_refusal
 from penstock_local.commands.lora import adapter_folder
-from penstock_local.llm import vllm_names
+from penstock_local.llm import parameters
 from penstock_local.serving import speculation
 
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
@@ -59,7 +59,7 @@ def engine_config(model: str, options: Mapping[str, Any], *, num_adapters: int =
     sections["model"]["path"] = model
     for name, value in options.items():
         if name not in OPTIONS:
-            hint = vllm_names.replacement(name, vllm_names.OPTIONS) or nearest(name, OPTIONS)
+            hint = parameters.replacement(name, parameters.OPTIONS) or nearest(name, OPTIONS)
             raise ConfigError(f"LLM has no option {name!r}{hint}")
         if name == _SPECULATION:
             sections["speculative"] = _speculation(value)

@@ -19,8 +19,7 @@ from penstock_frontend.app.assembly import assemble
 from penstock_frontend.config import LimitsConfig, LoraConfig, MediaConfig, ModelConfig
 from penstock_frontend.ports import OutputHandler
 from penstock_local.llm.engine import InProcessEngine
-from penstock_local.serving.cache_memory import check_cache_memory
-from penstock_local.serving.devices import visible_gpus
+from penstock_local.serving.machine import check_cache_memory, visible_gpus
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -1,21 +1,22 @@
-"""A thin client of ``penstock.inference.v1``: plain Python in, plain Python out."""
+"""Thin clients of ``penstock.inference.v1``: for commands, for load, and how commands describe its failures."""
 
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping
-from typing import Any, Self
+import itertools
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import grpc
 import msgspec
 
 from penstock.common.v1 import finish_pb2, logprobs_pb2, media_pb2, sampling_pb2
 from penstock.inference.v1 import messages_pb2, service_pb2_grpc
-from penstock_common.errors import PenstockError, Unimplemented
+from penstock_common.errors import PenstockError, RequestFailed, Unimplemented
+from penstock_common.rpc.credentials import is_of_tls
 from penstock_common.rpc.outputs import logprobs_from_proto
 from penstock_common.rpc.status import DETAILS_KEY, from_rpc_error
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import FinishReason
 from penstock_local.media_files import MediaFile
-from penstock_local.rpc.connect import ADMIN, PUBLIC, connect
-from penstock_local.rpc.tls_probe import is_http_port, mismatch
+from penstock_local.rpc.connect import ADMIN, PUBLIC, connect, is_http_port, mismatch
 
 
 class ServerUnreachableError(PenstockError):
@@ -268,3 +269,114 @@ def _piece(response: messages_pb2.GenerateResponse | messages_pb2.ChatResponse, 
         stopped_at=getattr(response.stop_reason, which) if which else None,
         usage=usage if finished else None,
     )
+
+
+def describe_failure(error: RequestFailed) -> str:
+    """The server's message with the field at fault, if one is, and when to try again."""
+    field = f" ({error.field})" if error.field and error.field not in error.message else ""
+    retry = f"; try again in {error.retry_after:g} s" if error.retry_after is not None else ""
+    return f"{error.code}: {error.message}{field}{retry}"
+
+
+def unreachable(error: ServerUnreachableError) -> str:
+    """Why no server answers, and how to start one, unless one has answered and it is TLS that fails."""
+    told = str(error)
+    return told if is_of_tls(told) else f"{told}\nIs a server running? Start one with: penstock serve MODEL"
+
+
+def one_line(error: PenstockError) -> str:
+    """The same, also of errors that no server has sent."""
+    return describe_failure(error) if isinstance(error, RequestFailed) else str(error)
+
+
+def of_operators_api(error: PenstockError) -> str:
+    """The same of a call to the operators' API, with where that listens when nothing answers."""
+    if isinstance(error, ServerUnreachableError):
+        return (
+            f"{one_line(error)}\nIs a frontend running? Its operators' port listens on its own machine alone, as a rule; "
+            "--admin-address says where."
+        )
+    return one_line(error)
+
+
+class Received(NamedTuple):
+    """What a message brought: new text and its number of tokens; on the last one the prompt's tokens and those of it cached, and
+    the drafted tokens of the output and those that were in vain.
+    """
+
+    text: str
+    num_tokens: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    rejected_draft_tokens: int = 0
+    ended: bool = False
+
+
+class LoadClient:
+    """Requests go to the connections in turn. Use as an async context manager."""
+
+    def __init__(self, address: str, *, channels: int) -> None:
+        self._address = address
+        self._channels = [connect(address) for _ in range(channels)]
+        self._stubs = itertools.cycle([service_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels])
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        images: Sequence[bytes] = (),
+        model: str,
+        lora: str = "",
+        deadline: float | None,
+        sampling: Mapping[str, Any],
+    ) -> AsyncIterator[Received]:
+        """What each message brings. ``images``: files of those before the prompt. ``deadline``: seconds from now. Raises
+        RequestFailed, ServerUnreachableError.
+        """
+        params = sampling_pb2.SamplingParams(**sampling)
+        request = messages_pb2.GenerateRequest(model=model, lora=lora, sampling_params=params)
+        if images:
+            request.mixed.parts.extend(_image(data) for data in images)
+            request.mixed.parts.append(_part(prompt))
+        elif isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        call = next(self._stubs).Generate(request, timeout=deadline)
+        try:
+            async for response in call:
+                if response.finish_reason == finish_pb2.FINISH_REASON_UNSPECIFIED:
+                    yield Received(response.text, len(response.token_ids))
+                else:
+                    usage = response.usage
+                    yield Received(
+                        response.text,
+                        len(response.token_ids),
+                        usage.prompt_tokens,
+                        usage.cached_tokens,
+                        usage.accepted_draft_tokens,
+                        usage.rejected_draft_tokens,
+                        ended=True,
+                    )
+        except grpc.aio.AioRpcError as e:
+            raise await call_failure(e, self._address) from None
+        finally:
+            call.cancel()
+
+
+def _image(data: bytes) -> messages_pb2.PromptPart:
+    return messages_pb2.PromptPart(media=media_pb2.Media(modality="image", data=data))
+
+
+def _part(prompt: str | Sequence[int]) -> messages_pb2.PromptPart:
+    if isinstance(prompt, str):
+        return messages_pb2.PromptPart(text=prompt)
+    return messages_pb2.PromptPart(token_ids=messages_pb2.TokenIds(ids=prompt))

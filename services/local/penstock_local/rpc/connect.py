@@ -1,6 +1,9 @@
-"""How the commands connect to a server: what the environment says of TLS and credentials."""
+"""How the commands connect to a server: what the environment says of TLS and credentials, and why a connection failed."""
 
+import asyncio
+import contextlib
 import os
+import ssl
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,3 +54,67 @@ class _Stream(grpc.aio.UnaryStreamClientInterceptor):
 def _with_key(details: grpc.aio.ClientCallDetails, key: str) -> grpc.aio.ClientCallDetails:
     metadata = grpc.aio.Metadata(*(details.metadata or ()), ("authorization", f"Bearer {key}"))
     return details._replace(metadata=metadata)  # type: ignore[attr-defined,no-any-return]  # a named tuple, says gRPC
+
+
+_TIMEOUT = 2.0
+"""Seconds for the connection and the handshake; a server that does not answer so soon is not explained."""
+
+
+async def mismatch(address: str, *, prefix: str, environ: Mapping[str, str] = os.environ) -> str:
+    """What to set so that client and server agree on TLS; ``""`` when they do, and when nothing can be said.
+
+    ``address``: host:port. ``prefix``: how the variables of this connection begin.
+    """
+    encrypted = bool(environ.get(f"{prefix}_CA"))
+    speaks = await _speaks_tls(address)
+    if speaks is None or speaks == encrypted:
+        return ""
+    if speaks:
+        return f"the server at {address} wants TLS: set {prefix}_CA to the file of the authority that issued its certificate"
+    return f"the server at {address} does not speak TLS: unset {prefix}_CA"
+
+
+async def is_http_port(address: str) -> bool:
+    """Return whether a server at ``address``, host:port, answers HTTP/1.1 without TLS, which no gRPC port does."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or not host or "/" in host:
+        return False
+    try:
+        async with asyncio.timeout(_TIMEOUT):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            try:
+                writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+                return (await reader.read(7)).startswith(b"HTTP/1.")
+            finally:
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+    except (OSError, TimeoutError):
+        return False
+
+
+async def _speaks_tls(address: str) -> bool | None:
+    """Whether a server answers a handshake; None when nothing listens there. No certificate is looked at."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or not host or "/" in host:
+        return None
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        async with asyncio.timeout(_TIMEOUT):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            try:
+                await writer.start_tls(context)
+                return True
+            except ssl.SSLError as e:
+                return "WRONG_VERSION" not in str(e) and "RECORD_LAYER" not in str(e)
+            except ConnectionError:
+                return False  # it hung up on what it took for garbage
+            finally:
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+    except (OSError, TimeoutError):
+        return None

@@ -1,11 +1,14 @@
-"""Waiting for a service to say that it is ready."""
+"""Asks services that a command has started: whether they are ready, and the coordinator which engines it knows."""
 
 import asyncio
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.coordinator.v1 import messages_pb2, service_pb2_grpc
 from penstock_common.rpc.channel import make_channel
+from penstock_common.rpc.cluster import view_from_proto
+from penstock_common.types.cluster import ClusterView
 from penstock_local.rpc.connect import connect
 
 SERVICE = "penstock.inference.v1.InferenceService"
@@ -46,3 +49,14 @@ async def serving(address: str, service: str = "", *, deadline: float) -> bool |
         except grpc.aio.AioRpcError:
             return None
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def cluster_view(address: str, *, deadline: float) -> ClusterView | None:
+    """The cluster as the coordinator at ``address`` knows it; None where it does not answer within ``deadline`` seconds."""
+    async with make_channel(address) as channel:
+        stub = service_pb2_grpc.CoordinatorServiceStub(channel)
+        try:
+            response = await stub.GetCluster(messages_pb2.GetClusterRequest(), timeout=deadline)
+        except grpc.aio.AioRpcError:
+            return None  # it may be starting again
+    return view_from_proto(response.view)

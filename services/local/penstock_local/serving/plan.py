@@ -12,12 +12,10 @@ from penstock_common.errors import ConfigError
 from penstock_common.memory import Memory
 from penstock_local.rpc.connect import API_KEY, PUBLIC
 from penstock_local.serving import speculation
-from penstock_local.serving.cache_memory import check_cache_memory
-from penstock_local.serving.devices import assign
 from penstock_local.serving.hub import check_hub
-from penstock_local.serving.ports import LOOPBACK, check_free, check_host
-from penstock_local.serving.process import ProcessSpec
+from penstock_local.serving.machine import LOOPBACK, assign, check_cache_memory, check_free, check_host
 from penstock_local.serving.serve_options import ServeOptions
+from penstock_local.serving.supervisor import ProcessSpec
 from penstock_local.settings import apply_settings, check_config, check_parsers
 
 DRAIN_SECONDS = 30.0

@@ -2,27 +2,46 @@
 
 import asyncio
 import os
+import secrets
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from penstock_common.addresses import with_port
 from penstock_common.cores import usable_cores
 from penstock_common.errors import ConfigError
 from penstock_common.memory import host_memory
+from penstock_local.console import BOLD, GREEN, JoinedLog, paint, say
 from penstock_local.flags import DEFAULT_ADMIN_ADDRESS
 from penstock_local.rpc.client import InferenceClient, ModelInfo
 from penstock_local.rpc.health import SERVICE
-from penstock_local.serving.devices import visible_gpus
-from penstock_local.serving.group_ranks import GroupRanks
+from penstock_local.serving.machine import LOOPBACK, free_ports, visible_gpus
 from penstock_local.serving.plan import check, check_configs, engine_spec, needs_secret, num_internal_ports, plan
-from penstock_local.serving.ports import LOOPBACK, free_ports
-from penstock_local.serving.process import ProcessSpec
 from penstock_local.serving.serve_options import ServeOptions
-from penstock_local.serving.shared_secret import secret_file
-from penstock_local.serving.supervisor import StopRequest, Supervisor, first_of, run
-from penstock_local.terminal.console import BOLD, GREEN, JoinedLog, paint, say
+from penstock_local.serving.supervisor import GroupRanks, ProcessSpec, StopRequest, Supervisor, first_of, run
+
+_SECRET_BYTES = 32
+
+
+@contextmanager
+def secret_file(wanted: bool) -> Iterator[str]:
+    """Write a new secret into a file that only this user can read, and remove it at the end.
+
+    Yields the file's path, or an empty string unless ``wanted``.
+    """
+    if not wanted:
+        yield ""
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        path = Path(folder) / "secret"
+        path.touch(mode=0o600)
+        path.write_text(secrets.token_hex(_SECRET_BYTES) + "\n", encoding="ascii")
+        yield str(path)
+
 
 _POLL_SECONDS = 0.02
 _MOST_NAMES = 8

@@ -14,7 +14,7 @@ from penstock_common.config_file import ConfigFile
 from penstock_common.errors import ConfigError
 from penstock_enginecore.app import run
 from penstock_enginecore.config import EngineCoreConfig
-from penstock_enginecore.core.step_recovery import EngineDeadError
+from penstock_enginecore.core.steps_in_flight import EngineDeadError
 from penstock_enginecore.models.errors import ModelLoadError
 from tests.fakes.engines.oracle_service.executor import PacedExecutor
 from tests.fakes.engines.oracle_service.pace import pace_from

@@ -14,11 +14,11 @@ import msgspec
 import pytest
 
 from penstock_common.types.outputs import FinishReason
+from penstock_enginecore.app import signals_handled
 from penstock_enginecore.core import iteration_log
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.control import EngineControl
-from penstock_enginecore.core.step_recovery import EngineDeadError
-from penstock_enginecore.signals import signals_handled
+from penstock_enginecore.core.steps_in_flight import EngineDeadError
 from tests.fakes.engines.engine_harness import (
     CLIENT,
     FakeClock,

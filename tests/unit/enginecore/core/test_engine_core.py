@@ -8,7 +8,7 @@ from penstock_common.errors import ConfigError
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.core.step_recovery import EngineDeadError
+from penstock_enginecore.core.steps_in_flight import EngineDeadError
 from tests.fakes.engines.engine_harness import (
     CLIENT,
     Transcript,

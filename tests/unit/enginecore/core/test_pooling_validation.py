@@ -8,7 +8,7 @@ from penstock_common.errors import ConfigError, InvalidArgument, RequestFailed
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.config import SchedulerConfig
-from penstock_enginecore.core.kv_cache.no_cache import size_without_kv_cache
+from penstock_enginecore.core.kv_cache.sizing import size_without_kv_cache
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.validation import RequestLimits, validate_request

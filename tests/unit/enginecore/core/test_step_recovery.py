@@ -9,7 +9,7 @@ from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import ErrorDumpConfig
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.scheduler.failure_bisection import GOOD_STEPS
-from penstock_enginecore.core.step_recovery import MAX_UNEXPLAINED_FAILURES, EngineDeadError
+from penstock_enginecore.core.steps_in_flight import MAX_UNEXPLAINED_FAILURES, EngineDeadError
 from tests.fakes.engines.engine_harness import (
     CLIENT,
     Transcript,

@@ -7,8 +7,7 @@ import torch
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import EngineCoreConfig, ExecutorConfig, KernelsConfig, ModelConfig
-from penstock_enginecore.executor.batch_invariance import check_batch_invariant
-from penstock_enginecore.executor.loading import load_runner
+from penstock_enginecore.executor.loading import check_batch_invariant, load_runner
 
 
 def check(

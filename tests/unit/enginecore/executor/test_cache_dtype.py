@@ -5,7 +5,7 @@ import torch
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ModelConfig
-from penstock_enginecore.executor.cache_dtype import check_cache_dtype
+from penstock_enginecore.executor.loading import check_cache_dtype
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -10,7 +10,7 @@ import torch
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import EngineCoreConfig
-from penstock_enginecore.executor.int8_weights import check_int8
+from penstock_enginecore.executor.loading import check_int8
 from penstock_enginecore.models.errors import ModelLoadError
 from tests.fakes.models.tiny_models import save_tiny_model
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from penstock_enginecore.executor import numa
-from penstock_enginecore.executor.numa import Home, find_home, nodes_near, read_nodes, settle
+from penstock_enginecore.executor import device as numa
+from penstock_enginecore.executor.device import Home, find_home, nodes_near, read_nodes, settle
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 TWO = {0: frozenset({0, 1, 2, 3}), 1: frozenset({4, 5, 6, 7})}

@@ -8,7 +8,7 @@ import pytest
 
 from penstock_enginecore.config import EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.executor.worker import Worker
-from penstock_enginecore.worker.worker_config import WorkerConfig
+from penstock_enginecore.worker.messages import WorkerConfig
 
 
 @pytest.mark.parametrize(("collectives", "warnings"), [("auto", 1), ("gloo", 0)])

@@ -7,7 +7,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from penstock_enginecore.forward import native_inputs
 from penstock_enginecore.forward.native_inputs import EmbeddingLookup, Rotaries, Turns
-from penstock_enginecore.models.bf16_storage import NarrowWeight
+from penstock_enginecore.models.dtypes import NarrowWeight
 
 
 def embedding(dtype: torch.dtype = torch.float32) -> torch.nn.Embedding:

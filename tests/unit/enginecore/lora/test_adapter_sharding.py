@@ -14,7 +14,7 @@ from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUp
 from penstock_enginecore.lora.adapter_sharding import AdapterPart, OwnFeatures
 from penstock_enginecore.lora.reference import AdaptedModules, head_of
 from penstock_enginecore.lora.target import AdapterTarget
-from penstock_enginecore.parallel.layers import split_model
+from penstock_enginecore.parallel.tensor_parallel import split_model
 from tests.fakes.engines.thread_collectives import ThreadCollectives, thread_ranks
 from tests.fakes.models.adapted_steps import random_adapter, with_peft
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock_enginecore.lora.errors import LoraReason
 from penstock_enginecore.lora.target import AdapterTarget, BaseSample
-from penstock_enginecore.models.bf16_storage import NarrowWeight
-from penstock_enginecore.models.quantization.linear import QuantizedLinear
+from penstock_enginecore.models.dtypes import NarrowWeight
+from penstock_enginecore.models.quantization.layers import QuantizedLinear
 from tests.fakes.models.tiny_models import ARCHITECTURES, tiny_config
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from penstock_enginecore.models.bf16_storage import NarrowWeight, as_stored, narrow, num_bytes, settle, widened
+from penstock_enginecore.models.dtypes import NarrowWeight, as_stored, narrow, num_bytes, settle, widened
 from tests.fakes.models.tiny_models import save_narrow_model
 
 KEPT = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -8,7 +8,7 @@ import torch
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import ModelConfig
-from penstock_enginecore.models.bf16_storage import NarrowWeight
+from penstock_enginecore.models.dtypes import NarrowWeight
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
 from penstock_enginecore.numerics_fingerprint import Loaded, config_of

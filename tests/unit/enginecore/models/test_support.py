@@ -13,8 +13,7 @@ from transformers import PretrainedConfig
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.models.attention_hook import AttentionCall, penstock_attention
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.query_scale import install_query_scales
-from penstock_enginecore.models.rope import freeze_rotary
+from penstock_enginecore.models.rope import freeze_rotary, install_query_scales
 from penstock_enginecore.models.support import check_positions, check_supported, layer_specs
 from tests.fakes.models.tiny_models import tiny_config
 

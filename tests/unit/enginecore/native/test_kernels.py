@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from penstock_enginecore.attention.base import AttentionMetadata, AttentionParams, StepPlan
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.attention.kv_cache import SLOTS, KVCache
-from penstock_enginecore.models.bf16_storage import NarrowWeight
+from penstock_enginecore.models.dtypes import NarrowWeight
 from penstock_enginecore.native import library as library_module
 from penstock_enginecore.native.attention import PAIRS, TILES, NativeAttention
 from penstock_enginecore.native.int8 import round_to_int8

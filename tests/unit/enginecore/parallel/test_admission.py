@@ -13,8 +13,8 @@ from penstock_common import addresses
 from penstock_common.security import challenge
 from penstock_common.security.challenge import ProofError
 from penstock_common.security.shared_secret import SharedSecret
-from penstock_enginecore.parallel import admission as module
-from penstock_enginecore.parallel.admission import MAX_UNPROVEN, Admission
+from penstock_enginecore.parallel import handshake as module
+from penstock_enginecore.parallel.handshake import MAX_UNPROVEN, Admission
 from tests.fakes.network.introductions import connected, introduced, is_closed
 from tests.fakes.patience import PATIENCE
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from penstock_enginecore.parallel.confirmation import CONFIRMED, READY, Confirmation
+from penstock_enginecore.parallel.rendezvous import CONFIRMED, READY, Confirmation
 
 
 def test_a_rank_confirms_when_all_are_ready_and_is_over_when_all_have_confirmed() -> None:

@@ -16,11 +16,9 @@ import torch
 
 from penstock_common import addresses
 from penstock_enginecore.core.collective_errors import CollectiveBroken
-from penstock_enginecore.parallel.group_collectives import GroupCollectives
+from penstock_enginecore.parallel.group_collectives import EXCHANGE, GroupCollectives, Peer, SocketCollectives
 from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.meeting_server import MeetingServer
-from penstock_enginecore.parallel.peer import EXCHANGE, Peer
-from penstock_enginecore.parallel.socket_collectives import SocketCollectives
 from tests.fakes.engines.thread_group import thread_group
 from tests.fakes.patience import PATIENCE
 

@@ -4,11 +4,10 @@ import msgspec
 import pytest
 
 from penstock_enginecore.config import CacheConfig
-from penstock_enginecore.core.kv_cache.grouping import block_bytes
 from penstock_enginecore.core.kv_cache.sizing import size_kv_cache
-from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec, block_bytes
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.parallel.kv_groups import largest_stage, own_groups
+from penstock_enginecore.parallel.stage_plan import largest_stage, own_groups
 
 FULL = KVCacheSpec(block_size=4, num_kv_heads=2, head_size=8, head_size_v=8, dtype_size=4)
 WINDOW = msgspec.structs.replace(FULL, sliding_window=8)

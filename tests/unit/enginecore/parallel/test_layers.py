@@ -12,8 +12,8 @@ import torch
 
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.parallel.collectives import Collectives, GlooCollectives
-from penstock_enginecore.parallel.layers import split_model
 from penstock_enginecore.parallel.meeting import Meeting
+from penstock_enginecore.parallel.tensor_parallel import split_model
 from tests.fakes.engines.thread_collectives import thread_ranks
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 

@@ -10,9 +10,16 @@ import pytest
 from penstock_common.security.challenge import ProofError
 from penstock_common.security.shared_secret import SharedSecret
 from penstock_enginecore.parallel import meeting_server
-from penstock_enginecore.parallel.meeting import Meeting
+from penstock_enginecore.parallel.meeting import (
+    GET,
+    MAX_KEY_BYTES,
+    MAX_VALUE_BYTES,
+    REQUEST,
+    SET,
+    Meeting,
+    MeetingStore,
+)
 from penstock_enginecore.parallel.meeting_server import MAX_KEYS, MAX_STORE_BYTES, MeetingServer
-from penstock_enginecore.parallel.meeting_store import GET, MAX_KEY_BYTES, MAX_VALUE_BYTES, REQUEST, SET, MeetingStore
 from tests.fakes.network.introductions import asking, connected, introduced, is_closed
 from tests.fakes.patience import PATIENCE
 

@@ -12,12 +12,11 @@ import pytest
 from penstock_common.security import challenge
 from penstock_common.security.shared_secret import SharedSecret
 from penstock_enginecore.core.collective_errors import CollectiveBroken
-from penstock_enginecore.parallel import mesh as module
-from penstock_enginecore.parallel.admission import MAX_UNPROVEN
+from penstock_enginecore.parallel import rendezvous as module
+from penstock_enginecore.parallel.handshake import MAX_UNPROVEN
 from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.meeting_server import MeetingServer
-from penstock_enginecore.parallel.mesh import Mesh
-from penstock_enginecore.parallel.rendezvous import CLAIM, TOKEN_BYTES, Rendezvous, key_of
+from penstock_enginecore.parallel.rendezvous import CLAIM, TOKEN_BYTES, Mesh, Rendezvous, key_of
 from tests.fakes.network.introductions import asking, connected, introduced, is_closed
 from tests.fakes.patience import PATIENCE
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from penstock_common.errors import ConfigError
-from penstock_enginecore.parallel.gloo import gloo_group
+from penstock_enginecore.parallel.collectives import DeviceCollectives, NcclCollectives, gloo_group, nccl_group
 from penstock_enginecore.parallel.meeting import Meeting
-from penstock_enginecore.parallel.nccl import DeviceCollectives, NcclCollectives, nccl_group
 from tests.fakes.engines.thread_collectives import thread_ranks
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.parallel.plan import Heads, splits_of
+from penstock_enginecore.parallel.tensor_parallel import Heads, splits_of
 
 PLAN = {
     "model.layers.*.self_attn.q_proj": "colwise",

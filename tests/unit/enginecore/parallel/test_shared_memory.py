@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_common.errors import ConfigError
-from penstock_enginecore.parallel import shared_memory
-from penstock_enginecore.parallel.shared_memory import PIECE, SharedMemoryCollectives
+from penstock_enginecore.parallel import collectives
+from penstock_enginecore.parallel.collectives import PIECE, SharedMemoryCollectives
 from tests.fakes.patience import PATIENCE
 
 T = TypeVar("T")
-pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="the package was built without a compiler")
+pytestmark = pytest.mark.skipif(not collectives.available(), reason="the package was built without a compiler")
 
 
 class Ranks:
@@ -24,7 +24,7 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        memory = shared_memory.create(size)
+        memory = collectives.create(size)
         self.each = [SharedMemoryCollectives(memory, rank, size) for rank in range(size)]
         os.close(memory)
         self._threads = ThreadPoolExecutor(size)
@@ -91,7 +91,7 @@ def test_bfloat16_keeps_what_is_no_number(value: float) -> None:
 
 
 def test_other_numbers_and_memory_are_refused() -> None:
-    memory = shared_memory.create(2)
+    memory = collectives.create(2)
     with pytest.raises(ValueError, match="is no memory of 3 ranks"):
         SharedMemoryCollectives(memory, 0, 3)
     with pytest.raises(TypeError, match=r"not of torch.float64"):
@@ -100,8 +100,8 @@ def test_other_numbers_and_memory_are_refused() -> None:
 
 
 def test_without_the_library_the_setting_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = shared_memory.create(2)
-    monkeypatch.setattr(shared_memory, "available", lambda: False)
+    memory = collectives.create(2)
+    monkeypatch.setattr(collectives, "available", lambda: False)
     with pytest.raises(ConfigError, match="executor.collectives is 'shm', which needs the CPU kernels"):
         SharedMemoryCollectives(memory, 0, 2)
     os.close(memory)

@@ -12,8 +12,7 @@ from penstock_common.security.shared_secret import SharedSecret
 from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.meeting_server import MeetingServer
-from penstock_enginecore.parallel.socket_stream import SocketStream
-from penstock_enginecore.parallel.socket_transport import SocketTransport
+from penstock_enginecore.parallel.socket_transport import SocketStream, SocketTransport
 from penstock_enginecore.parallel.stage_links import StageLinks
 from tests.fakes.patience import PATIENCE
 

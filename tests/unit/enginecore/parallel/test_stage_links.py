@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from penstock_enginecore.parallel.meeting import Meeting
-from penstock_enginecore.parallel.stage_links import StageFailedError, StageLinks
-from penstock_enginecore.parallel.stage_transport import GlooTransport
+from penstock_enginecore.parallel.stage_links import GlooTransport, StageFailedError, StageLinks
 from tests.fakes.engines.worker_threads import Streams, ThreadTransport
 
 WIDTH = 5

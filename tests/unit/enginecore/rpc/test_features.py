@@ -12,7 +12,7 @@ from penstock_common.errors import RequestFailed
 from penstock_common.tensors.incoming import IncomingTensors
 from penstock_common.tensors.shared_memory import SegmentReader, SegmentWriter, owner_of
 from penstock_enginecore.media.core.receiver_cache import ReceiverCache
-from penstock_enginecore.rpc.features import FeatureReader
+from penstock_enginecore.rpc.request_tensors import FeatureReader
 from tests.fakes.systems.media_session import identifier_of
 
 QUOTA = 100

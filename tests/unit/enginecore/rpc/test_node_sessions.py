@@ -23,8 +23,7 @@ from penstock_enginecore.config import (
 )
 from penstock_enginecore.rpc import node_client
 from penstock_enginecore.rpc.node_client import NodeClient
-from penstock_enginecore.rpc.node_config import difference, shared_config
-from penstock_enginecore.rpc.node_listener import NodeListener
+from penstock_enginecore.rpc.node_listener import NodeListener, config_difference, shared_config
 from tests.fakes.network.certificates import Authority
 from tests.fakes.patience import PATIENCE
 
@@ -238,10 +237,10 @@ def test_settings_of_each_node_are_its_own() -> None:
     assert "executor.nodes.size" in ours
     assert not {key for key in ours if key.startswith(("executor.nodes.tls", "executor.nodes.leader", "server."))}
     theirs = shared_config(msgspec.structs.replace(config_of(index=2), cache=CacheConfig(block_size=32)))
-    assert difference(ours, theirs) == ("cache.block_size", "16", "32")
+    assert config_difference(ours, theirs) == ("cache.block_size", "16", "32")
     theirs = shared_config(msgspec.structs.replace(config_of(index=2), lora=LoraConfig(max_loras=4)))
-    assert difference(ours, theirs) == ("lora.max_loras", "0", "4")
-    assert difference(ours, ours) is None
+    assert config_difference(ours, theirs) == ("lora.max_loras", "0", "4")
+    assert config_difference(ours, ours) is None
 
 
 @pytest.mark.parametrize(

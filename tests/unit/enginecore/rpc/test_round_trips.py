@@ -67,18 +67,17 @@ from penstock_enginecore.kv_transfer.core.copier import BlockFacts, Copy
 from penstock_enginecore.lora.core.request import LoadedLora
 from penstock_enginecore.lora.worker_loads import LoadsAwaited
 from penstock_enginecore.media.core.receiver_cache import ReceiverCache
-from penstock_enginecore.rpc import convert, group_messages
-from penstock_enginecore.rpc.features import FeatureReader
-from penstock_enginecore.rpc.node_config import ENGINE_ONLY, NODE_ONLY, shared_config
-from penstock_enginecore.structured_output import compiler
-from penstock_enginecore.structured_output import messages as following
-from penstock_enginecore.structured_output.core.reasoning_budget import ReasoningBudget
+from penstock_enginecore.rpc import convert, coordinator_client
+from penstock_enginecore.rpc.node_listener import ENGINE_ONLY, NODE_ONLY, shared_config
+from penstock_enginecore.rpc.request_tensors import FeatureReader
+from penstock_enginecore.structured_output import compiling_process
+from penstock_enginecore.structured_output import grammar_processes as following
+from penstock_enginecore.structured_output.core.reasoning import ReasoningBudget
 from penstock_enginecore.worker import failures, messages
-from penstock_enginecore.worker.worker_config import WorkerConfig
+from penstock_enginecore.worker.messages import WorkerConfig
 from penstock_frontend.processing.media import worker_messages
-from penstock_frontend.rpc.media_mirror import Sent
 from penstock_frontend.rpc.session_messages import add_request, engine_core_outputs, engine_ready
-from penstock_frontend.rpc.tensor_sender import fill_feature
+from penstock_frontend.rpc.tensor_sender import Sent, fill_feature
 from tests.fakes.whole_structs import Whole, lost
 
 RANK = "engine#1"
@@ -207,7 +206,9 @@ def test_an_adapter_that_all_workers_have_loaded_is_told_whole() -> None:
 
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize(
-    "kind", structs_of(following, compiler, worker_messages), ids=lambda kind: f"{kind.__module__}.{kind.__name__}"
+    "kind",
+    structs_of(following, compiling_process, worker_messages),
+    ids=lambda kind: f"{kind.__module__}.{kind.__name__}",
 )
 def test_a_message_to_or_from_a_helping_process_arrives_whole(kind: type, turn: int) -> None:
     sent = whole(kind, turn)
@@ -330,7 +331,7 @@ def test_a_registration_arrives_whole() -> None:
     report = whole(RankReport, engine=RANK, group=RankGroup(3, (RANK, "other#2")), place=Place(3, 4, 5, 9))
     group = whole(GroupRegistration, report=report)
     sent = whole(EngineRegistration, engine_id="engine", incarnation="1", group=group)
-    message = coordinator_pb.EngineReport(register=group_messages.register_to_proto(sent))
+    message = coordinator_pb.EngineReport(register=coordinator_client.register_to_proto(sent))
     arrived = coordinator.registration(coordinator_pb.EngineReport.FromString(message.SerializeToString()))
     assert lost(sent, arrived) == []
 
@@ -338,7 +339,7 @@ def test_a_registration_arrives_whole() -> None:
 @pytest.mark.parametrize("kind", [StartWave, WaveComplete, PeerLost, PrepareFailed], ids=lambda kind: kind.__name__)
 def test_what_a_rank_says_arrives_whole(kind: type) -> None:
     sent = whole(kind, engine=RANK)
-    message = group_messages.report_to_proto(sent).SerializeToString()
+    message = coordinator_client.report_to_proto(sent).SerializeToString()
     assert lost(sent, coordinator.from_rank(coordinator_pb.EngineReport.FromString(message), RANK)) == []
 
 
@@ -346,12 +347,12 @@ def test_what_a_rank_is_told_arrives_whole() -> None:
     group = RankGroup(3, (RANK, "other#2"))
     told = whole(Reconfigure, engine=RANK, group=group)
     message = coordinator.to_rank(told, {RANK: "a:1"}).reconfigure
-    named = group_messages.named_from_proto(message, RANK)
+    named = coordinator_client.named_from_proto(message, RANK)
     assert lost(told, named.message) == []
     assert named.meetings == {RANK: "a:1", "other#2": ""}
     start = whole(StartDpWave, engine=RANK)
     message_of_wave = coordinator.to_rank(start, {}).start_dp_wave
-    assert lost(start, group_messages.start_dp_wave_from_proto(message_of_wave, RANK)) == []
+    assert lost(start, coordinator_client.start_dp_wave_from_proto(message_of_wave, RANK)) == []
 
 
 def test_a_view_arrives_whole() -> None:

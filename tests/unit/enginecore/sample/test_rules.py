@@ -14,7 +14,7 @@ from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequest
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.sample.rules import apply_rules
 from penstock_enginecore.sample.sampler import TorchSampler
-from penstock_enginecore.structured_output.core.reasoning_budget import ReasoningBudget
+from penstock_enginecore.structured_output.core.reasoning import ReasoningBudget
 from tests.fakes.engines.sampling_oracle import filtered_distribution, ruled_logits
 
 sample = TorchSampler().sample

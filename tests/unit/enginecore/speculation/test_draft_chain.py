@@ -13,7 +13,7 @@ from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.config import KernelsConfig, ModelConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.scheduler.output import NewRequestData
-from penstock_enginecore.executor.generation.batch_layout import lay_out
+from penstock_enginecore.executor.generation.input_batch import lay_out
 from penstock_enginecore.forward import native_inputs
 from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.build import ForwardConfig, build_forward

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from penstock_enginecore.structured_output.cost import accept_cost, fill_cost
+from penstock_enginecore.structured_output.matcher import accept_cost, fill_cost
 
 BUDGET = 0.02
 

@@ -11,10 +11,8 @@ import xgrammar
 
 from penstock_common.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable
 from penstock_enginecore.config import StructuredOutputConfig
-from penstock_enginecore.structured_output.children import Children
-from penstock_enginecore.structured_output.followed import CompiledConstraint
-from penstock_enginecore.structured_output.follower import GrammarFollower
-from penstock_enginecore.structured_output.messages import Masks, Ready, Result
+from penstock_enginecore.structured_output.following_client import CompiledConstraint, GrammarFollower
+from penstock_enginecore.structured_output.grammar_processes import Children, Masks, Ready, Result
 from tests.fakes.engines.followed import TIMEOUT, Followed, allowed
 
 A, LONG, B, EOS = range(4)

@@ -14,8 +14,8 @@ import pytest
 from penstock_common.errors import Internal, Unimplemented
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig, StructuredOutputConfig
 from penstock_enginecore.structured_output.backend import XgrammarBackend
-from penstock_enginecore.structured_output.children import Children
 from penstock_enginecore.structured_output.factory import make_grammar_backend
+from penstock_enginecore.structured_output.grammar_processes import Children
 from tests.fakes.engines.engine_harness import make_engine
 from tests.fakes.engines.fake_executor import FakeExecutor
 from tests.fakes.engines.fake_grammars import FakeGrammars

@@ -25,7 +25,7 @@ from penstock_enginecore.core.scheduler.output import (
     NewRequestData,
     SchedulerOutput,
 )
-from penstock_enginecore.executor.multiproc.agreement import agreed
+from penstock_enginecore.executor.multiproc.calls import agreed
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.worker.failures import Failure, WorkerError, WorkersGone
 from penstock_enginecore.worker.messages import (
@@ -33,13 +33,13 @@ from penstock_enginecore.worker.messages import (
     Sample,
     Sampled,
     Start,
+    WorkerConfig,
     decode_answer,
     decode_call,
     digest_of,
     encode,
     execute,
 )
-from penstock_enginecore.worker.worker_config import WorkerConfig
 
 
 def new_request(**fields: Any) -> NewRequestData:

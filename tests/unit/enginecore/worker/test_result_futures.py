@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from penstock_enginecore.worker.device_thread import DeviceThread
-from penstock_enginecore.worker.result_futures import CompletionThread, Late, begin_copy
+from penstock_enginecore.worker.device_thread import CompletionThread, DeviceThread, Late, begin_copy
 from tests.fakes.patience import PATIENCE
 
 

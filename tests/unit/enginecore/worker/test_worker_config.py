@@ -4,7 +4,7 @@ import pytest
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig
-from penstock_enginecore.worker.worker_config import WorkerConfig
+from penstock_enginecore.worker.messages import WorkerConfig
 
 ENGINE = EngineCoreConfig(model=ModelConfig(path="m"))
 

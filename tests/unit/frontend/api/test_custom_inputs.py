@@ -6,8 +6,7 @@ import random
 import pytest
 
 from penstock_common.types.outputs import FinishReason
-from penstock_frontend.api.custom_inputs import CustomInputs, InputReader, input_arguments
-from penstock_frontend.api.served_tools import ServedTools
+from penstock_frontend.api.tools import CustomInputs, InputReader, ServedTools, input_arguments
 from penstock_frontend.call_types import Finish, Usage
 from penstock_frontend.processing.chat.answers import ChatOutput
 from penstock_frontend.processing.parsers.base import ToolCallDelta

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from penstock_common.errors import InvalidArgument
-from penstock_frontend.api.reasoning_effort import effort_kwargs
-from penstock_frontend.api.served_tools import ServedTools, ToolChoice, flat_name
-from penstock_frontend.telemetry.call_warnings import WarningLog
+from penstock_frontend.api.openai.conversation import effort_kwargs
+from penstock_frontend.api.tools import ServedTools, ToolChoice, flat_name
+from penstock_frontend.call_warnings import WarningLog
 
 
 def tools() -> ServedTools:

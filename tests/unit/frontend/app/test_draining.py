@@ -1,6 +1,6 @@
 """When a frontend that drains is done."""
 
-from penstock_frontend.app.draining import QUIET, Draining
+from penstock_frontend.app.servers import QUIET, Draining
 
 AGE = 100.0
 MOVED = 110.1

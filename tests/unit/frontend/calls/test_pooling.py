@@ -21,13 +21,13 @@ from penstock_frontend.calls.adapters import AdapterCalls
 from penstock_frontend.calls.pooling import PoolingCalls
 from penstock_frontend.config import FairnessConfig, LimitsConfig, LoraConfig, ModelConfig
 from penstock_frontend.dispatch.adapters import Adapters
+from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.ports import ModelLimits
+from penstock_frontend.processing.outputs.pooling import PooledOutputs, PooledState, SplitOutputs
 from penstock_frontend.processing.outputs.processor import OutputProcessor
-from penstock_frontend.processing.pooling.inputs import PoolingInputs, check_generates, load_labels
-from penstock_frontend.processing.pooling.outputs import PooledOutputs, PooledState, SplitOutputs
 from penstock_frontend.processing.prompts.input import InputProcessor
+from penstock_frontend.processing.prompts.pooling import PoolingInputs, check_generates, load_labels
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
-from penstock_frontend.telemetry.metrics import FrontendMetrics
 from tests.fakes.models import small_tokenizers
 
 EMBED = PoolingParams(task=PoolingTask.EMBED)

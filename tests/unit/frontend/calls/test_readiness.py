@@ -1,6 +1,6 @@
 """When a frontend is to be sent requests."""
 
-from penstock_frontend.calls.readiness import DRAINING, FULL, SEEN, Readiness
+from penstock_frontend.calls.admission import DRAINING, FULL, SEEN, Readiness
 
 
 def test_it_is_ready_from_the_first_engine_on_whatever_becomes_of_it() -> None:

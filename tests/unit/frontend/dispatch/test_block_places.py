@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_common.types.kv_transfer import KvMedium
-from penstock_frontend.dispatch.block_places import BlockPlaces
+from penstock_frontend.dispatch.prefix_caches import BlockPlaces
 
 BLOCKS = [bytes([number]) for number in range(4)]
 

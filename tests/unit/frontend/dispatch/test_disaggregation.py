@@ -11,7 +11,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.config import DisaggregationConfig
 from penstock_frontend.dispatch.disaggregation import Legs
-from penstock_frontend.dispatch.journal_entry import Call, JournalEntry
+from penstock_frontend.dispatch.journal import Call, JournalEntry
 from penstock_frontend.dispatch.router import Candidate, Router
 
 LONG = 100

@@ -27,8 +27,8 @@ from penstock_common.types.token_columns import NewTokens, TokenColumns
 from penstock_frontend.config import DisaggregationConfig, RetriesConfig
 from penstock_frontend.dispatch.disaggregation import Legs
 from penstock_frontend.dispatch.dispatch import Dispatch
-from penstock_frontend.dispatch.drain_manager import MOST_AT_ONCE
-from penstock_frontend.dispatch.journal_entry import EngineFaultError, JournalEntry
+from penstock_frontend.dispatch.drains import MOST_AT_ONCE
+from penstock_frontend.dispatch.journal import EngineFaultError, JournalEntry
 from penstock_frontend.dispatch.prefix_caches import PrefixCaches
 from penstock_frontend.dispatch.router import Candidate, Router
 from tests.fakes import virtual_time

@@ -5,9 +5,8 @@ import pytest
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
-from penstock_frontend.dispatch.drain_schedule import Drain
-from penstock_frontend.dispatch.journal import Journal
-from penstock_frontend.dispatch.journal_entry import JournalEntry
+from penstock_frontend.dispatch.drains import Drain
+from penstock_frontend.dispatch.journal import Journal, JournalEntry
 
 NOW = 100.0
 

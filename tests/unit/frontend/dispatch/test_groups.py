@@ -8,7 +8,7 @@ from penstock_common.types.data_parallel import (
     StartDpWave,
     StartWave,
 )
-from penstock_frontend.dispatch.groups import EngineGroups
+from penstock_frontend.dispatch.pool import EngineGroups
 from tests.fakes.engines.engine_harness import make_request
 
 

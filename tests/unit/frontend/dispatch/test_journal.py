@@ -3,8 +3,7 @@
 import time
 
 from penstock_common.types.request import EngineCoreRequest
-from penstock_frontend.dispatch.journal import Journal
-from penstock_frontend.dispatch.journal_entry import JournalEntry
+from penstock_frontend.dispatch.journal import Journal, JournalEntry
 
 
 def empty() -> Journal:

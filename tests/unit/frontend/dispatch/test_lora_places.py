@@ -8,7 +8,7 @@ import pytest
 
 from penstock_common.lora.held import LoraHeld, short
 from penstock_frontend.config import RoutingPolicy
-from penstock_frontend.dispatch.lora_places import (
+from penstock_frontend.dispatch.lora_placement import (
     CACHED,
     EVICTING,
     HINT_SECONDS,

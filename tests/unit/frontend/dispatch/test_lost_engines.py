@@ -1,6 +1,6 @@
 """What is remembered of engines that were lost."""
 
-from penstock_frontend.dispatch.lost_engines import MAX_KEPT, LostEngines
+from penstock_frontend.dispatch.client import MAX_KEPT, LostEngines
 from tests.fakes.engines.engine_harness import FakeClock
 
 

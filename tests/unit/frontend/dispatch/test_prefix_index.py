@@ -4,8 +4,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from penstock_frontend.dispatch import prefix_index
-from penstock_frontend.dispatch.prefix_index import PrefixIndex
+from penstock_frontend.dispatch import prefix_caches
+from penstock_frontend.dispatch.prefix_caches import PrefixIndex
 
 ENGINES = st.sampled_from([f"e{number}" for number in range(5)])
 PROMPTS = st.text("ab", min_size=1, max_size=9)
@@ -21,7 +21,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @initialize(limit=st.sampled_from([0, 3, 10, 1000]), stride=st.sampled_from([1, 2, 3, 16]))
     def start(self, limit: int, stride: int) -> None:
-        self.usual, prefix_index._STRIDE = prefix_index._STRIDE, stride
+        self.usual, prefix_caches._STRIDE = prefix_caches._STRIDE, stride
         self.limit = limit
         self.index = PrefixIndex(limit)
         self.model: dict[str, set[bytes]] = {}
@@ -65,7 +65,7 @@ class IndexMachine(RuleBasedStateMachine):
         hashes = iter(blocks_of(prompt))
         assert self.index.runs(hashes) == expected
         num_read = len(prompt) - len(list(hashes))
-        assert num_read <= max(expected.values(), default=0) + prefix_index._STRIDE
+        assert num_read <= max(expected.values(), default=0) + prefix_caches._STRIDE
 
     @invariant()
     def the_size_is_that_of_all_engines_and_within_the_limit(self) -> None:
@@ -75,7 +75,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.num_on(engine) == len(blocks)
 
     def teardown(self) -> None:
-        prefix_index._STRIDE = self.usual
+        prefix_caches._STRIDE = self.usual
         for engine in self.model:
             self.index.clear(engine)
         assert not self.index._holders

@@ -6,7 +6,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.config import RetriesConfig
-from penstock_frontend.dispatch.journal_entry import Call, JournalEntry
+from penstock_frontend.dispatch.journal import Call, JournalEntry
 from penstock_frontend.dispatch.retries import Blame, Retries
 
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from penstock_common.types.cluster import EngineState, EngineStatus
-from penstock_frontend.dispatch.subset import Subset
+from penstock_frontend.dispatch.pool import Subset
 
 
 def engines(count, **states):

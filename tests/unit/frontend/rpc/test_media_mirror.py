@@ -10,7 +10,7 @@ from penstock_common.tensors.sizes import Limits
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_enginecore.media.core.receiver_cache import CACHE_FULL, NOT_CACHED, ReceiverCache
-from penstock_frontend.rpc.media_mirror import MediaMirror
+from penstock_frontend.rpc.tensor_sender import MediaMirror
 from tests.fakes.systems.media_session import MediaSessionPair, assert_same, identifier_of, item, request_of
 
 QUOTA = 1000

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock_local.bench.charts import axis, bars, line, mark, number, steps
+from penstock_local.bench.html_report import axis, bars, line, mark, number, steps
 
 
 @pytest.mark.parametrize(

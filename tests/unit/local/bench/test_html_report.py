@@ -6,10 +6,8 @@ from datetime import UTC, datetime
 from html.parser import HTMLParser
 
 from penstock_local.bench.html_report import Run, html_report
-from penstock_local.bench.json_answers import JsonAnswers
 from penstock_local.bench.options import BenchOptions
-from penstock_local.bench.record import Record
-from penstock_local.bench.report import make_report
+from penstock_local.bench.report import JsonAnswers, Record, make_report
 
 VOID = {"meta", "link", "br", "polyline", "path"}
 

@@ -1,7 +1,6 @@
 """Whether answers are the JSON that was asked for."""
 
-from penstock_local.bench.json_answers import JsonAnswers, check_answers
-from penstock_local.bench.record import Record
+from penstock_local.bench.report import JsonAnswers, Record, check_answers
 
 SCHEMA = '{"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}'
 

@@ -2,8 +2,7 @@
 
 from array import array
 
-from penstock_local.bench.record import Record
-from penstock_local.bench.slices import cut
+from penstock_local.bench.report import Record, cut
 
 
 def test_tokens_are_counted_where_they_came_and_requests_where_they_ran() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock_local.commands.drafts_cell import drafts_of
+from penstock_local.commands.status import drafts_of
 
 COUNTS = {"num_drafts": 10, "num_draft_tokens": 40, "num_accepted_tokens": 15}
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock_local.commands.worker_table import device_of
+from penstock_local.commands.status import device_of
 
 GIB = 2**30
 GPU = {

@@ -10,14 +10,12 @@ import pytest
 from PIL import Image
 
 from penstock_common.errors import ConfigError, InvalidArgument, RequestFailed, Unimplemented
-from penstock_frontend.call_types import MixedPrompt
-from penstock_frontend.media_parts import EncodedFile, Frames, MediaPart, Url
+from penstock_frontend.call_types import EncodedFile, Frames, MediaPart, MixedPrompt, Url
+from penstock_frontend.in_process_media import UnplacedPrompt, placed
 from penstock_frontend.processing.media.decode import decode_image, open_image
-from penstock_frontend.processing.media.decode_limits import DecodeLimits
-from penstock_frontend.python_media.prompts import UnplacedPrompt, placed
-from penstock_local.llm.inputs import conversations_of, predicted_of, prompts_of
+from penstock_frontend.processing.media.worker_messages import DecodeLimits
+from penstock_local.llm.inputs import Requests, conversations_of, predicted_of, prompts_of
 from penstock_local.llm.options import media_config, media_limits
-from penstock_local.llm.requests import Requests
 from tests.fakes.media_files import image_file, sound_file
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (6, 8, 3), dtype=np.uint8)

@@ -14,7 +14,7 @@ import penstock_local
 from penstock_common.errors import InvalidArgument
 from penstock_common.types import sampling
 from penstock_local import AsyncLLMEngine, BeamSearchParams, JsonWhitespace, LLMEngine, SamplingParams, StructuredOutput
-from penstock_local.llm import vllm_names
+from penstock_local.llm import parameters
 from penstock_local.llm.inputs import sampling_of
 from penstock_local.llm.llm import LLM
 
@@ -84,7 +84,7 @@ def test_the_package_refuses_names_of_vllm_with_what_to_use() -> None:
     with pytest.raises(ImportError, match="'StructuredOutputsParams' from 'penstock_local'; use StructuredOutput"):
         _ = penstock_local.StructuredOutputsParams
     assert not hasattr(penstock_local, "NothingOfTheKind")
-    assert vllm_names.TYPES.keys() & set(penstock_local.__all__) == set()
+    assert parameters.TYPES.keys() & set(penstock_local.__all__) == set()
 
 
 def test_sampling_params_may_be_changed_and_cloned() -> None:

@@ -9,7 +9,7 @@ from penstock_common.config.sections import ServerConfig
 from penstock_common.rpc.server import RpcServer
 from penstock_local.rpc.admin import AdminClient
 from penstock_local.rpc.client import InferenceClient, ServerUnreachableError, TlsMismatchError, WrongAddressError
-from penstock_local.rpc.tls_probe import is_http_port, mismatch
+from penstock_local.rpc.connect import is_http_port, mismatch
 from tests.fakes.network.certificates import Authority
 
 WITH_TLS = {"PENSTOCK_TLS_CA": "ca.crt"}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock_common.errors import ConfigError
-from penstock_local.serving.devices import assign, visible_gpus
+from penstock_local.serving.machine import assign, visible_gpus
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 from penstock_common.types.cluster import ClusterView
 from penstock_common.types.data_parallel import GroupView, PoolGroup, RankGroup, rank_name
-from penstock_local.serving.group_ranks import GroupRanks
-from penstock_local.serving.process import ProcessSpec
+from penstock_local.serving.supervisor import GroupRanks, ProcessSpec
 
 
 class Noting:

@@ -13,10 +13,10 @@ from penstock_common.memory import Memory
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_frontend.config import FrontendConfig
-from penstock_local.serving.cache_memory import check_cache_memory
+from penstock_local.serving.machine import check_cache_memory
 from penstock_local.serving.plan import check, check_model, engine_spec, needs_secret, num_internal_ports, plan
-from penstock_local.serving.process import ProcessSpec
 from penstock_local.serving.serve_options import ServeOptions
+from penstock_local.serving.supervisor import ProcessSpec
 
 DEMO_MODEL = Path(__file__).resolve().parents[4] / "examples/demo_model/penstock-tiny"
 T = TypeVar("T", bound=msgspec.Struct)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_local.serving.process import ProcessSpec, ServiceProcess, describe_exit
+from penstock_local.serving.supervisor import ProcessSpec, ServiceProcess, describe_exit
 
 
 async def run(tmp_path: Path, program: str, **changes: float) -> tuple[int, list[str], ServiceProcess]:

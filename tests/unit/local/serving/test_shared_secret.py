@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock_common.security.shared_secret import load_secret
-from penstock_local.serving.shared_secret import secret_file
+from penstock_local.serving.serve import secret_file
 
 
 def test_the_file_is_of_this_user_alone_and_goes_at_the_end(capfd: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_frontend.config import MediaConfig
-from penstock_frontend.processing.media.fetch import Fetcher
+from penstock_frontend.processing.media.http_client import Fetcher
 from tests.fakes.patience import PATIENCE
 from tests.fuzz.attacks import Attacks
 from tests.fuzz.blame import Blame

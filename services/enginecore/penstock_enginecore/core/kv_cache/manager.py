@@ -11,9 +11,8 @@ import msgspec
 from penstock_common.block_hash import BlockHasher
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.kv_transfer import BlockName, KvMedium
-from penstock_enginecore.core.kv_cache.block_pool import BlockPool, KVCacheBlock
+from penstock_enginecore.core.kv_cache.block_pool import BlockPool, ComputedBlocks, KVCacheBlock, find_computed_blocks
 from penstock_enginecore.core.kv_cache.events import KvEventLog
-from penstock_enginecore.core.kv_cache.prefix import ComputedBlocks, find_computed_blocks
 from penstock_enginecore.core.kv_cache.sizing import num_blocks_for
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.request import Request

@@ -1,13 +1,12 @@
-"""How many KV cache blocks there are, and how long a sequence they can hold."""
+"""How many KV cache blocks an engine gets when it starts, and how long a sequence they can hold."""
 
 import bisect
 import logging
 from collections.abc import Mapping, Sequence
 
 from penstock_common.errors import ConfigError
-from penstock_enginecore.config import CacheConfig
-from penstock_enginecore.core.kv_cache.grouping import block_bytes, group_layers
-from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from penstock_enginecore.config import CacheConfig, SchedulerConfig
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, block_bytes, group_layers
 
 logger = logging.getLogger(__name__)
 
@@ -109,3 +108,30 @@ def _size(num_bytes: int) -> str:
     """A size that ``penstock_common.config.parse_bytes`` reads, rounded up."""
     unit, name = (2**20, "MiB") if num_bytes >= 2**20 else (2**10, "KiB")
     return f"{-(-num_bytes // unit)}{name}"
+
+
+# A model that keeps nothing between steps: encoders see a whole prompt at once.
+
+
+def size_without_kv_cache(
+    scheduler: SchedulerConfig, *, requested_max_model_len: int | None, model_max_len: int
+) -> KVCacheConfig:
+    """A pool that limits nothing: one block holds any request, and there are more blocks than requests may run.
+
+    The blocks are numbers only, no memory stands behind them. A prompt must fit into a step, so ``max_model_len`` is at
+    most ``scheduler.max_num_batched_tokens``. Raises ConfigError for a requested length that is longer.
+    """
+    budget = scheduler.step_tokens
+    length = min(model_max_len, budget) if requested_max_model_len is None else requested_max_model_len
+    if length > model_max_len:
+        raise ConfigError(f"model.max_model_len is {length}; the model itself allows {model_max_len} tokens")
+    if length > budget:
+        raise ConfigError(
+            f"model.max_model_len is {length}; an encoder computes a prompt in one step, so it must be at most "
+            f"scheduler.max_num_batched_tokens, {budget}"
+        )
+    # The watermark keeps up to half of the blocks free, and block 0 is the null block.
+    num_blocks = 2 * scheduler.max_num_seqs + 3
+    return KVCacheConfig(
+        num_blocks=num_blocks, block_size=length, groups=(KVCacheGroup(layer_names=()),), max_model_len=length
+    )

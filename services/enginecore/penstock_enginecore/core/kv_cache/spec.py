@@ -1,4 +1,12 @@
-"""What each attention layer needs from the KV cache, and what it was given."""
+"""What each attention layer needs from the KV cache, and which layers share a block table and memory.
+
+Layers share tensors: KV tensor i holds layer i of every group. A block id is owned by one group at a time, so the
+others leave that block's part of the tensor alone. A block therefore takes a part of as many tensors as the largest group has
+layers, and groups of equal size waste nothing. (The idea is vLLM's hybrid KV cache manager.)
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -81,3 +89,100 @@ class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     groups: tuple[KVCacheGroup, ...]
     max_model_len: int
+
+
+# Grouping of layers.
+
+MAX_GROUPS = 8
+"""Each group costs a block table and a plan of its attention in every step."""
+
+
+class KVTensorWidth(NamedTuple):
+    """Numbers that a token takes in a tensor: as many as in the widest of the layers that share it."""
+
+    key_width: int
+    value_width: int
+
+
+def kv_tensor_widths(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup]) -> list[KVTensorWidth]:
+    """The width of each KV tensor. Layers whose heads differ may share one; the narrower leaves the rest unused."""
+    count = max(len(group.layer_names) for group in groups)
+    widths = []
+    for i in range(count):
+        layers = [specs[group.layer_names[i]] for group in groups if i < len(group.layer_names)]
+        widths.append(KVTensorWidth(max(s.key_width for s in layers), max(s.value_width for s in layers)))
+    return widths
+
+
+def block_bytes(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup]) -> int:
+    """Bytes of one block in all KV tensors. Those of the model and of what drafts are apart."""
+    return sum(_bytes_of(specs, groups, drafts=drafts) for drafts in (False, True))
+
+
+def _bytes_of(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup], *, drafts: bool) -> int:
+    """Of the layers of what drafts, or of the model."""
+    own = [
+        msgspec.structs.replace(
+            group, layer_names=tuple(name for name in group.layer_names if name.startswith(DRAFT_PREFIX) is drafts)
+        )
+        for group in groups
+    ]
+    layers = [specs[name] for group in own for name in group.layer_names]
+    if not layers:
+        return 0
+    numbers = sum(width.key_width + width.value_width for width in kv_tensor_widths(specs, own))
+    return max(spec.block_size for spec in layers) * max(spec.dtype_size for spec in layers) * numbers
+
+
+def group_layers(
+    specs: Mapping[str, KVCacheSpec], *, max_len: int, max_tokens_in_flight: int
+) -> tuple[KVCacheGroup, ...]:
+    """The groups in which a decoding sequence of ``max_len`` tokens takes the least memory; of equals, the fewest.
+
+    There is a group per kind of layer (its window), and where one kind has many more layers than another, as many
+    groups as make their sizes similar: four full layers beside twenty windowed ones become one group and five. One
+    group without a window is the last resort: it is chosen where windows save nothing, or where layers differ so much
+    in size that sharing tensors costs more than windows save.
+    """
+    block_size = max(spec.block_size for spec in specs.values())
+    kinds: dict[tuple[int | None, int | None], list[str]] = {}
+    for name, spec in specs.items():
+        kinds.setdefault((_below(spec.sliding_window, max_len), _below(spec.attention_chunk, max_len)), []).append(name)
+    best: tuple[KVCacheGroup, ...] = (KVCacheGroup(layer_names=tuple(specs)),)
+    best_cost = _cost(specs, best, max_len, block_size)
+    for size in range(max(len(names) for names in kinds.values()), 0, -1):
+        groups = tuple(
+            KVCacheGroup(
+                layer_names=tuple(names[i : i + size]),
+                sliding_window=window,
+                attention_chunk=chunk,
+                max_blocks=_max_blocks(window, chunk, max_tokens_in_flight, block_size),
+            )
+            for (window, chunk), names in kinds.items()
+            for i in range(0, len(names), size)
+        )
+        cost = _cost(specs, groups, max_len, block_size)
+        if len(groups) <= MAX_GROUPS and cost < best_cost:
+            best, best_cost = groups, cost
+    return best
+
+
+def _below(span: int | None, max_len: int) -> int | None:
+    """A window that no sequence leaves is none."""
+    return None if span is None or span >= max_len else span
+
+
+def _cost(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup], max_len: int, block_size: int) -> int:
+    """Bytes that a sequence of ``max_len`` tokens holds between two steps that compute a token each."""
+    full = -(-max_len // block_size)
+    blocks = 0
+    for group in groups:
+        window = _max_blocks(group.sliding_window, group.attention_chunk, 1, block_size)
+        blocks += full if window is None else min(full, window)
+    return blocks * block_bytes(specs, groups)
+
+
+def _max_blocks(window: int | None, chunk: int | None, max_tokens_in_flight: int, block_size: int) -> int | None:
+    """Blocks of the keys that ``max_tokens_in_flight`` consecutive queries see, wherever they stand."""
+    spans = [span for span in (window, chunk) if span is not None]
+    return -(-(min(spans) - 1 + max_tokens_in_flight) // block_size) + 1 if spans else None

@@ -11,11 +11,10 @@ from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import EngineCoreOutputs, LoraStats, RequestError, SchedulerStats
 from penstock_enginecore.config import SchedulerConfig, SpeculativeConfig
-from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.model_info import MediaInfo
-from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.kv_transfer.core.base import KVConnector
 from penstock_enginecore.kv_transfer.core.lease_seam import KVLeases

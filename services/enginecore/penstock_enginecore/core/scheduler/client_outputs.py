@@ -13,8 +13,7 @@ from penstock_common.types.outputs import (
 )
 from penstock_common.types.pooling import Vectors
 from penstock_common.types.token_columns import TokenColumns
-from penstock_enginecore.core.request import Request
-from penstock_enginecore.core.request_log import log_failed
+from penstock_enginecore.core.request import Request, log_failed
 
 
 class _ForClient:

@@ -12,7 +12,7 @@ from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.lora.core.request import LoraRequest
-from penstock_enginecore.structured_output.core.reasoning_budget import ReasoningBudget
+from penstock_enginecore.structured_output.core.reasoning import ReasoningBudget
 
 _NO_DRAFTS: list[int] = []
 MAX_SMALL_BYTES = 1024

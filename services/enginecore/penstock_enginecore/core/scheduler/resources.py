@@ -3,9 +3,8 @@
 import enum
 from collections.abc import Callable
 
-from penstock_enginecore.core.hold import Hold
-from penstock_enginecore.core.kv_cache.prefix import ComputedBlocks
-from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.kv_cache.block_pool import ComputedBlocks
+from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.scheduler.state import SchedulerState
 from penstock_enginecore.lora.core.slots import LoraSlots

@@ -14,24 +14,23 @@ from collections.abc import Iterable, Iterator
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import EngineCoreOutputs, EventType, RequestError, SchedulerStats
-from penstock_enginecore.core.hold import Hold
-from penstock_enginecore.core.request import Request, RequestStatus
-from penstock_enginecore.core.request_log import log_incident
-from penstock_enginecore.core.scheduler.admission import QueueAdmission
+from penstock_enginecore.core.request import Hold, Request, RequestStatus, log_incident
 from penstock_enginecore.core.scheduler.base import PauseState, Scheduler, SchedulerContext
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
-from penstock_enginecore.core.scheduler.pipeline_spread import DecodeShare, decodes
 from penstock_enginecore.core.scheduler.preemption import Preemption
 from penstock_enginecore.core.scheduler.resources import Admission, LoraSlotResource, StepResource
 from penstock_enginecore.core.scheduler.results import StepResults
 from penstock_enginecore.core.scheduler.state import SchedulerState
-from penstock_enginecore.core.scheduler.token_accounting import (
+from penstock_enginecore.core.scheduler.token_budget import (
+    DecodeShare,
     count_as_computed,
     count_as_not_computed,
+    decodes,
     num_tokens_due,
     sampled_by_grammar,
 )
+from penstock_enginecore.core.scheduler.waiting_queue import QueueAdmission
 from penstock_enginecore.kv_transfer.core.kv_loads import KvLoads
 from penstock_enginecore.media.core.encoder_scheduling import EncoderWork
 from penstock_enginecore.speculation.core.draft_planner import DraftPlanner

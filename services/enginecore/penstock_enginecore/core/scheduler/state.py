@@ -6,11 +6,10 @@ from penstock_common.errors import InvalidArgument, quoted
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.base import PauseState, SchedulerContext
-from penstock_enginecore.core.scheduler.budget import StepBudget, budget_of
 from penstock_enginecore.core.scheduler.client_outputs import ClientOutputs
 from penstock_enginecore.core.scheduler.failure_bisection import StepTrial
-from penstock_enginecore.core.scheduler.queue import Rank
-from penstock_enginecore.core.scheduler.waiting import WaitingRequests
+from penstock_enginecore.core.scheduler.token_budget import StepBudget, budget_of
+from penstock_enginecore.core.scheduler.waiting_queue import Rank, WaitingRequests
 from penstock_enginecore.kv_transfer.core.lease_seam import KVLeases
 
 

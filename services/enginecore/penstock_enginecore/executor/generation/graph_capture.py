@@ -1,4 +1,4 @@
-"""Decode steps that are captured before there are requests, and what their graphs take."""
+"""Decode steps that are captured as graphs before there are requests: which, and what their graphs take."""
 
 import logging
 import time
@@ -9,11 +9,44 @@ import numpy as np
 import torch
 
 from penstock_common.memory import in_units
+from penstock_enginecore.attention.base import IntArray
+from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.worker_stats import GraphStats
-from penstock_enginecore.executor.generation.device_token_buffer import NewestTokens
-from penstock_enginecore.forward.base import ForwardPass
+from penstock_enginecore.forward.base import FedTokens, ForwardPass
 from penstock_enginecore.forward.build import BuiltForward
+from penstock_enginecore.forward.cuda.buffers import decode_sizes
 from penstock_enginecore.forward.dummy_step import blank_decodes
+from penstock_enginecore.forward.upload import to_device
+
+# The tokens that a device has chosen last, which it takes as inputs before the host knows them.
+
+_INITIAL_ROWS = 1024
+"""More than that move what steps were captured with, which are captured anew."""
+
+
+class NewestTokens:
+    """By row of the batch, on the device; behind them one that is nobody's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._ids = torch.zeros(_INITIAL_ROWS + 1, dtype=torch.int32, device=device)
+
+    def room_for(self, rows: IntArray) -> torch.Tensor:
+        """int32 ``[more than any of rows, and one]``: the same memory, unless it has become too small."""
+        most = int(rows.max(initial=0))
+        if most >= len(self._ids) - 1:
+            grown = self._ids.new_zeros((1 << most.bit_length()) + 1)
+            grown[: len(self._ids) - 1] = self._ids[:-1]
+            self._ids = grown
+        return self._ids
+
+    def keep(self, rows: IntArray, token_ids: torch.Tensor) -> None:
+        """Make ``token_ids`` int32 ``[n]`` the newest of ``rows`` int64 ``[n]``, behind the work that chooses them."""
+        self.room_for(rows).index_copy_(0, to_device(rows, self._ids.device), token_ids)
+
+    def feed(self, places: IntArray, rows: IntArray) -> FedTokens | None:
+        """The newest tokens of ``rows`` for ``places`` of a flat batch; None for none."""
+        return FedTokens(self._ids, places, rows) if len(places) else None
+
 
 logger = logging.getLogger(__name__)
 
@@ -87,3 +120,15 @@ class GraphCapture:
 
     def _room(self) -> torch.Tensor:
         return self._newest.room_for(np.zeros(0, dtype=np.int64))
+
+
+def sizes_to_capture(config: EngineCoreConfig) -> list[int]:
+    """In tokens, the largest first, so that graphs of smaller ones find memory. Empty where none are to be."""
+    if not config.kernels.capture_at_start:
+        return []
+    limits = config.scheduler
+    sizes = decode_sizes(min(limits.max_num_seqs, limits.step_tokens))
+    wanted = config.kernels.graph_sizes
+    if wanted:
+        sizes = [size for size in sizes if any(decode_sizes(each)[-1] == size for each in wanted)]
+    return sorted(sizes, reverse=True)

@@ -6,29 +6,132 @@ at once.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock_enginecore.attention.base import IntArray
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequestData, SchedulerOutput
-from penstock_enginecore.executor.generation.batch_layout import LaidOut, lay_out, rows_before
-from penstock_enginecore.executor.generation.row_settings import RowSettings, SamplingColumns, grown, named_rows
+from penstock_enginecore.executor.generation.prompt_embeds import vector_positions
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, PromptTargets, StepInputs
-from penstock_enginecore.executor.generation.vector_positions import vector_positions
 from penstock_enginecore.lora.adapter_batching import ordered_by_adapter, segments_of
-from penstock_enginecore.sample.base import PlainDraws, RowKinds, SamplingInputs
+from penstock_enginecore.sample.base import DrawSettings, PlainDraws, RowKinds, SamplingInputs
 from penstock_enginecore.sample.random import UniformsAhead, uniforms
 from penstock_enginecore.sample.request_rules import RequestRules, join_rules
-from penstock_enginecore.sample.rules import LogitRules
+from penstock_enginecore.sample.rules import GrammarRows, LogitRules
+
+# How rows of logits are sampled.
+
+_INT64_MAX = 2**63 - 1
+_T = TypeVar("_T", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSettings:
+    """How requests sample: the parts of ``SamplingInputs`` that stay the same from step to step."""
+
+    request_ids: list[str]
+    rows: IntArray
+    draw: DrawSettings
+    kinds: RowKinds
+    uniforms: UniformsAhead
+    """Of the rows that are drawn."""
+
+
+class SamplingColumns:
+    """How requests sample, by row of the batch: ``draw`` and ``seed``, ``[rows]`` each."""
+
+    def __init__(self) -> None:
+        self.draw = DrawSettings.off(0)
+        self.seed = np.zeros(0, dtype=np.uint64)
+
+    def grow(self, rows: int) -> None:
+        """Have so many rows."""
+        self.draw = DrawSettings._make(grown(column, rows) for column in self.draw)
+        self.seed = grown(self.seed, rows)
+
+    def set(self, row: int, params: SamplingParams) -> None:
+        """ValueError for a request that is drawn and has no seed."""
+        if params.seed is None and not params.greedy:
+            raise ValueError("sampling_params.seed must be set by the time a request reaches a worker")
+        for name, column in zip(DrawSettings._fields, self.draw, strict=True):
+            column[row] = min(getattr(params, name), _INT64_MAX)
+        self.seed[row] = (params.seed or 0) % 2**64
+
+
+def grown(array: npt.NDArray[_T], rows: int) -> npt.NDArray[_T]:
+    """The array with so many rows, those behind its own 0."""
+    larger = np.zeros((rows, *array.shape[1:]), dtype=array.dtype)
+    larger[: len(array)] = array
+    return larger
+
+
+def named_rows(grammar: GrammarBitmask, request_ids: Sequence[str]) -> GrammarRows | None:
+    """The masks of ``grammar`` by row of ``request_ids``, those of a request one behind the other; None for none."""
+    if not grammar.request_ids:
+        return None
+    first = {request_id: i for i, request_id in reversed(list(enumerate(request_ids)))}
+    named = np.array([first[request_id] for request_id in grammar.request_ids], dtype=np.int64)
+    return GrammarRows(named + grammar.offsets if grammar.offsets else named, grammar.bitmask)
+
+
+# Lays tokens out flat for a forward pass.
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """Tokens of requests, flat: where those of each request begin, int64 ``[requests + 1]``, and of each token the row of the
+    batch and the position, int64 ``[tokens]``. ``attention``: one entry per KV cache group.
+    """
+
+    query_start_loc: IntArray
+    rows: IntArray
+    positions: IntArray
+    attention: list[AttentionMetadata]
+
+
+def lay_out(
+    block_tables: Sequence[npt.NDArray[np.int32]],
+    block_size: int,
+    rows: IntArray,
+    computed: IntArray,
+    lengths: IntArray,
+    ahead: int = 0,
+) -> LaidOut:
+    """``lengths`` tokens of each of ``rows`` from position ``computed`` on, int64 ``[requests]`` each. ``block_tables``: one
+    per KV cache group, ``[rows, blocks]``; those of the metadata go on for ``ahead`` positions behind the tokens.
+    """
+    query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=query_start_loc[1:])
+    seq_lens = computed + lengths
+    token_rows = np.repeat(rows, lengths)
+    positions = np.arange(query_start_loc[-1]) + np.repeat(computed - query_start_loc[:-1], lengths)
+    blocks_used = -(-(int(seq_lens.max(initial=0)) + ahead) // block_size)
+    attention = []
+    for table in block_tables:
+        blocks = table[token_rows, positions // block_size].astype(np.int64)
+        slots = blocks * block_size + positions % block_size
+        attention.append(AttentionMetadata(query_start_loc, seq_lens, table[rows, :blocks_used], slots, block_size))
+    return LaidOut(query_start_loc, token_rows, positions, attention)
+
+
+def rows_before(ends: IntArray, drafts: Sequence[Sequence[int]]) -> IntArray:
+    """Of requests whose tokens end at ``ends`` of a flat batch, those whose logits choose the next token behind each of their
+    drafts, and behind none: int64 ``[drafts and requests]``.
+    """
+    counts = np.fromiter(map(len, drafts), dtype=np.int64, count=len(drafts)) + 1
+    first = np.repeat(ends - counts, counts)
+    return first + np.arange(len(first)) - np.repeat(np.cumsum(counts) - counts, counts)
+
 
 _INITIAL_ROWS = 16
 _UNKNOWN = -1
 """Stands for a token that was chosen and is not on the host yet."""
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
 _NO_DRAFTS: Mapping[str, list[int]] = {}
-_T = TypeVar("_T", bound=np.generic)
 
 
 class InputBatch:

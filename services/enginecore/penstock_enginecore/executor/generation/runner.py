@@ -18,20 +18,14 @@ from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitm
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.device_memory.kept import KeptMemory
 from penstock_enginecore.executor.device import prompt_batch_tokens, step_tokens
-from penstock_enginecore.executor.generation.device_token_buffer import NewestTokens
 from penstock_enginecore.executor.generation.drafting import Drafting
-from penstock_enginecore.executor.generation.encoder_rows import row_bytes
-from penstock_enginecore.executor.generation.fastest_pass import fastest_pass
-from penstock_enginecore.executor.generation.graph_capture import GraphCapture
+from penstock_enginecore.executor.generation.graph_capture import GraphCapture, NewestTokens
 from penstock_enginecore.executor.generation.input_batch import InputBatch
-from penstock_enginecore.executor.generation.late_output import read_late
-from penstock_enginecore.executor.generation.pending_step import PendingStep
-from penstock_enginecore.executor.generation.scorer import score_prompts
-from penstock_enginecore.executor.generation.step_embeddings import StepEmbeddings
+from penstock_enginecore.executor.generation.media import StepEmbeddings, row_bytes
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, StepInputs
-from penstock_enginecore.executor.generation.step_sampling import StepSampling
+from penstock_enginecore.executor.generation.step_sampling import PendingStep, StepSampling, read_late, score_prompts
 from penstock_enginecore.experts.group_experts import GroupExperts
-from penstock_enginecore.forward.base import Choice, ForwardBatch, KeptWeights
+from penstock_enginecore.forward.base import Choice, ForwardBatch, ForwardPass, KeptWeights
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.lora.adapter import AdaptedForward
@@ -40,7 +34,27 @@ from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.sample.base import DrawSettings, LaunchedTokens, SamplingInputs
 from penstock_enginecore.speculation.base import Drafter
 from penstock_enginecore.speculation.draft_layers import model_layers
-from penstock_enginecore.worker.result_futures import Arrival, BeginCopy, Late, begin_copy
+from penstock_enginecore.worker.device_thread import Arrival, BeginCopy, Late, begin_copy
+
+
+def fastest_pass(
+    forward: ForwardPass, num_tokens: int, passes: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Return the seconds of the fastest of so many ``passes`` over a request's first tokens, all of whose logits are computed, on
+    a cache of their own. Leaves ``forward`` without one. ``clock``: seconds.
+    """
+    block_size = next(iter(forward.specs.values())).block_size
+    probe = Probe.largest(num_tokens, num_tokens, block_size)
+    return min(_timed(forward, probe, clock) for _ in range(passes))
+
+
+def _timed(forward: ForwardPass, probe: Probe, clock: Callable[[], float]) -> float:
+    began = clock()
+    logits = probe_logits(forward, probe)
+    if logits.device.type == "cuda":
+        torch.cuda.synchronize(logits.device)
+    return clock() - began
+
 
 ChosenElsewhere = Callable[[], Arrival | None]
 """The tokens of the step that was executed last, in the order of its requests; None where they are not read."""

@@ -12,9 +12,9 @@ from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.forward.stage import StageForward
 from penstock_enginecore.models.loader import LoadedModel
-from penstock_enginecore.parallel.kv_groups import own_groups
 from penstock_enginecore.parallel.stage_links import StageLinks
-from penstock_enginecore.worker.result_futures import Arrival, Late
+from penstock_enginecore.parallel.stage_plan import own_groups
+from penstock_enginecore.worker.device_thread import Arrival, Late
 
 
 class StageRunner:

@@ -1,20 +1,122 @@
-"""Samples a step on the host: a token of each request, or the drafts of it that hold and one more."""
+"""Samples a step on the host: a token of each request, or the drafts of it that hold and one more, with log-probabilities."""
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
 import torch
 
 from penstock_common.types.logprobs import Logprobs
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput
 from penstock_enginecore.executor.generation.input_batch import InputBatch
-from penstock_enginecore.executor.generation.pending_step import PendingStep
-from penstock_enginecore.executor.generation.scorer import OutputScores
-from penstock_enginecore.executor.generation.step_inputs import SampledRows, StepInputs
+from penstock_enginecore.executor.generation.step_inputs import PromptTargets, SampledRows, StepInputs
+from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass
 from penstock_enginecore.forward.build import BuiltForward
-from penstock_enginecore.sample.base import LaunchedTokens
+from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
+from penstock_enginecore.sample.logprobs import token_logprobs
 from penstock_enginecore.sample.verify import final_runs
+from penstock_enginecore.worker.device_thread import Arrival
+
+# Log-probabilities of a step, as its output reports them.
+
+_MAX_LOGITS_BYTES = 64 * 2**20
+"""Float32 logits of prompt tokens at one time, at most, unless a single row has more."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputScores:
+    """Raw ``logits`` ``[len(wanted), vocab]`` of the requests that want log-probabilities. ``wanted``: which rows they are of
+    those that sample, and of how many of the likeliest tokens.
+    """
+
+    logits: torch.Tensor
+    wanted: Sequence[tuple[int, int]]
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, wanted: Sequence[tuple[int, int]], *, overwritten: bool) -> "OutputScores":
+        """Of the rows of ``logits`` that ``wanted`` names: copies where the sampler overwrites them."""
+        if not wanted or (len(wanted) == len(logits) and not overwritten):
+            return cls(logits, wanted)
+        rows = torch.tensor([row for row, _ in wanted], dtype=torch.int64, device=logits.device)
+        return cls(logits[rows], wanted)
+
+    def logprobs(self, request_ids: Sequence[str], token_ids: IntArray) -> dict[str, Logprobs]:
+        """Those of the sampled ``token_ids``, by request id; both parallel to the rows that were sampled. A request with several
+        rows has those of all of them, in their order.
+        """
+        if not self.wanted:
+            return {}
+        chosen = token_ids[[row for row, _ in self.wanted]]
+        vocab = self.logits.shape[1]
+        counts = [_count(count, vocab) for _, count in self.wanted]
+        scored = token_logprobs(self.logits, torch.from_numpy(chosen).to(self.logits.device), max(counts))
+        result: dict[str, Logprobs] = {}
+        for i, (row, _) in enumerate(self.wanted):
+            scored.add_to(result.setdefault(request_ids[row], Logprobs()), i, counts[i])
+        return result
+
+
+def score_prompts(
+    forward: ForwardPass, batch: ForwardBatch, sampled_rows: IntArray, targets: Sequence[PromptTargets]
+) -> tuple[ForwardOutput, dict[str, Logprobs]]:
+    """Run a step: its output with logits ``[len(sampled_rows), vocab]``, and log-probabilities of ``targets`` by request id.
+
+    The logits of prompt tokens are made from the hidden states of the forward pass, a few rows at a time, so that a long prompt
+    needs no more memory than a short one. Where the head does not run on its own they come out of the pass itself.
+    """
+    separate = forward.separate_head
+    rows = sampled_rows if separate else np.concatenate([sampled_rows, *(target.rows for target in targets)])
+    output = forward.run(batch, rows, keep_states=separate)
+    logits = output.logits
+    result: dict[str, Logprobs] = {}
+    start = len(sampled_rows)
+    for target in targets:
+        own = None if separate else logits[start : start + len(target.rows)]
+        start += len(target.rows)
+        result[target.request_id] = _score(forward, target, output.states, own, logits.shape[1])
+    return replace(output, logits=logits[: len(sampled_rows)], states=None, launched=None), result
+
+
+def _score(
+    forward: ForwardPass, target: PromptTargets, states: Any, logits: torch.Tensor | None, vocab: int
+) -> Logprobs:
+    """Log-probabilities of ``target``. Its ``logits`` ``[rows, vocab]``, or the ``states`` to make them of."""
+    scored = Logprobs()
+    size = max(1, _MAX_LOGITS_BYTES // (4 * vocab))
+    count = _count(target.count, vocab)
+    for start in range(0, len(target.rows), size):
+        part = slice(start, start + size)
+        rows = torch.from_numpy(target.rows[part]).to(forward.device)
+        token_ids = torch.from_numpy(target.token_ids[part]).to(forward.device)
+        part_logits = forward.head(states, rows) if logits is None else logits[part]
+        of_part = token_logprobs(part_logits, token_ids, count)
+        for row in range(len(rows)):
+            of_part.add_to(scored, row, count)
+    return scored
+
+
+def _count(count: int, vocab: int) -> int:
+    """How many of the likeliest tokens: -1 is all."""
+    return vocab if count < 0 else min(count, vocab)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A forward pass whose tokens are not sampled yet. ``logits`` ``[rows, vocab]``, or of the vocabulary what this
+    rank has. ``draws``: of the rows, where none needs more than a device can do. ``launched``: what the pass chose by them.
+    ``num_drafts_wanted``: see ``SchedulerOutput``. ``seconds`` that the pass took.
+    """
+
+    inputs: StepInputs
+    logits: torch.Tensor
+    prompt_logprobs: dict[str, Logprobs]
+    draws: PlainDraws | None = None
+    launched: LaunchedTokens | None = None
+    num_drafts_wanted: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 class StepSampling:
@@ -100,3 +202,23 @@ def _nans_of(inputs: StepInputs, tokens: list[list[int]], num_nans: IntArray) ->
             found[inputs.request_ids[i]] = count
         start += rows
     return found
+
+
+def read_late(
+    inputs: StepInputs, prompt_logprobs: dict[str, Logprobs], encoder_failures: dict[str, str], arrival: Arrival
+) -> ModelRunnerOutput:
+    """Once the tokens have arrived: on any thread."""
+    token_ids, num_nans = arrival.wait()[:, : len(inputs.sampling_requests)].tolist()
+    tokens: list[list[int]] = [[] for _ in inputs.request_ids]
+    nans: dict[str, int] = {}
+    for i, token, count in zip(inputs.sampling_requests.tolist(), token_ids, num_nans, strict=True):
+        tokens[i].append(token)
+        if count:
+            nans[inputs.request_ids[i]] = count
+    return ModelRunnerOutput(
+        request_ids=inputs.request_ids,
+        sampled_token_ids=tokens,
+        prompt_logprobs=prompt_logprobs,
+        num_nans_in_logits=nans,
+        encoder_failures=encoder_failures,
+    )

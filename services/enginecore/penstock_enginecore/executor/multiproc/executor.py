@@ -15,10 +15,9 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import WorkerStats
-from penstock_enginecore.executor.multiproc.agreement import agreed
-from penstock_enginecore.executor.multiproc.calls import Calls
+from penstock_enginecore.executor.multiproc.calls import Calls, agreed
+from penstock_enginecore.executor.multiproc.nodes import SpreadWorkers
 from penstock_enginecore.executor.multiproc.ring import RingClosed, RingTimeout
-from penstock_enginecore.executor.multiproc.spread_workers import SpreadWorkers
 from penstock_enginecore.executor.multiproc.step_watchdog import Overdue
 from penstock_enginecore.executor.multiproc.workers import LAST_MOMENT, MODULE, Workers
 from penstock_enginecore.kv_transfer.block_copies import CopiesAwaited
@@ -27,7 +26,7 @@ from penstock_enginecore.kv_transfer.kv_copy import Copier
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, MakeRoom
 from penstock_enginecore.lora.store import SizeAdapter, peft_size, telling_of
 from penstock_enginecore.lora.worker_loads import LoadsAwaited
-from penstock_enginecore.parallel.kv_groups import largest_stage
+from penstock_enginecore.parallel.stage_plan import largest_stage
 from penstock_enginecore.worker.device_thread import DeviceThread
 from penstock_enginecore.worker.failures import Failure, WorkersGone
 from penstock_enginecore.worker.messages import (
@@ -47,9 +46,7 @@ from penstock_enginecore.worker.messages import (
     encode,
     execute,
 )
-from penstock_enginecore.worker.messages import (
-    Progress as ProgressLine,
-)
+from penstock_enginecore.worker.messages import Progress as ProgressLine
 
 logger = logging.getLogger(__name__)
 

@@ -1,17 +1,20 @@
-"""A worker process' side of what is between it and the engine."""
+"""A worker process' side of what is between it and the engine, and when it reports what it does."""
 
 import faulthandler
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
 
 from penstock_common.child_process import end_with_parent
-from penstock_enginecore.executor.multiproc.ring import RingReader, RingWriter
-from penstock_enginecore.executor.multiproc.ring_memory import RingMemory
-from penstock_enginecore.executor.multiproc.stack_dumps import DUMP_STACKS
+from penstock_common.observability.histogram import Buckets
+from penstock_enginecore.core.worker_stats import WorkerStats
+from penstock_enginecore.executor.multiproc.ring import RingMemory, RingReader, RingWriter
+from penstock_enginecore.executor.multiproc.step_watchdog import DUMP_STACKS
 from penstock_enginecore.worker.messages import Start, decode_call
 
 
@@ -37,3 +40,70 @@ def _end_with(engine: int) -> None:
     """Wait for the end of who holds the other end of the pipe, and end at once."""
     os.read(engine, 1)
     os._exit(1)
+
+
+# When a worker says what it does, and how long steps take to reach it.
+
+_INTERVAL = 1.0
+"""Seconds between two reports, at least."""
+_SECONDS = (2.5e-5, 5e-5, 1e-4, 1.5e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
+
+
+class WorkerReports:
+    """Reports are due while something has changed since the last: a worker that waits for calls is not woken for nothing."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._broadcast = Buckets(_SECONDS)
+        self._waiting_since = clock()
+        self._next = 0.0
+        self._changed = False
+        self._waited = 0.0
+        self._first_began: float | None = None
+        self._last_ended = self._computed = 0.0
+
+    def waits(self) -> None:
+        """The worker is ready for a call."""
+        self._waiting_since = self._clock()
+
+    def received(self, sent: float) -> float:
+        """A step is there that was ``sent`` at that time. What the worker still had to do before is not the step's way. When that
+        was.
+        """
+        now = self._clock()
+        self._broadcast.observe(max(now - max(sent, self._waiting_since), 0.0))
+        self.changed()
+        return now
+
+    def computed(self, began: float) -> None:
+        """A part of a step that began then is over."""
+        if self._first_began is None:
+            self._first_began = began
+        self._last_ended = self._clock()
+        self._computed += self._last_ended - began
+
+    def changed(self) -> None:
+        """There is something to tell."""
+        self._changed = True
+
+    def due_in(self) -> float | None:
+        """Seconds until the next report; 0 for one that is due, None when there is nothing to tell."""
+        return max(self._next - self._clock(), 0.0) if self._changed else None
+
+    def report(self, stats: WorkerStats) -> WorkerStats:
+        """``stats`` with what is known here. The next report is due an interval later."""
+        self._next = self._clock() + _INTERVAL
+        self._changed = False
+        return msgspec.structs.replace(
+            stats, step_broadcast=self._broadcast.counts(), stage_idle=self._stage_idle(stats.waited_for_stages)
+        )
+
+    def _stage_idle(self, waited: float | None) -> float | None:
+        """Since the report before: of the time from the first step's begin to the last one's end."""
+        began, self._first_began = self._first_began, None
+        computed, self._computed = self._computed, 0.0
+        if waited is None:
+            return None
+        waited, self._waited = waited - self._waited, waited
+        spent = 0.0 if began is None else self._last_ended - began
+        return min(max(1 - (computed - waited) / spent, 0.0), 1.0) if spent > 0 else 0.0

@@ -14,19 +14,18 @@ import msgspec
 from penstock_common.allocator import use_few_arenas
 from penstock_common.observability.logging import configure
 from penstock_common.process import name_process
-from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, SchedulerOutput
-from penstock_enginecore.core.utility import UtilityRegistry
+from penstock_enginecore.core.utility import UtilityRegistry, extend
 from penstock_enginecore.executor.multiproc.ring import RingClosed, RingReader, RingTimeout, RingWriter
-from penstock_enginecore.executor.multiproc.worker_channel import open_channel
-from penstock_enginecore.executor.multiproc.worker_reports import WorkerReports
+from penstock_enginecore.executor.multiproc.worker_channel import WorkerReports, open_channel
 from penstock_enginecore.executor.worker import Worker
 from penstock_enginecore.kv_transfer.block_copies import CopiesUnderWay
 from penstock_enginecore.kv_transfer.core.copier import BlockFacts
 from penstock_enginecore.lora.store import MakeReader, peft_reader
 from penstock_enginecore.lora.worker_reading import LoadsUnderWay
 from penstock_enginecore.plugins import load_plugins
+from penstock_enginecore.worker.device_thread import Late
 from penstock_enginecore.worker.failures import Failure
 from penstock_enginecore.worker.messages import (
     Answer,
@@ -41,12 +40,11 @@ from penstock_enginecore.worker.messages import (
     Sampled,
     Stats,
     UnloadLora,
+    WorkerConfig,
     decode_call,
     digest_of,
     encode,
 )
-from penstock_enginecore.worker.result_futures import Late
-from penstock_enginecore.worker.worker_config import WorkerConfig
 
 _FAILED_BEFORE = RuntimeError("a step before this one failed")
 

@@ -16,15 +16,11 @@ import msgspec
 from penstock_common.child_process import start_python
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
-from penstock_enginecore.executor.multiproc.ring import RingClosed, RingReader, RingWriter
-from penstock_enginecore.executor.multiproc.ring_memory import RingMemory
-from penstock_enginecore.executor.multiproc.rings import ANSWERS, CALLS
-from penstock_enginecore.executor.multiproc.stack_dumps import read_stacks
-from penstock_enginecore.executor.multiproc.step_watchdog import Overdue
-from penstock_enginecore.parallel import shared_memory
+from penstock_enginecore.executor.multiproc.ring import ANSWERS, CALLS, RingClosed, RingMemory, RingReader, RingWriter
+from penstock_enginecore.executor.multiproc.step_watchdog import Overdue, read_stacks
+from penstock_enginecore.parallel import collectives
 from penstock_enginecore.worker.failures import WorkersGone
-from penstock_enginecore.worker.messages import Start
-from penstock_enginecore.worker.worker_config import Node, WorkerConfig
+from penstock_enginecore.worker.messages import Node, Start, WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -252,9 +248,9 @@ def _exchanges(config: EngineCoreConfig, num_stages: int) -> list[int]:
     executor = config.executor
     if executor.tensor_parallel_size == 1 or executor.collectives == "gloo":
         return []
-    if executor.collectives == "auto" and not shared_memory.available():
+    if executor.collectives == "auto" and not collectives.available():
         return []
-    return [shared_memory.create(executor.tensor_parallel_size) for _ in range(num_stages)]
+    return [collectives.create(executor.tensor_parallel_size) for _ in range(num_stages)]
 
 
 def _ended(code: int) -> str:

@@ -15,7 +15,7 @@ from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.lora.reference import PlainAddition, head_of, pooling_layer
 from penstock_enginecore.lora.slot_memory import Place
 from penstock_enginecore.lora.target import AdapterTarget
-from penstock_enginecore.models.quantization.linear import QuantizedLinear
+from penstock_enginecore.models.quantization.layers import QuantizedLinear
 
 logger = logging.getLogger(__name__)
 

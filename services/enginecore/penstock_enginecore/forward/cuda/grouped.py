@@ -9,12 +9,10 @@ from penstock_enginecore.forward.cuda.linear import Held
 from penstock_enginecore.forward.cuda.quantized import int4_weight, joined, keeps
 from penstock_enginecore.forward.cuda.weights import Float8Weight, Int4Weight, Mxfp4Weight, StackedWeight
 from penstock_enginecore.forward.proof import UnsuitableError
-from penstock_enginecore.models.quantization.awq import Awq
-from penstock_enginecore.models.quantization.experts import QuantizedStack
+from penstock_enginecore.models.quantization.awq_gptq import Awq, Gptq, Packed
 from penstock_enginecore.models.quantization.float8 import Float8
-from penstock_enginecore.models.quantization.gptq import Gptq
+from penstock_enginecore.models.quantization.layers import QuantizedStack
 from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
-from penstock_enginecore.models.quantization.packed import Packed
 
 _MXFP4_HALF = 32
 

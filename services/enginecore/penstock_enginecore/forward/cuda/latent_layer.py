@@ -18,7 +18,7 @@ from penstock_enginecore.forward.cuda.buffers import StepInputs
 from penstock_enginecore.forward.cuda.kernel_api import Kernels, RotaryTable
 from penstock_enginecore.forward.cuda.linear import Held, Linear, Product, merged
 from penstock_enginecore.forward.cuda.plans import LatentPlan, ModelPlan
-from penstock_enginecore.models.quantization.linear import QuantizedLinear
+from penstock_enginecore.models.quantization.layers import QuantizedLinear
 
 
 def latent_specs(plan: ModelPlan, specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:

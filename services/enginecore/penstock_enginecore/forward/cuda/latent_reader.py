@@ -11,7 +11,7 @@ from penstock_enginecore.forward.cuda.plans import (
 from penstock_enginecore.forward.cuda.reader import Reader
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models.attention_hook import AttentionCall
-from penstock_enginecore.models.query_scale import query_scale
+from penstock_enginecore.models.rope import query_scale
 
 
 class LatentReader(Reader):

@@ -12,8 +12,7 @@ import torch
 from penstock_enginecore.forward.cuda.kernel_api import Kernels
 from penstock_enginecore.forward.cuda.quantized import quantized_product
 from penstock_enginecore.forward.proof import UnsuitableError
-from penstock_enginecore.models.quantization.experts import QuantizedStack
-from penstock_enginecore.models.quantization.linear import QuantizedLinear
+from penstock_enginecore.models.quantization.layers import QuantizedLinear, QuantizedStack
 
 Linear = torch.nn.Linear | QuantizedLinear
 

@@ -8,7 +8,7 @@ import torch
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.forward.cuda.kernel_api import Activation, Norm
 from penstock_enginecore.forward.cuda.linear import Linear
-from penstock_enginecore.models.quantization.experts import QuantizedStack
+from penstock_enginecore.models.quantization.layers import QuantizedStack
 
 ExpertsWeight = torch.nn.Parameter | QuantizedStack
 

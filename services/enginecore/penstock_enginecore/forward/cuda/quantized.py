@@ -7,12 +7,10 @@ import torch
 from penstock_enginecore.forward.cuda.kernel_api import Kernels
 from penstock_enginecore.forward.cuda.weights import Float8Weight, Int4Weight, QuantizedWeight
 from penstock_enginecore.forward.proof import UnsuitableError
-from penstock_enginecore.models.quantization.awq import Awq
+from penstock_enginecore.models.quantization.awq_gptq import Awq, Gptq, Packed
 from penstock_enginecore.models.quantization.float8 import Float8
-from penstock_enginecore.models.quantization.gptq import Gptq
-from penstock_enginecore.models.quantization.linear import QuantizedLinear
+from penstock_enginecore.models.quantization.layers import QuantizedLinear
 from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
-from penstock_enginecore.models.quantization.packed import Packed
 from penstock_enginecore.models.quantization.scheme import Scheme
 
 _MIN_WIDTH = 16

@@ -26,9 +26,8 @@ from penstock_enginecore.forward.cuda.plans import (
 )
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models.attention_hook import AttentionCall
-from penstock_enginecore.models.quantization.experts import DOWN, GATE_UP, QuantizedExperts
-from penstock_enginecore.models.quantization.linear import QuantizedLinear
-from penstock_enginecore.models.query_scale import query_scale
+from penstock_enginecore.models.quantization.layers import DOWN, GATE_UP, QuantizedExperts, QuantizedLinear
+from penstock_enginecore.models.rope import query_scale
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "SiLU": "silu",

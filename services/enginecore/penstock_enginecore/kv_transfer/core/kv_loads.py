@@ -6,10 +6,8 @@ import msgspec
 
 from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_common.types.outputs import KvTransferStats
-from penstock_enginecore.core.hold import Hold
-from penstock_enginecore.core.kv_cache.block_pool import BlockLog, KVCacheBlock
-from penstock_enginecore.core.kv_cache.prefix import ComputedBlocks
-from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.kv_cache.block_pool import BlockLog, ComputedBlocks, KVCacheBlock
+from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.scheduler.resources import Admission, StepResource
 from penstock_enginecore.core.scheduler.state import SchedulerState

@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from penstock_common.types.kv_transfer import BlockName
-from penstock_enginecore.core.kv_cache.block_pool import BlockPool, KVCacheBlock
-from penstock_enginecore.core.kv_cache.prefix import first_block
+from penstock_enginecore.core.kv_cache.block_pool import BlockPool, KVCacheBlock, first_block
 from penstock_enginecore.core.kv_cache.spec import KVCacheGroup
 
 Lookup = Callable[[Sequence[Sequence[BlockName]]], int]

@@ -14,8 +14,7 @@ from penstock_common.observability.incidents import incident
 from penstock_common.types.outputs import MAX_WAITING_NAMES, LoraStats, RequestError
 from penstock_enginecore.config import LoraConfig
 from penstock_enginecore.core.executor import Executor
-from penstock_enginecore.core.hold import Hold
-from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.scheduler.base import Clock, Scheduler
 from penstock_enginecore.core.utility import utility
 from penstock_enginecore.lora.core.advertised_adapters import LoraHoldings

@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from penstock_common.errors import ConfigError, InvalidArgument
 from penstock_common.types.media import EMBEDS, MultiModalFeature
 from penstock_common.types.outputs import MediaStats, RequestError
-from penstock_enginecore.core.hold import Hold
-from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.scheduler.output import EncoderStart, SchedulerOutput
 from penstock_enginecore.core.scheduler.resources import StepResource
 from penstock_enginecore.core.scheduler.state import SchedulerState

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from penstock_common.types.media import MultiModalFeature
 from penstock_enginecore.core.request import Request
-from penstock_enginecore.core.scheduler.fair_queue import FairQueue
+from penstock_enginecore.core.scheduler.waiting_queue import FairQueue
 
 
 class Wanted(NamedTuple):

@@ -1,18 +1,116 @@
 """The ``MediaEncoder`` of all families: a queue of items, the first of which is computed block by block."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
+from greenlet import GreenletExit, getcurrent, greenlet  # type: ignore[import-untyped]
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.activations import QuickGELUActivation
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from penstock_common.types.media import EMBEDS, Modality
 from penstock_enginecore.core.model_info import MediaInfo
-from penstock_enginecore.models.multimodal.base import EncodedItem, EncoderItem
+from penstock_enginecore.models.multimodal.base import (
+    FLOATS,
+    EncodedItem,
+    EncoderItem,
+    ItemError,
+    Spec,
+    read_tensors,
+    to_data,
+)
 from penstock_enginecore.models.multimodal.families.base import Family
-from penstock_enginecore.models.multimodal.quick_gelu import use_quick_gelu
-from penstock_enginecore.models.multimodal.slices import SlicedRun, hook_blocks
-from penstock_enginecore.models.multimodal.tensors import FLOATS, ItemError, Spec, read_tensors, to_data
+
+# A tower that is computed a few blocks at a time, between forward passes of the text model.
+
+
+class SlicedRun:
+    """One run of a tower, that stops behind each block until it is asked for more.
+
+    The tower's own forward pass runs in a greenlet with contexts of its own, on the thread that calls, which must be the same
+    each time. torch's modes belong to threads: each slice runs in inference mode.
+    """
+
+    def __init__(self, compute: Callable[[], torch.Tensor], num_blocks: int) -> None:
+        self._greenlet = _BlockGreenlet(compute, num_blocks)
+
+    @property
+    def blocks_left(self) -> int:
+        """Blocks that are still to be computed."""
+        return self._greenlet.blocks_left
+
+    @torch.inference_mode()
+    def advance(self, num_blocks: int) -> torch.Tensor | None:
+        """Compute up to ``num_blocks`` blocks, and what is in front of them and, with the last one, behind. The result if this
+        was all, else None. Raises what the tower raises.
+        """
+        run = self._greenlet
+        run.allowed = num_blocks
+        run.parent = getcurrent()
+        found: torch.Tensor | None = run.switch()
+        return found if run.dead else None
+
+    def stop(self) -> None:
+        """Give up what is left."""
+        self._greenlet.parent = getcurrent()
+        self._greenlet.throw(GreenletExit)
+
+
+class _BlockGreenlet(greenlet):  # type: ignore[misc]  # it has no types
+    """``allowed``: blocks before it goes back to its parent."""
+
+    def __init__(self, compute: Callable[[], torch.Tensor], num_blocks: int) -> None:
+        super().__init__(compute)
+        self.gr_context = copy_context()
+        self.blocks_left = num_blocks
+        self.allowed = 0
+
+    def pass_block(self) -> None:
+        """A block is done."""
+        self.blocks_left -= 1
+        self.allowed -= 1
+        if self.allowed <= 0 and self.blocks_left > 0 and self.parent is not None:
+            self.parent.switch(None)
+
+
+def hook_blocks(blocks: Iterable[torch.nn.Module]) -> None:
+    """Have ``blocks`` tell the run that they are computed in, if there is one."""
+    for block in blocks:
+        block.register_forward_hook(_passed)
+
+
+def _passed(module: torch.nn.Module, inputs: object, output: object) -> None:  # noqa: ARG001 - torch's signature
+    current = getcurrent()
+    if isinstance(current, _BlockGreenlet):
+        current.pass_block()
+
+
+# Hendrycks' quick GELU, ``x * sigmoid(1.702 x)``, as CLIP's towers and Qwen2-VL's have it, in one buffer.
+
+
+class QuickGELU(torch.nn.Module):
+    """The numbers of transformers' module, bit for bit, which fills three buffers of the input's size: of a large image on a CPU
+    the system's pages for those take seven times as long as the arithmetic.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of each number of ``x``, any shape."""
+        return (x * 1.702).sigmoid_().mul_(x)
+
+
+def use_quick_gelu(tower: torch.nn.Module) -> None:
+    """Replace transformers' modules in ``tower``."""
+    for parent in list(tower.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is QuickGELUActivation:
+                setattr(parent, name, QuickGELU())
+
 
 logger = logging.getLogger(__name__)
 
@@ -138,3 +236,60 @@ class TowerEncoder:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0]
+
+
+# The attention function of towers, in place of torch's where somebody else is to attend.
+
+_NAME = "penstock_towers"
+
+
+class Attends(Protocol):
+    """Attention of whole sequences in which every token sees every other."""
+
+    def takes(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether it attends over ``[sequences, heads, tokens, head size]`` of these."""
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
+        """``[sequences, tokens, heads, value size]``."""
+
+
+_attending: WeakKeyDictionary[torch.nn.Module, Attends] = WeakKeyDictionary()
+
+
+def attend_by(tower: torch.nn.Module, attends: Attends) -> None:
+    """Let ``attends`` do what it takes of the attention of a ``tower``, which is torch's."""
+    for module in tower.modules():
+        config: Any = getattr(module, "config", None)
+        # A configuration of several sections is that of the text model, too.
+        if getattr(config, "sub_configs", True) or config._attn_implementation != "sdpa":
+            continue
+        config._attn_implementation = _NAME
+    for module in tower.modules():
+        _attending[module] = attends
+
+
+def _tower_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The signature of transformers' ``AttentionInterface``."""
+    attends = _attending.get(module)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    plain = attention_mask is None and not causal and others.get("position_bias") is None and not dropout
+    if attends is not None and plain and attends.takes(query, key, value):
+        return attends(query, key, value, query.shape[-1] ** -0.5 if scaling is None else float(scaling)), None
+    torch_attention: Callable[..., tuple[torch.Tensor, None]] = sdpa_attention_forward
+    return torch_attention(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
+    )
+
+
+AttentionInterface.register(_NAME, _tower_attention)
+AttentionMaskInterface.register(_NAME, sdpa_mask)

@@ -6,8 +6,13 @@ from typing import Any
 
 import torch
 
-from penstock_enginecore.models.quantization.experts import DOWN, GATE_UP, QuantizedExperts, QuantizedStack
-from penstock_enginecore.models.quantization.linear import QuantizedLinear
+from penstock_enginecore.models.quantization.layers import (
+    DOWN,
+    GATE_UP,
+    QuantizedExperts,
+    QuantizedLinear,
+    QuantizedStack,
+)
 from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
 from penstock_enginecore.models.quantization.weights import DenseWeights, DequantizedTensor
 

@@ -1,7 +1,9 @@
 """A model of a quantized checkpoint: its weights dequantized as they are read, or kept in its linear layers and experts."""
 
 import logging
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -11,10 +13,52 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from penstock_common.memory import in_units
+from penstock_enginecore.attention.kv_cache import KVScales
+from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.quantization.kept import Kept, KeptLinear, kept_modules, replace_module
-from penstock_enginecore.models.quantization.kv_scales import SUFFIXES as KV_SCALES
 from penstock_enginecore.models.quantization.scheme import Scheme
-from penstock_enginecore.models.quantization.weights import DenseWeights, dense_weights, open_tensors
+from penstock_enginecore.models.quantization.weights import DenseWeights, StoredTensor, dense_weights, open_tensors
+
+# Scales of an fp8 KV cache that a checkpoint brings: those that its author has measured.
+
+_KEY = (".k_proj.k_scale", ".k_scale")
+_VALUE = (".v_proj.v_scale", ".v_scale")
+_BOTH = (".kv_scale",)
+SUFFIXES = (*_KEY, *_VALUE, *_BOTH)
+"""Of the tensors' names, behind that of an attention layer: compressed-tensors', ModelOpt's and AutoFP8's."""
+_IN_A_WHOLE = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?")
+"""How a text model's names begin in a checkpoint with towers, where it has names of its own."""
+_PLAIN = frozenset({"F16", "BF16", "F32"})
+
+
+def read_kv_scales(stored: Mapping[str, StoredTensor]) -> dict[str, KVScales]:
+    """By the name of the attention layer. ModelLoadError for a layer that has a scale of its keys or values alone, and for scales
+    that are not one number above 0 each.
+    """
+    keys, values = _found(stored, _KEY + _BOTH), _found(stored, _VALUE + _BOTH)
+    if alone := sorted(keys.keys() ^ values.keys()):
+        raise ModelLoadError(f"{alone[0]} has a scale of its keys or of its values in an fp8 KV cache, and not of both")
+    return {layer: KVScales(keys[layer], values[layer]) for layer in keys}
+
+
+def _found(stored: Mapping[str, StoredTensor], suffixes: tuple[str, ...]) -> dict[str, float]:
+    found = {}
+    for name, tensor in stored.items():
+        suffix = next((suffix for suffix in suffixes if name.endswith(suffix)), None)
+        if suffix is not None:
+            found[_IN_A_WHOLE.sub("model.", name.removesuffix(suffix))] = _number(name, tensor)
+    return found
+
+
+def _number(name: str, tensor: StoredTensor) -> float:
+    shape, dtype = tensor.get_shape(), tensor.get_dtype()
+    if math.prod(shape) != 1 or dtype not in _PLAIN:
+        raise ModelLoadError(f"{name} is {dtype} {shape}; served as a scale of the KV cache: one number of a layer")
+    number = float(tensor[...].float().reshape(()))
+    if not (number > 0 and math.isfinite(number)):
+        raise ModelLoadError(f"{name} is {number}; a scale of the KV cache must be a number above 0")
+    return number
+
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +85,7 @@ def load_quantized(found: QuantizedCheckpoint, dense: torch.dtype, *, keep: bool
     """
     found.config.__dict__.pop("quantization_config", None)
     with open_tensors(found.directory) as every:
-        stored = {name: tensor for name, tensor in every.items() if not name.endswith(KV_SCALES + _OF_ACTIVATIONS)}
+        stored = {name: tensor for name, tensor in every.items() if not name.endswith(SUFFIXES + _OF_ACTIVATIONS)}
         if unused := sum(name.endswith(_OF_ACTIVATIONS) for name in every):
             logger.info("%d scales of activations are not used: activations are not quantized", unused)
         weights = dense_weights(stored, found.scheme, dense)

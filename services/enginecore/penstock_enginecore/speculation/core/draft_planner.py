@@ -13,7 +13,7 @@ from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.resources import StepResource
 from penstock_enginecore.core.scheduler.state import SchedulerState
-from penstock_enginecore.core.scheduler.token_accounting import num_tokens_due
+from penstock_enginecore.core.scheduler.token_budget import num_tokens_due
 from penstock_enginecore.speculation.core.history import DraftHistory
 from penstock_enginecore.speculation.core.policy import DraftPolicy
 from penstock_enginecore.speculation.core.step_cost import StepCost

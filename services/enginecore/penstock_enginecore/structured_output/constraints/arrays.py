@@ -5,10 +5,15 @@ from collections.abc import Hashable, Sequence
 from itertools import combinations
 from typing import Any
 
-from penstock_enginecore.structured_output.constraints.conjunction import Fact, Part, SchemaWriter
-from penstock_enginecore.structured_output.constraints.json_keywords import count, flag
-from penstock_enginecore.structured_output.constraints.json_types import SchemaError, UnfulfillableError, identity
-from penstock_enginecore.structured_output.constraints.layout import Layout
+from penstock_enginecore.structured_output.constraints.composition import Fact, Part, SchemaWriter
+from penstock_enginecore.structured_output.constraints.json_grammar import Layout
+from penstock_enginecore.structured_output.constraints.schema_document import (
+    SchemaError,
+    UnfulfillableError,
+    count,
+    flag,
+    identity,
+)
 from penstock_enginecore.structured_output.constraints.values import tuple_of
 
 _MAX_SUBSETS = 256

@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from penstock_enginecore.structured_output.constraints.charset import ANY, CharSet, Range, as_json
 from penstock_enginecore.structured_output.constraints.regex import (
+    ANY,
     Anchor,
+    CharSet,
     Group,
     Lookahead,
     Node,
+    Range,
     RegexError,
     Repeat,
+    as_json,
 )
 
 MAX_STATES = 2000

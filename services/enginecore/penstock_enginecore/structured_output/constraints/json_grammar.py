@@ -1,18 +1,18 @@
-r"""The rules that every grammar of JSON texts shares.
+r"""The rules that every grammar of JSON texts shares: whitespace, ranges of numbers, strings.
 
 Each string has one spelling: what need not be escaped is not, and ``\u`` escapes do not exist. So two spellings cannot name
-the same key. Blanks between tokens are bounded, see ``layout``, so that a model cannot fill its output with them. The lengths of
-numbers are bounded for the same reason.
+the same key. Whitespace between tokens is bounded, so that a model that likes whitespace runs out of places for it, not out of
+``max_tokens``. The lengths of numbers are bounded for the same reason.
 """
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from typing import Any, NamedTuple
 
 from penstock_common.types.sampling import JsonWhitespace
-from penstock_enginecore.structured_output.constraints import number
-from penstock_enginecore.structured_output.constraints.charset import (
+from penstock_enginecore.structured_output.constraints.regex import (
     ANY,
     ESCAPED,
     PLAIN_IN_JSON,
@@ -20,13 +20,198 @@ from penstock_enginecore.structured_output.constraints.charset import (
     as_json,
     literal,
 )
-from penstock_enginecore.structured_output.constraints.layout import Layout, Level, behind_string, deeper, layout
+
+# Whitespace between the tokens.
+
+INDENT = 4
+"""Blanks behind a line break per level, where it is known how deep the value stands."""
+MAX_INDENT = 32
+"""Blanks behind a line break elsewhere: inside references, and values of any form."""
+
+Level = int | None
+"""How many arrays and objects a token stands in; None where a rule is used at more than one depth."""
+
+
+class Layout(NamedTuple):
+    """For the members of one array or object. ``opened`` stands behind the opening bracket, ``first`` before the first member,
+    ``last`` behind the last one, ``comma`` and ``colon`` with their blanks where these are. An empty string is nothing.
+    """
+
+    opened: str
+    first: str
+    last: str
+    comma: str
+    colon: str
+
+
+COMPACT = Layout("", "", "", '","', '":"')
+ANY_LAYOUT = Layout("ws", "", "ws", 'ws "," ws', 'ws ":" ws')
+_WS = f'(" " | "\\n" [ \\t]{{0,{MAX_INDENT}}})?'
+_BEHIND_STRING = {
+    JsonWhitespace.DUMPS: '("\\n" [ \\t]*)? [,}\\]:]',
+    JsonWhitespace.COMPACT: "[,}\\]:]",
+    JsonWhitespace.ANY: "ws [,}\\]:]",
+}
+
+
+def deeper(level: Level) -> Level:
+    """The level inside an array or object that stands at ``level``."""
+    return None if level is None else level + 1
+
+
+def layout(whitespace: JsonWhitespace, level: Level, add: Callable[[str, str], str]) -> Layout:
+    """The layout inside an array or object whose members stand at ``level``. ``add`` makes a rule of a body and a name."""
+    if whitespace is JsonWhitespace.COMPACT:
+        return COMPACT
+    if whitespace is JsonWhitespace.ANY:
+        add(_WS, "ws")
+        return ANY_LAYOUT
+    inner, outer = ("", "") if level is None else (str(level), str(level - 1))
+    first = add(f"({_line_break(level)})?", f"line{inner}")
+    last = add(f"({_line_break(None if level is None else level - 1)})?", f"line{outer}")
+    comma = add(f'"," (" " | {_line_break(level)})?', f"comma{inner}")
+    return Layout("", first, last, comma, '":" " "?')
+
+
+def behind_string(whitespace: JsonWhitespace) -> str:
+    """What can come behind a string, or more than that."""
+    return _BEHIND_STRING[whitespace]
+
+
+def _line_break(level: Level) -> str:
+    blanks = MAX_INDENT if level is None else INDENT * level
+    return f'"\\n" [ \\t]{{0,{blanks}}}' if blanks else '"\\n"'
+
+
+# Ranges of numbers: JSON numbers without an exponent, digit by digit.
+#
+# Every number written under a bound has at most 15 significant digits, so that different texts are different floats and an
+# exclusive bound stays exclusive after parsing. Bounds are rounded inwards to what can be written.
+
+MAX_INTEGER_DIGITS = 18
+"""Digits of an integer without an upper bound: all of them fit 64 bits."""
+MAX_SIGNIFICANT = 15
+"""Digits of a number with a fraction: different texts are different floats."""
+_FRACTION = 6
+_SMALL = 10 ** (MAX_SIGNIFICANT - _FRACTION)
+_Writer = Callable[[int, int], list[str]]
+
+INTEGER = f'"-"? ("0" | [1-9] [0-9]{{0,{MAX_INTEGER_DIGITS - 1}}})'
+NUMBER = f'"-"? ("0" | [1-9] [0-9]{{0,14}}) ("." [0-9]{{1,{MAX_SIGNIFICANT}}})? ([eE] [+\\-]? [0-9]{{1,2}})?'
+
+
+def integer_range(low: Decimal | None, high: Decimal | None, *, above: bool = False, below: bool = False) -> str:
+    """The expression for the integers from ``low`` to ``high``, either of which may be None: no bound.
+
+    ``above`` and ``below`` exclude the bound itself. Raises ValueError when there is no such integer of at most 18 digits.
+    """
+    limit = 10**MAX_INTEGER_DIGITS - 1
+    first, last = -limit if low is None else _lowest(low, above), limit if high is None else _highest(high, below)
+    return _signed(max(first, -limit), min(last, limit), _naturals, "18 digits")
+
+
+def number_range(low: Decimal | None, high: Decimal | None, *, above: bool = False, below: bool = False) -> str:
+    """As ``integer_range``, for numbers with a fraction: 6 digits, or none when a bound is 10**9 or more."""
+    small = all(bound is None or abs(bound) < _SMALL for bound in (low, high))
+    scale = 10**_FRACTION if small else 1
+    limit = 10**MAX_SIGNIFICANT - 1
+    first = -limit if low is None else _lowest(low * scale, above)
+    last = limit if high is None else _highest(high * scale, below)
+    write = _decimals if small else _naturals
+    return _signed(max(first, -limit), min(last, limit), write, f"{_FRACTION} digits behind the point")
+
+
+def _lowest(bound: Decimal, exclusive: bool) -> int:
+    whole = int(bound.to_integral_value(ROUND_CEILING))
+    return whole + 1 if exclusive and whole == bound else whole
+
+
+def _highest(bound: Decimal, exclusive: bool) -> int:
+    whole = int(bound.to_integral_value(ROUND_FLOOR))
+    return whole - 1 if exclusive and whole == bound else whole
+
+
+def _signed(first: int, last: int, write: _Writer, written: str) -> str:
+    if first > last:
+        raise ValueError(f"no number within {written} lies between the bounds")
+    options = []
+    if last >= 0:
+        options += write(max(first, 0), last)
+    if first < 0:
+        options.append(f'"-" ({" | ".join(write(max(-last, 1), -first))})')
+    return f"({' | '.join(options)})"
+
+
+def _naturals(first: int, last: int) -> list[str]:
+    """Alternatives for ``first`` to ``last`` without leading zeros."""
+    options = []
+    for length in range(len(str(first)), len(str(last)) + 1):
+        smallest = 0 if length == 1 else 10 ** (length - 1)
+        low, high = max(first, smallest), min(last, 10**length - 1)
+        options.append(_digits(str(low), str(high)))
+    return options
+
+
+def _decimals(first: int, last: int) -> list[str]:
+    """Alternatives for ``first`` to ``last`` millionths."""
+    (low, low_part), (high, high_part) = divmod(first, 10**_FRACTION), divmod(last, 10**_FRACTION)
+    nines = 10**_FRACTION - 1
+    if low == high:
+        return [f"{_digits(str(low), str(low))} {_fraction(low_part, high_part)}"]
+    options = []
+    if low_part > 0:
+        options.append(f"{_digits(str(low), str(low))} {_fraction(low_part, nines)}")
+        low += 1
+    if high_part < nines:
+        options.append(f"{_digits(str(high), str(high))} {_fraction(0, high_part)}")
+        high -= 1
+    if low <= high:
+        options.append(f"({' | '.join(_naturals(low, high))}) {_fraction(0, nines)}")
+    return options
+
+
+def _fraction(first: int, last: int) -> str:
+    """The part behind the integer: ``first`` to ``last`` millionths, with as many digits as are needed or more."""
+    if first == 0 and last == 10**_FRACTION - 1:
+        return f'("." [0-9]{{1,{_FRACTION}}})?'
+    options = ['""'] if first == 0 else []
+    for length in range(1, _FRACTION + 1):
+        unit = 10 ** (_FRACTION - length)
+        low, high = -(-first // unit), last // unit
+        if low <= high:
+            options.append(f'"." {_digits(str(low).zfill(length), str(high).zfill(length))}')
+    return f"({' | '.join(options)})"
+
+
+def _digits(low: str, high: str) -> str:
+    """The digit strings of one length from ``low`` to ``high``."""
+    if low == high:
+        return f'"{low}"'
+    length = len(low)
+    if low == "0" * length and high == "9" * length:
+        return f"[0-9]{{{length}}}"
+    if low[0] == high[0]:
+        return f'"{low[0]}" {_digits(low[1:], high[1:])}'
+    if length == 1:
+        return f"[{low}-{high}]"
+    rest = length - 1
+    first, last, options = int(low[0]), int(high[0]), []
+    if low[1:] != "0" * rest:
+        options.append(f'"{first}" {_digits(low[1:], "9" * rest)}')
+        first += 1
+    if high[1:] != "9" * rest:
+        options.append(f'"{last}" {_digits("0" * rest, high[1:])}')
+        last -= 1
+    if first <= last:
+        options.append(f"[{first}-{last}] [0-9]{{{rest}}}")
+    return f"({' | '.join(options)})"
+
 
 _SHARED = {
     "char": as_json(ANY),
     "string": '"\\"" end',
-    "integer": number.INTEGER,
-    "number": number.NUMBER,
+    "integer": INTEGER,
+    "number": NUMBER,
     "boolean": '"true" | "false"',
     "null": '"null"',
     "any": "string | number | boolean | null | array | object",
@@ -134,3 +319,77 @@ def _remainder(rules: Rules, taken: list[str]) -> str:
         if first in PLAIN_IN_JSON or first in ESCAPED:
             options.append(f"{written} {_remainder(rules, ends)}")
     return rules.add(" | ".join(options))
+
+
+# Which rules have sentences at all: a rule that always needs another one of its kind has none.
+
+_SYMBOL = re.compile(
+    r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|\(=|\{[0-9]+(?:,[0-9]*)?\}|[()|?*+]|[A-Za-z_][A-Za-z0-9_]*'
+)
+
+
+def unproductive(rules: Rules, names: Iterable[str]) -> list[str]:
+    """Those of the rules ``names`` that have no sentence. The grammar is one that was written here."""
+    read = {name: _read(body) for name, body in rules.bodies.items()}
+    known: set[str] = set()
+    users: dict[str, list[str]] = {}
+    for name, body in read.items():
+        for used in _names(body):
+            users.setdefault(used, []).append(name)
+    left = list(read)
+    while left:
+        name = left.pop()
+        if name not in known and _ends(read[name], known):
+            known.add(name)
+            left += users.get(name, ())
+    return [name for name in names if name in read and name not in known]
+
+
+Expression = str | tuple[str, list["Expression"]]
+"""A rule's name, or ``all`` or ``any`` of expressions. What needs nothing is left out."""
+
+
+def _ends(body: Expression, known: set[str]) -> bool:
+    if isinstance(body, str):
+        return body in known
+    kind, parts = body
+    return all(_ends(p, known) for p in parts) if kind == "all" else any(_ends(p, known) for p in parts)
+
+
+def _names(body: Expression) -> Iterable[str]:
+    if isinstance(body, str):
+        yield body
+        return
+    for part in body[1]:
+        yield from _names(part)
+
+
+def _read(body: str) -> Expression:
+    return _alternatives(_SYMBOL.findall(body), 0)[0]
+
+
+def _alternatives(tokens: Sequence[str], at: int) -> tuple[Expression, int]:
+    options, here = list[Expression](), list[Expression]()
+    while at < len(tokens) and tokens[at] != ")":
+        word = tokens[at]
+        at += 1
+        if word == "|":
+            options.append(("all", here))
+            here = []
+            continue
+        part: Expression = ("all", [])
+        if word in ("(", "(="):
+            part, at = _alternatives(tokens, at)
+            at += 1
+            part = ("all", []) if word == "(=" else part
+        elif word[0] not in '"[':
+            part = word
+        if at < len(tokens) and (tokens[at] in "?*+" or tokens[at][0] == "{"):
+            least = tokens[at]
+            at += 1
+            if least in "?*" or least.startswith("{0,") or least == "{0}":
+                part = ("all", [])
+        if part != ("all", []):
+            here.append(part)
+    options.append(("all", here))
+    return (options[0] if len(options) == 1 else ("any", options)), at

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock_common.types.sampling import JsonWhitespace
-from penstock_enginecore.structured_output.constraints.alternatives import Alternatives, Ways
 from penstock_enginecore.structured_output.constraints.arrays import array
-from penstock_enginecore.structured_output.constraints.conjunction import (
+from penstock_enginecore.structured_output.constraints.composition import (
+    Alternatives,
     Fact,
     Part,
+    Ways,
     check_properties,
     combines,
     facts_of,
@@ -23,16 +24,18 @@ from penstock_enginecore.structured_output.constraints.conjunction import (
     types_of,
     written_of,
 )
-from penstock_enginecore.structured_output.constraints.formats import FORMATS
-from penstock_enginecore.structured_output.constraints.json_grammar import Rules
-from penstock_enginecore.structured_output.constraints.json_keywords import KEYWORDS, count
-from penstock_enginecore.structured_output.constraints.json_types import SchemaError, UnfulfillableError, Work
-from penstock_enginecore.structured_output.constraints.layout import Layout, Level, deeper
+from penstock_enginecore.structured_output.constraints.json_grammar import Layout, Level, Rules, deeper, unproductive
 from penstock_enginecore.structured_output.constraints.numbers import numbers
 from penstock_enginecore.structured_output.constraints.objects import object_
-from penstock_enginecore.structured_output.constraints.productive import unproductive
-from penstock_enginecore.structured_output.constraints.references import Document
-from penstock_enginecore.structured_output.constraints.texts import Texts, pattern_at, writable
+from penstock_enginecore.structured_output.constraints.schema_document import (
+    KEYWORDS,
+    Document,
+    SchemaError,
+    UnfulfillableError,
+    Work,
+    count,
+)
+from penstock_enginecore.structured_output.constraints.strings import FORMATS, Texts, pattern_at, writable
 from penstock_enginecore.structured_output.constraints.values import Values, listed
 
 MAX_DEPTH = 64

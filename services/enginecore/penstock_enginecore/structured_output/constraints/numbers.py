@@ -6,15 +6,22 @@ from collections.abc import Callable, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from fractions import Fraction
 
-from penstock_enginecore.structured_output.constraints.conjunction import Fact
-from penstock_enginecore.structured_output.constraints.json_grammar import Rules
-from penstock_enginecore.structured_output.constraints.json_keywords import INTEGER_FORMATS, bounds, number
-from penstock_enginecore.structured_output.constraints.json_types import SchemaError, UnfulfillableError, fits, shown
-from penstock_enginecore.structured_output.constraints.number import (
+from penstock_enginecore.structured_output.constraints.composition import Fact
+from penstock_enginecore.structured_output.constraints.json_grammar import (
     MAX_INTEGER_DIGITS,
     MAX_SIGNIFICANT,
+    Rules,
     integer_range,
     number_range,
+)
+from penstock_enginecore.structured_output.constraints.schema_document import (
+    INTEGER_FORMATS,
+    SchemaError,
+    UnfulfillableError,
+    bounds,
+    fits,
+    number,
+    shown,
 )
 
 _MAX_FRACTION = 9

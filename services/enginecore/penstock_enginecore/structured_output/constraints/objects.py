@@ -4,19 +4,20 @@ from collections.abc import Sequence
 from itertools import product
 
 from penstock_enginecore.structured_output.constraints.arrays import sequence
-from penstock_enginecore.structured_output.constraints.conjunction import Fact, Part, SchemaWriter
-from penstock_enginecore.structured_output.constraints.json_grammar import json_literal, other_strings
-from penstock_enginecore.structured_output.constraints.json_keywords import count, mapping, names
-from penstock_enginecore.structured_output.constraints.json_types import (
+from penstock_enginecore.structured_output.constraints.composition import Fact, Part, SchemaWriter
+from penstock_enginecore.structured_output.constraints.json_grammar import Layout, json_literal, other_strings
+from penstock_enginecore.structured_output.constraints.regex import Group
+from penstock_enginecore.structured_output.constraints.schema_document import (
     SchemaError,
     UnfulfillableError,
+    count,
     escaped,
+    mapping,
+    names,
     never,
     shown,
 )
-from penstock_enginecore.structured_output.constraints.layout import Layout
-from penstock_enginecore.structured_output.constraints.regex import Group
-from penstock_enginecore.structured_output.constraints.texts import Texts, matches, pattern_at
+from penstock_enginecore.structured_output.constraints.strings import Texts, matches, pattern_at
 
 MAX_KEY = 256
 """Characters of a property's name."""

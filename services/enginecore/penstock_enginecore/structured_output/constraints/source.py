@@ -9,12 +9,16 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.sampling import JsonWhitespace, StructuredOutput
-from penstock_enginecore.structured_output.constraints.charset import literal
 from penstock_enginecore.structured_output.constraints.json_grammar import Rules
 from penstock_enginecore.structured_output.constraints.json_schema import MAX_WORK, schema_grammar
-from penstock_enginecore.structured_output.constraints.json_text import parse
-from penstock_enginecore.structured_output.constraints.json_types import SchemaError, TooMuchWorkError, Work, shown
-from penstock_enginecore.structured_output.constraints.regex import RegexError, whole
+from penstock_enginecore.structured_output.constraints.regex import RegexError, literal, whole
+from penstock_enginecore.structured_output.constraints.schema_document import (
+    SchemaError,
+    TooMuchWorkError,
+    Work,
+    parse,
+    shown,
+)
 
 FIELD = "sampling_params.structured_output"
 _MAX_TAG_DEPTH = 64

@@ -4,21 +4,25 @@ from collections.abc import Callable, Hashable
 from decimal import Decimal
 from typing import Any
 
-from penstock_enginecore.structured_output.constraints.json_keywords import (
+from penstock_enginecore.structured_output.constraints.regex import RegexError
+from penstock_enginecore.structured_output.constraints.schema_document import (
+    Document,
+    SchemaError,
+    Work,
     bounds,
     constraining,
     count,
+    escaped,
+    fits,
     flag,
+    identity,
     kinds_of,
     mapping,
     names,
     number,
     schemas,
 )
-from penstock_enginecore.structured_output.constraints.json_types import SchemaError, Work, escaped, fits, identity
-from penstock_enginecore.structured_output.constraints.references import Document
-from penstock_enginecore.structured_output.constraints.regex import RegexError
-from penstock_enginecore.structured_output.constraints.texts import matches, pattern_at
+from penstock_enginecore.structured_output.constraints.strings import matches, pattern_at
 
 _MAX_DEPTH = 64
 

@@ -13,8 +13,7 @@ from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
 from penstock_common.observability.incidents import incident
 from penstock_common.types.outputs import RequestError
 from penstock_common.types.sampling import StructuredOutput
-from penstock_enginecore.core.hold import Hold
-from penstock_enginecore.core.request import Request, RequestStatus
+from penstock_enginecore.core.request import Hold, Request, RequestStatus
 from penstock_enginecore.core.scheduler.base import Scheduler
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, SchedulerOutput
 from penstock_enginecore.structured_output.core.base import Grammar, GrammarBackend, Mask, bitmask_words

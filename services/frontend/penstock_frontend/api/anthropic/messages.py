@@ -1,41 +1,43 @@
-"""``/v1/messages`` and ``/v1/messages/count_tokens``: conversations in Anthropic's protocol."""
+"""``/v1/messages`` and ``/v1/messages/count_tokens``: conversations in Anthropic's protocol, and the routes."""
 
 import functools
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
+
+from starlette.routing import Route
 
 from penstock_common.errors import RequestFailed
 from penstock_common.types.sampling import OutputKind
 from penstock_frontend.api.anthropic import errors
-from penstock_frontend.api.anthropic.client_tools import choice_of, tools_of
-from penstock_frontend.api.anthropic.message import AssistantMessage, StreamEvent, TokenCount
-from penstock_frontend.api.anthropic.message_writer import MessageWriter
+from penstock_frontend.api.anthropic.message import AssistantMessage, MessageWriter, StreamEvent, TokenCount
 from penstock_frontend.api.anthropic.messages_body import ConversationBody, MessagesBody, check
 from penstock_frontend.api.anthropic.turns import (
     Turns,
+    choice_of,
     continues,
     format_constraint,
     template_kwargs,
+    tools_of,
     turns_of,
 )
-from penstock_frontend.api.media_places import placed
+from penstock_frontend.api.http.endpoint import Answer, Call, Endpoint, Gate
+from penstock_frontend.api.http.request_body import Bodies, Body
+from penstock_frontend.api.http.streaming import EventStream, StreamForm, named
+from penstock_frontend.api.media_sources import placed
 from penstock_frontend.api.openai import sampling_fields
-from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.conversation import CONVERSATION
-from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.generation import Generation, Source
-from penstock_frontend.api.openai.prediction import text_of
-from penstock_frontend.api.openai.sse import EventStream, StreamForm, named
-from penstock_frontend.api.served_tools import ChosenTools
+from penstock_frontend.api.openai.sampling_fields import predicted_text
+from penstock_frontend.api.tools import ChosenTools
 from penstock_frontend.call_types import ChatRequest
+from penstock_frontend.call_warnings import WarningKind, name_fields, warn
 from penstock_frontend.calls.admission import demand_of
 from penstock_frontend.calls.chat import ChatCalls
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.processing.chat.answers import ChatOutput
-from penstock_frontend.telemetry.call_warnings import WarningKind, name_fields, warn
 
 EVENTS = StreamForm(named, errors.event)
 _NAMES = {
@@ -140,7 +142,7 @@ def _request(
         template=body.chat_template or "",
         template_kwargs=template_kwargs(body),
         sampling=sampling,
-        prediction=text_of(body.prediction),
+        prediction=predicted_text(body.prediction),
         context=context_of(call, "msg", body),
     )
 
@@ -155,3 +157,13 @@ def _names(body: ConversationBody, turns: Turns, chosen: ChosenTools) -> Mapping
         **thinking,
         **sampling_fields.names(body, format_constraint(body)),
     }
+
+
+def routes(llm: AsyncLLM, chat: ChatCalls, *, gate: Gate, bodies: Bodies) -> Sequence[Route]:
+    """All of them. ``gate`` and ``bodies`` are those of the other protocols of the listener."""
+    messages = Messages(llm, chat)
+    handlers = {errors.PREFIX: messages.create, f"{errors.PREFIX}/count_tokens": messages.count}
+    return [
+        Route(path, Endpoint(gate, bodies, handler, errors.answer), methods=["POST"])
+        for path, handler in handlers.items()
+    ]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock_common.errors import InvalidArgument, NotFound, quoted
-from penstock_frontend.api.openai.bodies import Body
-from penstock_frontend.api.openai.endpoint import Answer, Call
+from penstock_frontend.api.http.endpoint import Answer, Call
+from penstock_frontend.api.http.request_body import Body
 from penstock_frontend.api.openai.models import Models
 from penstock_frontend.calls.generate import AsyncLLM
 

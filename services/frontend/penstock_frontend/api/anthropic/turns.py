@@ -1,25 +1,126 @@
-"""Messages as Anthropic's protocol writes them, to the domain's."""
+"""Conversion of Anthropic's messages, images and tools to the domain's."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
-from penstock_frontend.api.anthropic.block_texts import TEXTS, result_text, text_of
-from penstock_frontend.api.anthropic.images import image_of
+from penstock_frontend.api.anthropic.message import opened
 from penstock_frontend.api.anthropic.messages_body import (
     BlockBody,
+    ClientToolBody,
     ConversationBody,
+    SourceBody,
+    ToolUseChoiceBody,
     TurnBody,
     blocks_of,
 )
-from penstock_frontend.api.anthropic.omitted_thinking import opened
+from penstock_frontend.api.media_sources import source_of_base64, source_of_url
+from penstock_frontend.api.openai.conversation import effort_kwargs
 from penstock_frontend.api.openai.response_format import Constraint
-from penstock_frontend.api.reasoning_effort import effort_kwargs
-from penstock_frontend.call_types import ChatMessage, ContentPart, ToolCall
+from penstock_frontend.api.tools import ServedTools, ToolChoice
+from penstock_frontend.call_types import ChatMessage, ContentPart, MediaPart, ToolCall
+from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.processing.chat.histories import arguments_text, warn_of_lost_calls
-from penstock_frontend.telemetry.call_warnings import WarningKind, warn
+
+# Blocks that chat templates have no form for become text that the model sees.
+
+TEXTS = ("text", "document", "search_result", "tool_reference")
+"""Types of blocks that are text, or become text."""
+_SECRETS = ("encrypted_content", "encrypted_index", "encrypted_stdout")
+
+
+def text_of(block: BlockBody, place: str) -> str:
+    """The text of a block. Raises InvalidArgument, and Unimplemented for documents that are files."""
+    match block.type:
+        case "text":
+            return block.text
+        case "tool_reference":
+            return f"[tool {block.tool_name}]"
+        case "search_result":
+            source = block.source if isinstance(block.source, str) else ""
+            return "\n".join(filter(None, (block.title, source, _content(block.content, f"{place}.content"))))
+        case _:
+            return "\n".join(filter(None, (block.title, block.context, _document(block.source, f"{place}.source"))))
+
+
+def result_text(block: BlockBody, place: str) -> str:
+    """What a tool that Anthropic runs gave, as text: of its parts what is readable."""
+    if isinstance(block.content, str):
+        return block.content
+    found = _readable(block.content)
+    if found != block.content:
+        warn(WarningKind.HISTORY_LEFT_OUT, f"{place}.content", "has encrypted parts, which only their author can read")
+    return msgspec.json.encode(found).decode()
+
+
+def _document(source: SourceBody | str | None, place: str) -> str:
+    if not isinstance(source, SourceBody):
+        raise InvalidArgument(f"{place} is not set", field=place, reason="MISSING_FIELD")
+    match source.type:
+        case "text":
+            return source.data
+        case "content":
+            return _content(source.content, f"{place}.content")
+        case kind:
+            raise Unimplemented(
+                f"{place}.type is {quoted(kind)}; known: text, content. This server reads no files of documents",
+                field=f"{place}.type",
+            )
+
+
+def _content(content: Any, place: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for index, block in enumerate(content if isinstance(content, Sequence) else ()):
+        if not isinstance(block, Mapping) or block.get("type") != "text" or not isinstance(block.get("text"), str):
+            kind = block.get("type") if isinstance(block, Mapping) else None
+            field = f"{place}[{index}].type"
+            raise Unimplemented(f"{field} is {quoted(str(kind))}; only 'text' is served here", field=field)
+        texts.append(block["text"])
+    return "\n".join(texts)
+
+
+def _readable(value: Any) -> Any:
+    """A JSON value without what is encrypted."""
+    if isinstance(value, Mapping):
+        return {name: _readable(each) for name, each in value.items() if name not in _SECRETS}
+    return [_readable(each) for each in value] if isinstance(value, list) else value
+
+
+# Images.
+
+_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
+
+
+def image_of(source: SourceBody | None, path: str, place: str) -> MediaPart:
+    """The image of a source, which stands at ``place`` in the turn of that path; its field is relative to the turn. Raises
+    InvalidArgument, and Unimplemented for files.
+    """
+    where = f"{path}.{place}"
+    if source is None:
+        raise InvalidArgument(f"{where} is not set", field=where, reason="MISSING_FIELD")
+    match source.type:
+        case "base64":
+            if source.media_type not in _TYPES:
+                field = f"{where}.media_type"
+                raise InvalidArgument(
+                    f"{field} is {quoted(source.media_type)}; known: {', '.join(_TYPES)}", field=field
+                )
+            if not source.data:
+                raise InvalidArgument(f"{where}.data is not set", field=f"{where}.data", reason="MISSING_FIELD")
+            name, found = "data", source_of_base64(source.data)
+        case "url":
+            if not source.url:
+                raise InvalidArgument(f"{where}.url is not set", field=f"{where}.url", reason="MISSING_FIELD")
+            name, found = "url", source_of_url("image", source.url, field=f"{where}.url")
+        case kind:
+            field = f"{where}.type"
+            raise Unimplemented(f"{field} is {quoted(kind)}; known: base64, url", field=field)
+    return MediaPart(modality="image", source=found, field=f"{place}.{name}")
+
 
 _BILLING = "x-anthropic-billing-header"
 """What a block begins with that Anthropic's own clients put into the system's text, different in every call."""
@@ -200,3 +301,36 @@ def _joined(parts: list[ContentPart]) -> str | list[ContentPart]:
 
 def _not_served(kind: str, place: str) -> Unimplemented:
     return Unimplemented(f"{place}.type is {quoted(kind)}, which is not served here", field=f"{place}.type")
+
+
+# Tools, and which of them must or may be called.
+
+_MODES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def tools_of(bodies: Sequence[ClientToolBody] | None) -> ServedTools:
+    """The tools of a body. Those that Anthropic runs or defines have a type of their own. Raises InvalidArgument."""
+    tools = ServedTools()
+    for index, body in enumerate(bodies or ()):
+        path = f"tools[{index}]"
+        if body.type in (None, "custom"):
+            tools.function(body.name, body.description, body.input_schema, path, schema="input_schema")
+        else:
+            tools.leave_out(body.type, path, body.name)
+    return tools
+
+
+def choice_of(choice: ToolUseChoiceBody | None, *, tools: bool) -> ToolChoice:
+    """The choice of a body. ``tools``: whether it has any. Raises InvalidArgument."""
+    if choice is None:
+        return ToolChoice("auto")
+    if choice.type == "tool":
+        if not choice.name:
+            raise InvalidArgument("tool_choice.name is empty", field="tool_choice.name")
+        return ToolChoice("auto", named=choice.name)
+    if choice.type not in _MODES:
+        known = ", ".join([*_MODES, "tool"])
+        raise InvalidArgument(f"tool_choice.type is {quoted(choice.type)}; known: {known}", field="tool_choice.type")
+    if choice.type == "any" and not tools:
+        raise InvalidArgument("tool_choice.type is 'any', but there are no tools; set tools", field="tool_choice.type")
+    return ToolChoice(_MODES[choice.type], field="tool_choice.type")

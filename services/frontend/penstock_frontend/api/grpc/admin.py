@@ -17,14 +17,29 @@ from penstock_common.rpc.cluster import engine_to_proto
 from penstock_common.rpc.data_parallel import pool_group_to_proto
 from penstock_common.rpc.guard import peer_names
 from penstock_common.types.cluster import DEFAULT_POOL
-from penstock_frontend.api.grpc.lora_messages import lora_info
-from penstock_frontend.api.grpc.unserved import refuses_unserved
-from penstock_frontend.api.grpc.utilities import ask_all
-from penstock_frontend.auth.principal import current_principal
-from penstock_frontend.calls.adapters import AdapterCalls
-from penstock_frontend.dispatch.lost_engines import LostEngines
+from penstock_frontend.api.grpc.servicers import ask_all, refuses_unserved
+from penstock_frontend.call_types import current_principal
+from penstock_frontend.calls.adapters import AdapterCalls, AdapterInfo
+from penstock_frontend.dispatch.client import LostEngines
 from penstock_frontend.ports import Coordinator, EngineClient
-from penstock_frontend.telemetry.tenant_refusals import TenantRefusals
+from penstock_frontend.tenants import TenantRefusals
+
+
+def lora_info(info: AdapterInfo) -> pb.LoraInfo:
+    """The message of what is known of an adapter."""
+    adapter, held = info.adapter, info.held
+    return pb.LoraInfo(
+        name=adapter.name,
+        path=adapter.path,
+        digest=adapter.digest,
+        rank=held.rank if held is not None else 0,
+        modules=held.modules if held is not None else (),
+        num_bytes=held.num_bytes if held is not None else 0,
+        pinned=info.pinned,
+        source=pb.LoraSource.ValueType(info.source),
+        engine_ids=info.engine_ids,
+    )
+
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 SERVICE_NAME = _SERVICE.full_name

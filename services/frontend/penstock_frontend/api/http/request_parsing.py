@@ -1,13 +1,176 @@
-"""Parsing of the requests of a connection, within limits."""
+"""Parsing of HTTP requests: size limits, and how connections share each turn of the event loop."""
 
-from typing import Any
+import asyncio
+from collections import deque
+from typing import Any, Protocol
 
 import httptools
+import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from penstock_frontend.api.http.request_size import RequestLimits, RequestSize
-from penstock_frontend.api.http.turns import REQUEST_EVENTS
 from penstock_frontend.api.openai.errors import HttpError
+
+# Limits on the bytes around a body: its head, the framing of chunks, and trailers.
+
+
+class RequestLimits(msgspec.Struct, frozen=True):
+    """Limits of one request: ``max_header_bytes`` of its head, ``max_headers`` lines of it, those of trailers included."""
+
+    max_header_bytes: int
+    max_headers: int
+
+
+class RequestSize:
+    """Counts what the parser was given of one request, and refuses a request that is mostly framing.
+
+    The parser reports a header or a piece of a body only when it is complete. So bytes are counted as they come, and those of
+    the body are subtracted: the difference is the head, the lines around chunks, chunk extensions and trailers.
+    """
+
+    def __init__(self, limits: RequestLimits) -> None:
+        self._limits = limits
+        self.begin()
+
+    def begin(self) -> None:
+        """A new request begins."""
+        self.body = 0
+        self._received = 0
+        self._headers = 0
+        self._head_is_complete = False
+
+    def add_header(self) -> None:
+        """One more header or trailer. Raises HttpError 431 when there are too many."""
+        self._headers += 1
+        if self._headers > self._limits.max_headers:
+            limit = self._limits.max_headers
+            raise HttpError(
+                431, f"the request has more than {limit} headers; http.max_headers is {limit}", "too_many_headers"
+            )
+
+    def complete_head(self) -> None:
+        """All bytes from now on are of the body."""
+        self._head_is_complete = True
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that the parser has taken. Raises HttpError 431 for the head, 400 for the framing of the body."""
+        self._received += num_bytes
+        limit = self._limits.max_header_bytes
+        around = self._received - self.body
+        if around <= limit:
+            return
+        if not self._head_is_complete:
+            raise HttpError(
+                431,
+                f"the headers have more than {limit} bytes; http.max_header_bytes is {limit}",
+                "headers_too_large",
+            )
+        if around > limit + self.body:
+            raise HttpError(
+                400,
+                f"{around} bytes around a body of {self.body} bytes; send larger chunks: chunk sizes, chunk extensions, "
+                f"headers and trailers may have http.max_header_bytes, {limit}, and as much as the body",
+                "chunks_too_small",
+            )
+
+
+# How connections share parsing in each turn of the event loop.
+
+SLICE = 4096
+"""Bytes that a connection's parser gets at once."""
+BYTES_PER_TURN = 256 * 1024
+"""Bytes that all connections together parse in one turn of the event loop; they take less than 1 ms."""
+EVENTS_PER_TURN = 4096
+"""Parser events (a header, a piece of a body) of all connections in one turn of the event loop; they take about 1 ms."""
+REQUEST_EVENTS = 64
+"""Events that the head of a request counts as, because it starts a task."""
+_DISCARD_INTERVAL = 0.001
+"""Seconds between two reads of connections whose input is discarded; a read has at most 256 KiB."""
+
+
+class Parsing(Protocol):
+    """A connection with unparsed bytes."""
+
+    def parse_slice(self) -> bool:
+        """Parse up to ``SLICE`` bytes. Returns whether the connection can go on at once."""
+        ...
+
+
+class Discarding(Protocol):
+    """A connection whose input is read and discarded."""
+
+    def discard_more(self) -> None:
+        """Read once more."""
+        ...
+
+
+class ParsingTurns:
+    """Limits what all connections of a listener parse in one turn of the event loop, and lets them take turns.
+
+    A client decides how many events its bytes make. Without a limit, a few connections with bodies in chunks of one byte
+    would occupy the loop, and no other request would be served.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._events = 0
+        self._waiting: deque[Parsing] = deque()
+        self._is_scheduled = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a connection may parse now, rather than ``wait``."""
+        return not self._waiting and self._is_below_limits
+
+    def spend(self, num_bytes: int, events: int) -> None:
+        """Count bytes and events as parsed in this turn."""
+        self._bytes += num_bytes
+        self._events += events
+        self._schedule()
+
+    def wait(self, connection: Parsing) -> None:
+        """Have ``connection`` parse in later turns, slice by slice, until its ``parse_slice`` returns False."""
+        self._waiting.append(connection)
+        self._schedule()
+
+    @property
+    def _is_below_limits(self) -> bool:
+        return self._bytes < BYTES_PER_TURN and self._events < EVENTS_PER_TURN
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._is_scheduled = False
+        self._bytes = self._events = 0
+        while self._waiting and self._is_below_limits:
+            connection = self._waiting.popleft()
+            if connection.parse_slice():
+                self._waiting.append(connection)
+        if self._waiting:
+            self._schedule()
+
+
+class DiscardingTurns:
+    """Lets connections whose input is discarded read one after the other, so that they cost the same however many there are."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Discarding] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def wait(self, connection: Discarding) -> None:
+        """Have ``connection`` call ``discard_more`` when its turn comes."""
+        self._waiting.append(connection)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_DISCARD_INTERVAL, self._turn)
+
+    def _turn(self) -> None:
+        self._timer = None
+        connection = self._waiting.popleft()
+        if self._waiting:
+            self._timer = asyncio.get_running_loop().call_later(_DISCARD_INTERVAL, self._turn)
+        connection.discard_more()
 
 
 class RequestParsing(HttpToolsProtocol):

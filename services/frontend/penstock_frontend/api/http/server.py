@@ -1,4 +1,4 @@
-"""The HTTP listener: ``/health``, ``/ping``, ``/metrics``, the routes it is given, and ``/openapi.json`` about all of them."""
+"""The HTTP listener: ``/health``, ``/ping``, ``/metrics``, the routes it is given, ``/openapi.json``, and HTTP telemetry."""
 
 import asyncio
 import contextlib
@@ -7,24 +7,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock_common.addresses import with_port
 from penstock_common.config.allowed_origins import AllowedOrigins
 from penstock_common.errors import ConfigError
 from penstock_common.listening import resolve, take_both_families, warn_of_plaintext
+from penstock_common.observability.caller import Caller, current_caller
+from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
+from penstock_common.observability.tracing import Span, Tracer, current_call, trace_headers
 from penstock_common.security.certificates import Certificates
 from penstock_common.security.tls import server_context
+from penstock_frontend.api.http import openapi
 from penstock_frontend.api.http.connection import HttpConnection, connection_class
-from penstock_frontend.api.openai import document
 from penstock_frontend.config import HttpConfig
 
 _KEEP_ALIVE = 75
@@ -67,7 +70,7 @@ def make_app(
     looks = [Route("/health", health), Route("/ping", health, methods=["GET", "POST"]), Route("/metrics", metrics)]
     served = [*looks, *routes]
     app = Starlette(
-        routes=[*served, document.route(served)],
+        routes=[*served, openapi.route(served)],
         middleware=[Middleware(_WithoutSlash), *([cors] if allowed_origins else []), *middleware],
         exception_handlers=exception_handlers,
     )
@@ -177,3 +180,77 @@ def _listen(config: HttpConfig) -> socket.socket:
             f"http.port {config.port} on {config.host}: {e.strerror or e}; set another port, or -1 for none"
         ) from None
     return listener
+
+
+# Metrics and traces of HTTP requests.
+
+_UNTRACED = ("/health", "/ping", "/metrics")
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+
+
+class HttpTelemetry:
+    """Wraps an application: counts its requests by route, method and class of status, and makes a span of each.
+
+    The parent is in the header ``traceparent``.
+    """
+
+    def __init__(self, app: ASGIApp, registry: CollectorRegistry, tracer: Tracer | None = None) -> None:
+        self._app = app
+        self._requests = Counter(
+            "http_requests", "HTTP requests ended", ("handler", "method", "status"), registry=registry
+        )
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; an application error is a 500."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        host, port = scope.get("client") or ("", 0)
+        # Every request has a task of its own: there is nobody to put the old value back for.
+        current_caller.set(Caller(scope["path"], with_port(host, port) if host else ""))
+        span = self._begin(scope)
+        status = 500
+
+        async def noted_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted_send)
+        finally:
+            try:
+                self._end(scope, status, span)
+            except Exception as e:  # who only looks on spoils no answer
+                incident(e, request="", doing="observing the end of an HTTP request")
+
+    def _begin(self, scope: Scope) -> Span | None:
+        try:
+            return self._span(scope)
+        except Exception as e:
+            incident(e, request="", doing="observing the begin of an HTTP request")
+            return None
+
+    def _end(self, scope: Scope, status: int, span: Span | None) -> None:
+        handler, method = _handler(scope), scope["method"] if scope["method"] in _METHODS else "other"
+        self._requests.labels(handler, method, f"{status // 100}xx").inc()
+        if span is not None:
+            attributes: dict[str, str | int] = {"http.route": handler, "http.response.status_code": status}
+            span.end(attributes, error=str(status) if status >= 500 else "")
+
+    def _span(self, scope: Scope) -> Span | None:
+        if self._tracer is None or scope["path"] in _UNTRACED:
+            return None
+        headers = trace_headers({key.lower(): value for key, value in HTTPConnection(scope).headers.items()})
+        attributes = {"http.request.method": scope["method"], "url.path": scope["path"]}
+        span = self._tracer.start(f"{scope['method']} {scope['path']}", headers, server=True, attributes=attributes)
+        current_call.set(span.headers)
+        return span
+
+
+def _handler(scope: Scope) -> str:
+    """The route's path with its parameters' names: paths that clients make up are all ``none``."""
+    path = getattr(scope.get("route"), "path", None)
+    return path if isinstance(path, str) else "none"

@@ -12,23 +12,18 @@ from starlette.types import Receive, Scope, Send
 from penstock_common.config.reread import Reread
 from penstock_frontend.api.anthropic import errors as anthropic
 from penstock_frontend.api.anthropic.models import AnthropicModels
-from penstock_frontend.api.openai import errors, lora_adapters
-from penstock_frontend.api.openai.bodies import Bodies
+from penstock_frontend.api.http.endpoint import REQUEST_ID, Endpoint, Gate, Handler, id_headers
+from penstock_frontend.api.http.request_body import Bodies
+from penstock_frontend.api.openai import errors
 from penstock_frontend.api.openai.chat_completions import ChatCompletions
 from penstock_frontend.api.openai.completions import Completions
-from penstock_frontend.api.openai.embeddings import Embeddings
-from penstock_frontend.api.openai.endpoint import REQUEST_ID, Endpoint, Gate, Handler, id_headers
-from penstock_frontend.api.openai.lora_adapters import LoraAdapters
-from penstock_frontend.api.openai.models import Models
-from penstock_frontend.api.openai.pooling.classification import Classifications
-from penstock_frontend.api.openai.pooling.pooled import Pooling
-from penstock_frontend.api.openai.pooling.reranking import Reranking
-from penstock_frontend.api.openai.pooling.scores import Scores
-from penstock_frontend.api.openai.responses.creating import ResponseCreation
-from penstock_frontend.api.openai.responses.response_store import ResponseStore
-from penstock_frontend.api.openai.responses.stored import StoredResponses
+from penstock_frontend.api.openai.models import LOAD, PATHS, UNLOAD, LoraAdapters, Models, version
+from penstock_frontend.api.openai.pooling.embeddings import Embeddings
+from penstock_frontend.api.openai.pooling.pooled import Classifications, Pooling
+from penstock_frontend.api.openai.pooling.scoring import Reranking, Scores
+from penstock_frontend.api.openai.responses.create_response import ResponseCreation
+from penstock_frontend.api.openai.responses.response_store import ResponseStore, StoredResponses
 from penstock_frontend.api.openai.tokenization import Tokenization
-from penstock_frontend.api.openai.version import version
 from penstock_frontend.calls.chat import ChatCalls
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.calls.scoring import ScoringCalls
@@ -71,7 +66,7 @@ def routes(
     }
     if config.lora.http_loading:
         loading = LoraAdapters(llm.adapters)
-        posts |= {lora_adapters.LOAD: loading.load, lora_adapters.UNLOAD: loading.unload}
+        posts |= {LOAD: loading.load, UNLOAD: loading.unload}
     gets: dict[str, Handler] = {
         "/version": version,
         _RESPONSE: stored.get,
@@ -110,7 +105,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     """A path or a method that nothing serves."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     path = request.url.path
-    off = ": lora.http_loading is false" if path in lora_adapters.PATHS else _hint(path, request.app.routes)
+    off = ": lora.http_loading is false" if path in PATHS else _hint(path, request.app.routes)
     message = {404: f"there is no {path}{off}", 405: f"{path} does not serve {request.method}"}
     code = {404: "path_not_found", 405: "method_not_allowed"}
     failure = errors.HttpError(status, message.get(status, f"HTTP {status}"), code.get(status, "http_error"))

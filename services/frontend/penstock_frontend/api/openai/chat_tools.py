@@ -6,8 +6,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
-from penstock_frontend.api.custom_inputs import input_arguments
-from penstock_frontend.api.served_tools import ServedTools, ToolChoice
+from penstock_frontend.api.tools import ServedTools, ToolChoice, input_arguments
 from penstock_frontend.call_types import ToolCall
 from penstock_frontend.processing.chat.histories import arguments_text
 

@@ -1,10 +1,12 @@
-"""Log-probabilities in the forms of completions and chat completions, and vLLM's of prompts."""
+"""Log-probabilities of completions, chat completions and (as vLLM has them) prompts, and the ranking for ``best_of``."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from penstock_common.types.logprobs import Logprobs
+from penstock_frontend.call_types import RequestOutput
 from penstock_frontend.processing.outputs.detokenizer import REPLACEMENT, IncrementalDetokenizer
 
 BytesOf = Callable[[int], bytes]
@@ -172,3 +174,18 @@ def prompt_logprobs(logprobs: Logprobs | None) -> PromptLogprobs:
         return [None]
     positions = (entries(logprobs, position) for position in range(len(logprobs)))
     return [None, *({i: PromptLogprob(value, rank, text) for i, text, value, rank in found} for found in positions)]
+
+
+# Ranking for ``best_of``: the sequences whose tokens the model found likeliest.
+
+
+def ranked(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+    """The best first, by the log-probability per token; equals in their order. All of them have log-probabilities."""
+    return sorted(outputs, key=lambda output: mean_logprob(output.logprobs), reverse=True)
+
+
+def mean_logprob(logprobs: Logprobs | None) -> float:
+    """Of the chosen tokens; minus infinity without any."""
+    if logprobs is None or not len(logprobs):
+        return -math.inf
+    return sum(logprobs.logprobs[start] for start in logprobs.offsets[:-1]) / len(logprobs)

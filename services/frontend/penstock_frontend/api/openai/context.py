@@ -3,8 +3,8 @@
 import msgspec
 
 from penstock_common.types.request_context import RequestContext
+from penstock_frontend.api.http.endpoint import Call
 from penstock_frontend.api.openai.body_fields import check_range
-from penstock_frontend.api.openai.endpoint import Call
 
 _INT32 = 2**31
 

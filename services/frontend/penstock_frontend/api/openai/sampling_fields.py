@@ -1,20 +1,303 @@
-"""What completions and chat completions have in common: sampling parameters, streaming, ids."""
+"""Sampling parameters in request bodies, constraints on the output (structured outputs), and predicted outputs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_common.types.sampling import MAX_SEED, MIN_SEED, OutputKind, RepetitionDetection, SamplingParams
-from penstock_frontend.api.openai.body_fields import check_range, shown
-from penstock_frontend.api.openai.constraints import ConstraintFields, constraint_names, constraint_of
-from penstock_frontend.api.openai.other_names import other_names, unify
-from penstock_frontend.api.openai.prediction import NAMES, PredictionBody
-from penstock_frontend.api.openai.response_format import Constraint
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
+from penstock_common.types.sampling import (
+    CONSTRAINTS,
+    MAX_SEED,
+    MIN_SEED,
+    JsonWhitespace,
+    OutputKind,
+    RepetitionDetection,
+    SamplingParams,
+    StructuredOutput,
+)
+from penstock_frontend.api.openai.body_fields import check_range, shown, text_of
+from penstock_frontend.api.openai.context import GenerationContextFields
+from penstock_frontend.api.openai.response_format import Constraint, read_format
 from penstock_frontend.call_types import Finish, KvParams
+from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.dispatch.kv_transfer_params import KvGateway, answer_of
-from penstock_frontend.telemetry.call_warnings import WarningKind, warn
+
+# Other servers' names of sampling parameters that mean the same here.
+
+_INT32_MAX = 2**31 - 1
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "max_tokens": ("max_completion_tokens", "max_output_tokens", "max_new_tokens", "n_predict", "num_predict"),
+    "min_tokens": ("min_new_tokens",),
+    "stop": ("stop_sequences",),
+    "seed": ("random_seed",),
+}
+"""Our names to the others."""
+_UNLIMITED: Mapping[str, tuple[int, ...]] = {"n_predict": (-1,), "num_predict": (-1, -2)}
+"""Values of llama.cpp and Ollama that set no limit."""
+_OTHER_RANGES: Mapping[str, tuple[int, int]] = {
+    **dict.fromkeys(_NAMES["max_tokens"], (1, _INT32_MAX)),
+    "min_new_tokens": (0, _INT32_MAX),
+    "random_seed": (MIN_SEED, MAX_SEED),
+}
+
+
+class OtherNames(GenerationContextFields, kw_only=True):
+    """The fields of bodies of text generation that are other names. ``max_completion_tokens`` and ``max_output_tokens`` are
+    OpenAI's, ``n_predict`` llama.cpp's, ``num_predict`` Ollama's, ``max_new_tokens`` TGI's and SGLang's, ``min_new_tokens``
+    SGLang's, ``stop_sequences`` Anthropic's and Cohere's, ``random_seed`` Mistral's.
+    """
+
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    max_new_tokens: int | None = None
+    n_predict: int | None = None
+    num_predict: int | None = None
+    min_new_tokens: int | None = None
+    stop_sequences: str | list[str] | None = None
+    random_seed: int | None = None
+
+
+def unify(body: OtherNames) -> None:
+    """Set the fields with our names to what other names say. ``max_completion_tokens`` wins over ``max_tokens``.
+
+    Raises:
+        InvalidArgument: A value is out of range, or two names of a parameter say different things.
+    """
+    for name, (low, high) in _OTHER_RANGES.items():
+        value = getattr(body, name)
+        if value not in _UNLIMITED.get(name, ()):
+            check_range(name, value, low, high)
+    for ours, others in _NAMES.items():
+        given = {name: getattr(body, name) for name in others if _is_given(body, name)}
+        if not given:
+            continue
+        if (value := getattr(body, ours)) is not None and "max_completion_tokens" not in given:
+            given = {ours: value, **given}
+        _check_same(given)
+        setattr(body, ours, next(iter(given.values())))
+
+
+def other_names(body: OtherNames) -> Mapping[str, str]:
+    """Return our names of the parameters that the body gives under other names, as errors have them, to these."""
+    return {
+        f"sampling_params.{ours}": name
+        for ours, others in _NAMES.items()
+        for name in reversed(others)
+        if _is_given(body, name)
+    }
+
+
+def _is_given(body: msgspec.Struct, name: str) -> bool:
+    value = getattr(body, name)
+    return value is not None and value not in _UNLIMITED.get(name, ())
+
+
+def _check_same(given: Mapping[str, Any]) -> None:
+    (first, value), *rest = given.items()
+    for name, other in rest:
+        if other != value:
+            raise InvalidArgument(
+                f"{first} is {shown(value)} and {name} is {shown(other)}; they are two names of the same, so set one",
+                field=name,
+            )
+
+
+# The constraint on the output, under the names that servers give it.
+
+_PATH = "sampling_params.structured_output"
+_BLANKS = {kind.name.lower(): kind for kind in JsonWhitespace}
+_THEIRS = {"json_schema": "json"}
+_WITHOUT_JSON = ("regex", "choice", "grammar")
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A constraint in vLLM's form. Exactly one field is set, or none beside another constraint, besides those on blanks in JSON:
+    ``json_whitespace`` of our own, and vLLM's ``disable_any_whitespace``, which is the same as ``compact``.
+    """
+
+    json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    json_object: bool | None = None
+    json_whitespace: str | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: Any = None
+
+
+class ConstraintFields(OtherNames, kw_only=True):
+    """The fields of a body that constrain its output. At most one does. ``response_format`` is OpenAI's, ``structured_outputs``
+    vLLM's and ``guided_*`` its older form, ``json_schema`` and ``grammar`` are llama.cpp's, ``format`` is Ollama's, ``regex``
+    and ``ebnf`` are SGLang's.
+    """
+
+    response_format: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    grammar: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    regex: str | None = None
+    ebnf: str | None = None
+    format: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+
+
+def constraint_of(body: ConstraintFields, own: Constraint | None = None) -> StructuredOutput | None:
+    """Return the constraint that the body asks for, or None. ``own``: the constraint in the form of the body's own protocol.
+
+    Raises:
+        InvalidArgument: A constraint cannot be read, or there are two.
+    """
+    found = _all(body, own)
+    if len(found) > 1:
+        first, second = found[0].head, found[1].head
+        raise InvalidArgument(f"{first} and {second} both constrain the output; set one", field=second)
+    given = body.structured_outputs
+    if given is None:
+        return found[0].output if found else None
+    blanks = _blanks(given)
+    if not found:
+        return StructuredOutput(json_whitespace=blanks)
+    kind = found[0].kind
+    if blanks is not JsonWhitespace.DUMPS and kind in _WITHOUT_JSON:
+        field = f"structured_outputs.{'disable_any_whitespace' if given.json_whitespace is None else 'json_whitespace'}"
+        raise InvalidArgument(
+            f"{field} is set beside {found[0].field}, which writes no JSON; it goes with json, json_object and structural_tag",
+            field=field,
+        )
+    return msgspec.structs.replace(found[0].output, json_whitespace=blanks)
+
+
+def constraint_names(body: ConstraintFields, own: Constraint | None = None) -> Mapping[str, str]:
+    """Return our names of the constraint and its parts to the client's, for errors. Raises what ``constraint_of`` raises."""
+    found = _all(body, own)
+    if not found:
+        return {_PATH: "structured_outputs"}
+    return {f"{_PATH}.{found[0].kind}": found[0].field, _PATH: found[0].head}
+
+
+def _all(body: ConstraintFields, own: Constraint | None) -> Sequence[Constraint]:
+    found = [own, read_format(body.response_format), *_of_llama_cpp(body), *_of_others(body), _of_vllm(body)]
+    return [each for each in found if each is not None]
+
+
+def _of_llama_cpp(body: ConstraintFields) -> list[Constraint | None]:
+    """The constraints of llama.cpp and of Ollama. A grammar that is an object is a format, as TGI has it."""
+    grammar, format_ = bytes(body.grammar), bytes(body.format)
+    found: list[Constraint | None] = []
+    if grammar.startswith(b"{"):
+        found.append(read_format(body.grammar, "grammar"))
+    elif text := text_of(body.grammar, "grammar"):
+        found.append(Constraint("grammar", "grammar", "grammar", text))
+    if format_ == b'"json"':
+        found.append(Constraint("format", "format", "json_object", True))
+    elif text := text_of(body.format, "format"):
+        if not format_.startswith(b"{"):
+            raise InvalidArgument(f"format is {quoted(text)}; it must be 'json' or a JSON schema", field="format")
+        found.append(Constraint("format", "format", "json_schema", text))
+    return found
+
+
+def _of_others(body: ConstraintFields) -> list[Constraint]:
+    schemas: Mapping[str, Any] = {name: text_of(getattr(body, name), name) for name in ("json_schema", "guided_json")}
+    grammars: Mapping[str, Any] = {"ebnf": body.ebnf or None, "guided_grammar": body.guided_grammar or None}
+    regexes: Mapping[str, Any] = {"regex": body.regex, "guided_regex": body.guided_regex}
+    choices: Mapping[str, Any] = {"guided_choice": None if body.guided_choice is None else tuple(body.guided_choice)}
+    kinds: Mapping[str, Mapping[str, Any]] = {
+        "json_schema": schemas,
+        "grammar": grammars,
+        "regex": regexes,
+        "choice": choices,
+    }
+    return [
+        Constraint(name, name, kind, value)
+        for kind, given in kinds.items()
+        for name, value in given.items()
+        if value is not None
+    ]
+
+
+def _of_vllm(body: ConstraintFields) -> Constraint | None:
+    path, given = "structured_outputs", body.structured_outputs
+    if given is None:
+        return None
+    fields: dict[str, Any] = {
+        "json_schema": text_of(given.json, f"{path}.json"),
+        "json_object": given.json_object or None,
+        "regex": given.regex,
+        "choice": tuple(given.choice) if given.choice is not None else None,
+        "grammar": given.grammar,
+        "structural_tag": text_of(given.structural_tag, f"{path}.structural_tag"),
+    }
+    constraint = {name: value for name, value in fields.items() if value is not None}
+    if len(constraint) > 1:
+        known = ", ".join(_THEIRS.get(name, name) for name in CONSTRAINTS)
+        what = " and ".join(_THEIRS.get(name, name) for name in constraint)
+        raise InvalidArgument(f"{path} has {what}; set one of {known}", field=path)
+    if not constraint:
+        return None
+    kind, value = next(iter(constraint.items()))
+    return Constraint(f"{path}.{_THEIRS.get(kind, kind)}", path, kind, value)
+
+
+def _blanks(given: StructuredOutputs) -> JsonWhitespace:
+    path, name = "structured_outputs", given.json_whitespace
+    known = ", ".join(_BLANKS)
+    if given.whitespace_pattern is not None:
+        field = f"{path}.whitespace_pattern"
+        raise InvalidArgument(f"{field} is not supported; set {path}.json_whitespace to one of {known}", field=field)
+    if name is not None and name not in _BLANKS:
+        field = f"{path}.json_whitespace"
+        raise InvalidArgument(f"{field} is {quoted(name)}; known: {known}", field=field)
+    blanks = JsonWhitespace.DUMPS if name is None else _BLANKS[name]
+    if not given.disable_any_whitespace:
+        return blanks
+    if name is not None and blanks is not JsonWhitespace.COMPACT:
+        field = f"{path}.disable_any_whitespace"
+        raise InvalidArgument(f"{field} is true, and {path}.json_whitespace is {quoted(name)}; set one", field=field)
+    return JsonWhitespace.COMPACT
+
+
+# The predicted output, as OpenAI writes it.
+
+NAMES: Mapping[str, str] = {"prediction.text": "prediction.content"}
+"""Our names of its fields to the client's."""
+
+
+class PredictionPart(msgspec.Struct, frozen=True):
+    """A part of it, which must be text."""
+
+    type: str
+    text: str = ""
+
+
+class PredictionBody(msgspec.Struct, frozen=True):
+    """``{"type": "content", "content": text}``; parts are put together as they are."""
+
+    type: str
+    content: str | list[PredictionPart]
+
+
+def predicted_text(prediction: PredictionBody | None) -> str | None:
+    """The text, None without a prediction. Raises InvalidArgument for another type, Unimplemented for a part that is no text."""
+    if prediction is None:
+        return None
+    if prediction.type != "content":
+        raise InvalidArgument(
+            f"prediction.type is {quoted(prediction.type)}; it must be 'content'", field="prediction.type"
+        )
+    if isinstance(prediction.content, str):
+        return prediction.content
+    for index, part in enumerate(prediction.content):
+        if part.type != "text":
+            field = f"prediction.content[{index}].type"
+            raise Unimplemented(f"{field} is {quoted(part.type)}; only 'text' is served", field=field)
+    return "".join(part.text for part in prediction.content)
+
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 

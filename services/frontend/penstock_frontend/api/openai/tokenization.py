@@ -6,14 +6,13 @@ from typing import Any
 import msgspec
 
 from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
-from penstock_frontend.api.openai.bodies import Body
+from penstock_frontend.api.http.endpoint import Answer, Call
+from penstock_frontend.api.http.request_body import Body
 from penstock_frontend.api.openai.chat_tools import ToolBody, tools_of
-from penstock_frontend.api.openai.conversation import MessageBody, messages_of
-from penstock_frontend.api.openai.endpoint import Answer, Call
+from penstock_frontend.api.openai.conversation import MediaIoBody, MessageBody, messages_of, options_of
 from penstock_frontend.api.openai.errors import renamed
-from penstock_frontend.api.openai.media_fields import MediaIoBody, options_of
 from penstock_frontend.api.openai.sampling_fields import TokenId
-from penstock_frontend.api.served_tools import ToolChoice
+from penstock_frontend.api.tools import ToolChoice
 from penstock_frontend.call_types import ChatRequest, GenerateRequest
 from penstock_frontend.calls.chat import ChatCalls
 from penstock_frontend.calls.generate import AsyncLLM

@@ -16,21 +16,68 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, OutOfRange, Unavailable, Unimplemented
 from penstock_common.rpc.sampling import refuse_set
+from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
 from penstock_common.types.kv_transfer import EngineRole
 from penstock_common.types.media import MediaLimits, Modality
 from penstock_frontend.api.call_context import deadline_after
-from penstock_frontend.api.grpc.unserved import refuses_unserved
-from penstock_frontend.api.grpc.utilities import ask_all
-from penstock_frontend.api.media_limits import media_limits
-from penstock_frontend.api.vllm import cache_events, requests, responses
-from penstock_frontend.calls.admission import demand_of
+from penstock_frontend.api.grpc.servicers import ask_all, media_limits, refuses_unserved
+from penstock_frontend.api.vllm import messages
+from penstock_frontend.calls.admission import Readiness, demand_of
 from penstock_frontend.calls.generate import AsyncLLM
-from penstock_frontend.calls.readiness import Readiness
 from penstock_frontend.config import LimitsConfig, MediaConfig, ModelConfig
-from penstock_frontend.dispatch.kv_events import KvEventFeed
+from penstock_frontend.dispatch.kv_events import KvEventBatch, KvEventFeed
 from penstock_frontend.dispatch.kv_transfer_params import CONNECTOR
-from penstock_frontend.processing.prompts.model_card import ModelCard
-from penstock_frontend.processing.prompts.tokenizer_bundle import TokenizerBundle
+from penstock_frontend.processing.prompts.tokenizer_bundle import ModelCard, TokenizerBundle
+
+# Changes of the engines' prefix caches as messages.
+
+_HASH_BYTES = 8
+
+
+def kv_event_batch(batch: KvEventBatch, first_id: int) -> common_pb2.KvEventBatch:
+    """The message for changes of a prefix cache, whose events are numbered from ``first_id``."""
+    return common_pb2.KvEventBatch(
+        sequence_number=batch.sequence,
+        timestamp=batch.timestamp,
+        dp_rank=batch.rank,
+        events=[_kv_event(event, first_id + index) for index, event in enumerate(batch.events)],
+    )
+
+
+def _kv_event(event: KvCacheEvent, event_id: int) -> common_pb2.KvCacheEvent:
+    match event:
+        case BlockStored():
+            return common_pb2.KvCacheEvent(event_id=event_id, stored=_stored(event))
+        case BlockRemoved():
+            removed = common_pb2.KvBlocksRemoved(block_hashes=[_folded(each) for each in event.block_hashes])
+            return common_pb2.KvCacheEvent(event_id=event_id, removed=removed)
+        case AllBlocksCleared():
+            return common_pb2.KvCacheEvent(event_id=event_id, cleared=common_pb2.KvCacheCleared())
+
+
+def _stored(event: BlockStored) -> common_pb2.KvBlocksStored:
+    size = event.block_size
+    stored = common_pb2.KvBlocksStored(
+        blocks=[
+            common_pb2.KvBlock(
+                block_hash=_folded(block_hash),
+                token_ids=event.token_ids[index * size : (index + 1) * size],
+                block_size=size,
+            )
+            for index, block_hash in enumerate(event.block_hashes)
+        ]
+    )
+    if event.lora_name:
+        stored.lora_name = event.lora_name
+    if event.parent_hash:
+        stored.parent_block_hash = _folded(event.parent_hash)
+    return stored
+
+
+def _folded(block_hash: bytes) -> int:
+    """The last eight bytes of a digest as a signed integer: what this contract names a block by."""
+    return int.from_bytes(block_hash[-_HASH_BYTES:], "big", signed=True)
+
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"]
 SERVICE_NAME: str = _SERVICE.full_name
@@ -84,7 +131,7 @@ class VllmEngineServicer:
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Continues a prompt: chunks as they come, or everything at the end."""
-        converted = requests.generate_request(request, **requests.call_details(context), anchor=self._anchor)
+        converted = messages.generate_request(request, **messages.call_details(context), anchor=self._anchor)
         said, n = request.kv_transfer_params_json, converted.sampling["n"]
         kv = self._llm.gateway.read_json(said, n=n, field="kv_transfer_params_json")
         converted = msgspec.structs.replace(converted, kv=kv)
@@ -94,7 +141,7 @@ class VllmEngineServicer:
         live = self._llm.accept(converted.context.external_request_id, demand_of(converted), abortable=True)
         # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
-        writer = responses.GenerateResponses(converted, live, stream=request.stream)
+        writer = messages.GenerateResponses(converted, live, stream=request.stream)
         async for output in self._llm.generate(converted, live):
             for response in writer.of(output):
                 yield response
@@ -110,13 +157,13 @@ class VllmEngineServicer:
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """The vector of a prompt."""
-        converted = requests.embed_request(request, **requests.call_details(context))
+        converted = messages.embed_request(request, **messages.call_details(context))
         result, _ = await self._llm.run_pooling(converted, abortable=True)
-        return responses.embed_response(result)
+        return messages.embed_response(result)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Ends requests of this protocol and the caller's tenant. Ids that do not run are no error: they may just have ended."""
-        self._llm.abort_ids(request.request_ids, requests.tenant_of(context))
+        self._llm.abort_ids(request.request_ids, messages.tenant_of(context))
         return pb.AbortResponse()
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
@@ -126,7 +173,7 @@ class VllmEngineServicer:
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         """What is served. Waits for an engine: its limits are part of the answer."""
         deadline = deadline_after(context.time_remaining())
-        limits = await self._llm.engines.wait_until_usable(deadline, tenant=requests.tenant_of(context))
+        limits = await self._llm.engines.wait_until_usable(deadline, tenant=messages.tenant_of(context))
         defaults = self._card.sampling_defaults
         return pb.GetModelInfoResponse(
             model_path=self._model.path,
@@ -251,7 +298,7 @@ class VllmEngineServicer:
         await context.send_initial_metadata(())  # subscribers wait for it, and there may be no events for long
         num_events = 0
         async for batch in subscription:
-            yield cache_events.kv_event_batch(batch, num_events + 1)
+            yield kv_event_batch(batch, num_events + 1)
             num_events += len(batch.events)
 
     async def FlushCache(

@@ -13,8 +13,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_common.types.media import DTYPE_BYTES, Modality, TensorData, TensorDtype
 from penstock_frontend.api.media_sources import source_of_url
-from penstock_frontend.call_types import MixedPrompt, Part
-from penstock_frontend.media_parts import Features, MediaPart
+from penstock_frontend.call_types import Features, MediaPart, MixedPrompt, Part
 
 MAX_ITEMS = 1024
 """Of a batch, before the frontend's own limit is applied."""

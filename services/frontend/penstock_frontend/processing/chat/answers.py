@@ -1,16 +1,93 @@
-"""A model's outputs as answers in a conversation."""
+"""Turns a model's outputs into answers of a conversation: messages, content blocks and the count of reasoning tokens."""
 
-from collections.abc import Callable, Sequence
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from penstock_common.observability.logging import get_logger
 from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.request import ReasoningTokens
 from penstock_common.types.sampling import OutputKind
 from penstock_frontend.call_types import Finish, RequestOutput
-from penstock_frontend.processing.chat.reasoning_tokens import ReasoningTokenCount
-from penstock_frontend.processing.parsers.answer import AnswerDelta, AnswerParser
-from penstock_frontend.processing.parsers.base import ToolCallDelta
+from penstock_frontend.processing.parsers.base import AnswerDelta, AnswerParser, ReasoningParser, ToolCallDelta
+
+# How many of an answer's tokens are reasoning.
+
+
+class ReasoningTokenCount(Protocol):
+    """Counts the reasoning tokens of one sequence."""
+
+    def push(self, token_ids: Sequence[int], *, reasoning: bool, ended: bool) -> None:
+        """Take the tokens of the next piece. ``reasoning``: the piece has reasoning; ``ended``: it is the last."""
+        ...
+
+    @property
+    def total(self) -> int:
+        """Tokens so far."""
+        ...
+
+
+class CountToEndToken:
+    """Counts the tokens up to the one that ends the reasoning, which is the last that counts.
+
+    Args:
+        tokens: The tokens of the model's tags.
+    """
+
+    def __init__(self, tokens: ReasoningTokens) -> None:
+        self._end = tokens.end_token_id
+        self._ended = False
+        self._before_end = 0
+        self._reasons = False
+
+    def push(self, token_ids: Sequence[int], *, reasoning: bool, ended: bool) -> None:
+        """Take the tokens of the next piece."""
+        del ended
+        self._reasons = self._reasons or reasoning
+        for token_id in token_ids:
+            if self._ended:
+                return
+            self._before_end += 1
+            self._ended = token_id == self._end
+
+    @property
+    def total(self) -> int:
+        return self._before_end if self._reasons else 0
+
+
+class CountByParser:
+    """Counts the tokens whose text a parser takes for reasoning, and the tokens of tags before that. For models whose tags are
+    several tokens: a piece of output may end anywhere in the reasoning, so the text is parsed once more, token by token.
+
+    Args:
+        parser: A parser of its own for the sequence.
+        text_of_next: Returns the text that the sequence's next token settles.
+    """
+
+    def __init__(self, parser: ReasoningParser, text_of_next: Callable[[int], str]) -> None:
+        self._parser = parser
+        self._text_of_next = text_of_next
+        self._undecided = 0
+        self.total = 0
+
+    def push(self, token_ids: Sequence[int], *, reasoning: bool, ended: bool) -> None:
+        """Take the tokens of the next piece."""
+        del reasoning
+        for token_id in token_ids:
+            self._undecided += 1
+            delta = self._parser.push(self._text_of_next(token_id))
+            if delta.reasoning:
+                self._count()
+            elif delta.content:
+                self._undecided = 0
+        if ended and self._parser.finish().reasoning:
+            self._count()
+
+    def _count(self) -> None:
+        self.total += self._undecided
+        self._undecided = 0
 
 
 class ChatOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,3 +196,95 @@ class _Answer:
             else:
                 self._calls.append(call)
         return AnswerDelta(self._content, self._reasoning, tuple(self._calls))
+
+
+# An answer as the blocks it is made of, one behind the other: reasoning, text, calls of tools.
+
+
+class BlockKind(enum.Enum):
+    """What a block is."""
+
+    REASONING = enum.auto()
+    TEXT = enum.auto()
+    CALL = enum.auto()
+
+
+class Block:
+    """One block, in the making. ``call_id`` and ``name`` are those of a call; ``text`` is what there is of it, of a call its
+    arguments.
+    """
+
+    __slots__ = ("call_id", "index", "kind", "name", "text")
+
+    def __init__(self, index: int, kind: BlockKind, call: ToolCallDelta | None = None) -> None:
+        self.index = index
+        self.kind = kind
+        self.call_id = call.id if call else ""
+        self.name = call.name if call else ""
+        self.text = ""
+
+
+class BlockPiece(NamedTuple):
+    """What is new of a block: text that was added to it; whether it begins, and whether it ends, with this piece."""
+
+    block: Block
+    text: str = ""
+    begins: bool = False
+    ends: bool = False
+
+
+class Blocks:
+    """Reads the deltas of one sequence. Without ``parallel_calls`` calls behind the first are left out, without ``reasoning``
+    that is.
+    """
+
+    def __init__(self, *, parallel_calls: bool = True, reasoning: bool = True) -> None:
+        self.all: list[Block] = []
+        self._reasoning = reasoning
+        self._parallel_calls = parallel_calls
+        self._open: Block | None = None
+        self._call_index = -1
+
+    def push(self, output: ChatOutput) -> Iterator[BlockPiece]:
+        """The pieces that a delta is. The last one ends the block that is open."""
+        if output.reasoning and self._reasoning:
+            yield from self._text(BlockKind.REASONING, output.reasoning)
+        if output.content:
+            yield from self._text(BlockKind.TEXT, output.content)
+        for call in output.tool_calls:
+            if self._parallel_calls or call.index == 0:
+                yield from self._call(call)
+        if output.finish is not None:
+            yield from self._close()
+
+    def has(self, kind: BlockKind) -> bool:
+        """Whether there is a block of that kind."""
+        return any(block.kind is kind for block in self.all)
+
+    def _text(self, kind: BlockKind, text: str) -> Iterator[BlockPiece]:
+        if self._open is None or self._open.kind is not kind:
+            yield from self._begin(kind)
+        yield from self._add(text)
+
+    def _call(self, call: ToolCallDelta) -> Iterator[BlockPiece]:
+        if self._open is None or self._open.kind is not BlockKind.CALL or call.index != self._call_index:
+            self._call_index = call.index
+            yield from self._begin(BlockKind.CALL, call)
+        if call.arguments:
+            yield from self._add(call.arguments)
+
+    def _begin(self, kind: BlockKind, call: ToolCallDelta | None = None) -> Iterator[BlockPiece]:
+        yield from self._close()
+        self._open = Block(len(self.all), kind, call)
+        self.all.append(self._open)
+        yield BlockPiece(self._open, begins=True)
+
+    def _add(self, text: str) -> Iterator[BlockPiece]:
+        if self._open is not None:
+            self._open.text += text
+            yield BlockPiece(self._open, text)
+
+    def _close(self) -> Iterator[BlockPiece]:
+        if self._open is not None:
+            yield BlockPiece(self._open, ends=True)
+            self._open = None

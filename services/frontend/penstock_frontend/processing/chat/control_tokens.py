@@ -14,10 +14,9 @@ import tokenizers
 
 from penstock_common.errors import ConfigError, InvalidArgument
 from penstock_common.observability.logging import get_logger
-from penstock_frontend.processing.chat.client_texts import changed, openings, texts_in
+from penstock_frontend.processing.chat.messages import changed, openings, texts_in
 from penstock_frontend.processing.chat.templates import ChatTemplates
-from penstock_frontend.processing.prompts.guarded_text import GuardedText
-from penstock_frontend.processing.prompts.tokenizer import Tokenizer
+from penstock_frontend.processing.prompts.tokenizer import GuardedText, Tokenizer
 
 _MARKS = range(0x20000, 0x2A6D7)
 """Rare Chinese characters: they have no case, are no blanks, and stay what they are in a template that writes the form of a

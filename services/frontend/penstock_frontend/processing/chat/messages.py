@@ -1,15 +1,276 @@
-"""Messages as chat templates read them."""
+"""Builds the messages that a chat template reads: maps their roles, escapes client texts and marks the places of media."""
 
 import json
-from collections.abc import Sequence
-from typing import Any
+import re
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from penstock_common.errors import InvalidArgument, quoted
-from penstock_frontend.call_types import ChatMessage, ContentPart, ToolCall
-from penstock_frontend.media_parts import MediaPart
-from penstock_frontend.processing.chat.content_format import ContentFormat
+from penstock_common.types.media import Modality
+from penstock_frontend.call_types import ChatMessage, ContentPart, MediaPart, ToolCall
 from penstock_frontend.processing.chat.histories import arguments_text
-from penstock_frontend.processing.chat.places import Places
+from penstock_frontend.processing.chat.templates import ChatTemplates, ContentFormat
+from penstock_frontend.processing.media.families.base import Family
+
+# The texts that a client gives a chat template, which are JSON's, and the characters in them that could begin a token.
+
+
+def texts_in(value: Any) -> list[str]:
+    """Every text of a template's variable: keys of objects, too."""
+    texts: list[str] = []
+    values = [value]
+    for each in values:  # which grows meanwhile
+        if isinstance(each, str):
+            texts.append(each)
+        elif isinstance(each, dict):
+            texts += each
+            values += each.values()
+        elif isinstance(each, (list, tuple)):
+            values += each
+    return texts
+
+
+def changed(value: Any, change: Callable[[str], str]) -> Any:
+    """The same variable with ``change`` of every text in it."""
+    if isinstance(value, str):
+        return change(value)
+    # No comprehensions: each would be a second frame of the stack for every level, and JSON may nest 512 levels.
+    if isinstance(value, dict):
+        mapping = {}
+        for key, each in value.items():
+            mapping[change(key)] = changed(each, change)
+        return mapping
+    if isinstance(value, (list, tuple)):
+        items = []
+        for each in value:
+            items.append(changed(each, change))  # noqa: PERF401
+        return items
+    return value
+
+
+def openings(tokens: Collection[str]) -> re.Pattern[str]:
+    """Matches the first character of each of ``tokens`` in a text: where the rest of the token follows, or as much of the rest as
+    there is before the text's end. A template may trim that end, and write the rest behind it from another text.
+    """
+    by_first: dict[str, list[str]] = {}
+    for token in tokens:
+        by_first.setdefault(token[0], []).append(token[1:])
+    return re.compile("|".join(f"{re.escape(first)}(?={_rest(rests)})" for first, rests in by_first.items()))
+
+
+def _rest(rests: Collection[str]) -> str:
+    """Matches one of ``rests``, or the begin of one up to the text's end. Common begins are looked at once."""
+    if "" in rests:
+        return ""
+    by_first: dict[str, list[str]] = {}
+    for rest in rests:
+        by_first.setdefault(rest[0], []).append(rest[1:])
+    return rf"(?:\s*\Z|{'|'.join(re.escape(first) + _rest(more) for first, more in by_first.items())})"
+
+
+# Where media stand in a conversation that a template has rendered.
+#
+# A template that reads parts writes the model's placeholder for each, and nobody else may: where a client's own text has these
+# characters, or could be made to have them, a mark is put between them that nobody can guess, and taken out when the places are
+# known. To a template that reads texts, media are such marks themselves.
+
+
+class Places:
+    """Of one conversation. ``media``: its media, in order."""
+
+    def __init__(self, family: Family, media: Sequence[MediaPart]) -> None:
+        self._family = family
+        self._media = media
+        self._mark = uuid.uuid4().hex
+        self._modalities: dict[str, Modality] = {
+            family.placeholder(modality): modality for modality in sorted(family.modalities)
+        }
+        tokens = sorted(self._modalities, key=len, reverse=True)
+        self._placeholder = re.compile("|".join(map(re.escape, tokens)))
+        self._risky = openings(tokens)
+        self._named = re.compile(f"{self._mark}:([0-9]+):{self._mark}")
+
+    def guarded(self, value: Any) -> Any:
+        """A template's variable, in which no text is a placeholder, nor the begin of one at its end."""
+        return changed(value, lambda text: self._risky.sub(lambda match: f"{match[0]}{self._mark}", text))
+
+    def named(self, index: int) -> str:
+        """What stands for the medium of that index where a template reads texts."""
+        return f"{self._mark}:{index}:{self._mark}"
+
+    def split(self, rendered: str, *, by_name: bool) -> list[str | MediaPart]:
+        """Texts and media of the rendered conversation, in order; no text is empty. ``by_name``: media are where they are
+        named, else where the template has written their modality's placeholder. Raises InvalidArgument where it has not written
+        each once.
+        """
+        parts: list[str | MediaPart] = []
+        begin, found = 0, []
+        queues = {modality: self._of(modality) for modality in self._modalities.values()}
+        for match in (self._named if by_name else self._placeholder).finditer(rendered):
+            if by_name:
+                index = int(match[1])
+            elif queue := queues[self._modalities[match[0]]]:
+                index = queue.pop(0)
+            else:
+                raise self._miscounted(self._modalities[match[0]], "more")
+            parts += [self._unmarked(rendered[begin : match.start()]), self._media[index]]
+            found.append(index)
+            begin = match.end()
+        parts.append(self._unmarked(rendered[begin:]))
+        if sorted(found) != list(range(len(self._media))):
+            missing = next((i for i in range(len(self._media)) if found.count(i) != 1), 0)
+            raise self._miscounted(self._media[missing].modality, "other")
+        return [part for part in parts if part != ""]
+
+    def _of(self, modality: Modality) -> list[int]:
+        return [index for index, part in enumerate(self._media) if part.modality == modality]
+
+    def _unmarked(self, text: str) -> str:
+        return text.replace(self._mark, "")
+
+    def _miscounted(self, modality: Modality, how: str) -> InvalidArgument:
+        count = len(self._of(modality))
+        return InvalidArgument(
+            f"messages have {count} media of modality {modality}; the model's chat template writes {how} places for them "
+            "than one for each",
+            field="messages",
+        )
+
+
+# Clients send several system messages, some of them late, or ones of the role ``developer``. Many templates show one
+# system message at the beginning alone; they refuse others, or leave them out without a word.
+
+_MAX_CHARS = 1 << 20
+_SECONDS = 1.0
+"""Limit of one trial."""
+_DEVELOPER = "developer"
+_BETWEEN = "\n\n"
+"""Stands between texts that were messages of their own."""
+_MARKS = ("Qmark1", "Qmark2", "Qmark3")
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
+
+Message = dict[str, Any]
+
+
+class ShownRoles(NamedTuple):
+    """What a template shows.
+
+    ``developer``: messages of that role, which it names: a model whose template writes any role that it is given was not trained
+    on this one. ``system``: one in front. ``systems``: any number of them, anywhere. ``users``: several of the user's in a row.
+    ``tool``: results of tools.
+    """
+
+    developer: bool = True
+    system: bool = True
+    systems: bool = True
+    users: bool = True
+    tool: bool = True
+
+
+def shown_roles(templates: ChatTemplates, as_content: Callable[[str], Any]) -> ShownRoles:
+    """By trial. ``as_content``: a text in the form in which the template reads contents. Everything counts as shown by a template
+    that does not render a plain question.
+    """
+    one, two, three = _MARKS
+
+    def shows(*messages: tuple[str, str], calls: bool = False) -> bool | None:
+        """Whether all marks are in the prompt; None: the template refuses the messages."""
+        said: list[Message] = [{"role": role, "content": as_content(text)} for role, text in messages]
+        for message in said:
+            if calls and message["role"] == "assistant":
+                message["tool_calls"] = [_CALL]
+            if message["role"] == "tool":
+                message |= {"tool_call_id": _CALL["id"], "name": "look"}
+        variables = {"messages": said, "tools": None, "documents": None, "add_generation_prompt": True}
+        try:
+            prompt = templates.render(variables, max_chars=_MAX_CHARS, seconds=_SECONDS)
+        except InvalidArgument:
+            return None
+        return all(text in prompt for _, text in messages if text in _MARKS)
+
+    if not templates.source or not shows(("user", one)):
+        return ShownRoles()
+    return ShownRoles(
+        developer=_DEVELOPER in templates.source and bool(shows((_DEVELOPER, one), ("user", "Hi"))),
+        system=bool(shows(("system", one), ("user", "Hi"))),
+        systems=bool(
+            shows(
+                ("system", one), ("system", two), ("user", "Hi"), ("assistant", "Hi"), ("system", three), ("user", "Hi")
+            )
+        ),
+        users=bool(shows(("user", one), ("user", two))),
+        tool=shows(("user", "Hi"), ("assistant", ""), ("tool", one), calls=True) is not False,
+    )
+
+
+def as_shown(messages: Sequence[Message], shown: ShownRoles) -> list[Message]:
+    """The messages as a template that shows these roles takes them.
+
+    ``developer`` becomes ``system``. All system messages become one at the beginning, or where the template shows none, the
+    beginning of the user's first. Messages of the user in a row become one. What has media stays where it is, since media are
+    in the order of their places.
+    """
+    found = [_renamed(message, shown) for message in messages]
+    systems = [message for message in found if message["role"] == "system"]
+    in_place = shown.system and (shown.systems or (len(systems) == 1 and found[0] is systems[0]))
+    if systems and not in_place and not any(_has_media(message) for message in systems):
+        rest = [message for message in found if message["role"] != "system"]
+        joined = _joined(systems)
+        place = next((i for i, message in enumerate(rest) if message["role"] == "user"), None)
+        if shown.system:
+            found = [joined, *rest]
+        elif place is None:
+            found = [{**joined, "role": "user"}, *rest]
+        else:
+            rest[place] = {**rest[place], "content": _joined([joined, rest[place]])["content"]}
+            found = rest
+    return found if shown.users else _without_rows(found)
+
+
+def check_shown(role: str, path: str, shown: ShownRoles) -> None:
+    """Raises InvalidArgument for a message that the template would leave out."""
+    if role == "tool" and not shown.tool:
+        raise InvalidArgument(
+            f"{path}.role is 'tool'; the model's chat template does not show such messages to the model. Say what the "
+            "tool answered in a message of the user, or serve the model with a template that shows it: --chat-template",
+            field=f"{path}.role",
+        )
+
+
+def _renamed(message: Message, shown: ShownRoles) -> Message:
+    if message["role"] == _DEVELOPER and not shown.developer:
+        return {**message, "role": "system"}
+    return message
+
+
+def _without_rows(messages: Sequence[Message]) -> list[Message]:
+    found: list[Message] = []
+    for message in messages:
+        if found and message["role"] == found[-1]["role"] == "user":
+            found[-1] = _joined([found[-1], message])
+        else:
+            found.append(message)
+    return found
+
+
+def _joined(messages: Sequence[Message]) -> Message:
+    """The first of them, with the contents of all."""
+    contents = [message["content"] for message in messages]
+    if all(isinstance(content, str) for content in contents):
+        return {**messages[0], "content": _BETWEEN.join(filter(None, contents))}
+    parts: list[Mapping[str, str]] = []
+    for content in contents:
+        if parts and content:
+            parts.append({"type": "text", "text": _BETWEEN})
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**messages[0], "content": parts}
+
+
+def _has_media(message: Message) -> bool:
+    content = message["content"]
+    return not isinstance(content, str) and any(part["type"] != "text" for part in content)
+
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Content = str | list[dict[str, str]]

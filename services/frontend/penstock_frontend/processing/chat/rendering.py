@@ -8,21 +8,27 @@ import msgspec
 
 from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
-from penstock_frontend.call_types import ChatRequest, GenerateRequest, MixedPrompt, Tool
+from penstock_frontend.call_types import ChatRequest, GenerateRequest, MediaPart, MixedPrompt, Tool
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.media_parts import MediaPart
-from penstock_frontend.processing.chat.content_format import ContentFormat
 from penstock_frontend.processing.chat.control_tokens import ControlTokens
 from penstock_frontend.processing.chat.histories import without_unread
-from penstock_frontend.processing.chat.messages import MessageReader, add_text, media_of, size_of
-from penstock_frontend.processing.chat.places import Places
-from penstock_frontend.processing.chat.roles import ShownRoles, as_shown, check_shown, shown_roles
+from penstock_frontend.processing.chat.messages import (
+    MessageReader,
+    Places,
+    ShownRoles,
+    add_text,
+    as_shown,
+    check_shown,
+    media_of,
+    shown_roles,
+    size_of,
+)
 from penstock_frontend.processing.chat.template_process import TemplateProcess
-from penstock_frontend.processing.chat.templates import ChatTemplates, template_traits
+from penstock_frontend.processing.chat.templates import ChatTemplates, ContentFormat, template_traits
 from penstock_frontend.processing.media.families.base import Family
 from penstock_frontend.processing.parsers import registry
-from penstock_frontend.processing.prompts.counts import check_conversation
-from penstock_frontend.processing.prompts.media_inputs import check_media
+from penstock_frontend.processing.prompts.media_text import check_media
+from penstock_frontend.processing.prompts.sampling_params import check_conversation
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 _NOT_SHOWN = (

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import struct
 import subprocess
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,35 @@ import msgspec
 
 from penstock_common.child_process import start_python
 from penstock_common.errors import InvalidArgument, Unavailable
-from penstock_frontend.processing.chat.template_messages import LENGTH, TemplateAnswer, TemplateJob, framed
+
+# What a frontend and the process that renders clients' chat templates say to each other: JSON behind its length.
+
+LENGTH = struct.Struct("<I")
+"""In front of each message: its length in bytes."""
+
+
+class TemplateJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A template to render. ``max_chars``: length limit of the prompt, in characters."""
+
+    source: str
+    special_tokens: dict[str, str]
+    variables: dict[str, Any]
+    max_chars: int
+
+
+class TemplateAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompt, or why there is none: ``error`` is about ``field`` of the request."""
+
+    prompt: str = ""
+    error: str = ""
+    field: str = ""
+
+
+def framed(message: TemplateJob | TemplateAnswer) -> bytes:
+    """A message as it is sent."""
+    encoded = msgspec.json.encode(message)
+    return LENGTH.pack(len(encoded)) + encoded
+
 
 _MODULE = "penstock_frontend.processing.chat.template_worker"
 _ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "TZ")

@@ -1,5 +1,7 @@
 """Files to pixels and samples, in a media worker: opened as the one format that they show, refused by their headers."""
 
+import math
+import struct
 from collections.abc import Sequence
 from io import BytesIO
 from typing import overload
@@ -11,11 +13,93 @@ from PIL import Image as Pillow
 from PIL import ImageOps
 from PIL.Image import Image
 
-from penstock_frontend.processing.media.decode_limits import DecodeLimits, TooLarge, Unreadable
 from penstock_frontend.processing.media.flatten import flattened, transparent_colour
-from penstock_frontend.processing.media.resample import resampled
 from penstock_frontend.processing.media.sniff import image_format, sound_format
-from penstock_frontend.processing.media.wav import with_size
+from penstock_frontend.processing.media.worker_messages import DecodeLimits, TooLarge, Unreadable
+
+# Sound at another sampling rate, with numpy alone.
+
+Samples = npt.NDArray[np.float32]
+
+_ZERO_CROSSINGS = 32
+"""Of the kernel, on each side."""
+_BETA = 12.0
+"""Of its Kaiser window: side lobes at -118 dB."""
+_POINTS = 8192
+_WINDOW = np.kaiser(2 * _POINTS + 1, _BETA)[_POINTS:]
+"""Its right half, which is looked up: it falls to 0.00005 at the end."""
+_ROLLOFF = 0.95
+"""Where the kernel cuts off, as a part of the lower rate's Nyquist frequency."""
+
+
+def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
+    """``samples``, [n] at ``rate`` Hz, at ``wanted`` Hz: [ceil(n * wanted / rate)].
+
+    Band-limited interpolation: a sum of sinc functions under a Kaiser window (Smith and Gossett, 1984), a filter for each phase
+    that outputs have between inputs.
+    """
+    if rate == wanted:
+        return samples
+    up, down = wanted // math.gcd(rate, wanted), rate // math.gcd(rate, wanted)
+    cutoff = min(1.0, up / down) * _ROLLOFF
+    half = math.ceil(_ZERO_CROSSINGS / cutoff)
+    num_out = -(-len(samples) * up // down)
+    padded = np.concatenate([np.zeros(half, np.float32), samples, np.zeros(half + down + 1, np.float32)])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)
+    out = np.empty(num_out, np.float32)
+    taps = np.arange(-half, half + 1, dtype=np.float64)
+    for phase in range(min(up, num_out)):  # output i * up + phase is at input i * down + phase * down / up
+        start, fraction = divmod(phase * down, up)
+        kernel = _kernel(taps - fraction / up, cutoff, half)
+        rows = len(range(phase, num_out, up))
+        out[phase::up] = windows[start::down][:rows] @ kernel
+    return out
+
+
+def _kernel(distance: npt.NDArray[np.float64], cutoff: float, half: int) -> Samples:
+    window = np.interp(np.abs(distance) * (_POINTS / half), np.arange(len(_WINDOW)), _WINDOW)
+    kernel = np.sinc(distance * cutoff) * window
+    scaled: Samples = (kernel / kernel.sum()).astype(np.float32)
+    return scaled
+
+
+# WAV files whose header does not say how long they are, because their writer did not know it yet.
+
+_UNKNOWN = (0, 0xFFFF_FFFF)
+"""Sizes that programs write before they know how much sound a stream has."""
+_RIFF_HEADER = 12
+_CHUNK = struct.Struct("<4sI")
+
+
+def with_size(data: bytes) -> bytes:
+    """Return the file with the size of its samples in the header, where the header has 0 or 0xFFFFFFFF.
+
+    Everything behind such a header counts as samples, unless its size is 0 and other chunks follow to the end of the file.
+    Files that say their size, and files without samples, are returned as they are.
+    """
+    offset = _RIFF_HEADER
+    while offset + _CHUNK.size <= len(data):
+        name, size = _CHUNK.unpack_from(data, offset)
+        start = offset + _CHUNK.size
+        if name == b"data":
+            if size not in _UNKNOWN or (size == 0 and _are_chunks(data, start)):
+                return data
+            length = len(data) - start
+            riff = struct.pack("<4sI", b"RIFF", len(data) - 8)
+            return b"".join((riff, data[8:offset], _CHUNK.pack(name, length), memoryview(data)[start:]))
+        offset = start + size + size % 2
+    return data
+
+
+def _are_chunks(data: bytes, offset: int) -> bool:
+    """Return whether nothing but whole chunks is there up to the end of the file."""
+    while offset + _CHUNK.size <= len(data):
+        name, size = _CHUNK.unpack_from(data, offset)
+        if not (name.isascii() and name.decode().isprintable()):
+            return False
+        offset += _CHUNK.size + size + size % 2
+    return offset in (len(data), len(data) + 1)
+
 
 Pillow.MAX_IMAGE_PIXELS = None  # ours is looked at before any pixel is decoded
 

@@ -1,27 +1,136 @@
-"""Media as requests give them, to their bytes: fetched or decoded from base64, counted, and checked without being opened."""
+"""Reads media of requests into bytes and identifiers: fetched, decoded from base64 or given as features."""
 
 import asyncio
+import hashlib
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from penstock_common.errors import ResourceExhausted
+import msgspec
+import numpy as np
+
+from penstock_common.errors import ResourceExhausted, quoted
 from penstock_common.in_flight import BytesInFlight, Held
+from penstock_common.types.media import DTYPE_BYTES, LARGEST_NUMBER, Modality, TensorData
+from penstock_frontend.call_types import EncodedFile, Features, Frames, MediaPart, Url
 from penstock_frontend.config import MediaConfig
-from penstock_frontend.media_parts import EncodedFile, Features, Frames, MediaPart, Url
-from penstock_frontend.processing.media import refusals
-from penstock_frontend.processing.media.data_urls import (
-    DataUrlError,
-    decode_data_url,
-    is_data_url,
-    parse_data_url,
-)
-from penstock_frontend.processing.media.features import check_tensors
-from penstock_frontend.processing.media.fetch import Fetcher, Resolver
-from penstock_frontend.processing.media.identity import Content
+from penstock_frontend.processing.media import sources
+from penstock_frontend.processing.media.data_urls import DataUrlError, decode_data_url, is_data_url, parse_data_url
+from penstock_frontend.processing.media.http_client import Fetcher, Resolver
 from penstock_frontend.processing.media.metrics import MediaMetrics
 from penstock_frontend.processing.media.sniff import FORMATS, is_of
+
+# Tensors that clients have processed themselves: what must be so whatever the model is.
+
+_MAX_TENSORS = 64
+_MAX_DIMENSIONS = 8
+_BEYOND_IN_BFLOAT16 = 0x4780
+"""The bits, without the sign, of the least bfloat16 beyond ``LARGEST_NUMBER``."""
+
+
+def check_tensors(tensors: Mapping[str, TensorData], *, field: str) -> None:
+    """Raise InvalidArgument for too many tensors, for bytes that are not those of the shape, and for numbers that are not finite
+    or beyond float16's range. Looks at every number: for a thread, where they are many.
+    """
+    if not tensors:
+        raise sources.unreadable(field, "has no tensors")
+    if len(tensors) > _MAX_TENSORS:
+        raise sources.too_large(field, f"has {len(tensors)} tensors", "the limit", _MAX_TENSORS)
+    for name, tensor in tensors.items():
+        where = f"{field}.tensors[{name[:64]!r}]"
+        if len(tensor.shape) > _MAX_DIMENSIONS or any(length < 0 for length in tensor.shape):
+            raise sources.unreadable(field, f"has a tensor {quoted(name)} of the shape {list(tensor.shape[:16])}")
+        needed = math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
+        if len(tensor.data) != needed:
+            raise sources.unreadable(
+                where,
+                f"has {len(tensor.data)} bytes; {tensor.dtype} of the shape {list(tensor.shape)} has {needed}",
+            )
+        if not needed:
+            raise sources.unreadable(where, "is empty")
+        if not _is_in_range(tensor):
+            raise sources.unreadable(where, f"has numbers that are not finite, or beyond {LARGEST_NUMBER}")
+
+
+def _is_in_range(tensor: TensorData) -> bool:
+    if tensor.dtype == "bfloat16":
+        bits = np.frombuffer(tensor.data, "<u2")
+        return bool(((bits & 0x7FFF) < _BEYOND_IN_BFLOAT16).all())
+    if not tensor.dtype.startswith("float"):
+        return True
+    numbers = np.frombuffer(tensor.data, np.dtype(tensor.dtype).newbyteorder("<"))
+    return bool((np.abs(numbers) <= LARGEST_NUMBER).all())
+
+
+# What a medium is known by in every store and cache.
+
+_KEY_BYTES = hashlib.blake2b.MAX_KEY_SIZE
+_LENGTH_BYTES = 8
+_canonical = msgspec.json.Encoder(order="deterministic")
+
+_DECODING = b"2"
+"""Version of how files become pixels and samples. Raise it when the same file gives other ones: engines and tiers keep embeddings
+and KV blocks for longer than a frontend runs. 2: alpha is composited on white, and 16-bit grey is scaled.
+"""
+
+Arguments = bytes
+"""Of a processor: a JSON object, the same for the same whatever order they came in."""
+Content = EncodedFile | Frames | Features
+"""A medium that is here."""
+
+
+def identifier(
+    modality: Modality,
+    content: Content,
+    *,
+    family: bytes,
+    arguments: Arguments,
+    cache_salt: str,
+) -> str:
+    """64 hexadecimal digits: BLAKE2b-256, keyed with the salt, over all that the medium's embeddings depend on, each with its
+    length.
+
+    ``family``: ``Family.identity``. What clients call a medium is no part of it.
+    """
+    hashed = hashlib.blake2b(digest_size=32, key=_key(cache_salt))
+    for field in (modality.encode(), family, arguments, *_fields(content)):
+        hashed.update(len(field).to_bytes(_LENGTH_BYTES, "little"))
+        hashed.update(field)
+    return hashed.hexdigest()
+
+
+def arguments_of(processor_kwargs: Mapping[str, Any]) -> Arguments:
+    """Raises ValueError for what JSON has no word for."""
+    try:
+        return _canonical.encode(dict(processor_kwargs))
+    except (TypeError, ValueError, OverflowError, RecursionError) as e:
+        raise ValueError("cannot be written as JSON") from e
+
+
+def _key(cache_salt: str) -> bytes:
+    salt = cache_salt.encode()
+    return salt if len(salt) <= _KEY_BYTES else hashlib.blake2b(salt, digest_size=32).digest()
+
+
+def _fields(content: Content) -> Iterator[bytes | bytearray]:
+    """Begins with the kind, so that none can be taken for another."""
+    if isinstance(content, EncodedFile):
+        yield from (b"file", _DECODING, content.data)
+    elif isinstance(content, Frames):
+        yield from (b"frames", _DECODING)
+        for frame in content.frames:
+            yield from (repr(float(frame.timestamp)).encode(), frame.data)
+    else:
+        yield b"features"
+        yield from _tensors(content.tensors.items())
+
+
+def _tensors(tensors: Iterable[tuple[str, TensorData]]) -> Iterator[bytes | bytearray]:
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+        yield from (name.encode(), tensor.dtype.encode(), _canonical.encode(tensor.shape), tensor.data)
+
 
 T = TypeVar("T")
 
@@ -81,7 +190,7 @@ class MediaReader:
     def check(self, part: MediaPart) -> None:
         """What can be said before anything is read. Raises PermissionDenied for what is not allowed, InvalidArgument."""
         if isinstance(part.source, Features) and not self._config.allow_features:
-            raise refusals.not_allowed(part.field, "has tensors; media.allow_features is false")
+            raise sources.not_allowed(part.field, "has tensors; media.allow_features is false")
         if isinstance(part.source, Url) and not is_data_url(part.source.url):
             self._fetcher.check(part.source.url, field=part.field)
 
@@ -103,7 +212,7 @@ class MediaReader:
             return source
         if isinstance(source, Frames):
             if part.modality != "video":
-                raise refusals.unreadable(part.field, f"has frames; {part.modality} is one file")
+                raise sources.unreadable(part.field, f"has frames; {part.modality} is one file")
             self._check_frames(source, part.field)
             counted(size_of(source))
             return source
@@ -114,7 +223,7 @@ class MediaReader:
             self._check_size(len(data), part.field)
             counted(len(data))
         if part.modality == "video":
-            raise refusals.unreadable(part.field, "is a file; video is taken as frames")
+            raise sources.unreadable(part.field, "is a file; video is taken as frames")
         self._check_format(part, data)
         return EncodedFile(data)
 
@@ -138,40 +247,40 @@ class MediaReader:
                     self._thread, lambda: decode_data_url(url, unwritten=source.unwritten)
                 )
         except DataUrlError as e:
-            raise refusals.unreadable(part.field, str(e)) from None
+            raise sources.unreadable(part.field, str(e)) from None
         self._check_size(len(data), part.field)
         return data
 
     def _check_open(self) -> None:
         if self._closed:
-            raise refusals.shutting_down()
+            raise sources.shutting_down()
 
     def _check_frames(self, source: Frames, field: str) -> None:
         self._check_size(size_of(source), field)
         if not source.frames:
-            raise refusals.unreadable(field, "has no frames")
+            raise sources.unreadable(field, "has no frames")
         if (count := len(source.frames)) > self._config.max_frames:
-            raise refusals.too_large(field, f"has {count} frames", "media.max_frames", self._config.max_frames)
+            raise sources.too_large(field, f"has {count} frames", "media.max_frames", self._config.max_frames)
         before = 0.0
         for index, frame in enumerate(source.frames):
             if not before <= frame.timestamp < float("inf"):
-                raise refusals.unreadable(
+                raise sources.unreadable(
                     field,
                     f"has a timestamp of {frame.timestamp} at frame {index}; they must be finite and rise from 0 on",
                 )
             before = frame.timestamp
             if not is_of("video", frame.data):
-                raise refusals.unreadable(field, f"has a frame {index} that is no {_either('video')} file")
+                raise sources.unreadable(field, f"has a frame {index} that is no {_either('video')} file")
 
     def _check_size(self, size: int, field: str) -> None:
         if not size:
-            raise refusals.unreadable(field, "is empty")
+            raise sources.unreadable(field, "is empty")
         if size > self._config.max_bytes:
-            raise refusals.too_large(field, f"has {size} bytes", "media.max_bytes", self._config.max_bytes)
+            raise sources.too_large(field, f"has {size} bytes", "media.max_bytes", self._config.max_bytes)
 
     def _check_format(self, part: MediaPart, data: bytes) -> None:
         if not is_of(part.modality, data):
-            raise refusals.unreadable(part.field, f"is no {_either(part.modality)} file")
+            raise sources.unreadable(part.field, f"is no {_either(part.modality)} file")
 
 
 def size_of(content: Content) -> int:

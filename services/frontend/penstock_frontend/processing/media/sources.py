@@ -1,4 +1,4 @@
-"""Where media may be fetched: from hosts that the configuration names, at addresses that are public."""
+"""Decides where media may be fetched, and words the errors for media that are refused."""
 
 import ipaddress
 import re
@@ -6,9 +6,62 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from urllib.parse import quote, urlsplit
 
-from penstock_common.errors import InvalidArgument, quoted
+from penstock_common.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    PermissionDenied,
+    RequestFailed,
+    Unavailable,
+    quoted,
+)
 from penstock_frontend.config.media import ANY_DOMAIN, Network
-from penstock_frontend.processing.media import refusals
+
+# Why a medium is not taken, in the words of a client's error. No message has anything of a medium, nor a URL's path or query.
+
+UNREADABLE = "MEDIA_UNREADABLE"
+TOO_LARGE = "MEDIA_TOO_LARGE"
+TOO_MANY = "MEDIA_TOO_MANY"
+NOT_ALLOWED = "MEDIA_NOT_ALLOWED"
+FETCH_FAILED = "MEDIA_FETCH_FAILED"
+
+
+def unreadable(field: str, why: str) -> InvalidArgument:
+    """It is no such medium, or a broken one. ``why`` continues the field's name: ``is empty``."""
+    return InvalidArgument(f"{field} {why}", field=field, reason=UNREADABLE)
+
+
+def too_large(field: str, what: str, setting: str, limit: float) -> InvalidArgument:
+    """``what`` continues the field's name, with the value: ``has 70000000 pixels``."""
+    # Limits come from workers as float: 64000000.0 pixels would look odd.
+    number = int(limit) if limit == int(limit) else limit
+    return InvalidArgument(f"{field} {what}; {setting} is {number}", field=field, reason=TOO_LARGE)
+
+
+def too_many(field: str, modality: str, count: int, limit: int) -> InvalidArgument:
+    """A request has ``count`` items of that modality."""
+    setting = f"limits.max_media.{modality}"
+    return InvalidArgument(
+        f"the request has {count} items of {modality}; {setting} is {limit}", field=field, reason=TOO_MANY
+    )
+
+
+def not_allowed(field: str, why: str) -> PermissionDenied:
+    """Where it is said to be, or what it is, is not for this frontend."""
+    return PermissionDenied(f"{field} {why}", field=field, reason=NOT_ALLOWED)
+
+
+def shutting_down() -> Unavailable:
+    """The frontend ends."""
+    return Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
+
+
+def fetch_failed(field: str, why: str, *, for_now: bool) -> RequestFailed:
+    """Its host gave no file. ``for_now``: later it may. Never Unavailable: whoever names a dead host must not make clients try
+    again by themselves, nor gateways think that this frontend is down.
+    """
+    kind = FailedPrecondition if for_now else InvalidArgument
+    return kind(f"{field} could not be fetched: {why}", field=field, reason=FETCH_FAILED)
+
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -85,7 +138,7 @@ def read_url(url: str, *, field: str) -> Target:
     for what is no URL: also hosts with characters beyond ASCII, which are to be written as in DNS (``xn--``).
     """
     if len(url) > _LONGEST_URL:
-        raise refusals.too_large(field, f"is a URL of {len(url)} characters", "the limit", _LONGEST_URL)
+        raise too_large(field, f"is a URL of {len(url)} characters", "the limit", _LONGEST_URL)
     if any(character <= " " or character in "\\\x7f" for character in url):  # urlsplit takes some of them out
         raise _no_url(field)
     try:
@@ -95,9 +148,9 @@ def read_url(url: str, *, field: str) -> Target:
         raise _no_url(field) from None
     scheme = parts.scheme.lower()
     if scheme not in _PORTS:
-        raise refusals.not_allowed(field, "must be a URL with data:, https: or http:; write base64 as data:;base64,...")
+        raise not_allowed(field, "must be a URL with data:, https: or http:; write base64 as data:;base64,...")
     if "@" in parts.netloc:
-        raise refusals.not_allowed(field, "is a URL with credentials, which are never sent")
+        raise not_allowed(field, "is a URL with credentials, which are never sent")
     if (host := _host(parts.netloc)) is None or port == 0:
         raise _no_url(field)
     path = quote(parts.path or "/", safe=_SAFE)
@@ -130,13 +183,13 @@ def _address(host: str) -> Address | None:
 
 
 def _no_url(field: str) -> InvalidArgument:
-    return refusals.unreadable(field, "is no URL that can be fetched")
+    return unreadable(field, "is no URL that can be fetched")
 
 
 def check_domain(target: Target, allowed: Sequence[str], *, field: str) -> None:
     """Raise PermissionDenied unless one of ``media.allowed_domains`` names the host and the port."""
     if not any(_names(domain, target) for domain in allowed):
-        raise refusals.not_allowed(
+        raise not_allowed(
             field,
             f"is on {quoted(target.authority)}, which is not in media.allowed_domains"
             if allowed

@@ -23,9 +23,7 @@ import msgspec
 from penstock_common.child_process import end_with_parent, limit_memory, limit_resource
 from penstock_common.process import name_process
 from penstock_frontend.processing.media.decode import VideoFrames, decode_image, decode_sound, open_image
-from penstock_frontend.processing.media.decode_limits import TooLarge, Unreadable
-from penstock_frontend.processing.media.families.base import FamilyProcessor
-from penstock_frontend.processing.media.item import ProcessedItem
+from penstock_frontend.processing.media.families.base import FamilyProcessor, ProcessedItem
 from penstock_frontend.processing.media.worker_messages import (
     LENGTH,
     JobHead,
@@ -34,6 +32,8 @@ from penstock_frontend.processing.media.worker_messages import (
     Refused,
     Setup,
     TensorHead,
+    TooLarge,
+    Unreadable,
     decode_job,
     decode_setup,
     framed,

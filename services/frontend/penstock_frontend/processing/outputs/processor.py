@@ -17,6 +17,7 @@ from penstock_common.types.outputs import (
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.token_columns import NewTokens
 from penstock_frontend.call_types import Finish, Usage
+from penstock_frontend.metrics import EngineMetrics, EngineSteps, FrontendMetrics
 from penstock_frontend.processing.outputs.collector import OutputCollector
 from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
 from penstock_frontend.processing.outputs.logprobs_reader import LogprobsReader
@@ -25,7 +26,6 @@ from penstock_frontend.processing.outputs.text import OutputText
 from penstock_frontend.processing.prompts.media_text import media_tokens
 from penstock_frontend.processing.prompts.mixed_prompt import text_context
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
-from penstock_frontend.telemetry.metrics import EngineMetrics, EngineSteps, FrontendMetrics
 
 _NO_DRAFTS = SpecDecodingStats()
 

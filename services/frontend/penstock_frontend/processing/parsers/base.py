@@ -1,9 +1,4 @@
-"""What a parser of a model's answers is: text in pieces in, what it means in pieces out.
-
-A parser is built for one sequence, is given its text in order by ``push`` and told of its end by ``finish``. However the text
-is cut into pieces, the results put together are the same: a tag is held back until it is complete or cannot become one.
-Plugins subclass ``ToolParser`` or ``ReasoningParser`` and are found by the entry point group ``penstock.parsers``.
-"""
+"""Defines the parsers of a model's answers: text in pieces in, content, reasoning and tool calls out."""
 
 import abc
 import uuid
@@ -129,3 +124,46 @@ def partial(text: str, tag: str) -> int:
         if text.endswith(tag[:size]):
             return size
     return 0
+
+
+# A model's answer as its reader wants it: content, reasoning and tool calls.
+
+
+class AnswerDelta(NamedTuple):
+    """What is new of an answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: Sequence[ToolCallDelta] = ()
+
+
+class AnswerParser:
+    """Reads one sequence: reasoning is split off first, calls are looked for in what is left. Without parsers all is content.
+
+    The deltas of any cutting of a text, put together, are the same.
+    """
+
+    __slots__ = ("_reasoning", "_tool")
+
+    def __init__(self, reasoning: ReasoningParser | None = None, tool: ToolParser | None = None) -> None:
+        self._reasoning = reasoning
+        self._tool = tool
+
+    @property
+    def broken(self) -> int:
+        """How many calls could not be read."""
+        return self._tool.broken if self._tool is not None else 0
+
+    def push(self, text: str, *, ended: bool = False) -> AnswerDelta:
+        """Take the next piece of the sequence's text. ``ended``: it is the last."""
+        reasoning, content = self._reasoning.push(text) if self._reasoning else ReasoningDelta("", text)
+        if ended and self._reasoning:
+            rest = self._reasoning.finish()
+            reasoning, content = reasoning + rest.reasoning, content + rest.content
+        if self._tool is None:
+            return AnswerDelta(content, reasoning)
+        content, calls = self._tool.push(content)
+        if ended:
+            last = self._tool.finish()
+            content, calls = content + last.content, [*calls, *last.calls]
+        return AnswerDelta(content, reasoning, calls)

@@ -1,12 +1,11 @@
-"""What parsers of calls behind a mark have in common: content up to the mark, the call, what is dropped behind it."""
+"""Base of the parsers of calls behind a mark: content up to the mark, then one call or a list."""
 
 import abc
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from penstock_frontend.processing.parsers.base import ToolCallDelta, ToolDelta, ToolParser, call_id, partial
-from penstock_frontend.processing.parsers.call_scanner import CallScanner
-from penstock_frontend.processing.parsers.object_scanner import ObjectScanner
+from penstock_frontend.processing.parsers.call_scanner import CallScanner, ObjectScanner
 
 State = Callable[[], Any]
 """Reads from the front of ``_text``. Returns the next state; None where it needs more text, or there is none."""
@@ -161,3 +160,39 @@ class CallReader(ToolParser):
     def _after_scan(self) -> State | None:
         """Behind a call's JSON."""
         return self._behind()
+
+
+# Calls as a JSON list: ``[{"name": ..., "arguments": ...}, ...]``.
+
+
+class CallListReader(CallReader):
+    """Reads the list behind a mark. A list that ends early, or that nothing closes, has the calls that it has."""
+
+    def _list(self) -> State | None:
+        """Before the bracket that opens the list."""
+        self._drop_blanks()
+        if not self._text:
+            return self._wait()
+        if self._text[0] != "[":
+            return self._broken()
+        self._drop(1)
+        return self._item
+
+    def _item(self) -> State | None:
+        """Before a call."""
+        self._drop_blanks()
+        if not self._text:
+            return self._wait()
+        return self._call_object() if self._text[0] == "{" else self._broken()
+
+    def _after_scan(self) -> State | None:
+        """Behind a call of the list: a comma and the next one, or the list's end."""
+        self._drop_blanks()
+        if not self._text:
+            return self._behind if self._ended else None
+        if self._text[0] == ",":
+            self._drop(1)
+            return self._item
+        if self._text[0] == "]":
+            self._drop(1)
+        return self._behind

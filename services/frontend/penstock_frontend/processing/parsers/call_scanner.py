@@ -1,10 +1,36 @@
-"""One call of a tool as a JSON object, ``{"name": ..., "arguments": ...}``, read while it is being written."""
+"""Scans tool calls and other JSON objects while the model writes them."""
 
 import enum
 import json
 from typing import NamedTuple
 
-from penstock_frontend.processing.parsers.brackets import Brackets
+# The brackets of JSON that is being written.
+
+
+class Brackets:
+    """Follows one value from its first bracket to the one that ends it. Brackets in strings do not count."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quoted = False
+        self._escaped = False
+
+    def close(self, char: str) -> bool:
+        """Take the next character. True for the one that ends the value, or for a closing bracket where none is open."""
+        if self._escaped:
+            self._escaped = False
+        elif self._quoted:
+            self._quoted = char != '"'
+            self._escaped = char == "\\"
+        elif char == '"':
+            self._quoted = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+            return self._depth <= 0
+        return False
+
 
 _BLANKS = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")
@@ -195,3 +221,22 @@ class CallScanner:
             self.started = True
         self.complete = True
         return True
+
+
+# A JSON object followed to its end while it is being written.
+
+
+class ObjectScanner:
+    """Hands an object on as it stands, strings with brackets in them included. What begins with no bracket is none."""
+
+    started = True
+
+    def __init__(self) -> None:
+        self._brackets = Brackets()
+
+    def push(self, text: str) -> Scanned:
+        """Take characters up to the object's end."""
+        for index, char in enumerate(text):
+            if self._brackets.close(char):
+                return Scanned(index + 1, arguments=text[: index + 1], ended=True)
+        return Scanned(len(text), arguments=text)

@@ -3,8 +3,7 @@
 from typing import ClassVar
 
 from penstock_frontend.processing.parsers.base import ToolForm
-from penstock_frontend.processing.parsers.call_list import CallListReader
-from penstock_frontend.processing.parsers.call_reader import State
+from penstock_frontend.processing.parsers.call_reader import CallListReader, State
 from penstock_frontend.processing.parsers.reasoning_tags import TagReasoningParser
 
 _CALLS = "<|tool_call|>"

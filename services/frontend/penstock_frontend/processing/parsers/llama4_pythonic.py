@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from penstock_frontend.processing.parsers.base import ToolForm
-from penstock_frontend.processing.parsers.call_list import CallListReader
-from penstock_frontend.processing.parsers.call_reader import State
+from penstock_frontend.processing.parsers.call_reader import CallListReader, State
 from penstock_frontend.processing.parsers.call_scanner import CallScanner
 from penstock_frontend.processing.parsers.pythonic import BracketScanner, may_begin_calls, read_calls
 

@@ -6,8 +6,7 @@ import string
 from typing import ClassVar
 
 from penstock_frontend.processing.parsers.base import ToolForm
-from penstock_frontend.processing.parsers.call_list import CallListReader
-from penstock_frontend.processing.parsers.call_reader import State
+from penstock_frontend.processing.parsers.call_reader import CallListReader, State
 from penstock_frontend.processing.parsers.reasoning_tags import TagReasoningParser
 
 _CALLS, _ARGUMENTS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"

@@ -3,8 +3,7 @@
 from typing import ClassVar
 
 from penstock_frontend.processing.parsers.base import ToolForm
-from penstock_frontend.processing.parsers.call_list import CallListReader
-from penstock_frontend.processing.parsers.call_reader import State
+from penstock_frontend.processing.parsers.call_reader import CallListReader, State
 
 _WORD, _TAG, _TAG_END = "functools[", "<|tool_call|>", "<|/tool_call|>"
 

@@ -1,4 +1,4 @@
-"""Reasoning between two tags at the begin of an answer."""
+"""Reasoning between two tags at the start of an answer, as Qwen3 and others write it."""
 
 import enum
 from collections.abc import Sequence
@@ -107,3 +107,17 @@ class TagReasoningParser(ReasoningParser):
         new = self._text[: len(self._text) - held].rstrip()
         self._text = self._text[len(new) :]
         return new, False
+
+
+# Reasoning between ``<think>`` and ``</think>``, as Qwen3, QwQ, GLM 4.5, Kimi K2 and DeepSeek V3.1 write it.
+
+
+class Qwen3ReasoningParser(TagReasoningParser):
+    """Reasoning at the begin of the answer, between tags."""
+
+    tags: ClassVar = ("<think>", "</think>")
+
+    @classmethod
+    def fits(cls, template: str) -> bool:
+        """Whether the template knows the tag that ends the reasoning."""
+        return cls.tags[1] in template

@@ -20,8 +20,8 @@ from penstock_frontend.processing.parsers.llama3_json import Llama3JsonToolParse
 from penstock_frontend.processing.parsers.llama4_pythonic import Llama4PythonicToolParser
 from penstock_frontend.processing.parsers.mistral import MistralReasoningParser, MistralToolParser
 from penstock_frontend.processing.parsers.phi4 import Phi4ToolParser
-from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
 from penstock_frontend.processing.parsers.qwen3_coder import Qwen3CoderToolParser
+from penstock_frontend.processing.parsers.reasoning_tags import Qwen3ReasoningParser
 
 ENTRY_POINTS = "penstock.parsers"
 AUTO, NONE = "auto", "none"

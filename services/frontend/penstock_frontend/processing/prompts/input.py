@@ -15,19 +15,37 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
-from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Prediction
+from penstock_frontend.call_types import GenerateRequest, MediaPart, MixedPrompt, Prediction
+from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.config import FairnessConfig, LimitsConfig, LoraConfig
 from penstock_frontend.dispatch.adapters import Adapters
-from penstock_frontend.media_parts import MediaPart
 from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.chat.reasoning import Reasoning
-from penstock_frontend.processing.media.base import MediaPreparer
+from penstock_frontend.processing.media.families.base import MediaPreparer
 from penstock_frontend.processing.prompts import sampling_params
-from penstock_frontend.processing.prompts.double_bos import warn_of_double_bos
-from penstock_frontend.processing.prompts.media_inputs import MediaInputs, check_beside_media, check_media
-from penstock_frontend.processing.prompts.media_text import PlacedMedia
+from penstock_frontend.processing.prompts.media_text import MediaInputs, PlacedMedia, check_beside_media, check_media
 from penstock_frontend.processing.prompts.mixed_prompt import JoinedPrompt, join_parts
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
+
+# Prompts that begin with the token of a text's beginning, which the tokenizer adds, too.
+#
+# A model sees two of them then, which it never did in training. Most such prompts were made by a chat template and sent as text.
+
+
+def warn_of_double_bos(token_ids: Sequence[int], tokenizer: Tokenizer, *, field: str) -> None:
+    """Warn the client of a call if its prompt, tokenized with special tokens, begins with the same one twice.
+
+    ``field``: the prompt's, as errors have it.
+    """
+    first = tokenizer.leading_token
+    if first is not None and len(token_ids) > 1 and token_ids[0] == token_ids[1] == first:
+        name = quoted(tokenizer.text_of(first))
+        warn(
+            WarningKind.DOUBLE_BOS,
+            field,
+            f"begins with {name}, and the tokenizer adds another one: leave it out, or set add_special_tokens to false",
+        )
+
 
 MAX_CHARS_PER_TOKEN = 64
 """A text with more characters for each token that fits is refused unread."""

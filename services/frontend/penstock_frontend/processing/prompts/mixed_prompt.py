@@ -6,8 +6,7 @@ from typing import NamedTuple
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.prompt_embeds import IS_TOKEN, IS_VECTOR, PromptEmbeds
-from penstock_frontend.call_types import MixedPrompt
-from penstock_frontend.media_parts import MediaPart
+from penstock_frontend.call_types import MediaPart, MixedPrompt
 from penstock_frontend.processing.prompts.media_text import MediaText, PlacedMedia
 
 _Encode = Callable[[str, bool], Awaitable[list[int]]]

@@ -1,11 +1,22 @@
-"""Sampling parameters of a request: the model's defaults, then ours, and what the frontend's limits refuse."""
+"""Checks the sampling parameters of a request, its list lengths, and the n choices of one prompt."""
 
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from penstock_common.errors import ConfigError, InvalidArgument
-from penstock_common.types.sampling import Bounds, SamplingParams, StructuredOutput, check_values, refuse_value
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.sampling import (
+    MAX_SEED,
+    MIN_SEED,
+    Bounds,
+    SamplingParams,
+    StructuredOutput,
+    check_values,
+    refuse_value,
+)
 from penstock_frontend.config import LimitsConfig
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
@@ -126,3 +137,61 @@ def _check_structured_output(structured_output: StructuredOutput, limits: Limits
 
 def _refuse_size(field: str, size: int, what: str, limit: str, limits: LimitsConfig) -> None:
     raise InvalidArgument(f"{field} has {size} {what}; limits.{limit} is {getattr(limits, limit)}", field=field)
+
+
+# One prompt, several sequences (``n``): each is a request of its own to the engine.
+
+
+def sequences(request: EngineCoreRequest) -> list[EngineCoreRequest]:
+    """The engine's requests for a request, in the order of their index; without ``n`` > 1 it is its only one.
+
+    Sequence i has seed + i, so it is what the same request with that seed gives alone. The prompt's log-probabilities are
+    the same for all: only the first computes them. The engine sees requests with ``n`` 1.
+
+    Behind the last hyphen of an id there is the request's number, then a dot and the index: ids that clients chose cannot
+    make two of them the same.
+    """
+    params = request.sampling_params
+    if params.n == 1:
+        return [request]
+    return [
+        msgspec.structs.replace(
+            request,
+            request_id=f"{request.request_id}.{index}",
+            sampling_params=msgspec.structs.replace(
+                params,
+                n=1,
+                seed=None if params.seed is None else _wrapped(params.seed + index),
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+            ),
+        )
+        for index in range(params.n)
+    ]
+
+
+def _wrapped(seed: int) -> int:
+    """Behind the largest seed comes the smallest."""
+    return (seed - MIN_SEED) % (MAX_SEED - MIN_SEED + 1) + MIN_SEED
+
+
+# How many entries the lists of a request may have. Lists are counted before they are looked at, or copied.
+
+
+def check_count(field: str, count: int, limits: LimitsConfig, name: str) -> None:
+    """Raise InvalidArgument for more entries in ``field`` than the limit ``name`` says."""
+    limit: int = getattr(limits, name)
+    if count > limit:
+        raise InvalidArgument(f"{field} has {count} entries; limits.{name} is {limit}", field=field)
+
+
+def check_conversation(messages: Sequence[Any], tools: Sequence[Any], limits: LimitsConfig) -> None:
+    """Raise InvalidArgument for too many messages or tools, and for a message with too many parts or tool calls.
+
+    The messages are the domain's, or those of the public API.
+    """
+    check_count("messages", len(messages), limits, "max_messages")
+    check_count("tools", len(tools), limits, "max_tools")
+    for index, message in enumerate(messages):
+        check_count(f"messages[{index}].tool_calls", len(message.tool_calls), limits, "max_tool_calls")
+        if isinstance(message.content, list):
+            check_count(f"messages[{index}].content", len(message.content), limits, "max_content_parts")

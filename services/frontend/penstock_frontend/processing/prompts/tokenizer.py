@@ -4,21 +4,224 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import tokenizers
 
 from penstock_common import input_files
 from penstock_common.errors import ConfigError, Unimplemented
 from penstock_frontend.config import ModelConfig
-from penstock_frontend.processing.prompts.byte_level import ByteLevelDecoder, OddTokenError, is_byte_level, spelt_bytes
-from penstock_frontend.processing.prompts.guarded_text import GuardedText
-from penstock_frontend.processing.prompts.hidden_tokens import hide
-from penstock_frontend.processing.prompts.truncation import Cut, encode_cut, encode_pair_cut
+
+# Decoding of byte-level vocabularies (GPT-2, Llama 3, Qwen): there a token is some bytes, whatever stands beside it.
+
+_Decode = Callable[[Sequence[int]], str]
+
+
+class OddTokenError(Exception):
+    """A token whose text is not that of its bytes."""
+
+
+class ByteLevelDecoder:
+    """What the library's decoder gives, in a fifth of the time for the few tokens that a stream decodes at once.
+
+    The bytes of a token are looked up once, and held against what the library makes of the token alone.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, decode: _Decode) -> None:
+        """``decode``: the library's, special tokens included."""
+        self._bytes_of = _Bytes(backend, decode).__getitem__
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ``token_ids``; ids without a token are left out. Raises OddTokenError when the library has to do it."""
+        return b"".join(map(self._bytes_of, token_ids)).decode("utf-8", "replace")
+
+
+def is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    """Whether the decoder joins the bytes of tokens and does nothing else."""
+    return isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+
+
+class _Bytes(dict[int, bytes]):
+    """Filled as tokens come."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, decode: _Decode) -> None:
+        super().__init__()
+        self._backend = backend
+        self._decode = decode
+        self._odd: set[int] = set()
+
+    def __missing__(self, token_id: int) -> bytes:
+        if token_id in self._odd:
+            raise OddTokenError
+        data = spelt_bytes(self._backend.id_to_token(token_id) or "")
+        if data.decode("utf-8", "replace") != self._decode([token_id]):
+            self._odd.add(token_id)
+            raise OddTokenError
+        self[token_id] = data
+        return data
+
+
+def _byte_of_char() -> dict[str, int]:
+    """How byte-level vocabularies write bytes: printable ones of Latin-1 as they are, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+def spelt_bytes(token: str) -> bytes:
+    """Return the bytes that a byte-level vocabulary spells by a token; a token with other characters is its own text."""
+    try:
+        return bytes(_BYTE_OF_CHAR[char] for char in token)
+    except KeyError:
+        return token.encode()
+
+
+# Tokens that stand for media, and that no text of a client's becomes.
+
+
+def hide(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """A copy of a tokenizer that knows ``tokens`` by other names, which nobody can guess, and these names by token. Their ids
+    are the same, and so is what they do to the text beside them; to the copy their own characters are text.
+
+    Tokens that were not added to the model's own are left as they are. Raises ConfigError where none was, or one cannot be told
+    from text.
+    """
+    described = json.loads(backend.to_str())
+    added = {entry["content"]: entry for entry in described["added_tokens"]}
+    names = {token: f"<|{uuid.uuid4().hex}|>" for token in tokens if token in added}
+    if not names:
+        raise ConfigError(f"the tokenizer has no added token {' or '.join(map(repr, tokens))}, which stand for media")
+    for token, name in names.items():
+        added[token]["content"] = name
+    _rename(described["model"], names)
+    try:
+        copy = tokenizers.Tokenizer.from_str(json.dumps(described))
+    except Exception as e:  # tokenizers raises nothing narrower
+        raise ConfigError(f"the tokenizer cannot be told to take {', '.join(tokens)} for text: {e}") from e
+    for token, name in names.items():
+        if copy.token_to_id(name) != backend.token_to_id(token):
+            raise ConfigError(f"the tokenizer cannot be told to take {token!r} for text: its id would be another one")
+    return copy, names
+
+
+def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
+    """A model may know added tokens, too: as keys of a vocabulary, or in a list of pieces and scores. Merges that lead to
+    them are dropped: no text becomes such a token.
+    """
+    vocabulary = model.get("vocab")
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if isinstance(vocabulary, dict):
+        if model.get("merges") and not names.keys().isdisjoint(vocabulary):
+            model["merges"] = [merge for merge in model["merges"] if names.keys().isdisjoint(_pieces(merge))]
+        for token, name in names.items():
+            if token in vocabulary:
+                vocabulary[name] = vocabulary.pop(token)
+    elif isinstance(vocabulary, list):
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
+
+
+def _pieces(merge: str | Sequence[str]) -> tuple[str, str, str]:
+    """The two pieces of a merge, and what they become."""
+    first, second = merge.split(" ") if isinstance(merge, str) else merge
+    return first, second, first + second
+
+
+# Texts in which control tokens may be spelt out without being tokens.
+
+
+class GuardedText(str):
+    """A text of a prompt. Where a client wrote the characters of a control token they are characters.
+
+    ``named`` is the same text with each control token that the chat template wrote under the name by which
+    ``Tokenizer.guard`` knows it. The tokenizer reads ``named``, everybody else the text itself. Operations of ``str`` return a
+    plain text, whose control tokens are all tokens: use ``cut`` and ``joined``.
+    """
+
+    __slots__ = ("named",)
+    named: str
+
+    def __new__(cls, text: str, named: str) -> "GuardedText":
+        """``text`` with its ``named``."""
+        made = super().__new__(cls, text)
+        made.named = named
+        return made
+
+
+def cut(text: str, longest: int, *, at_start: bool = False) -> str:
+    """At most the first ``longest`` characters of a text, guarded if the text is. ``at_start``: the last ones."""
+    kept = slice(-longest, None) if at_start else slice(longest)
+    if isinstance(text, GuardedText):
+        return GuardedText(text[kept], text.named[kept])
+    return text[kept]
+
+
+def joined(texts: Iterable[str]) -> str:
+    """The texts as one, guarded if any of them is. Texts beside guarded ones must not have control tokens."""
+    parts = list(texts)
+    text = "".join(parts)
+    if not any(isinstance(part, GuardedText) for part in parts):
+        return text
+    return GuardedText(text, "".join(part.named if isinstance(part, GuardedText) else part for part in parts))
+
+
+# Texts that are tokenized and cut to so many tokens. What a tokenizer puts around a text stays, as transformers has it.
+
+End = Literal["end", "start"]
+"""Where tokens are cut off."""
+
+
+class Cut(NamedTuple):
+    """How a text is cut.
+
+    Attributes:
+        longest: Tokens of a prompt, with the tokens that are put around its texts, which must be fewer.
+        at: Where tokens are cut off.
+    """
+
+    longest: int
+    at: End = "end"
+
+    @property
+    def direction(self) -> str:
+        """The same for tokenizers."""
+        return "right" if self.at == "end" else "left"
+
+    def of(self, ids: list[int]) -> list[int]:
+        """Return the ids that stay."""
+        return ids[: self.longest] if self.at == "end" else ids[-self.longest :]
+
+
+def encode_cut(backend: tokenizers.Tokenizer, text: str, cut: Cut) -> tokenizers.Encoding:
+    """Return the tokens of a text that stay, with the tokens around it."""
+    encoding = backend.encode(text, add_special_tokens=False)
+    encoding.truncate(cut.longest - backend.num_special_tokens_to_add(False), direction=cut.direction)
+    return backend.post_process(encoding)
+
+
+def encode_pair_cut(backend: tokenizers.Tokenizer, text: str, second: str, cut: Cut) -> tokenizers.Encoding:
+    """The same of two texts in one prompt: the longer one gives way until both are alike."""
+    one, other = (backend.encode(each, add_special_tokens=False) for each in (text, second))
+    of_one, of_other = _shares(len(one), len(other), cut.longest - backend.num_special_tokens_to_add(True))
+    one.truncate(of_one, direction=cut.direction)
+    other.truncate(of_other, direction=cut.direction)
+    return backend.post_process(one, other)
+
+
+def _shares(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many tokens of each text stay. An odd one is the longer text's, of texts that are alike the second's."""
+    shorter = min(first, second, room // 2)
+    return (shorter, min(second, room - shorter)) if first <= second else (min(first, room - shorter), shorter)
+
 
 P = ParamSpec("P")
 T = TypeVar("T")

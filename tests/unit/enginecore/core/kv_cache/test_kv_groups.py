@@ -5,9 +5,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from penstock_enginecore.core.kv_cache.block_pool import BlockPool
+from penstock_enginecore.core.kv_cache.block_pool import BlockPool, find_computed_blocks
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
-from penstock_enginecore.core.kv_cache.prefix import find_computed_blocks
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.request import Request
 from tests.fakes.engines.engine_harness import make_request

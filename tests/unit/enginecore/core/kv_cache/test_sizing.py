@@ -8,9 +8,8 @@ import pytest
 from penstock_common.config.sizes import parse_bytes
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import CacheConfig
-from penstock_enginecore.core.kv_cache.grouping import MAX_GROUPS, block_bytes
 from penstock_enginecore.core.kv_cache.sizing import size_kv_cache
-from penstock_enginecore.core.kv_cache.spec import KVCacheGroup, KVCacheSpec
+from penstock_enginecore.core.kv_cache.spec import MAX_GROUPS, KVCacheGroup, KVCacheSpec, block_bytes
 
 SPEC = KVCacheSpec(block_size=16, num_kv_heads=2, head_size=8, head_size_v=8, dtype_size=4)
 SPECS = {"layer.0": SPEC, "layer.1": SPEC}

@@ -4,8 +4,8 @@ import pytest
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import SchedulerConfig
-from penstock_enginecore.core.scheduler.budget import StepBudget
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
+from penstock_enginecore.core.scheduler.token_budget import StepBudget
 from tests.fakes.engines.engine_harness import (
     assert_as_expected,
     make_engine,

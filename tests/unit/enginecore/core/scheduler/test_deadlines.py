@@ -5,7 +5,7 @@ import pytest
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.core.request import RequestStatus
-from penstock_enginecore.core.scheduler.deadlines import DeadlineQueue
+from penstock_enginecore.core.scheduler.lifecycle import DeadlineQueue
 from tests.fakes.engines.engine_harness import (
     CLIENT,
     FakeClock,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_enginecore.core.request import Request, RequestStatus
-from penstock_enginecore.core.scheduler.fair_queue import FairQueue
+from penstock_enginecore.core.scheduler.waiting_queue import FairQueue
 from tests.fakes.engines.engine_harness import CLIENT, make_request
 
 WEIGHTS = {"a": 1.0, "b": 3.0, "c": 0.5, "d": 1.0}

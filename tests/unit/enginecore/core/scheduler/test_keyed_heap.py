@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_enginecore.core.scheduler.keyed_heap import KeyedHeap
+from penstock_enginecore.core.scheduler.waiting_queue import KeyedHeap
 
 OPERATIONS = st.lists(st.tuples(st.sampled_from(["set", "remove"]), st.sampled_from("abcd"), st.integers(0, 4)))
 

@@ -1,6 +1,6 @@
 """The order in which requests of one tenant wait."""
 
-from penstock_enginecore.core.scheduler.queue import RequestQueue
+from penstock_enginecore.core.scheduler.waiting_queue import RequestQueue
 from tests.fakes.engines.engine_harness import (
     make_request,
     prepared,

@@ -1,8 +1,8 @@
 """Which of the running requests makes room for others."""
 
 from penstock_enginecore.core.request import Request, RequestStatus
-from penstock_enginecore.core.scheduler.queue import rank
 from penstock_enginecore.core.scheduler.state import RunningRequests
+from penstock_enginecore.core.scheduler.waiting_queue import rank
 from tests.fakes.engines.engine_harness import make_request, prepared
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import RepetitionDetection
-from penstock_enginecore.core.scheduler.stops import repeats_itself
+from penstock_enginecore.core.scheduler.results import repeats_itself
 from tests.fakes.engines.engine_harness import (
     assert_as_expected,
     assert_nothing_left,

@@ -2,7 +2,7 @@
 
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
-from penstock_enginecore.core.scheduler.token_accounting import count_as_computed, num_tokens_due
+from penstock_enginecore.core.scheduler.token_budget import count_as_computed, num_tokens_due
 from tests.fakes.engines.engine_harness import make_request, prepared
 
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from penstock_enginecore.core.hold import Hold
-from penstock_enginecore.core.request import Request
-from penstock_enginecore.core.scheduler.waiting import WaitingRequests
+from penstock_enginecore.core.request import Hold, Request
+from penstock_enginecore.core.scheduler.waiting_queue import WaitingRequests
 from tests.fakes.engines.engine_harness import make_request, prepared
 
 REASONS = [hold for hold in Hold if hold]

@@ -5,7 +5,7 @@ import torch
 
 from penstock_common.types.media import EMBEDS, TensorData
 from penstock_enginecore.core.scheduler.output import EncoderStart, SchedulerOutput
-from penstock_enginecore.executor.generation.encoder_rows import EncoderRows, row_bytes
+from penstock_enginecore.executor.generation.media import EncoderRows, row_bytes
 from tests.fakes.models.fake_media_encoder import NUM_BLOCKS, FakeMediaEncoder, rows_of
 
 PIXELS = {"pixel_values": TensorData(dtype="uint8", shape=(1, 2), data=b"ab")}

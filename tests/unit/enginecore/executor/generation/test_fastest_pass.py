@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock_enginecore.executor.generation.fastest_pass import fastest_pass
+from penstock_enginecore.executor.generation.runner import fastest_pass
 
 
 class SlowForward:

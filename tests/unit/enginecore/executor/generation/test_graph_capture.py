@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from penstock_enginecore.config import EngineCoreConfig, KernelsConfig, ModelConfig, SchedulerConfig
-from penstock_enginecore.executor.generation.device_token_buffer import NewestTokens
-from penstock_enginecore.executor.generation.graph_capture import GraphCapture
-from penstock_enginecore.executor.graph_sizes import sizes_to_capture
+from penstock_enginecore.executor.generation.graph_capture import GraphCapture, NewestTokens, sizes_to_capture
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from tests.fakes.models.fused_models import load_probed, save_varied_model

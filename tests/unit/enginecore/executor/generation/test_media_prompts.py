@@ -8,7 +8,7 @@ import pytest
 from penstock_common.types.media import EmbedRun, MultiModalFeature
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput
-from penstock_enginecore.executor.generation.media_prompts import MediaPrompts, Placed
+from penstock_enginecore.executor.generation.media import MediaPrompts, Placed
 from penstock_enginecore.models.multimodal.base import RopePositions
 from tests.fakes.models.fake_media_encoder import FakeMediaEncoder
 

@@ -10,8 +10,8 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.generation.input_batch import InputBatch
-from penstock_enginecore.executor.generation.prompt_vectors import PromptVectors
-from penstock_enginecore.rpc.prompts import PromptReader
+from penstock_enginecore.executor.generation.prompt_embeds import PromptVectors
+from penstock_enginecore.rpc.request_tensors import PromptReader
 
 ROWS = torch.arange(12, dtype=torch.float32).view(3, 4)
 MIXED = PromptEmbeds(

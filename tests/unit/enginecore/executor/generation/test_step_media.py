@@ -25,7 +25,7 @@ from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
 from penstock_enginecore.forward.build import BuiltForward, ForwardConfig, build_forward
 from penstock_enginecore.models.loader import LoadedModel, load_model
-from penstock_enginecore.worker.result_futures import Late
+from penstock_enginecore.worker.device_thread import Late
 from tests.fakes.models.fake_media_encoder import FakeMediaEncoder, rows_of
 from tests.fakes.models.tiny_models import save_tiny_model
 

@@ -6,7 +6,7 @@ import pytest
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig, ParallelConfig
-from penstock_enginecore.executor.multiproc.rendezvous import meeting_place, secret_of
+from penstock_enginecore.executor.multiproc.nodes import meeting_place, secret_of
 
 
 def config(secret_file: str = "") -> EngineCoreConfig:

@@ -16,8 +16,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock_enginecore.executor.multiproc import futex_counter as words_module
 from penstock_enginecore.executor.multiproc.futex_counter import NativeWords, PlainWords, Words, shared_words
-from penstock_enginecore.executor.multiproc.ring import RingClosed, RingError, RingReader, RingTimeout, RingWriter
-from penstock_enginecore.executor.multiproc.ring_memory import MASK, RingMemory
+from penstock_enginecore.executor.multiproc.ring import (
+    MASK,
+    RingClosed,
+    RingError,
+    RingMemory,
+    RingReader,
+    RingTimeout,
+    RingWriter,
+)
 from tests.fakes.patience import PATIENCE
 
 SLOT = 8

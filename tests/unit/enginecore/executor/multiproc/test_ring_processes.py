@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from penstock_enginecore.executor.multiproc.ring import RingClosed, RingReader, RingWriter
-from penstock_enginecore.executor.multiproc.ring_memory import MASK, RingMemory
+from penstock_enginecore.executor.multiproc.ring import MASK, RingClosed, RingMemory, RingReader, RingWriter
 from tests.fakes.engines.ring_peer import message, messages, start_reader, start_writer
 from tests.fakes.patience import PATIENCE
 

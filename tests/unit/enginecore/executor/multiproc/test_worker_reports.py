@@ -1,7 +1,7 @@
 """When workers tell what they do."""
 
 from penstock_enginecore.core.worker_stats import WorkerStats
-from penstock_enginecore.executor.multiproc.worker_reports import WorkerReports
+from penstock_enginecore.executor.multiproc.worker_channel import WorkerReports
 
 
 class Clock:

@@ -9,7 +9,7 @@ import torch
 from penstock_enginecore.forward.cuda.families import plan_model
 from penstock_enginecore.forward.cuda.plans import ClampedGate, ExpertsPlan, MLPPlan, ModelPlan
 from penstock_enginecore.forward.proof import UnsuitableError
-from penstock_enginecore.models import query_scale
+from penstock_enginecore.models import rope
 from tests.fakes.models.fused_models import load_probed, save_varied_model
 from tests.fakes.models.tiny_models import SLIDING_WINDOW
 
@@ -128,7 +128,7 @@ def replace_a_norm(model: Any) -> None:
 
 
 def scale_by_position(model: Any) -> None:
-    setattr(model.model.layers[1].self_attn, query_scale._ATTRIBUTE, query_scale.QueryScale(0.1, 8.0))
+    setattr(model.model.layers[1].self_attn, rope._ATTRIBUTE, rope.QueryScale(0.1, 8.0))
 
 
 def call_in_another_order(model: Any) -> None:

@@ -10,7 +10,7 @@ from penstock_enginecore.forward.cuda.grouped import QuantizedGroups, grouped
 from penstock_enginecore.forward.cuda.linear import empty
 from penstock_enginecore.forward.cuda.quantized import keeps
 from penstock_enginecore.forward.proof import UnsuitableError
-from penstock_enginecore.models.quantization.experts import QuantizedExperts, QuantizedStack
+from penstock_enginecore.models.quantization.layers import QuantizedExperts, QuantizedStack
 from penstock_enginecore.models.quantization.recognition import recognise
 from tests.fakes.models.fused_models import load_probed, prove
 from tests.fakes.models.quantized_models import FORMATS, save_quantized_model

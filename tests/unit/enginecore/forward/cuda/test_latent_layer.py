@@ -15,7 +15,7 @@ from penstock_enginecore.forward.cuda.plans import LatentPlan, MLPPlan
 from penstock_enginecore.forward.cuda.quantized import keeps
 from penstock_enginecore.forward.modules import probe_model
 from penstock_enginecore.forward.proof import UnsuitableError
-from penstock_enginecore.models import query_scale
+from penstock_enginecore.models import rope
 from penstock_enginecore.models.loader import load_model
 from tests.fakes.models.fused_models import CPU, fused, load_probed, prove, save_varied_model
 from tests.fakes.models.quantized_models import save_quantized_model
@@ -143,10 +143,10 @@ def test_attention_that_does_more_is_refused_by_its_name(tmp_path: Path) -> None
     save_varied_model("deepseek_v3", tmp_path)
     probed = load_probed(tmp_path)
     attention: Any = probed.model.module.model.layers[1].self_attn
-    setattr(attention, query_scale._ATTRIBUTE, query_scale.QueryScale(0.1, 8.0))
+    setattr(attention, rope._ATTRIBUTE, rope.QueryScale(0.1, 8.0))
     with pytest.raises(UnsuitableError, match=r"model\.layers\.1\.self_attn scales queries by position"):
         plan_model(probed)
-    delattr(attention, query_scale._ATTRIBUTE)
+    delattr(attention, rope._ATTRIBUTE)
     attention.indexer = torch.nn.Identity()
     with pytest.raises(UnsuitableError, match=r"model\.layers\.1\.self_attn has other parts than are known: indexer"):
         plan_model(probed)

@@ -9,12 +9,10 @@ from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.linear import empty, merged
 from penstock_enginecore.forward.cuda.quantized import QuantizedProduct, keeps
 from penstock_enginecore.forward.proof import UnsuitableError
-from penstock_enginecore.models.quantization.awq import Awq
+from penstock_enginecore.models.quantization.awq_gptq import Awq, Gptq, Packed
 from penstock_enginecore.models.quantization.float8 import Float8
-from penstock_enginecore.models.quantization.gptq import Gptq
-from penstock_enginecore.models.quantization.linear import QuantizedLinear
+from penstock_enginecore.models.quantization.layers import QuantizedLinear
 from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
-from penstock_enginecore.models.quantization.packed import Packed
 from penstock_enginecore.models.quantization.recognition import recognise
 from penstock_enginecore.models.quantization.scheme import Scheme
 from tests.fakes.models.fused_models import load_probed, prove

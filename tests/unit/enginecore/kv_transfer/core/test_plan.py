@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_common.types.kv_transfer import BlockName
-from penstock_enginecore.core.kv_cache.block_pool import BlockPool
-from penstock_enginecore.core.kv_cache.prefix import find_computed_blocks
+from penstock_enginecore.core.kv_cache.block_pool import BlockPool, find_computed_blocks
 from penstock_enginecore.core.kv_cache.spec import KVCacheGroup
 from penstock_enginecore.kv_transfer.core.plan import plan_load
 

@@ -12,9 +12,9 @@ from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.model_info import MediaInfo
-from penstock_enginecore.core.scheduler.fair_queue import FairQueue
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput
-from penstock_enginecore.core.step_recovery import EngineDeadError
+from penstock_enginecore.core.scheduler.waiting_queue import FairQueue
+from penstock_enginecore.core.steps_in_flight import EngineDeadError
 from tests.fakes.engines.engine_harness import (
     CLIENT,
     Transcript,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from penstock_enginecore.config import ModelConfig
-from penstock_enginecore.models.bf16_storage import NarrowWeight
+from penstock_enginecore.models.dtypes import NarrowWeight
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
 from penstock_enginecore.models.multimodal.families.factory import family_of

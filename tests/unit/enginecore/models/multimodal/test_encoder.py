@@ -11,9 +11,8 @@ import torch
 from penstock_common.types.media import TensorData
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models.loader import load_model
-from penstock_enginecore.models.multimodal.base import EncodedItem, EncoderItem, MediaEncoder
+from penstock_enginecore.models.multimodal.base import EncodedItem, EncoderItem, MediaEncoder, to_data
 from penstock_enginecore.models.multimodal.encoder import TowerEncoder
-from penstock_enginecore.models.multimodal.tensors import to_data
 from tests.fakes.multimodal_items import image_tensors, item
 from tests.fakes.multimodal_models import save_multimodal_model
 

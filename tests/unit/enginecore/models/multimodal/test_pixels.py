@@ -10,8 +10,7 @@ import torch
 from transformers import CLIPImageProcessorPil
 
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.multimodal.pixels import Normalization
-from penstock_enginecore.models.multimodal.processors import ProcessorSettings
+from penstock_enginecore.models.multimodal.processors import Normalization, ProcessorSettings
 from tests.fakes.multimodal_models import save_multimodal_model
 
 SETTINGS = {

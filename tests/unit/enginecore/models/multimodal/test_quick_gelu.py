@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from penstock_enginecore.models.multimodal.quick_gelu import QuickGELU, use_quick_gelu
+from penstock_enginecore.models.multimodal.encoder import QuickGELU, use_quick_gelu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from penstock_common.types.media import EmbedRun, MultiModalFeature, TensorData
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models.loader import load_model
-from penstock_enginecore.models.multimodal.base import MediaEncoder, RopePositions
-from penstock_enginecore.models.multimodal.tensors import to_data
+from penstock_enginecore.models.multimodal.base import MediaEncoder, RopePositions, to_data
 from tests.fakes.multimodal_models import save_multimodal_model
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from penstock_enginecore.attention.kv_cache import KVScales
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.quantization.kv_scales import read_kv_scales
+from penstock_enginecore.models.quantization.loading import read_kv_scales
 from penstock_enginecore.models.quantization.weights import open_tensors
 
 

@@ -8,11 +8,9 @@ import pytest
 from penstock_common.checkpoint import QUANTIZATIONS
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.quantization import recognition
-from penstock_enginecore.models.quantization.awq import Awq
+from penstock_enginecore.models.quantization.awq_gptq import Awq, Gptq, Packed
 from penstock_enginecore.models.quantization.float8 import Float8
-from penstock_enginecore.models.quantization.gptq import Gptq
 from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
-from penstock_enginecore.models.quantization.packed import Packed
 from penstock_enginecore.models.quantization.recognition import recognise
 from penstock_enginecore.models.quantization.scheme import Scheme
 

@@ -12,7 +12,7 @@ from penstock_common.checkpoint import problem
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import load_model
-from penstock_enginecore.models.quantization.awq import Awq
+from penstock_enginecore.models.quantization.awq_gptq import Awq
 from penstock_enginecore.models.quantization.float8 import Float8
 from penstock_enginecore.models.quantization.weights import DequantizedTensor, dense_weights, open_tensors
 from penstock_enginecore.pooling.embedder import load_pooling_model

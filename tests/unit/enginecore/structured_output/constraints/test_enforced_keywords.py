@@ -13,10 +13,10 @@ import pytest
 import xgrammar
 
 from penstock_common.types.sampling import JsonWhitespace, StructuredOutput
-from penstock_enginecore.structured_output.constraints.json_types import identity
+from penstock_enginecore.structured_output.constraints.schema_document import identity
 from penstock_enginecore.structured_output.constraints.source import check_constraint, grammar_source
 from penstock_enginecore.structured_output.core.base import bitmask_words
-from penstock_enginecore.structured_output.grammar import XgrammarGrammar
+from penstock_enginecore.structured_output.matcher import XgrammarGrammar
 
 EOS = 256
 VOCAB_SIZE = 257

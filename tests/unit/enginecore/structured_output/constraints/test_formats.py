@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from penstock_enginecore.structured_output.constraints.formats import FORMATS
+from penstock_enginecore.structured_output.constraints.strings import FORMATS
 
 
 def matches(name: str, text: str) -> bool:

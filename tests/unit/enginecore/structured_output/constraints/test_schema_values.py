@@ -214,7 +214,7 @@ def test_an_error_quotes_the_beginning_of_a_value():
 
 
 def test_a_class_of_many_characters_is_read_in_one_go(monkeypatch: pytest.MonkeyPatch):
-    from penstock_enginecore.structured_output.constraints import charset
+    from penstock_enginecore.structured_output.constraints import regex as charset
 
     merged, seen = charset._merged, []
     monkeypatch.setattr(charset, "_merged", lambda ranges: merged(seen.append(1) or ranges))

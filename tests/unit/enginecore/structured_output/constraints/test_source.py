@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.sampling import StructuredOutput
-from penstock_enginecore.structured_output.constraints.charset import ANY, CharSet
-from penstock_enginecore.structured_output.constraints.json_types import fits
+from penstock_enginecore.structured_output.constraints.regex import ANY, CharSet
+from penstock_enginecore.structured_output.constraints.schema_document import fits
 from penstock_enginecore.structured_output.constraints.source import check_constraint, grammar_source
 
 LIMIT = 256 * 1024

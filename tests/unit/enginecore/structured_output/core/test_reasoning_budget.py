@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock_common.types.request import EngineCoreRequest, ReasoningTokens
 from penstock_common.types.sampling import SamplingParams
-from penstock_enginecore.structured_output.core.reasoning_budget import ReasoningBudget
+from penstock_enginecore.structured_output.core.reasoning import ReasoningBudget
 
 BEGIN, END = 2, 3
 

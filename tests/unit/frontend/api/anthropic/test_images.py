@@ -1,8 +1,8 @@
 import pytest
 
-from penstock_frontend.api.anthropic.images import image_of
 from penstock_frontend.api.anthropic.messages_body import SourceBody
-from penstock_frontend.media_parts import Url
+from penstock_frontend.api.anthropic.turns import image_of
+from penstock_frontend.call_types import Url
 
 
 @pytest.mark.parametrize(

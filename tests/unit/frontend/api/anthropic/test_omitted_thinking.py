@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock_frontend.api.anthropic.omitted_thinking import opened, sealed
+from penstock_frontend.api.anthropic.message import opened, sealed
 
 
 @pytest.mark.parametrize("thinking", ["", "A city.", "Köln 🙂\n" * 1000])

@@ -8,14 +8,11 @@ from penstock.common.v1 import tensor_pb2
 from penstock.inference.v1 import messages_pb2
 from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
 from penstock_common.types.media import TensorData
-from penstock_frontend.api.grpc.chat_messages import chat_request
-from penstock_frontend.api.grpc.generate_messages import generate_request
-from penstock_frontend.api.grpc.media_messages import MAX_TENSORS, media_part
-from penstock_frontend.api.grpc.pooling_messages import embed_request, score_request
+from penstock_frontend.api.grpc.message_parts import MAX_TENSORS, media_part
+from penstock_frontend.api.grpc.messages import chat_request, embed_request, generate_request, score_request
 from penstock_frontend.api.media_sources import MAX_FRAMES
-from penstock_frontend.call_types import ContentPart, MixedPrompt
+from penstock_frontend.call_types import ContentPart, EncodedFile, Features, Frame, Frames, MediaPart, MixedPrompt, Url
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.media_parts import EncodedFile, Features, Frame, Frames, MediaPart, Url
 
 pb: Any = messages_pb2  # messages are made of dictionaries here
 media_pb2: Any = media_messages

@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from penstock_frontend.api.http.connection import HttpConnection, connection_class
-from penstock_frontend.api.http.turns import BYTES_PER_TURN, EVENTS_PER_TURN
+from penstock_frontend.api.http.request_parsing import BYTES_PER_TURN, EVENTS_PER_TURN
 from penstock_frontend.config import HttpConfig
 
 CHUNKED = b"POST /x HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"

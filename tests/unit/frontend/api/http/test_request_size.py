@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock_frontend.api.http.request_size import RequestLimits, RequestSize
+from penstock_frontend.api.http.request_parsing import RequestLimits, RequestSize
 from penstock_frontend.api.openai.errors import HttpError
 
 LIMITS = RequestLimits(max_header_bytes=1000, max_headers=3)

@@ -2,7 +2,13 @@
 
 import asyncio
 
-from penstock_frontend.api.http.turns import BYTES_PER_TURN, EVENTS_PER_TURN, SLICE, DiscardingTurns, ParsingTurns
+from penstock_frontend.api.http.request_parsing import (
+    BYTES_PER_TURN,
+    EVENTS_PER_TURN,
+    SLICE,
+    DiscardingTurns,
+    ParsingTurns,
+)
 
 
 class Sender:

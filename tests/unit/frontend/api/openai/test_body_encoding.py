@@ -9,7 +9,7 @@ from collections.abc import Callable
 import brotli
 import pytest
 
-from penstock_frontend.api.openai.body_encoding import PIECE, decompressor_of, zstd
+from penstock_frontend.api.http.request_body import PIECE, decompressor_of, zstd
 from penstock_frontend.api.openai.errors import HttpError
 
 

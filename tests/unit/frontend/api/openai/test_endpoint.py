@@ -10,12 +10,12 @@ from prometheus_client import CollectorRegistry
 
 from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument
-from penstock_frontend.api.openai.bodies import Bodies, Body
-from penstock_frontend.api.openai.endpoint import Answer, Call, Endpoint, Gate, PlainText
-from penstock_frontend.api.openai.sse import EventStream
+from penstock_frontend.api.http.endpoint import Answer, Call, Endpoint, Gate, PlainText
+from penstock_frontend.api.http.request_body import Bodies, Body
+from penstock_frontend.api.http.streaming import EventStream
+from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.config import FairnessConfig, HttpConfig
-from penstock_frontend.telemetry.call_warnings import WarningKind, warn
-from penstock_frontend.telemetry.tenant_refusals import TenantRefusals
+from penstock_frontend.tenants import TenantRefusals
 
 
 class Chunk(msgspec.Struct):

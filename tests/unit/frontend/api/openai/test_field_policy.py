@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from penstock_common.errors import InvalidArgument
 from penstock_frontend.api.openai.chat_completions import ChatCompletionRequest
-from penstock_frontend.api.openai.field_policy import FieldPolicy, client_of
-from penstock_frontend.auth.principal import Principal, current_principal
+from penstock_frontend.api.openai.unknown_fields import FieldPolicy, client_of
+from penstock_frontend.call_types import Principal, current_principal
 
 HI: Any = {"role": "user", "content": "hi"}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock_common.errors import InvalidArgument
-from penstock_frontend.api.openai.json_size import MAX_NESTING, JsonSize, check_json_size
+from penstock_frontend.api.http.request_body import MAX_NESTING, JsonSize, check_json_size
 
 TEXT = rb'{"a": [1, 2, "x,{[", "\\", "q\"{,"], "b\\\"{": {}, "c": [{"d": "\\\\\\"}, null]}'
 

@@ -9,10 +9,8 @@ from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
 from penstock_frontend.api.media_sources import MAX_FRAMES
 from penstock_frontend.api.openai.body_fields import decode
 from penstock_frontend.api.openai.chat_completions import ChatCompletionRequest
-from penstock_frontend.api.openai.conversation import messages_of
-from penstock_frontend.api.openai.media_fields import MediaIoBody, MediaOptions, VideoIoBody, options_of
-from penstock_frontend.call_types import ContentPart
-from penstock_frontend.media_parts import Frame, Frames, MediaPart, Url
+from penstock_frontend.api.openai.conversation import MediaIoBody, MediaOptions, VideoIoBody, messages_of, options_of
+from penstock_frontend.call_types import ContentPart, Frame, Frames, MediaPart, Url
 
 URL = "https://images.example.org/cat.png?sig=secret"
 DATA = "data:image/png;base64,iVBORw0KGgo="

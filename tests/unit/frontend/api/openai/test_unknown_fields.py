@@ -10,7 +10,7 @@ from penstock_frontend.api.anthropic.messages_body import MessagesBody
 from penstock_frontend.api.openai import unknown_fields
 from penstock_frontend.api.openai.chat_completions import ChatCompletionRequest
 from penstock_frontend.api.openai.completions import CompletionRequest
-from penstock_frontend.api.openai.pooling.reranking import RerankBody
+from penstock_frontend.api.openai.pooling.scoring import RerankBody
 from penstock_frontend.api.openai.responses.response_body import ResponseBody
 from penstock_frontend.api.openai.unknown_fields import find_unknown
 

@@ -6,9 +6,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 
 from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
 from penstock_common.types.media import Modality, TensorData
-from penstock_frontend.api.vllm.requests import generate_request
-from penstock_frontend.call_types import MixedPrompt
-from penstock_frontend.media_parts import Features, Frame, Frames, MediaPart, Url
+from penstock_frontend.api.vllm.messages import generate_request
+from penstock_frontend.call_types import Features, Frame, Frames, MediaPart, MixedPrompt, Url
 
 pb: Any = vllm_engine_pb2  # messages are made of dictionaries here
 IDS = [1, 9, 9, 9, 2, 9, 9, 3]

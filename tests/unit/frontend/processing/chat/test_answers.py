@@ -15,9 +15,9 @@ from penstock_frontend.processing.chat.answers import ChatOutput, ChatOutputs
 from penstock_frontend.processing.outputs.collector import OutputCollector
 from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
 from penstock_frontend.processing.outputs.text import OutputText
-from penstock_frontend.processing.parsers.answer import AnswerParser
+from penstock_frontend.processing.parsers.base import AnswerParser
 from penstock_frontend.processing.parsers.hermes import HermesToolParser
-from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
+from penstock_frontend.processing.parsers.reasoning_tags import Qwen3ReasoningParser
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 from tests.fakes.models.small_tokenizers import byte_level
 

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from penstock_common.types.outputs import FinishReason
 from penstock_frontend.call_types import Finish, Usage
-from penstock_frontend.processing.chat.answers import ChatOutput
-from penstock_frontend.processing.chat.blocks import BlockKind, Blocks
+from penstock_frontend.processing.chat.answers import BlockKind, Blocks, ChatOutput
 from penstock_frontend.processing.parsers.base import ToolCallDelta
 
 FINISH = Finish(FinishReason.STOP, None, Usage())

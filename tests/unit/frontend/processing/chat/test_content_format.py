@@ -3,7 +3,7 @@
 import jinja2
 import pytest
 
-from penstock_frontend.processing.chat.content_format import content_format
+from penstock_frontend.processing.chat.templates import content_format
 
 QWEN2_VL = (
     "{% set image_count = namespace(value=0) %}{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"

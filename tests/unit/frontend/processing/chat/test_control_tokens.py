@@ -17,13 +17,11 @@ from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument
 from penstock_frontend.call_types import ChatMessage, ChatRequest, ContentPart, MixedPrompt, Tool, ToolCall
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.processing.chat.client_texts import openings
 from penstock_frontend.processing.chat.control_tokens import ControlTokens, find_control_tokens
+from penstock_frontend.processing.chat.messages import openings
 from penstock_frontend.processing.chat.rendering import ChatRenderer
 from penstock_frontend.processing.chat.templates import ChatTemplates
-from penstock_frontend.processing.prompts.guarded_text import GuardedText, cut, joined
-from penstock_frontend.processing.prompts.tokenizer import Tokenizer
-from penstock_frontend.processing.prompts.truncation import Cut
+from penstock_frontend.processing.prompts.tokenizer import Cut, GuardedText, Tokenizer, cut, joined
 from tests.fakes.models import small_tokenizers
 from tests.fakes.models.chat_templates import CHATML, DEEPSEEK, GEMMA, LLAMA, MISTRAL, PHI
 from tests.fakes.prepared_media import part_of

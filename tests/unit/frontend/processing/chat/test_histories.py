@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from penstock_frontend.call_types import ChatMessage, ToolCall
+from penstock_frontend.call_warnings import WarningLog
 from penstock_frontend.processing.chat.histories import arguments_text, warn_of_lost_calls
-from penstock_frontend.telemetry.call_warnings import WarningLog
 
 
 @pytest.mark.parametrize(

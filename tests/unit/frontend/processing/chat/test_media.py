@@ -9,9 +9,8 @@ import pytest
 from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.media import Modality
-from penstock_frontend.call_types import ChatMessage, ChatRequest, ContentPart, MixedPrompt, Tool
+from penstock_frontend.call_types import ChatMessage, ChatRequest, ContentPart, MediaPart, MixedPrompt, Tool
 from penstock_frontend.config import LimitsConfig, ModelConfig
-from penstock_frontend.media_parts import MediaPart
 from penstock_frontend.processing.chat.rendering import ChatRenderer
 from penstock_frontend.processing.chat.templates import load_chat_templates
 from penstock_frontend.processing.prompts.tokenizer import load_model_files

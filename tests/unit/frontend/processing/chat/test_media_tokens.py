@@ -14,7 +14,7 @@ from penstock_frontend.call_types import ChatMessage, ChatRequest, ContentPart
 from penstock_frontend.config import FairnessConfig, LimitsConfig, ModelConfig
 from penstock_frontend.processing.chat.rendering import ChatRenderer
 from penstock_frontend.processing.chat.templates import load_chat_templates
-from penstock_frontend.processing.media.families.factory import load_family
+from penstock_frontend.processing.media.families.checkpoint import load_family
 from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.tokenizer import load_model_files
 from tests.fakes.multimodal_models import make_image, save_multimodal_model

@@ -7,8 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock_common.types.media import Modality
-from penstock_frontend.media_parts import MediaPart
-from penstock_frontend.processing.chat.places import Places
+from penstock_frontend.call_types import MediaPart
+from penstock_frontend.processing.chat.messages import Places
 from tests.fakes.prepared_media import part_of
 from tests.fakes.token_family import TokenFamily
 

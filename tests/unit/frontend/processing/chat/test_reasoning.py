@@ -12,7 +12,7 @@ from penstock_frontend.call_types import GenerateRequest
 from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.processing.chat.reasoning import reasoning_of
 from penstock_frontend.processing.parsers.deepseek import DeepSeekR1ReasoningParser
-from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
+from penstock_frontend.processing.parsers.reasoning_tags import Qwen3ReasoningParser
 from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 from tests.fakes.models.small_tokenizers import byte_level

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from penstock_common.types.request import ReasoningTokens
-from penstock_frontend.processing.chat.reasoning_tokens import CountByParser, CountToEndToken, ReasoningTokenCount
+from penstock_frontend.processing.chat.answers import CountByParser, CountToEndToken, ReasoningTokenCount
 from penstock_frontend.processing.parsers.gpt_oss import GptOssReasoningParser
 
 TEXTS = ["<|channel|>", "analysis", "<|message|>", "one", " two", "<|end|>", "<|start|>", "assistant", "<|channel|>"]

@@ -8,8 +8,8 @@ from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument
 from penstock_frontend.call_types import ChatMessage, ChatRequest, ToolCall
 from penstock_frontend.config import LimitsConfig
+from penstock_frontend.processing.chat.messages import ShownRoles, as_shown, shown_roles
 from penstock_frontend.processing.chat.rendering import ChatRenderer
-from penstock_frontend.processing.chat.roles import ShownRoles, as_shown, shown_roles
 from penstock_frontend.processing.chat.templates import ChatTemplates
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 from tests.fakes.models.chat_templates import PHI

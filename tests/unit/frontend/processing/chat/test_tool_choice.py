@@ -13,7 +13,7 @@ from penstock_frontend.processing.parsers.hermes import HermesToolParser
 from penstock_frontend.processing.parsers.kimi_k2 import KimiK2ToolParser
 from penstock_frontend.processing.parsers.llama3_json import Llama3JsonToolParser
 from penstock_frontend.processing.parsers.mistral import MistralToolParser
-from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
+from penstock_frontend.processing.parsers.reasoning_tags import Qwen3ReasoningParser
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [Tool(name="weather", parameters=SCHEMA), Tool(name='"now"')]

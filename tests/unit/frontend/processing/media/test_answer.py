@@ -2,7 +2,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from penstock_frontend.processing.media.answer import Answer, BadAnswer
+from penstock_frontend.processing.media.http_client import Answer, BadAnswer
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"

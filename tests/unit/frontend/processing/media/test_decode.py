@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from penstock_frontend.processing.media.decode import VideoFrames, decode_image, decode_sound, open_image
-from penstock_frontend.processing.media.decode_limits import DecodeLimits, TooLarge, Unreadable
+from penstock_frontend.processing.media.worker_messages import DecodeLimits, TooLarge, Unreadable
 from tests.fakes.media_files import image_file, png, png_bomb, saved, sound_file
 
 LIMITS = DecodeLimits(max_pixels=10_000, max_frames=4, max_audio_seconds=2.0)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_frontend.processing.media.fair_queue import FairQueue
+from penstock_frontend.processing.media.pool import FairQueue
 
 TENANTS = "abc"
 

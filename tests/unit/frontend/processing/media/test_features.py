@@ -3,7 +3,7 @@ import pytest
 
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.media import TensorData
-from penstock_frontend.processing.media.features import check_tensors
+from penstock_frontend.processing.media.reader import check_tensors
 
 
 def floats(*values: float, dtype: str = "float32") -> TensorData:

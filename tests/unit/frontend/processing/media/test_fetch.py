@@ -17,7 +17,7 @@ from penstock_common.errors import (
     Unavailable,
 )
 from penstock_frontend.config import MediaConfig
-from penstock_frontend.processing.media.fetch import Fetcher
+from penstock_frontend.processing.media.http_client import Fetcher
 from tests.fakes.network.certificates import Authority
 from tests.fakes.network.file_server import FileServer, answer
 from tests.fakes.patience import PATIENCE

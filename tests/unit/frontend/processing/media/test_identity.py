@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from penstock_common.types.media import Modality, TensorData
-from penstock_frontend.media_parts import EncodedFile, Features, Frame, Frames
-from penstock_frontend.processing.media.identity import Content, arguments_of, identifier
+from penstock_frontend.call_types import EncodedFile, Features, Frame, Frames
+from penstock_frontend.processing.media.reader import Content, arguments_of, identifier
 
 FILE = EncodedFile(b"data")
 

@@ -11,13 +11,12 @@ import pytest
 
 from penstock_common.errors import ConfigError, ResourceExhausted, Unavailable
 from penstock_frontend.config import MediaConfig
-from penstock_frontend.processing.media import worker_process
-from penstock_frontend.processing.media.decode_limits import TooLarge, Unreadable
-from penstock_frontend.processing.media.item import ProcessedItem
+from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.processing.media import pool as worker_process
+from penstock_frontend.processing.media.families.base import ProcessedItem
 from penstock_frontend.processing.media.metrics import MediaMetrics
-from penstock_frontend.processing.media.pool import WorkerPool
-from penstock_frontend.processing.media.worker_process import Job
-from penstock_frontend.telemetry.metrics import FrontendMetrics
+from penstock_frontend.processing.media.pool import Job, WorkerPool
+from penstock_frontend.processing.media.worker_messages import TooLarge, Unreadable
 from tests.fakes.media_family import RATE, PlainFamily
 from tests.fakes.media_files import image_file, png_bomb, sound_file
 from tests.fakes.patience import PATIENCE

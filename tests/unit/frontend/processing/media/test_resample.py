@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from penstock_frontend.processing.media.resample import resampled
+from penstock_frontend.processing.media.decode import resampled
 
 EDGE = 0.05
 """Seconds at either end, where silence begins."""

@@ -18,12 +18,12 @@ from penstock_common.errors import (
     Unavailable,
 )
 from penstock_common.types.media import EMBEDS, Modality, TensorData
+from penstock_frontend.call_types import EncodedFile, Features, Frame, Frames, MediaPart, Source, Url
 from penstock_frontend.config import LimitsConfig, MaxMediaConfig, MediaConfig
-from penstock_frontend.media_parts import EncodedFile, Features, Frame, Frames, MediaPart, Source, Url
-from penstock_frontend.processing.media.base import MediaPreparer, PreparedMedia
+from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.processing.media.families.base import MediaPreparer, PreparedMedia
 from penstock_frontend.processing.media.metrics import MediaMetrics
 from penstock_frontend.processing.media.service import MediaService
-from penstock_frontend.telemetry.metrics import FrontendMetrics
 from tests.fakes.media_family import PlainFamily
 from tests.fakes.media_files import image_file, png, sound_file
 from tests.fakes.network.file_server import FileServer, answer

@@ -4,11 +4,7 @@ import pytest
 
 from penstock_common.errors import ConfigError, PermissionDenied, RequestFailed
 from penstock_frontend.config import MediaConfig
-from penstock_frontend.processing.media.sources import (
-    check_domain,
-    is_allowed_address,
-    read_url,
-)
+from penstock_frontend.processing.media.sources import check_domain, is_allowed_address, read_url
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from penstock_common.types.media import TensorData
-from penstock_frontend.processing.media.item import ProcessedItem
-from penstock_frontend.processing.media.store import MediaStore
+from penstock_frontend.processing.media.families.base import ProcessedItem
+from penstock_frontend.processing.media.service import MediaStore
 
 
 def item(size: int = 10) -> ProcessedItem:

@@ -3,9 +3,8 @@ import struct
 import numpy as np
 import pytest
 
-from penstock_frontend.processing.media.decode import decode_sound
-from penstock_frontend.processing.media.decode_limits import Unreadable
-from penstock_frontend.processing.media.wav import with_size
+from penstock_frontend.processing.media.decode import decode_sound, with_size
+from penstock_frontend.processing.media.worker_messages import Unreadable
 from tests.unit.frontend.processing.media.test_decode import LIMITS
 
 RATE = 16_000

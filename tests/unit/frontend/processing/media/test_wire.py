@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock_frontend.loop_yield import Pace
-from penstock_frontend.processing.media.wire import BYTES_PER_TURN, Wire, connect
+from penstock_frontend.processing.media.http_client import BYTES_PER_TURN, Wire, connect
 from tests.fakes.network.certificates import Authority
 
 SLICE = 16 * 1024

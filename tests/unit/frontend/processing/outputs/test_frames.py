@@ -13,10 +13,10 @@ from penstock_common.types.sampling import OutputKind, SamplingParams
 from penstock_common.types.token_columns import TokenColumns
 from penstock_frontend.call_types import Finish, RequestOutput
 from penstock_frontend.dispatch.journal import Journal
+from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.outputs.collector import OutputCollector
 from penstock_frontend.processing.outputs.processor import OutputProcessor
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
-from penstock_frontend.telemetry.metrics import FrontendMetrics
 from tests.fakes.models import small_tokenizers
 
 TOKENIZER = Tokenizer(small_tokenizers.byte_level())

@@ -18,9 +18,9 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import OutputKind, SamplingParams
 from penstock_frontend.call_types import RequestOutput, Usage
+from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.outputs.processor import OutputProcessor, RequestState
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
-from penstock_frontend.telemetry.metrics import FrontendMetrics
 from tests.fakes.models import small_tokenizers
 
 TOKENIZER = Tokenizer(small_tokenizers.byte_level())

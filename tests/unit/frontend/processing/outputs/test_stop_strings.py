@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_frontend.processing.outputs.stop_strings import StopMatcher
+from penstock_frontend.processing.outputs.text import StopMatcher
 
 LETTERS = st.text(alphabet="ab", max_size=12)
 STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=4)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from penstock_common.errors import ConfigError
 from penstock_frontend.processing.parsers import registry
-from penstock_frontend.processing.parsers.answer import AnswerParser
-from penstock_frontend.processing.parsers.base import ToolCallDelta
+from penstock_frontend.processing.parsers.base import AnswerParser, ToolCallDelta
 from penstock_frontend.processing.parsers.deepseek import (
     DeepSeekR1ReasoningParser,
     DeepSeekV3ToolParser,
@@ -28,8 +27,8 @@ from penstock_frontend.processing.parsers.llama3_json import Llama3JsonToolParse
 from penstock_frontend.processing.parsers.llama4_pythonic import Llama4PythonicToolParser
 from penstock_frontend.processing.parsers.mistral import MistralReasoningParser, MistralToolParser
 from penstock_frontend.processing.parsers.phi4 import Phi4ToolParser
-from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
 from penstock_frontend.processing.parsers.qwen3_coder import Qwen3CoderToolParser
+from penstock_frontend.processing.parsers.reasoning_tags import Qwen3ReasoningParser
 from tests.fakes.models.chat_templates import CHATML, LLAMA
 
 Answer = tuple[str, str, list[tuple[str, str]]]

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_frontend.processing.parsers import registry
-from penstock_frontend.processing.parsers.answer import AnswerParser
-from penstock_frontend.processing.parsers.base import ToolCallDelta
+from penstock_frontend.processing.parsers.base import AnswerParser, ToolCallDelta
 
 FOLDER = Path(__file__).resolve().parents[4] / "fakes/models/transcripts"
 CORPORA = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(FOLDER.glob("*.json"))}

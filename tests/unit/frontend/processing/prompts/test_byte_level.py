@@ -5,8 +5,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_frontend.processing.prompts.byte_level import ByteLevelDecoder, OddTokenError, is_byte_level
-from penstock_frontend.processing.prompts.tokenizer import Tokenizer
+from penstock_frontend.processing.prompts.tokenizer import ByteLevelDecoder, OddTokenError, Tokenizer, is_byte_level
 from tests.fakes.models.small_tokenizers import EOS, byte_fallback, byte_level, word_pieces
 
 BACKEND = byte_level()

@@ -8,9 +8,7 @@ import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers
 
 from penstock_common.errors import ConfigError
-from penstock_frontend.processing.prompts.hidden_tokens import hide
-from penstock_frontend.processing.prompts.tokenizer import Tokenizer
-from penstock_frontend.processing.prompts.truncation import Cut
+from penstock_frontend.processing.prompts.tokenizer import Cut, Tokenizer, hide
 from tests.fakes.models import small_tokenizers
 
 IMAGE, BREAK, OTHER = "<image>", "<br>", "<|im_start|>"

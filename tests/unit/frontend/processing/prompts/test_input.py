@@ -13,11 +13,11 @@ from penstock_common.errors import InvalidArgument, NotFound
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt
+from penstock_frontend.call_warnings import WarningLog
 from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.tokenizer import Encoded, Tokenizer
-from penstock_frontend.telemetry.call_warnings import WarningLog
 from tests.fakes.models import small_tokenizers
 from tests.fakes.patience import PATIENCE
 

@@ -18,12 +18,12 @@ from penstock_common.types.request_context import RequestContext
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part, PoolingRequest
 from penstock_frontend.config import FairnessConfig, LimitsConfig, ModelConfig
 from penstock_frontend.ports import ModelLimits
-from penstock_frontend.processing.media.families.factory import load_family
+from penstock_frontend.processing.media.families.checkpoint import load_family
 from penstock_frontend.processing.outputs.collector import OutputCollector
 from penstock_frontend.processing.outputs.processor import RequestState
-from penstock_frontend.processing.pooling.inputs import PoolingInputs
-from penstock_frontend.processing.prompts import parallel_sampling
+from penstock_frontend.processing.prompts import sampling_params
 from penstock_frontend.processing.prompts.input import InputProcessor
+from penstock_frontend.processing.prompts.pooling import PoolingInputs
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer, load_model_files
 from tests.fakes.multimodal_models import make_image, save_multimodal_model
 from tests.fakes.prepared_media import InProcessPreparer, image_part, part_of
@@ -131,7 +131,7 @@ async def test_token_ids_stand_beside_media_and_nothing_is_put_before_a_medium_a
 
 async def test_sequences_of_a_request_share_its_features(inputs: InputProcessor) -> None:
     request = await process(inputs, "a", image_part(make_image(8, 8)), n=3)
-    sequences = parallel_sampling.sequences(request)
+    sequences = sampling_params.sequences(request)
     assert len({id(each.mm_features[0]) for each in sequences}) == 1
 
 

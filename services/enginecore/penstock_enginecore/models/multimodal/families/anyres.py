@@ -9,9 +9,14 @@ import torch
 from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, image_size_to_num_patches
 
 from penstock_common.types.media import Modality
-from penstock_enginecore.models.multimodal.families.base import Intake, Tensors
-from penstock_enginecore.models.multimodal.families.squares import SquareFamily, chosen_states, positions_of_square
-from penstock_enginecore.models.multimodal.tensors import INTEGERS, PIXELS, ItemError, Spec
+from penstock_enginecore.models.multimodal.base import INTEGERS, PIXELS, ItemError, Spec
+from penstock_enginecore.models.multimodal.families.base import (
+    Intake,
+    SquareFamily,
+    Tensors,
+    chosen_states,
+    positions_of_square,
+)
 
 _PIXELS, _SIZES, _NUM_IMAGES, _VIDEO = "pixel_values", "image_sizes", "batch_num_images", "pixel_values_videos"
 _SQUEEZED_FROM = 1.1

@@ -7,9 +7,9 @@ import torch
 from transformers.masking_utils import create_bidirectional_mask
 
 from penstock_common.types.media import Modality
+from penstock_enginecore.models.multimodal.base import FLOATS, MASKS, ItemError, Spec
 from penstock_enginecore.models.multimodal.families.base import Family, Intake, Tensors
-from penstock_enginecore.models.multimodal.pixels import Normalization
-from penstock_enginecore.models.multimodal.tensors import FLOATS, MASKS, ItemError, Spec
+from penstock_enginecore.models.multimodal.processors import Normalization
 
 _FEATURES, _MASK = "input_features", "feature_attention_mask"
 _MAX_WINDOWS = 60

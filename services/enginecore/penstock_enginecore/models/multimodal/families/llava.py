@@ -5,9 +5,14 @@ from typing import ClassVar
 
 import torch
 
-from penstock_enginecore.models.multimodal.families.base import Intake, Tensors
-from penstock_enginecore.models.multimodal.families.squares import SquareFamily, chosen_states, positions_of_square
-from penstock_enginecore.models.multimodal.tensors import PIXELS, Spec
+from penstock_enginecore.models.multimodal.base import PIXELS, Spec
+from penstock_enginecore.models.multimodal.families.base import (
+    Intake,
+    SquareFamily,
+    Tensors,
+    chosen_states,
+    positions_of_square,
+)
 
 _PIXELS = "pixel_values"
 

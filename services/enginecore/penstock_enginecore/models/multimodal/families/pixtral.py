@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from penstock_enginecore.models.multimodal.base import INTEGERS, PIXELS, ItemError, Spec
 from penstock_enginecore.models.multimodal.families.base import Family, Intake, Tensors
-from penstock_enginecore.models.multimodal.tensors import INTEGERS, PIXELS, ItemError, Spec
 
 _PIXELS, _SIZES = "pixel_values", "image_sizes"
 _LONGEST_EDGE = 1024

@@ -8,9 +8,17 @@ import torch
 
 from penstock_common.types.media import EmbedRun, Modality, MultiModalFeature
 from penstock_enginecore.attention.base import IntArray
-from penstock_enginecore.models.multimodal.base import RopeIndex, RopePositions
+from penstock_enginecore.models.multimodal.base import (
+    FLOATS,
+    INTEGERS,
+    PIXELS,
+    ItemError,
+    RopeIndex,
+    RopePositions,
+    Spec,
+    to_torch,
+)
 from penstock_enginecore.models.multimodal.families.base import Family, Intake, Tensors
-from penstock_enginecore.models.multimodal.tensors import FLOATS, INTEGERS, PIXELS, ItemError, Spec, to_torch
 
 _SECONDS = "second_per_grid_ts"
 _MAX_PIXELS = 28 * 28 * 1280

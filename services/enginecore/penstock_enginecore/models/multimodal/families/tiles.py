@@ -8,9 +8,8 @@ import torch
 from transformers import PretrainedConfig
 
 from penstock_common.types.media import Modality
-from penstock_enginecore.models.multimodal.families.base import Family, Intake, Tensors
-from penstock_enginecore.models.multimodal.families.squares import check_square_tower
-from penstock_enginecore.models.multimodal.tensors import INTEGERS, MASKS, PIXELS, Spec
+from penstock_enginecore.models.multimodal.base import INTEGERS, MASKS, PIXELS, Spec
+from penstock_enginecore.models.multimodal.families.base import Family, Intake, Tensors, check_square_tower
 
 _PIXELS, _VIDEO, _MASK = "pixel_values", "pixel_values_videos", "pixel_attention_mask"
 _MAX_PATCHES = 12

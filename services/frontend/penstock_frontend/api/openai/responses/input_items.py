@@ -1,4 +1,4 @@
-"""A response's input and tools to the domain's, and its output to what a later response goes on with."""
+"""Conversion of a response's input items and tools to the domain's, and of its output to the history of a later response."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -6,22 +6,138 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
-from penstock_frontend.api.custom_inputs import input_arguments
 from penstock_frontend.api.openai import sampling_fields
-from penstock_frontend.api.openai.conversation import CONVERSATION
-from penstock_frontend.api.openai.media_fields import MediaOptions, is_media, media_of
+from penstock_frontend.api.openai.chat_tools import MODES, check_syntax, mode_of
+from penstock_frontend.api.openai.conversation import CONVERSATION, MediaOptions, effort_kwargs, is_media, media_of
+from penstock_frontend.api.openai.errors import undecodable
 from penstock_frontend.api.openai.response_format import Constraint
-from penstock_frontend.api.openai.responses import tool_items
 from penstock_frontend.api.openai.responses.response_body import (
+    AllowedToolBody,
     FormatBody,
+    FunctionTool,
     InputItem,
     InputPart,
     ResponseBody,
+    ToolChoiceBody,
 )
-from penstock_frontend.api.reasoning_effort import effort_kwargs
-from penstock_frontend.api.served_tools import ChosenTools, ServedTools
+from penstock_frontend.api.tools import ChosenTools, ServedTools, ToolChoice, flat_name, input_arguments
 from penstock_frontend.call_types import ChatMessage, ContentPart, ToolCall
-from penstock_frontend.processing.chat.blocks import Block, BlockKind
+from penstock_frontend.call_warnings import WarningKind, warn
+from penstock_frontend.processing.chat.answers import Block, BlockKind
+from penstock_frontend.processing.chat.histories import arguments_text
+
+# Calls and results of tools in the input, or text about them that the model sees.
+
+CALLS = (
+    "function_call",
+    "custom_tool_call",
+    "local_shell_call",
+    "shell_call",
+    "apply_patch_call",
+    "computer_call",
+    "tool_search_call",
+)
+"""Calls that the client answers with an item of its own."""
+OUTPUTS = (
+    "function_call_output",
+    "custom_tool_call_output",
+    "local_shell_call_output",
+    "shell_call_output",
+    "apply_patch_call_output",
+    "computer_call_output",
+    "tool_search_output",
+)
+TEXTS = (
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "mcp_call",
+    "mcp_list_tools",
+    "mcp_approval_request",
+    "mcp_approval_response",
+)
+"""Calls that OpenAI has answered: call and result are one item."""
+SECRETS = ("compaction", "compaction_summary", "context_compaction")
+"""Items that only their author can read."""
+_SHOWN = (
+    "name",
+    "server_label",
+    "action",
+    "operation",
+    "arguments",
+    "queries",
+    "code",
+    "approval_request_id",
+    "approve",
+    "reason",
+    "outputs",
+    "results",
+    "tools",
+    "error",
+)
+
+
+def call_of(item: InputItem, path: str) -> ToolCall:
+    """The call that an item is. Raises InvalidArgument."""
+    call_id, kind = item.call_id or item.id or "", item.type or ""
+    if kind in ("function_call", "custom_tool_call"):
+        if not item.name:
+            raise InvalidArgument(f"{path}.name is not set", field=f"{path}.name", reason="MISSING_FIELD")
+        name = flat_name(item.name, item.namespace)
+        if kind == "function_call":
+            return ToolCall(id=call_id, name=name, arguments=arguments_text(item.arguments, f"{path}.arguments"))
+        text = item.input if isinstance(item.input, str) else _text(item.input or "")
+        return ToolCall(id=call_id, name=name, arguments=input_arguments(text))
+    given = next((value for value in (item.action, item.operation, item.arguments) if value is not None), None)
+    return ToolCall(id=call_id, name=kind.removesuffix("_call"), arguments=arguments_text(given, f"{path}.{_of(item)}"))
+
+
+def output_of(item: InputItem, path: str) -> str | list[InputPart]:
+    """What a tool gave: text and media as the client has them, or JSON of any other form as text. Raises InvalidArgument."""
+    raw = b"" if isinstance(item.output, msgspec.UnsetType) else bytes(item.output)
+    if raw in (b"", b"null"):
+        shown = {"status": item.status} if item.type == "apply_patch_call_output" else {"tools": item.tools}
+        return _text({name: value for name, value in shown.items() if value is not None}) if any(shown.values()) else ""
+    if item.type in ("function_call_output", "custom_tool_call_output"):
+        try:
+            return msgspec.json.decode(raw, type=str | list[InputPart])
+        except msgspec.DecodeError as e:
+            if not raw.startswith(b"["):
+                return raw.decode()
+            raise undecodable(e, f"{path}.output") from None
+    found = msgspec.json.decode(raw)
+    if isinstance(found, Mapping) and isinstance(url := found.get("image_url"), str):
+        return [InputPart(type="input_image", image_url=url)]
+    return found if isinstance(found, str) else raw.decode()
+
+
+def text_of(item: InputItem, path: str) -> str:
+    """An item of a tool that OpenAI runs, as text, with a warning."""
+    shown = {name: value for name in _SHOWN if (value := getattr(item, name)) is not None}
+    if not isinstance(item.output, msgspec.UnsetType) and bytes(item.output) != b"null":
+        shown["output"] = msgspec.json.decode(bytes(item.output))
+    warn(WarningKind.HISTORY_AS_TEXT, path, f"is of type '{item.type}', which the model sees as text")
+    if item.result is not None:
+        warn(
+            WarningKind.HISTORY_LEFT_OUT, f"{path}.result", "is an image of an assistant's, which templates cannot show"
+        )
+    return f"[{item.type} {_text(shown)}]"
+
+
+def warn_of_secret(item: InputItem, path: str) -> None:
+    """Warn of an item that the model cannot see."""
+    text = f"is of type '{item.type}' and is left out: only its author can read it"
+    warn(WarningKind.HISTORY_LEFT_OUT, path, text)
+
+
+def _of(item: InputItem) -> str:
+    return next((name for name in ("action", "operation") if getattr(item, name) is not None), "arguments")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
 
 _TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
@@ -180,26 +296,26 @@ def _add(turns: _Turns, item: InputItem, path: str, options: MediaOptions) -> No
                 turns.said(content)
             else:
                 turns.add(ChatMessage(role=item.role, content=content))
-        case kind if kind in tool_items.CALLS:
-            turns.called(tool_items.call_of(item, path))
-        case kind if kind in tool_items.OUTPUTS:
+        case kind if kind in CALLS:
+            turns.called(call_of(item, path))
+        case kind if kind in OUTPUTS:
             call_id = item.call_id or item.id
             if not call_id:
                 raise _missing(f"{path}.call_id")
-            output = _content(tool_items.output_of(item, path), path, "output", options)
+            output = _content(output_of(item, path), path, "output", options)
             turns.add(ChatMessage(role="tool", content=output, tool_call_id=call_id))
         case "reasoning":
             parts = item.content or item.summary or ()
             if thoughts := parts if isinstance(parts, str) else "".join(part.text for part in parts):
                 turns.thought(thoughts)
             elif item.encrypted_content:
-                tool_items.warn_of_secret(item, path)
-        case kind if kind in tool_items.TEXTS:
-            turns.noted(tool_items.text_of(item, path))
-        case kind if kind in tool_items.SECRETS:
-            tool_items.warn_of_secret(item, path)
+                warn_of_secret(item, path)
+        case kind if kind in TEXTS:
+            turns.noted(text_of(item, path))
+        case kind if kind in SECRETS:
+            warn_of_secret(item, path)
         case kind:
-            known = ", ".join(["message", "reasoning", *tool_items.CALLS, *tool_items.OUTPUTS, *tool_items.TEXTS])
+            known = ", ".join(["message", "reasoning", *CALLS, *OUTPUTS, *TEXTS])
             raise Unimplemented(f"{path}.type is {quoted(kind)}; known: {known}", field=f"{path}.type")
 
 
@@ -226,3 +342,72 @@ def _part(part: InputPart, path: str, place: str, options: MediaOptions) -> Cont
 
 def _missing(field: str) -> InvalidArgument:
     return InvalidArgument(f"{field} is not set", field=field, reason="MISSING_FIELD")
+
+
+# Tools, and which of them must or may be called.
+
+SERVED = ("function", "custom", "namespace")
+"""Types of tools that the model is told of."""
+
+
+def tools_of(bodies: Sequence[FunctionTool] | None) -> ServedTools:
+    """The tools of a body. Those in a namespace are functions whose names begin with the namespace's. Raises InvalidArgument."""
+    tools = ServedTools()
+    for index, body in enumerate(bodies or ()):
+        _add_tool(tools, body, f"tools[{index}]", "")
+    return tools
+
+
+def choice_of(choice: str | ToolChoiceBody | None) -> ToolChoice:
+    """The choice of a body. Raises InvalidArgument."""
+    if choice is None:
+        return ToolChoice("auto")
+    if isinstance(choice, str):
+        return ToolChoice(mode_of(choice, "tool_choice"))
+    match choice.type:
+        case kind if kind in MODES:
+            return ToolChoice(MODES[kind])
+        case "allowed_tools":
+            allowed = [_name(tool) for tool in choice.tools or ()]
+            return ToolChoice(mode_of(choice.mode or "auto", "tool_choice.mode"), allowed=allowed)
+        case "function" | "custom":
+            if not choice.name:
+                raise InvalidArgument("tool_choice.name is empty", field="tool_choice.name")
+            return ToolChoice("auto", named=_name(choice))
+        case kind:
+            return ToolChoice("auto", hosted=kind)
+
+
+def _add_tool(tools: ServedTools, body: FunctionTool, path: str, namespace: str) -> None:
+    match body.type:
+        case "function":
+            tools.function(body.name, body.description, body.parameters, path, namespace=namespace)
+        case "custom":
+            syntax, definition = _grammar(body, path)
+            tools.custom(body.name, body.description, path, syntax=syntax, definition=definition, namespace=namespace)
+        case "namespace" if not namespace:
+            if not body.name:
+                raise InvalidArgument(f"{path}.name is empty", field=f"{path}.name")
+            for index, inner in enumerate(body.tools or ()):
+                _add_tool(tools, inner, f"{path}.tools[{index}]", body.name)
+        case kind:
+            tools.leave_out(kind, path, body.name)
+
+
+def _grammar(body: FunctionTool, path: str) -> tuple[str, str]:
+    """The form and the text of a custom tool's grammar; empty texts without one."""
+    if isinstance(body.format, msgspec.UnsetType) or body.format is None or body.format.type == "text":
+        return "", ""
+    if body.format.type != "grammar":
+        field = f"{path}.format.type"
+        raise InvalidArgument(f"{field} is {quoted(body.format.type)}; known: text, grammar", field=field)
+    for name in ("syntax", "definition"):
+        if not getattr(body.format, name):
+            field = f"{path}.format.{name}"
+            raise InvalidArgument(f"{field} is not set", field=field, reason="MISSING_FIELD")
+    check_syntax(body.format.syntax, f"{path}.format.syntax")
+    return body.format.syntax, body.format.definition
+
+
+def _name(tool: AllowedToolBody) -> str:
+    return flat_name(tool.name, tool.namespace)

@@ -7,9 +7,9 @@ import msgspec
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_frontend.api.openai import sampling_fields
 from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, shown
-from penstock_frontend.api.openai.media_fields import MediaFields, MediaIoBody
+from penstock_frontend.api.openai.conversation import MediaFields, MediaIoBody
 from penstock_frontend.api.openai.sampling_fields import SamplingFields
-from penstock_frontend.telemetry.call_warnings import WarningKind, warn
+from penstock_frontend.call_warnings import WarningKind, warn
 
 _INT32_MAX = 2**31 - 1
 _MOST_METADATA = 16

@@ -9,38 +9,34 @@ import msgspec
 
 from penstock_common.errors import Cancelled, RequestFailed
 from penstock_common.types.outputs import FinishReason
-from penstock_frontend.api.custom_inputs import CustomInputs
 from penstock_frontend.api.openai import errors
 from penstock_frontend.api.openai.choice_logprobs import BytesOf, ContentLogprob, chat_logprobs
-from penstock_frontend.api.openai.responses import events, response
-from penstock_frontend.api.openai.responses.items import (
+from penstock_frontend.api.openai.responses import response
+from penstock_frontend.api.openai.responses.response import (
     CustomCallItem,
     FunctionCallItem,
+    IncompleteDetails,
+    InputTokensDetails,
     MessageItem,
     OutputItem,
     OutputText,
+    OutputTokensDetails,
     Part,
     ReasoningItem,
     ReasoningText,
-)
-from penstock_frontend.api.openai.responses.response import (
-    IncompleteDetails,
-    InputTokensDetails,
-    OutputTokensDetails,
     Response,
     ResponseError,
     ResponseUsage,
 )
 from penstock_frontend.api.openai.sampling_fields import kv_answer
-from penstock_frontend.api.served_tools import ServedTools
+from penstock_frontend.api.tools import CustomInputs, ServedTools
 from penstock_frontend.call_types import Finish
-from penstock_frontend.processing.chat.answers import ChatOutput
-from penstock_frontend.processing.chat.blocks import Block, BlockKind, BlockPiece, Blocks
+from penstock_frontend.processing.chat.answers import Block, BlockKind, BlockPiece, Blocks, ChatOutput
 
 _PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
 _INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.REPETITION: "repetition"}
 
-E = TypeVar("E", bound=events.Event)
+E = TypeVar("E", bound=response.Event)
 
 
 class ResponseWriter:
@@ -69,12 +65,12 @@ class ResponseWriter:
         self._untold: list[ContentLogprob] = []  # of tokens whose text is still to come
         self._number = 0
 
-    def begin(self) -> Iterator[events.Event]:
+    def begin(self) -> Iterator[response.Event]:
         """The first events."""
-        yield self._event(events.ResponseEvent, "response.created", response=self.response)
-        yield self._event(events.ResponseEvent, "response.in_progress", response=self.response)
+        yield self._event(response.ResponseEvent, "response.created", response=self.response)
+        yield self._event(response.ResponseEvent, "response.in_progress", response=self.response)
 
-    def take(self, output: ChatOutput) -> Iterator[events.Event]:
+    def take(self, output: ChatOutput) -> Iterator[response.Event]:
         """The events of a piece of output. Behind the last one the response is as it ended."""
         output = self._inputs.read(output)
         logprobs = self._logprobs_of(output)
@@ -87,11 +83,11 @@ class ResponseWriter:
         if output.finish is not None:
             self._finish(output.finish)
 
-    def last(self) -> events.Event:
+    def last(self) -> response.Event:
         """The event of the end."""
         status = self.response.status
         kind = "incomplete" if status == response.CANCELLED else status  # of which there is no event
-        return self._event(events.ResponseEvent, f"response.{kind}", response=self.response)
+        return self._event(response.ResponseEvent, f"response.{kind}", response=self.response)
 
     def fail(self, error: Exception) -> None:
         """The response ends with an error, with what there is of its output."""
@@ -130,14 +126,14 @@ class ResponseWriter:
 
     def _events(
         self, piece: BlockPiece, logprobs: Sequence[ContentLogprob], *, ended: Finish | None
-    ) -> Iterator[events.Event]:
+    ) -> Iterator[response.Event]:
         block = piece.block
         if piece.begins:
             prefix = "ctc" if self._is_custom(block) else _PREFIXES[block.kind]
             self._ids.append(f"{prefix}_{uuid.uuid4().hex}")
             self._logprobs.append([])
             item = self._item(block, response.IN_PROGRESS, empty=True)
-            yield self._event(events.ItemEvent, "response.output_item.added", output_index=block.index, item=item)
+            yield self._event(response.ItemEvent, "response.output_item.added", output_index=block.index, item=item)
             if block.kind is not BlockKind.CALL:
                 yield self._part_event("response.content_part.added", block, empty=True)
         if piece.text:
@@ -149,40 +145,42 @@ class ResponseWriter:
                 yield self._part_event("response.content_part.done", block)
             complete = ended is None or ended.reason is FinishReason.STOP
             item = self._item(block, response.COMPLETED if complete else response.INCOMPLETE)
-            yield self._event(events.ItemEvent, "response.output_item.done", output_index=block.index, item=item)
+            yield self._event(response.ItemEvent, "response.output_item.done", output_index=block.index, item=item)
 
-    def _delta(self, block: Block, text: str, logprobs: Sequence[ContentLogprob]) -> events.Event:
+    def _delta(self, block: Block, text: str, logprobs: Sequence[ContentLogprob]) -> response.Event:
         place: dict[str, Any] = {"item_id": self._ids[block.index], "output_index": block.index, "delta": text}
         match block.kind:
             case BlockKind.TEXT:
                 kind = "response.output_text.delta"
-                return self._event(events.TextDelta, kind, **place, content_index=0, logprobs=logprobs)
+                return self._event(response.TextDelta, kind, **place, content_index=0, logprobs=logprobs)
             case BlockKind.REASONING:
-                return self._event(events.ReasoningDelta, "response.reasoning_text.delta", **place, content_index=0)
+                return self._event(response.ReasoningDelta, "response.reasoning_text.delta", **place, content_index=0)
             case BlockKind.CALL if self._is_custom(block):
-                return self._event(events.InputDelta, "response.custom_tool_call_input.delta", **place)
+                return self._event(response.InputDelta, "response.custom_tool_call_input.delta", **place)
             case BlockKind.CALL:
-                return self._event(events.ArgumentsDelta, "response.function_call_arguments.delta", **place)
+                return self._event(response.ArgumentsDelta, "response.function_call_arguments.delta", **place)
 
-    def _done(self, block: Block) -> events.Event:
+    def _done(self, block: Block) -> response.Event:
         place: dict[str, Any] = {"item_id": self._ids[block.index], "output_index": block.index}
         match block.kind:
             case BlockKind.TEXT:
                 whole = {"text": block.text, "logprobs": self._logprobs[block.index]}
-                return self._event(events.TextDone, "response.output_text.done", **place, content_index=0, **whole)
+                return self._event(response.TextDone, "response.output_text.done", **place, content_index=0, **whole)
             case BlockKind.REASONING:
                 kind = "response.reasoning_text.done"
-                return self._event(events.ReasoningDone, kind, **place, content_index=0, text=block.text)
+                return self._event(response.ReasoningDone, kind, **place, content_index=0, text=block.text)
             case BlockKind.CALL if self._is_custom(block):
-                return self._event(events.InputDone, "response.custom_tool_call_input.done", **place, input=block.text)
+                return self._event(
+                    response.InputDone, "response.custom_tool_call_input.done", **place, input=block.text
+                )
             case BlockKind.CALL:
                 tool = self._tools.called(block.name)
                 call = {"name": tool.name if tool else block.name, "arguments": block.text}
-                return self._event(events.ArgumentsDone, "response.function_call_arguments.done", **place, **call)
+                return self._event(response.ArgumentsDone, "response.function_call_arguments.done", **place, **call)
 
-    def _part_event(self, kind: str, block: Block, *, empty: bool = False) -> events.Event:
+    def _part_event(self, kind: str, block: Block, *, empty: bool = False) -> response.Event:
         return self._event(
-            events.PartEvent,
+            response.PartEvent,
             kind,
             item_id=self._ids[block.index],
             output_index=block.index,

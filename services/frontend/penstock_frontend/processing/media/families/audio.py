@@ -14,10 +14,9 @@ import numpy.typing as npt
 from penstock_common.errors import ConfigError
 from penstock_common.types.media import EMBEDS, Modality, TensorData
 from penstock_frontend.processing.media.families import arguments, tensors
-from penstock_frontend.processing.media.families.base import FamilyProcessor
+from penstock_frontend.processing.media.families.base import FamilyProcessor, ProcessedItem, Replacement
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
-from penstock_frontend.processing.media.families.processors import MediaProcessor
-from penstock_frontend.processing.media.item import ProcessedItem, Replacement
+from penstock_frontend.processing.media.families.tensors import MediaProcessor
 
 _FEATURES, _MASK = "input_features", "feature_attention_mask"
 _MAX_WINDOWS = 60

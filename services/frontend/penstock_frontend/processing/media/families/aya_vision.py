@@ -7,11 +7,10 @@ import functools
 from collections.abc import Sequence
 
 from penstock_common.types.media import Modality
+from penstock_frontend.processing.media.families.base import ProcessedItem, Replacement
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
-from penstock_frontend.processing.media.families.growing import grown
-from penstock_frontend.processing.media.families.single_images import ImageFamily
-from penstock_frontend.processing.media.families.tiled import canvas
-from penstock_frontend.processing.media.item import ProcessedItem, Replacement
+from penstock_frontend.processing.media.families.internvl import canvas
+from penstock_frontend.processing.media.families.single_images import ImageFamily, grown
 
 
 class AyaVision(ImageFamily):

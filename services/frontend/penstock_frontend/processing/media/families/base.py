@@ -1,14 +1,58 @@
-"""What a family of models says of media."""
+"""Defines media items, and the interface between a model family's media and the rest of the frontend."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from PIL.Image import Image
 
-from penstock_common.types.media import Modality, TensorData
-from penstock_frontend.processing.media.item import ProcessedItem, Replacement
+from penstock_common.types.media import EmbedRun, Modality, TensorData
+from penstock_frontend.call_types import MediaPart
+
+# What a media worker makes of a medium.
+
+
+class ProcessedItem(msgspec.Struct, frozen=True, kw_only=True):
+    """A medium as the model takes it.
+
+    ``data``: what the model's processor in transformers gives for this item alone, under its names, with its leading dimension
+    of 1 where it has one. Pixels are uint8: neither rescaled nor normalized. ``num_embeds``: rows that the model's tower makes of
+    it. ``layout``: what else its family needs to know to put it into a prompt, as numbers (rows and columns of tiles, ...).
+    """
+
+    modality: Modality
+    data: dict[str, TensorData]
+    num_embeds: int
+    layout: tuple[int, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its data."""
+        return sum(len(tensor.data) for tensor in self.data.values())
+
+
+class Replacement(msgspec.Struct, frozen=True):
+    """What stands in a prompt for an item: ``token_ids``, of which those at ``embed_runs`` (empty: all) are replaced by rows.
+
+    ``before`` and ``after``: texts that stand around it, tokenized together with the prompt's own text there. ``data``: what the
+    tower gets in place of the item's data; empty: these. ``variant``: says what that is, where it is not always the same of the
+    item.
+    """
+
+    token_ids: list[int]
+    embed_runs: tuple[EmbedRun, ...] = ()
+    before: str = ""
+    after: str = ""
+    data: dict[str, TensorData] = {}
+    variant: str = ""
+
+    @property
+    def num_embeds(self) -> int:
+        """Rows that are put into it."""
+        return sum(run.count for run in self.embed_runs) if self.embed_runs else len(self.token_ids)
+
 
 Encode = Callable[[str], list[int]]
 """Token ids of a text, special tokens recognised, none put around it."""
@@ -56,3 +100,29 @@ class Family(Protocol):
 
     def make_processor(self) -> Callable[[], FamilyProcessor]:
         """What makes the other half in a media worker; it can be pickled."""
+
+
+# What the rest of a frontend asks of its media.
+
+
+class PreparedMedia(NamedTuple):
+    """An item, and the 64 hexadecimal digits that stand for all that its embeddings depend on and for the cache salt."""
+
+    item: ProcessedItem
+    identifier: str
+
+
+class MediaPreparer(Protocol):
+    """Fetches, checks, names and processes media, each once while the store holds it."""
+
+    family: Family
+
+    async def prepare(
+        self, parts: Sequence[MediaPart], *, cache_salt: str, deadline: float | None, tenant: str = ""
+    ) -> list[PreparedMedia]:
+        """In the order of ``parts``. ``deadline`` in seconds since the Unix epoch. ``tenant``: whose they are.
+
+        Raises InvalidArgument with reason MEDIA_UNREADABLE, MEDIA_TOO_LARGE or MEDIA_TOO_MANY, PermissionDenied with
+        MEDIA_NOT_ALLOWED, Unavailable or, where another try brings nothing, InvalidArgument with MEDIA_FETCH_FAILED, each with
+        the part's field, the value and the limit; ResourceExhausted while queues are full; DeadlineExceeded.
+        """

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from penstock_common.errors import ConfigError
 from penstock_common.types.media import EmbedRun
+from penstock_frontend.processing.media.families.base import ProcessedItem, Replacement
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.llava import Square, image_size
 from penstock_frontend.processing.media.families.single_images import ImageFamily
-from penstock_frontend.processing.media.item import ProcessedItem, Replacement
 
 _APART = "\n\n"
 

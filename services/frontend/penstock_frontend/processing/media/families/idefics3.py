@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from penstock_common.types.media import Modality, TensorData
 from penstock_frontend.processing.media.families import arguments, tensors
+from penstock_frontend.processing.media.families.base import ProcessedItem, Replacement
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
-from penstock_frontend.processing.media.families.growing import grown
-from penstock_frontend.processing.media.families.single_images import ImageFamily
-from penstock_frontend.processing.media.item import ProcessedItem, Replacement
+from penstock_frontend.processing.media.families.single_images import ImageFamily, grown
 
 _FAKE, _WHOLE = "<fake_token_around_image>", "<global-img>"
 _LARGEST = 4096

@@ -14,14 +14,19 @@ from PIL.Image import Image
 
 from penstock_common.types.media import Modality, TensorData
 from penstock_frontend.processing.media.families import arguments, tensors
-from penstock_frontend.processing.media.families.anyres import Size, best_resolution, pinpoints, unpadded
-from penstock_frontend.processing.media.families.base import FamilyProcessor
+from penstock_frontend.processing.media.families.base import FamilyProcessor, ProcessedItem, Replacement
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.frames import frame_videos
 from penstock_frontend.processing.media.families.llava import image_size
-from penstock_frontend.processing.media.families.llava_next import checked_size, num_tiles
+from penstock_frontend.processing.media.families.llava_next import (
+    Size,
+    best_resolution,
+    checked_size,
+    num_tiles,
+    pinpoints,
+    unpadded,
+)
 from penstock_frontend.processing.media.families.single_images import ImageAndVideoProcessor, ImageFamily
-from penstock_frontend.processing.media.item import ProcessedItem, Replacement
 
 _PIXELS, _NUM_IMAGES = "pixel_values", "batch_num_images"
 _SQUARE = "pixel_values_of_square"

@@ -1,19 +1,271 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and videos.
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and videos that keep their shape."""
 
-https://huggingface.co/docs/transformers/model_doc/qwen2_vl, https://huggingface.co/docs/transformers/model_doc/qwen3_vl
-"""
-
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+from PIL.Image import Image, Resampling
+
+from penstock_common.errors import ConfigError
 from penstock_common.types.media import Modality, TensorData
-from penstock_frontend.processing.media.families.base import FamilyProcessor
+from penstock_frontend.processing.media.families import arguments, tensors
+from penstock_frontend.processing.media.families.base import FamilyProcessor, ProcessedItem, Replacement
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
-from penstock_frontend.processing.media.families.growing import grown
-from penstock_frontend.processing.media.families.qwen_images import image_grids
-from penstock_frontend.processing.media.families.qwen_video import video_grids
-from penstock_frontend.processing.media.families.single_images import ImageAndVideoProcessor, ImageFamily
-from penstock_frontend.processing.media.item import ProcessedItem, Replacement
+from penstock_frontend.processing.media.families.frames import Sampling, interval
+from penstock_frontend.processing.media.families.single_images import ImageAndVideoProcessor, ImageFamily, grown
+
+# Images of the Qwen-VL families keep their shape within a number of pixels.
+
+_CHANNELS = 3
+SHORTEST, LONGEST = "shortest_edge", "longest_edge"
+"""Of a size: pixels of the smallest and of the largest image, in spite of their names."""
+
+
+class Grids(NamedTuple):
+    """``patch_size``: pixels of the side of a patch; ``merge_size`` squared patches are a row; ``temporal_patch_size``: frames
+    of a patch. ``min_pixels``, ``max_pixels``: of an image.
+    """
+
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    min_pixels: int
+    max_pixels: int
+    names: tuple[str, ...] = ("pixel_values", "image_grid_thw")
+
+    @property
+    def factor(self) -> int:
+        """Pixels of the side of what a row stands for."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def max_rows(self) -> int:
+        """Of an image with as many pixels as there may be."""
+        return self.max_pixels // self.factor**2
+
+    def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
+        """Of ``pixel_values`` ``[patches, numbers of a patch]`` and ``image_grid_thw`` ``[1, 3]``. ``layout``: the grid."""
+        time, height, width = tensors.numbers(data, "image_grid_thw", (1, 3))
+        if time != 1:
+            raise ValueError(f"image_grid_thw is {time}, {height}, {width}; an image is one in time")
+        return self.gridded("image", "pixel_values", data, (time, height, width))
+
+    def gridded(
+        self, modality: Modality, pixels: str, data: Mapping[str, TensorData], grid: tuple[int, int, int]
+    ) -> ProcessedItem:
+        """Of patches in a grid."""
+        time, height, width = grid
+        if min(grid) < 1 or height % self.merge_size or width % self.merge_size:
+            raise ValueError(f"{height} x {width} patches are no grid of {self.merge_size} x {self.merge_size}")
+        numbers = _CHANNELS * self.temporal_patch_size * self.patch_size**2
+        tensors.taken(data, pixels, (time * height * width, numbers))
+        rows = time * height * width // self.merge_size**2
+        return ProcessedItem(modality=modality, data=dict(data), num_embeds=rows, layout=grid)
+
+    def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """``min_pixels`` and ``max_pixels``, or a ``size`` with the same as ``shortest_edge`` and ``longest_edge``: up to the
+        checkpoint's own ``max_pixels``.
+        """
+        arguments.check_names(kwargs, ("min_pixels", "max_pixels", "size"))
+        size = arguments.size(kwargs, {SHORTEST: self.max_pixels, LONGEST: self.max_pixels}) or {}
+        least = arguments.whole_number(kwargs, "min_pixels", most=self.max_pixels) or size.get(SHORTEST)
+        most = arguments.whole_number(kwargs, "max_pixels", most=self.max_pixels) or size.get(LONGEST, self.max_pixels)
+        if most < self.factor**2:
+            raise ValueError(f"max_pixels is {most}; an image has at least {self.factor**2}")
+        if least is not None and least > most:
+            raise ValueError(f"min_pixels is {least}; max_pixels is {most}")
+        return {"size": {SHORTEST: min(self.min_pixels, most) if least is None else least, LONGEST: most}}
+
+
+def image_grids(
+    checkpoint: Checkpoint, settings: Mapping[str, Any], default_pixels: tuple[int, int] = (56 * 56, 28 * 28 * 1280)
+) -> Grids:
+    """Of a processor's configuration, with the defaults of its class: ``default_pixels`` at least and at most. Raises
+    ConfigError.
+    """
+    tower = checkpoint.sub_config("vision_config")
+    size = settings.get("size")
+    sizes = size if isinstance(size, dict) else {}
+    bounds = {
+        "min_pixels": settings.get("min_pixels", sizes.get(SHORTEST, sizes.get("min_pixels"))),
+        "max_pixels": settings.get("max_pixels", sizes.get(LONGEST, sizes.get("max_pixels"))),
+    }
+    grids = Grids(
+        patch_size=checkpoint.number("patch_size", settings, tower, default=14),
+        merge_size=checkpoint.number(
+            "merge_size", settings, {"merge_size": tower.get("spatial_merge_size")}, default=2
+        ),
+        temporal_patch_size=checkpoint.number("temporal_patch_size", settings, tower, default=2),
+        min_pixels=checkpoint.number("min_pixels", bounds, default=default_pixels[0]),
+        max_pixels=checkpoint.number("max_pixels", bounds, default=default_pixels[1]),
+    )
+    if grids.max_rows < 1:
+        raise ConfigError(
+            f"{checkpoint.folder}: max_pixels is {grids.max_pixels}, less than a row of the tower stands for"
+        )
+    return grids
+
+
+# Video of the Qwen-VL families: frames of one size, as many of which as a patch is deep become one step in time.
+#
+# transformers has this for torchvision alone (Qwen2VLVideoProcessor, Qwen3VLVideoProcessor); sizes and the order of numbers are
+# its own, frames are resized by Pillow.
+
+MAX_ROWS = 16_384
+"""Of a video, whatever its processor would make of it."""
+_MOST_ELONGATED = 200
+_PIXELS, _GRID, _SECONDS = "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"
+
+
+class VideoGrids(NamedTuple):
+    """``grids``: whose bounds of pixels are of a frame, or, where ``of_all``, of all frames together. ``cap``: rows of a frame
+    (of all frames, where its bounds are a frame's) that bound its pixels, too; 0: none. ``tells_seconds``: how far steps are
+    apart is an input of the model; ``tells_times``: so it is in the prompt, in tenths of a second.
+    """
+
+    grids: Grids
+    sampling: Sampling
+    resample: int
+    of_all: bool
+    cap: int
+    tells_seconds: bool
+    tells_times: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (_PIXELS, _GRID, _SECONDS) if self.tells_seconds else (_PIXELS, _GRID)
+
+    @property
+    def max_rows(self) -> int:
+        """Of a video with most pixels."""
+        steps = -(-self.sampling.max_frames // self.grids.temporal_patch_size)
+        return min(steps * max(self.grids.max_rows, 1), MAX_ROWS)
+
+    def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
+        """Of frames of one size. Takes the arguments of images, ``fps`` and ``num_frames``. Raises ValueError."""
+        arguments.check_names(kwargs, ("min_pixels", "max_pixels", "size", "fps", "num_frames"))
+        of_images = {name: value for name, value in kwargs.items() if name not in ("fps", "num_frames")}
+        bounds = self.grids.arguments(of_images)["size"]
+        indices = self.sampling.indices(timestamps, kwargs)
+        kept = [timestamps[index] for index in indices]
+        width, height = frames[indices[0]].size
+        size = self._size(len(indices), height, width, bounds[SHORTEST], bounds[LONGEST])
+        steps = -(-len(indices) // self.grids.temporal_patch_size)
+        grid = (steps, size[0] // self.grids.patch_size, size[1] // self.grids.patch_size)
+        self._check(math.prod(grid) // self.grids.merge_size**2)
+        data: dict[str, npt.NDArray[Any]] = {
+            _PIXELS: self._patches([self._resized(frames[index], size) for index in indices], grid),
+            _GRID: np.array([grid], dtype=np.int64),
+        }
+        if self.tells_seconds:
+            seconds = self.grids.temporal_patch_size * interval(kept)
+            data[_SECONDS] = np.array([seconds], dtype=np.float32)
+        return self._item(tensors.from_arrays(data), grid, self._times(kept))
+
+    def described(self, data: Mapping[str, TensorData]) -> ProcessedItem:
+        """Of the tensors alone. Raises ValueError where the times of frames are wanted, which they do not have."""
+        if self.tells_times:
+            raise ValueError(f"{_PIXELS} do not say when the frames are seen, which stands in prompts of this model")
+        tensors.check_names(data, self.names)
+        time, height, width = tensors.numbers(data, _GRID, (1, 3))
+        if _SECONDS in data:
+            tensors.taken(data, _SECONDS, (1,))
+        item = self._item(data, (time, height, width), ())
+        self._check(item.num_embeds)
+        return item
+
+    def _item(
+        self, data: Mapping[str, TensorData], grid: tuple[int, int, int], times: tuple[int, ...]
+    ) -> ProcessedItem:
+        item = self.grids.gridded("video", _PIXELS, data, grid)
+        return ProcessedItem(
+            modality="video", data=item.data, num_embeds=item.num_embeds, layout=(*item.layout, *times)
+        )
+
+    def _check(self, rows: int) -> None:
+        if rows > self.max_rows:
+            raise ValueError(
+                f"it comes to {rows} embeddings; a video has at most {self.max_rows} in this model: give fewer frames, or a "
+                "smaller max_pixels"
+            )
+
+    def _size(self, count: int, height: int, width: int, least: int, most: int) -> tuple[int, int]:
+        """What the frames are resized to, as ``smart_resize`` of transformers' classes has it."""
+        factor, temporal = self.grids.factor, self.grids.temporal_patch_size
+        if self.of_all and (height < factor or width < factor):
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        if max(height, width) / min(height, width) > _MOST_ELONGATED:
+            raise ValueError(
+                f"its frames have {width} x {height} pixels; one side is at most {_MOST_ELONGATED} times the other"
+            )
+        frames, bars = (
+            (max(count, temporal), round(max(count, temporal) / temporal) * temporal) if self.of_all else (1, 1)
+        )
+        most = self._capped(count, least, most)
+        rows, columns = round(height / factor) * factor, round(width / factor) * factor
+        if bars * rows * columns > most:
+            shrink = math.sqrt(frames * height * width / most)
+            rows, columns = (max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))
+        elif bars * rows * columns < least:
+            grow = math.sqrt(least / (frames * height * width))
+            rows, columns = (math.ceil(side * grow / factor) * factor for side in (height, width))
+        return rows, columns
+
+    def _capped(self, count: int, least: int, most: int) -> int:
+        if not self.cap:
+            return most
+        floor, pixels = int(least * 1.05), self.cap * self.grids.factor**2
+        if self.of_all:
+            return max(min(pixels, most // count), floor) * count
+        return max(min(most, int(pixels * 0.9) * self.grids.temporal_patch_size // count), floor)
+
+    def _resized(self, frame: Image, size: tuple[int, int]) -> npt.NDArray[np.uint8]:
+        """``[channels, height, width]``."""
+        resized = frame.resize((size[1], size[0]), Resampling(self.resample))
+        return np.asarray(resized, dtype=np.uint8).transpose(2, 0, 1)
+
+    def _patches(self, frames: Sequence[npt.NDArray[np.uint8]], grid: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
+        """``[patches, numbers of a patch]``. The last frame stands again where a step in time has too few."""
+        (time, height, width), merge, side = grid, self.grids.merge_size, self.grids.patch_size
+        temporal = self.grids.temporal_patch_size
+        video = np.stack([*frames, *[frames[-1]] * (time * temporal - len(frames))])
+        channels = video.shape[1]
+        split = video.reshape(time, temporal, channels, height // merge, merge, side, width // merge, merge, side)
+        return split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(time * height * width, channels * temporal * side**2)
+
+    def _times(self, timestamps: Sequence[float]) -> tuple[int, ...]:
+        """Of each step in time, halfway between its first frame and its last, in tenths of a second."""
+        if not self.tells_times:
+            return ()
+        depth = self.grids.temporal_patch_size
+        filled = [*timestamps, *[timestamps[-1]] * (-len(timestamps) % depth)]
+        steps = ((filled[i] + filled[i + depth - 1]) / 2 for i in range(0, len(filled), depth))
+        return tuple(int(f"{seconds:.1f}".replace(".", "")) for seconds in steps)
+
+
+def video_grids(checkpoint: Checkpoint) -> VideoGrids:
+    """Of the video processor's configuration, with the defaults of its class. Raises ConfigError."""
+    settings = checkpoint.video_processor or checkpoint.image_processor
+    of_all = checkpoint.model_type == "qwen3_vl"
+    side = 32 if of_all else 28
+    grids = image_grids(checkpoint, settings, default_pixels=(128 * side**2, 768 * side**2))
+    sampling = Sampling(
+        checkpoint.number("min_frames", settings, default=4), checkpoint.number("max_frames", settings, default=768)
+    )
+    cap = checkpoint.number("max_video_tokens", settings, default=768 if of_all else 128_000)
+    return VideoGrids(
+        grids,
+        sampling,
+        resample=checkpoint.number("resample", settings, default=int(Resampling.BICUBIC)),
+        of_all=of_all,
+        cap=cap if settings.get("cap_pixels_per_frame") else 0,
+        tells_seconds=checkpoint.model_type == "qwen2_5_vl",
+        tells_times=of_all,
+    )
 
 
 class QwenVL(ImageFamily):

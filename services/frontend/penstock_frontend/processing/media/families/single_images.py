@@ -1,4 +1,4 @@
-"""Families that take images, as far as they are the same."""
+"""Base of the families that take images, and the prompt texts of items with several pieces."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -7,12 +7,26 @@ from typing import Any, Protocol
 
 from PIL.Image import Image
 
-from penstock_common.types.media import EMBEDS, Modality, TensorData
+from penstock_common.types.media import EMBEDS, EmbedRun, Modality, TensorData
 from penstock_frontend.processing.media.families import tensors
-from penstock_frontend.processing.media.families.base import FamilyProcessor
+from penstock_frontend.processing.media.families.base import FamilyProcessor, ProcessedItem, Replacement
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
-from penstock_frontend.processing.media.families.processors import MediaProcessor, PilImages
-from penstock_frontend.processing.media.item import ProcessedItem, Replacement
+from penstock_frontend.processing.media.families.tensors import MediaProcessor, PilImages
+
+# What stands in a prompt for an item of several pieces, with texts between.
+
+
+def grown(token_ids: Sequence[int], token_id: int, count: int, *, before: str = "", after: str = "") -> Replacement:
+    """The token ids with ``count`` of ``token_id`` in place of each one, all of which are replaced by rows."""
+    grown_ids: list[int] = []
+    runs: list[EmbedRun] = []
+    for each in token_ids:
+        if each == token_id:
+            runs.append(EmbedRun(len(grown_ids), count))
+            grown_ids += [token_id] * count
+        else:
+            grown_ids.append(each)
+    return Replacement(grown_ids, tuple(runs), before=before, after=after)
 
 
 class Images(Protocol):

@@ -5,13 +5,21 @@ import pytest
 
 from penstock_common.errors import InvalidArgument, NotFound
 from penstock_common.types.media import TensorData
-from penstock_frontend.api.openai.responses.items import MessageItem, OutputText
-from penstock_frontend.api.openai.responses.response import Response
+from penstock_frontend.api.openai.responses.response import MessageItem, OutputText, Response
 from penstock_frontend.api.openai.responses.response_body import ReasoningBody, TextBody
 from penstock_frontend.api.openai.responses.response_store import ResponseStore, Running
-from penstock_frontend.call_types import ChatMessage, ContentPart
+from penstock_frontend.call_types import (
+    ChatMessage,
+    ContentPart,
+    EncodedFile,
+    Features,
+    Frame,
+    Frames,
+    MediaPart,
+    Source,
+    Url,
+)
 from penstock_frontend.config import ResponsesConfig
-from penstock_frontend.media_parts import EncodedFile, Features, Frame, Frames, MediaPart, Source, Url
 
 
 def response(name: str) -> Response:

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from penstock_frontend.processing.media.families.base import Family, FamilyProcessor
-from penstock_frontend.processing.media.families.factory import load_family
+from penstock_frontend.processing.media.families.checkpoint import load_family
 from tests.fakes.multimodal_models import make_image, make_sound, save_multimodal_model
 
 Loaded = Mapping[str, tuple[Family, FamilyProcessor]]

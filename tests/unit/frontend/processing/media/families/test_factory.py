@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock_common.errors import ConfigError
-from penstock_frontend.processing.media.families.factory import load_family
-from penstock_frontend.processing.media.families.processors import PilImages
+from penstock_frontend.processing.media.families.checkpoint import load_family
+from penstock_frontend.processing.media.families.tensors import PilImages
 from tests.fakes.models import small_tokenizers
 from tests.fakes.multimodal_models import IMAGE_FAMILIES, save_multimodal_model
 
@@ -85,7 +85,7 @@ import pickle
 from pathlib import Path
 import tokenizers
 from PIL import Image
-from penstock_frontend.processing.media.families.factory import load_family
+from penstock_frontend.processing.media.families.checkpoint import load_family
 for folder in map(Path, sys.argv[1:]):
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     family = load_family(folder, lambda text: backend.encode(text, add_special_tokens=False).ids)

@@ -17,13 +17,11 @@ from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
 from penstock_common.config.reread import Reread
 from penstock_common.types.media import TensorData
 from penstock_common.types.request import EngineCoreRequest
-from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part
+from penstock_frontend.call_types import EncodedFile, GenerateRequest, MediaPart, MixedPrompt, Part
 from penstock_frontend.config import FairnessConfig, LimitsConfig, ModelConfig
-from penstock_frontend.media_parts import EncodedFile, MediaPart
-from penstock_frontend.processing.media.families.base import Family
-from penstock_frontend.processing.media.families.factory import load_family
+from penstock_frontend.processing.media.families.base import Family, ProcessedItem
+from penstock_frontend.processing.media.families.checkpoint import load_family
 from penstock_frontend.processing.media.families.tensors import to_array
-from penstock_frontend.processing.media.item import ProcessedItem
 from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.tokenizer import load_model_files
 from tests.fakes.multimodal_models import make_sound, save_multimodal_model
@@ -187,7 +185,7 @@ for name in ("torch", "torchvision", "torchaudio"):
 from pathlib import Path
 import numpy as np
 import tokenizers
-from penstock_frontend.processing.media.families.factory import load_family
+from penstock_frontend.processing.media.families.checkpoint import load_family
 folder, samples, out = map(Path, sys.argv[1:])
 backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 family = load_family(folder, lambda text: backend.encode(text, add_special_tokens=False).ids)

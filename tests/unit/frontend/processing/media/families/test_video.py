@@ -17,7 +17,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part
 from penstock_frontend.config import FairnessConfig, LimitsConfig, ModelConfig
 from penstock_frontend.processing.media.families.base import Family, FamilyProcessor
-from penstock_frontend.processing.media.families.factory import load_family
+from penstock_frontend.processing.media.families.checkpoint import load_family
 from penstock_frontend.processing.media.families.tensors import to_array
 from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.tokenizer import load_model_files

@@ -1,0 +1,424 @@
+"""Media of requests: the rows that encoders made of them, and where these stand in prompts and in the flat batch of a step."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from penstock_common.types.media import EMBEDS, EmbedRun, MultiModalFeature, TensorData
+from penstock_enginecore.attention.base import AttentionMetadata, IntArray
+from penstock_enginecore.core.scheduler.output import EncoderStart, NewRequestData, SchedulerOutput
+from penstock_enginecore.executor.generation.prompt_embeds import PromptVectors, StepVectors, embed_positions
+from penstock_enginecore.executor.generation.step_inputs import StepInputs
+from penstock_enginecore.forward.base import ForwardBatch, ForwardPass
+from penstock_enginecore.forward.upload import to_device
+from penstock_enginecore.models.multimodal.base import EncodedItem, EncoderItem, MediaEncoder, RopePositions
+
+# Embeddings of media, kept by the worker from when they are computed until the engine has them forgotten.
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class EncoderRows:
+    """Of ``encoder``, by identifier: ``[num_embeds, width]`` on ``device``, as ``dtype``. The engine says what is computed when,
+    and what is forgotten; an item that fails has rows of zeros, so that the step goes on.
+    """
+
+    def __init__(self, encoder: MediaEncoder, dtype: torch.dtype, device: torch.device) -> None:
+        self._encoder = encoder
+        self._dtype = dtype
+        self._device = device
+        self._rows: dict[str, torch.Tensor] = {}
+        self._expected: dict[str, int] = {}  # rows of the items that are to be encoded
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the rows that are kept."""
+        return sum(rows.nbytes for rows in self._rows.values())
+
+    def update(self, step: SchedulerOutput) -> dict[str, str]:
+        """Forget, queue and compute what the step says. By identifier, why items could not be encoded."""
+        for identifier in step.freed_identifiers:
+            self._forget(identifier)
+        failures: dict[str, str] = {}
+        for start in step.encoder_starts:
+            self._expected[start.identifier] = start.num_embeds
+            try:
+                self._start(start)
+            except Exception as e:
+                self._fail(start.identifier, f"{type(e).__name__}: {e}", failures)
+        if step.encoder_budget and self._encoder.has_work:
+            for item in self._encoder.advance(step.encoder_budget):
+                self._finish(item, failures)
+        return failures
+
+    def of(self, identifier: str) -> torch.Tensor:
+        """The rows of an item. RuntimeError where they are not there: the engine has scheduled what it could not."""
+        rows = self._rows.get(identifier)
+        if rows is None:
+            raise RuntimeError(
+                f"the embeddings of {identifier} are not there, and tokens were scheduled that need them"
+            )
+        return rows
+
+    def profile(self, run: Callable[[], None]) -> None:
+        """Encode the largest item of each modality, with ``run`` between two of its slices. RuntimeError where that fails."""
+        for info in self._encoder.media:
+            item = self._encoder.largest(info.modality)
+            self._encoder.start(item)
+            done = self._encoder.advance(1)
+            run()
+            while self._encoder.has_work:
+                done += self._encoder.advance(item.num_embeds * info.num_blocks)
+            if failures := [each.failure for each in done if each.rows is None]:
+                raise RuntimeError(f"the largest {info.modality} cannot be encoded: {failures[0]}")
+
+    def forget_all(self) -> None:
+        """Rows, and what is to be encoded."""
+        for identifier in [*self._expected, *self._rows]:
+            self._forget(identifier)
+
+    def _start(self, start: EncoderStart) -> None:
+        identifier, num_embeds = start.identifier, start.num_embeds
+        if EMBEDS in start.data:
+            self._rows[identifier] = self._taken(start.data[EMBEDS], num_embeds)
+            del self._expected[identifier]
+        else:
+            item = EncoderItem(identifier, start.modality, num_embeds, start.data)
+            self._encoder.start(item)
+
+    def _taken(self, tensor: TensorData, num_embeds: int) -> torch.Tensor:
+        """Rows that came with the request, there at once. Raises ValueError for others than the model's."""
+        expected = (num_embeds, self._encoder.width)
+        shape = tensor.shape[1:] if tensor.shape[:1] == (1,) and len(tensor.shape) == 3 else tensor.shape
+        if tensor.dtype not in _DTYPES or shape != expected:
+            told = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ValueError(f"{EMBEDS!r} is {told}; the prompt has place for {list(expected)}, floats")
+        rows = torch.frombuffer(bytearray(tensor.data), dtype=_DTYPES[tensor.dtype]).view(expected)
+        return rows.to(device=self._device, dtype=self._dtype)
+
+    def _finish(self, item: EncodedItem, failures: dict[str, str]) -> None:
+        expected = (self._expected.get(item.identifier, 0), self._encoder.width)
+        if item.rows is None:
+            self._fail(item.identifier, item.failure or "the model gave no embeddings", failures)
+        elif item.rows.shape != expected:
+            gave, wants = list(item.rows.shape), list(expected)
+            self._fail(item.identifier, f"the model gave embeddings {gave} where the prompt has {wants}", failures)
+        else:
+            self._rows[item.identifier] = item.rows.to(self._dtype)
+            self._expected.pop(item.identifier, None)
+
+    def _fail(self, identifier: str, failure: str, failures: dict[str, str]) -> None:
+        logger.warning("media %s could not be encoded: %s", identifier, failure)
+        failures[identifier] = failure
+        shape = self._expected.pop(identifier, 0), self._encoder.width
+        self._rows[identifier] = torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+    def _forget(self, identifier: str) -> None:
+        self._rows.pop(identifier, None)
+        if self._expected.pop(identifier, None) is not None:
+            self._encoder.drop(identifier)
+
+
+def row_bytes(encoder: MediaEncoder | None, dtype: torch.dtype) -> int:
+    """Of a row; 0 for a model without towers."""
+    return 0 if encoder is None else encoder.width * dtype.itemsize
+
+
+# Where the media of requests stand in their prompts, and in the flat batch of a step.
+
+
+class Placed(NamedTuple):
+    """The tokens of a step, flat: whose they are, where those of each request begin, int64 ``[requests + 1]``, and their
+    positions, int64 ``[tokens]``.
+    """
+
+    request_ids: Sequence[str]
+    query_start_loc: IntArray
+    positions: IntArray
+
+    def chunks(self) -> Iterator[tuple[str, int, int, int]]:
+        """Of each request: its first token in the flat batch, and the positions from which and up to which it is computed."""
+        starts = self.query_start_loc[:-1]
+        firsts = self.positions[starts]
+        ends = firsts + np.diff(self.query_start_loc)
+        return zip(self.request_ids, starts.tolist(), firsts.tolist(), ends.tolist(), strict=True)
+
+
+class ItemRows(NamedTuple):
+    """Rows ``start`` to ``end`` of an item, for ``indices`` int64 ``[end - start]`` of the flat batch."""
+
+    identifier: str
+    start: int
+    end: int
+    indices: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """``positions`` int64 ``[embeddings]`` of all items; those of item i are ``bounds[i]`` to ``bounds[i + 1]``. ``ends``: where
+    the run ends in which each is, for those that see what is behind them there, else its own position and one.
+    """
+
+    identifiers: Sequence[str]
+    positions: IntArray
+    bounds: IntArray
+    ends: IntArray | None
+    rope: RopePositions | None
+    behind: int
+    """The position behind the last embedding."""
+
+    def rows(self, start: int, first: int, end: int) -> Iterator[ItemRows]:
+        """Of the positions ``first`` to ``end``, which are in the flat batch from ``start`` on."""
+        low, high = np.searchsorted(self.positions, (first, end)).tolist()
+        if low == high:
+            return
+        indices = self.positions[low:high] + (start - first)
+        first_item, last_item = (np.searchsorted(self.bounds, (low, high - 1), side="right") - 1).tolist()
+        for item in range(first_item, last_item + 1):
+            base, behind = self.bounds[item : item + 2].tolist()
+            lower, upper = max(base, low), min(behind, high)
+            if lower < upper:
+                yield ItemRows(self.identifiers[item], lower - base, upper - base, indices[lower - low : upper - low])
+
+
+class MediaPrompts:
+    """By request; those that are text alone are not in it, and cost nothing."""
+
+    def __init__(self, encoder: MediaEncoder) -> None:
+        self._encoder = encoder
+        self._both_ways = frozenset(info.modality for info in encoder.media if info.attends_both_ways)
+        self._prompts: dict[str, _Prompt] = {}
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def clear(self) -> None:
+        """Forget every request."""
+        self._prompts.clear()
+
+    def update(self, step: SchedulerOutput) -> dict[str, str]:
+        """Forget requests that are gone, take in those that are new. By identifier, why items do not fit where they stand."""
+        if self._prompts:
+            for request_id in (*step.finished_request_ids, *step.preempted_request_ids):
+                self._prompts.pop(request_id, None)
+        failures: dict[str, str] = {}
+        for new in step.new_requests:
+            if new.mm_features:
+                rope = self._rope(new, failures)
+                self._prompts[new.request_id] = self._read(new, rope)
+        return failures
+
+    def rows(self, placed: Placed) -> list[ItemRows]:
+        """The embeddings among the tokens of a step."""
+        return [rows for prompt, *chunk in self._with_embeds(placed) for rows in prompt.rows(*chunk)]
+
+    def rope_positions(self, placed: Placed) -> IntArray | None:
+        """Int64 ``[3, tokens]`` of a step in which a request has media, of a model that asks for them; else None."""
+        if self._encoder.rope_positions is None:
+            return None
+        deltas, within = [], []
+        for request_id, start, first, end in placed.chunks():
+            rope = None if (prompt := self._prompts.get(request_id)) is None else prompt.rope
+            deltas.append(0 if rope is None else rope.delta)
+            if rope is not None and first < rope.positions.shape[1]:
+                within.append((rope.positions[:, first:end], start))
+        if not within and not any(request_id in self._prompts for request_id in placed.request_ids):
+            return None
+        behind = placed.positions + np.repeat(deltas, np.diff(placed.query_start_loc))
+        whole: IntArray = np.tile(behind, (3, 1))
+        for of_prompt, start in within:
+            whole[:, start : start + of_prompt.shape[1]] = of_prompt
+        return whole
+
+    def key_ends(self, placed: Placed) -> IntArray | None:
+        """Int64 ``[tokens]`` of a step that computes embeddings which see those behind them; else None. RuntimeError where not
+        all of these are in it.
+        """
+        whole: IntArray | None = None
+        for prompt, start, first, end in self._with_embeds(placed) if self._both_ways else ():
+            if prompt.ends is None:
+                continue
+            low, high = np.searchsorted(prompt.positions, (first, end)).tolist()
+            if low == high:
+                continue
+            if whole is None:
+                whole = placed.positions + 1
+            ends = whole[start : start + end - first]
+            ends[prompt.positions[low:high] - first] = prompt.ends[low:high]
+            if ends.max() > end:
+                raise RuntimeError(
+                    f"a step ends at position {end} of a prompt, between embeddings that see each other up to {ends.max()}"
+                )
+        return whole
+
+    def _with_embeds(self, placed: Placed) -> Iterator[tuple[_Prompt, int, int, int]]:
+        """Of the requests that may have embeddings among their tokens: where these are, see ``Placed.chunks``."""
+        for request_id, start, first, end in placed.chunks():
+            prompt = self._prompts.get(request_id)
+            if prompt is not None and first < prompt.behind:
+                yield prompt, start, first, end
+
+    def _rope(self, new: NewRequestData, failures: dict[str, str]) -> RopePositions | None:
+        """None for a model without sections, and for a request that ends: its items do not fit."""
+        if (rope_index := self._encoder.rope_positions) is None:
+            return None
+        try:
+            return rope_index(new.token_ids[: new.num_prompt_tokens], new.mm_features)
+        except ValueError as e:
+            failures |= {feature.identifier: str(e) for feature in new.mm_features}
+            return None
+
+    def _read(self, new: NewRequestData, rope: RopePositions | None) -> _Prompt:
+        positions = [embed_positions(feature) for feature in new.mm_features]
+        both_ways = [feature.modality in self._both_ways for feature in new.mm_features]
+        ends = None
+        if any(both_ways):
+            each = zip(new.mm_features, positions, both_ways, strict=True)
+            ends = np.concatenate([_ends(feature) if both else own + 1 for feature, own, both in each])
+        return _Prompt(
+            identifiers=[feature.identifier for feature in new.mm_features],
+            positions=np.concatenate(positions),
+            bounds=np.cumsum([0, *map(len, positions)]),
+            ends=ends,
+            rope=rope,
+            behind=int(positions[-1][-1]) + 1,
+        )
+
+
+def _ends(feature: MultiModalFeature) -> IntArray:
+    """The ends of the keys that a feature's embeddings see, int64 ``[num_embeds]``: neighbours of one item form a group, as
+    transformers makes one of equal neighbours in token_type_ids; tokens between two runs are in none.
+    """
+    runs = feature.embed_runs or (EmbedRun(0, feature.length),)
+    ends = [feature.offset + run.start + run.count for run in runs]
+    for i in range(len(runs) - 2, -1, -1):
+        if ends[i] == feature.offset + runs[i + 1].start:
+            ends[i] = ends[i + 1]
+    return np.repeat(np.array(ends, dtype=np.int64), [run.count for run in runs])
+
+
+class StepMedia:
+    """Of a model with towers. While it is empty nothing else need be asked of it in a step."""
+
+    def __init__(self, encoder: MediaEncoder, dtype: torch.dtype, device: torch.device) -> None:
+        self.cached = EncoderRows(encoder, dtype, device)
+        self._device = device
+        self._num_deepstack = encoder.num_deepstack
+        self._prompts = MediaPrompts(encoder)
+
+    def __len__(self) -> int:
+        """Requests that have media."""
+        return len(self._prompts)
+
+    def update(self, step: SchedulerOutput) -> dict[str, str]:
+        """Know the requests of a step, and compute rows. By identifier, why items could not be encoded."""
+        return self._prompts.update(step) | self.cached.update(step)
+
+    def are_in(self, placed: Placed) -> bool:
+        """Whether a step computes embeddings of media."""
+        return bool(self._prompts.rows(placed))
+
+    def vectors(self, placed: Placed) -> StepVectors | None:
+        """Those among the tokens of a step; None when there are none."""
+        found = self._prompts.rows(placed)
+        if not found:
+            return None
+        indices = to_device(np.concatenate([each.indices for each in found]), self._device)
+        rows = torch.cat([self.cached.of(each.identifier)[each.start : each.end] for each in found])
+        if not self._num_deepstack:
+            return StepVectors(indices, rows)
+        embeddings, *deeper = rows.chunk(1 + self._num_deepstack, dim=1)
+        return StepVectors(indices, embeddings, torch.stack(deeper))
+
+    def rope_positions(self, placed: Placed) -> IntArray | None:
+        """See ``ForwardBatch``; None where no request of the step has media, or the model has no such positions."""
+        return self._prompts.rope_positions(placed)
+
+    def attention(self, placed: Placed, attention: Sequence[AttentionMetadata]) -> Sequence[AttentionMetadata]:
+        """With ``key_ends`` where embeddings of the step see those behind them."""
+        ends = self._prompts.key_ends(placed)
+        return attention if ends is None else [replace(metadata, key_ends=ends) for metadata in attention]
+
+    def forget(self) -> None:
+        """Every request, and all rows."""
+        self._prompts.clear()
+        self.cached.forget_all()
+
+
+# What the layers get in place of embeddings of tokens: vectors of prompts, and rows of media.
+
+
+class StepEmbeddings:
+    """Of the requests in a worker's batch. ``encoder``: None for a model without towers."""
+
+    def __init__(self, encoder: MediaEncoder | None, dtype: torch.dtype, device: torch.device) -> None:
+        self._prompts = PromptVectors(dtype, device)
+        self._media = None if encoder is None else StepMedia(encoder, dtype, device)
+        self._failures: dict[str, str] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the rows of media that are kept."""
+        return 0 if self._media is None else self._media.cached.num_bytes
+
+    def update(self, step: SchedulerOutput) -> None:
+        """Know the requests of a step, and compute embeddings of media before its forward pass."""
+        self._prompts.update(step)
+        if self._media is not None:
+            self._failures.update(self._media.update(step))
+
+    def take_failures(self) -> dict[str, str]:
+        """By identifier, why media could not be encoded since they were last taken."""
+        failures, self._failures = self._failures, {}
+        return failures
+
+    def are_in(self, inputs: StepInputs) -> bool:
+        """Whether something stands for tokens of a step."""
+        if self._media and self._media.are_in(_placed(inputs)):
+            return True
+        return self._prompts.of(inputs) is not None
+
+    def into(self, batch: ForwardBatch, inputs: StepInputs, forward: ForwardPass) -> ForwardBatch:
+        """The batch of a step with all that stands in it besides tokens: the same where that is nothing."""
+        found = [] if (of_prompts := self._prompts.of(inputs)) is None else [of_prompts]
+        if self._media:
+            placed = _placed(inputs)
+            attention = self._media.attention(placed, batch.attention)
+            batch = replace(batch, attention=attention, rope_positions=self._media.rope_positions(placed))
+            if (of_media := self._media.vectors(placed)) is not None:
+                found.append(of_media)
+        if not found:
+            return batch
+        embedded = forward.embed(batch.token_ids)
+        deepstack: torch.Tensor | None = None
+        for each in found:
+            embedded, deeper = each.into(embedded)
+            deepstack = deepstack if deeper is None else deeper
+        return replace(batch, embedded=embedded, deepstack=deepstack)
+
+    def profile(self, run: Callable[[], None]) -> None:
+        """Call ``run``; with towers, while the largest items are being encoded."""
+        if self._media is None:
+            run()
+        else:
+            self._media.cached.profile(run)
+
+    def forget(self) -> None:
+        """Every request, and all rows of media."""
+        self._prompts.clear()
+        self._failures.clear()
+        if self._media is not None:
+            self._media.forget()
+
+
+def _placed(inputs: StepInputs) -> Placed:
+    return Placed(inputs.request_ids, inputs.attention[0].query_start_loc, inputs.positions)

@@ -1,0 +1,124 @@
+"""Vectors that stand for prompt tokens (prompt embeds), kept by the worker while their requests are in its batch."""
+
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from penstock_common.types.media import EmbedRun, MultiModalFeature
+from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_enginecore.attention.base import IntArray
+from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput
+from penstock_enginecore.executor.generation.step_inputs import StepInputs
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class StepVectors:
+    """``rows`` ``[n, hidden size]`` belong at ``indices`` int64 ``[n]`` of the flat batch, and ``deepstack``
+    ``[layers, n, hidden size]`` is added there behind the first layers.
+    """
+
+    indices: torch.Tensor
+    rows: torch.Tensor
+    deepstack: torch.Tensor | None = None
+
+    def into(self, embedded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``embedded`` ``[tokens, hidden size]`` with the rows at their places, and ``deepstack`` of all tokens."""
+        embedded[self.indices] = self.rows.to(embedded.dtype)
+        if self.deepstack is None:
+            return embedded, None
+        deepstack = embedded.new_zeros((len(self.deepstack), *embedded.shape))
+        deepstack[:, self.indices] = self.deepstack.to(embedded.dtype)
+        return embedded, deepstack
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class _Prompt:
+    """``rows`` ``[vectors, hidden size]``; ``row_of`` int32 ``[positions]``: -1 where there is a token."""
+
+    embeds: PromptEmbeds
+    rows: torch.Tensor
+    row_of: torch.Tensor
+
+
+class PromptVectors:
+    """By request. Costs nothing while no request has any. Requests that share a prompt share its rows."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._prompts: dict[str, _Prompt] = {}
+        # By identity of the embeds, which the prompts hold: no two of them are the same while these are there.
+        self._shared: WeakValueDictionary[int, _Prompt] = WeakValueDictionary()
+
+    def update(self, step: SchedulerOutput) -> None:
+        """Forget requests that are gone, take in those that are new."""
+        if self._prompts:
+            for request_id in (*step.finished_request_ids, *step.preempted_request_ids):
+                self._prompts.pop(request_id, None)
+        for new in step.new_requests:
+            if new.prompt_embeds is not None:
+                self._prompts[new.request_id] = self._read(new.prompt_embeds)
+
+    def clear(self) -> None:
+        """Forget every request."""
+        self._prompts.clear()
+
+    def of(self, inputs: StepInputs) -> StepVectors | None:
+        """The vectors among the tokens of a step; None when there are none."""
+        if not self._prompts:
+            return None
+        indices, rows = [], []
+        starts = inputs.attention[0].query_start_loc
+        for number, request_id in enumerate(inputs.request_ids):
+            prompt = self._prompts.get(request_id)
+            if prompt is None:
+                continue
+            flat: IntArray = np.arange(starts[number], starts[number + 1])
+            flat = flat[inputs.positions[flat] < len(prompt.row_of)]
+            row_of = prompt.row_of[torch.from_numpy(inputs.positions[flat]).to(self._device)]
+            chosen = row_of >= 0
+            indices.append(torch.from_numpy(flat).to(self._device)[chosen])
+            rows.append(prompt.rows[row_of[chosen]])
+        if not any(map(len, indices)):
+            return None
+        return StepVectors(torch.cat(indices), torch.cat(rows))
+
+    def _read(self, embeds: PromptEmbeds) -> _Prompt:
+        if (known := self._shared.get(id(embeds))) is not None:
+            return known
+        data = embeds.data if isinstance(embeds.data, bytearray) else bytearray(embeds.data)
+        rows = torch.frombuffer(data, dtype=_DTYPES[embeds.dtype]).view(-1, embeds.hidden_size)
+        is_vector = np.frombuffer(embeds.is_token or bytes(embeds.num_tokens), dtype=np.uint8) == 0
+        row_of = np.where(is_vector, np.cumsum(is_vector) - 1, -1).astype(np.int32)
+        prompt = self._shared[id(embeds)] = _Prompt(
+            embeds, rows.to(device=self._device, dtype=self._dtype), torch.from_numpy(row_of).to(self._device)
+        )
+        return prompt
+
+
+# Which positions of a prompt are no tokens.
+
+
+def vector_positions(new: NewRequestData) -> IntArray | None:
+    """Those at which vectors or embeddings of media stand, int64 ``[n]``; None where all are tokens."""
+    if new.mm_features:
+        return np.concatenate([embed_positions(feature) for feature in new.mm_features])
+    embeds = new.prompt_embeds
+    if embeds is None:
+        return None
+    is_token = np.frombuffer(embeds.is_token or bytes(embeds.num_tokens), dtype=np.bool_)
+    return np.flatnonzero(~is_token)
+
+
+def embed_positions(feature: MultiModalFeature) -> IntArray:
+    """Of a feature's embeddings in the prompt, int64 ``[num_embeds]``."""
+    runs = feature.embed_runs or (EmbedRun(0, feature.length),)
+    starts = np.array([run.start for run in runs], dtype=np.int64) + feature.offset
+    counts = np.array([run.count for run in runs], dtype=np.int64)
+    before = np.cumsum(counts) - counts
+    positions: IntArray = np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
+    return positions

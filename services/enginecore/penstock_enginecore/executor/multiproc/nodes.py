@@ -1,0 +1,345 @@
+"""Workers on several nodes: the engine's side, a node's side, and where they find each other."""
+
+import asyncio
+import logging
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import msgspec
+
+from penstock_common import addresses
+from penstock_common.errors import ConfigError, RequestFailed
+from penstock_common.observability.logging import configure, get_logger
+from penstock_common.process import name_process
+from penstock_common.security.shared_secret import SharedSecret, check_internal_port, load_secret
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.executor import Progress
+from penstock_enginecore.executor.multiproc.calls import Oldest
+from penstock_enginecore.executor.multiproc.ring import RingClosed, RingTimeout
+from penstock_enginecore.executor.multiproc.step_watchdog import Overdue
+from penstock_enginecore.executor.multiproc.workers import MODULE, Hear, Workers
+from penstock_enginecore.parallel.meeting_server import MeetingServer
+from penstock_enginecore.rpc.node_client import NodeClient
+from penstock_enginecore.rpc.node_listener import NodeListener
+from penstock_enginecore.worker.failures import WorkersGone
+from penstock_enginecore.worker.messages import Node
+
+# Where the workers of several nodes find each other, and at which addresses.
+
+_ANYWHERE = ("", "0.0.0.0", "::")
+
+
+def meeting_place(address: str, secret: SharedSecret | None) -> MeetingServer:
+    """A store at a free port of that IP address, which processes of other hosts that know the secret reach until it is closed.
+    Raises ConfigError where this host has no such address.
+    """
+    try:
+        return MeetingServer(address, secret)
+    except OSError as e:
+        raise ConfigError(f"cannot bind to executor.nodes.address {address!r}: {e}") from None
+
+
+def secret_of(config: EngineCoreConfig, address: str) -> SharedSecret | None:
+    """Return the secret by which the stages of all nodes recognize each other. ``address``: where those of this one listen.
+    Raises ConfigError where there is none and others can reach the address, and where its file is wrong.
+    """
+    secret = load_secret(config.parallel.secret_file)
+    check_internal_port(address, field="executor.nodes.address", has_secret=secret is not None)
+    return secret
+
+
+def own_address(configured: str, host: str) -> str:
+    """The IP address at which other nodes reach the engine's. ``host``: what its server listens on. Raises ConfigError."""
+    if configured or host not in _ANYWHERE:
+        return configured or host
+    name = socket.getfqdn()
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as e:
+        raise ConfigError(
+            f"executor.nodes.address is empty, and this host's name, {name}, stands for no address: {e}; set it to the IP "
+            "address at which the other nodes reach this one"
+        ) from None
+
+
+def address_towards(leader: str, port: int) -> str:
+    """The IP address from which this host reaches the engine's. Raises ConfigError."""
+    host, number = addresses.split(addresses.with_default_port(leader, port))
+    try:
+        family, _, _, _, there = socket.getaddrinfo(host, number, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(there)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as e:
+        raise ConfigError(f"executor.nodes.leader is {leader!r}, which cannot be reached: {e}") from None
+
+
+# A node from start to end: the host of workers of which the engine is elsewhere.
+
+log = get_logger()
+
+
+def check(config: EngineCoreConfig) -> None:
+    """Raise ConfigError for settings with which a process cannot be a node beside the engine's."""
+    nodes = config.executor.nodes
+    if nodes.size == 1:
+        raise ConfigError(
+            "executor.nodes.size is 1: the engine is the only node; give it and its nodes the same number of them"
+        )
+    if nodes.index == 0:
+        raise ConfigError(
+            f"executor.nodes.index is 0, which is the engine; give each other node one from 1 to {nodes.size - 1}"
+        )
+    if not nodes.leader:
+        raise ConfigError("executor.nodes.leader is required: where the engine is, as host or host:port")
+
+
+def run(config: EngineCoreConfig, module: str = MODULE) -> None:
+    """Serve until the engine ends. ``module``: what worker processes run. Raises ConfigError, RequestFailed with what the engine
+    has against this node or ended with, and WorkersGone.
+    """
+    check(config)
+    configure(config.log, service="enginecore-node")
+    name_process("enginecore-node", f"{config.executor.nodes.index}")
+    asyncio.run(_serve(config, module))
+
+
+async def _serve(config: EngineCoreConfig, module: str) -> None:
+    nodes = config.executor.nodes
+    address = nodes.address or address_towards(nodes.leader, nodes.port)
+    secret_of(config, address)  # refused here, and not when its workers have started
+    client = NodeClient(config)
+    attached = await client.attach()
+    log.info("attached", engine=attached.engine_id, node=nodes.index)
+    for number in (signal.SIGTERM, signal.SIGINT):  # the engine drains, for which it needs this node
+        asyncio.get_running_loop().add_signal_handler(number, _leave_it_to_the_engine)
+    count = config.executor.num_workers // nodes.size
+    node = Node(nodes.index * count, count, attached.meeting, address)
+    workers = NodeWorkers(msgspec.structs.replace(config, engine_id=attached.engine_id), node, client, module)
+    told = False
+    try:
+        await client.serve(workers)
+        told = workers.error is None
+    except RequestFailed:
+        if workers.error is None:
+            raise
+    finally:
+        await asyncio.to_thread(workers.end, told=told)
+    if workers.error is not None:
+        raise workers.error
+    log.info("stopped")
+
+
+def _leave_it_to_the_engine() -> None:
+    log.info("asked to stop: the engine decides when")
+
+
+class NodeWorkers:
+    """The workers of this node, as the engine's session with it says. ``error``: why they have ended."""
+
+    def __init__(self, config: EngineCoreConfig, node: Node, client: NodeClient, module: str) -> None:
+        self._client = client
+        self._timeout = config.executor.step_timeout
+        self.error: WorkersGone | None = None
+        # Which calls run is the engine's to know: it is only looked whether a worker is stopped.
+        overdue = Overdue(self._timeout, lambda: Oldest(0.0, timed=False, limit=None))
+        self._workers = Workers(config, client.answer, self._fail, overdue, module, node=node)
+
+    def call(self, message: bytes) -> None:
+        try:
+            self._workers.write(message, self._timeout)
+        except RingTimeout as e:
+            self._fail(WorkersGone(f"the workers do not read what they are told: {e}"))
+        except RingClosed:
+            return  # one has ended, which is told of
+
+    def expect_ends(self) -> None:
+        self._workers.expect_ends()
+
+    def dump_stacks(self) -> Mapping[int, str]:
+        return self._workers.stacks()
+
+    def end(self, *, told: bool) -> None:
+        """End the workers."""
+        self._workers.end(told=told)
+
+    def _fail(self, error: WorkersGone) -> None:
+        self.error = self.error or error
+        log.error("the workers of this node have ended", why=str(error))
+        self._client.give_up(str(error))
+
+
+# The engine's side.
+
+logger = logging.getLogger(__name__)
+
+_STACKS_WITHIN = 3.0
+"""Seconds that nodes have to say where their workers are."""
+
+
+class SpreadWorkers:
+    """``Workers`` of this node and of others, which attach to it. The end of one ends all of them.
+
+    A node's answers are heard on a thread of its own, so that one that waits holds up no other and not what comes over the net.
+    """
+
+    def __init__(
+        self,
+        config: EngineCoreConfig,
+        hear: Hear,
+        failed: Callable[[WorkersGone], None],
+        overdue: Overdue,
+        module: str = MODULE,
+    ) -> None:
+        """See ``Workers``. Raises ConfigError when the port for nodes is taken, no node could reach this one, or all could."""
+        self._nodes = nodes = config.executor.nodes
+        self._hear, self._failed = hear, failed
+        self._changed = threading.Condition()
+        self._attached: set[int] = set()
+        self._error: WorkersGone | None = None
+        self._stacks: dict[int, str] = {}
+        self._stacks_of: set[int] = set()
+        self._gone = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._gone).atexit = False
+        self._said: dict[int, queue.SimpleQueue[tuple[int, bytes] | WorkersGone | None]] = {
+            index: queue.SimpleQueue() for index in range(1, nodes.size)
+        }
+        address = own_address(nodes.address, config.server.host)
+        self._meeting = meeting_place(address, secret_of(config, address))
+        self._listener = NodeListener(config, self._meeting.address, self)
+        try:
+            self._listener.start()
+        except BaseException:
+            self._meeting.close()
+            raise
+        self.port = self._listener.port
+        self._num_each = config.executor.num_workers // nodes.size
+        own = Node(0, self._num_each, self._meeting.address, address)
+        self._local = Workers(
+            config, hear, self._fail_here, overdue, module, node=own, elsewhere=self._stacks_elsewhere
+        )
+        self._hearing = [
+            threading.Thread(target=partial(self._listen, index), name=f"node-{index}", daemon=True)
+            for index in self._said
+        ]
+        for thread in self._hearing:
+            thread.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of this node's."""
+        return self._local.pids
+
+    def wait(self, progress: Progress) -> None:
+        """Until all nodes have attached. Raises WorkersGone where they have not within ``executor.nodes.timeout``."""
+        if self._missing():
+            progress(f"waiting for {self._missing()} of {self._nodes.size}")
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not self._missing(), self._nodes.timeout)
+            missing = self._missing()
+        if missing:
+            self._fail_here(
+                WorkersGone(
+                    f"{missing} of {self._nodes.size} did not attach to port {self.port} within {self._nodes.timeout:g} s "
+                    "(executor.nodes.timeout)"
+                )
+            )
+        if self._error is not None:
+            raise self._error
+
+    def write(self, message: bytes, timeout: float) -> None:
+        """Tell all workers. See ``Workers``."""
+        self._listener.call(message)
+        self._local.write(message, timeout)
+
+    def expect_ends(self) -> None:
+        self._listener.expect_ends()
+        self._local.expect_ends()
+
+    def look_again(self) -> None:
+        """Look when the call that has just begun will be overdue."""
+        self._local.look_again()
+
+    def has_ended(self, within: float) -> bool:
+        """Return if a worker has ended, or ends within so many seconds."""
+        return self._local.has_ended(within, self._gone)
+
+    def end(self, *, told: bool) -> None:
+        self._listener.end("" if told else str(self._error or "the engine has given its workers up"))
+        self._local.end(told=told)
+        self._listener.stop()
+        self._meeting.close()
+        for said in self._said.values():
+            said.put(None)
+        for thread in self._hearing:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    # What nodes say, on the listener's thread.
+
+    def attached(self, index: int) -> None:
+        with self._changed:
+            self._attached.add(index)
+            self._changed.notify_all()
+
+    def answered(self, index: int, rank: int, message: bytes) -> None:
+        self._said[index].put((rank, message))
+
+    def stacks(self, index: int, texts: Mapping[int, str]) -> None:
+        with self._changed:
+            self._stacks.update(texts)
+            self._stacks_of.add(index)
+            self._changed.notify_all()
+
+    def ended(self, index: int, reason: str) -> None:
+        os.eventfd_write(self._gone, 1)
+        self._said[index].put(WorkersGone(f"node {index}: {reason}"))
+
+    # On threads of the workers and of the nodes.
+
+    def _listen(self, index: int) -> None:
+        while (said := self._said[index].get()) is not None:
+            if isinstance(said, WorkersGone):
+                self._fail_here(said)
+                self._local.end(told=False)
+                continue
+            try:
+                self._hear(*said)
+            except Exception as e:  # whoever waits for its answers must not wait on
+                logger.exception("node %d cannot be heard", index)
+                self._fail_here(WorkersGone(f"what node {index} says cannot be read: {e}"))
+                self._local.end(told=False)
+
+    def _fail_here(self, error: WorkersGone) -> None:
+        with self._changed:
+            first = self._error is None
+            self._error = self._error or error
+            self._changed.notify_all()
+        if first:
+            self._failed(error)
+            self._listener.end(str(error))
+
+    def _stacks_elsewhere(self) -> dict[int, str]:
+        self._listener.dump_stacks()
+        deadline = time.monotonic() + _STACKS_WITHIN
+        with self._changed:
+            while self._attached - self._stacks_of and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            each = self._num_each
+            silent = {
+                rank: f"node {index} does not answer"
+                for index in self._attached - self._stacks_of
+                for rank in range(index * each, (index + 1) * each)
+            }
+            return silent | self._stacks
+
+    def _missing(self) -> str:
+        missing = [str(index) for index in range(1, self._nodes.size) if index not in self._attached]
+        return f"node{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else ""

@@ -1,1 +1,0 @@
-"""Model runner for requests that return embeddings, classes or scores."""

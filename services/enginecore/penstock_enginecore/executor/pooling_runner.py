@@ -1,0 +1,333 @@
+"""Runs the steps of a model that is pooled: hidden states of the scheduled tokens, results of the prompts that end."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock_common.types.pooling import PoolingParams, Vectors
+from penstock_enginecore.attention.base import AttentionMetadata, IntArray
+from penstock_enginecore.attention.kv_cache import LayerCaches
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.model_info import ModelInfo
+from penstock_enginecore.core.scheduler.output import (
+    DraftTokenIds,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from penstock_enginecore.core.worker_stats import GraphStats
+from penstock_enginecore.executor.device import step_tokens
+from penstock_enginecore.executor.generation.media import Placed, StepMedia, row_bytes
+from penstock_enginecore.executor.generation.prompt_embeds import vector_positions
+from penstock_enginecore.forward.backbone import BackboneBatch, probe_states
+from penstock_enginecore.forward.build import BuiltBackbone
+from penstock_enginecore.forward.probe import Probe
+from penstock_enginecore.lora.adapter import AdaptedForward
+from penstock_enginecore.lora.adapter_batching import ordered_by_adapter, segments_of
+from penstock_enginecore.media.towers import Towers
+from penstock_enginecore.pooling.embedder import PoolingModel
+from penstock_enginecore.pooling.pooler import Accumulator, Pooler
+
+# The worker's memory of pooling requests: prompts that only ever grow in how much of them is computed.
+
+
+@dataclass(slots=True)
+class PoolingRequest:
+    """A prompt between its first step and its last. ``token_types``: 1 from the second text of a pair on.
+    ``digest``: of its adapter, empty without one.
+    """
+
+    key: str
+    params: PoolingParams
+    token_ids: IntArray
+    token_types: IntArray
+    block_ids: list[list[int]]
+    num_computed: int
+    digest: bytes = b""
+    gathered: Accumulator | None = None
+
+    @classmethod
+    def of(cls, new: NewRequestData) -> "PoolingRequest":
+        """The worker's view of a new request. ValueError for one that generates."""
+        if new.pooling_params is None:
+            raise ValueError(f"request {new.request_id!r} has no pooling_params: this engine does not generate")
+        token_types = np.zeros(len(new.token_ids), dtype=np.int64)
+        if new.second_text_start is not None:
+            token_types[new.second_text_start :] = 1
+        token_ids = np.array(new.token_ids, dtype=np.int64)
+        if (vectors := vector_positions(new)) is not None:
+            token_ids[vectors] = 0
+        return cls(
+            key=new.request_id,
+            params=new.pooling_params,
+            token_ids=token_ids,
+            token_types=token_types,
+            block_ids=[list(ids) for ids in new.block_ids],
+            num_computed=new.num_computed_tokens,
+            digest=b"" if new.lora is None else new.lora.digest,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens ``start`` to ``end`` of a prompt, to be computed in this step."""
+
+    request: PoolingRequest
+    start: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the prompt ends here."""
+        return self.end == len(self.request.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingInputs:
+    """A step: parts of prompts, laid out flat in ``batch`` in their order."""
+
+    chunks: list[Chunk]
+    batch: BackboneBatch
+
+
+class PoolingBatch:
+    """The requests by key. ``num_groups``: KV cache groups, none of an encoder; ``block_size`` in tokens."""
+
+    def __init__(self, num_groups: int, block_size: int) -> None:
+        self._num_groups = num_groups
+        self._block_size = block_size
+        self._requests: dict[str, PoolingRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def update(self, step: SchedulerOutput) -> None:
+        """Apply what the scheduler says has changed: requests gone, requests new, blocks added."""
+        for key in (*step.finished_request_ids, *step.preempted_request_ids):
+            self._requests.pop(key, None)  # one that never ran here is none of our business
+        for new in step.new_requests:
+            self._requests[new.request_id] = PoolingRequest.of(new)
+        cached = step.cached_requests
+        for key, num_computed, blocks in zip(
+            cached.request_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            request = self._requests[key]
+            request.num_computed = num_computed
+            for known, added in zip(request.block_ids, blocks or ([] for _ in request.block_ids), strict=True):
+                known.extend(added)
+
+    def prepare(self, num_scheduled_tokens: dict[str, int]) -> PoolingInputs:
+        """Lay out the tokens to compute, in the order of ``num_scheduled_tokens``; where some have adapters, by adapter."""
+        digests = {key: self._requests[key].digest for key in num_scheduled_tokens}
+        chunks = []
+        for key in ordered_by_adapter(num_scheduled_tokens, digests):
+            request = self._requests[key]
+            chunks.append(Chunk(request, request.num_computed, request.num_computed + num_scheduled_tokens[key]))
+        query_start_loc = np.cumsum([0, *(c.end - c.start for c in chunks)])
+        batch = BackboneBatch(
+            token_ids=np.concatenate([c.request.token_ids[c.start : c.end] for c in chunks]),
+            positions=np.concatenate([np.arange(c.start, c.end) for c in chunks]),
+            token_types=np.concatenate([c.request.token_types[c.start : c.end] for c in chunks]),
+            query_start_loc=query_start_loc,
+            attention=[_metadata(chunks, query_start_loc, g, self._block_size) for g in range(self._num_groups)],
+            segments=segments_of([c.request.key for c in chunks], digests, query_start_loc),
+        )
+        return PoolingInputs(chunks, batch)
+
+
+def _metadata(chunks: list[Chunk], query_start_loc: IntArray, group: int, block_size: int) -> AttentionMetadata:
+    """Where the step's tokens stand in the paged cache of one group."""
+    tables = [c.request.block_ids[group] for c in chunks]
+    block_table: npt.NDArray[np.int32] = np.zeros((len(chunks), max(map(len, tables))), dtype=np.int32)
+    slots = []
+    for row, (chunk, table) in enumerate(zip(chunks, tables, strict=True)):
+        block_table[row, : len(table)] = table
+        positions = np.arange(chunk.start, chunk.end)
+        slots.append(block_table[row, positions // block_size].astype(np.int64) * block_size + positions % block_size)
+    return AttentionMetadata(
+        query_start_loc=query_start_loc,
+        seq_lens=np.array([chunk.end for chunk in chunks], dtype=np.int64),
+        block_table=block_table,
+        slot_mapping=np.concatenate(slots),
+        block_size=block_size,
+    )
+
+
+class PoolingRunner:
+    """The ``ModelRunner`` of a model that is pooled. An encoder has no KV cache. ``sample`` samples nothing and hands out
+    results.
+    """
+
+    def __init__(self, model: PoolingModel, built: BuiltBackbone) -> None:
+        self._model = model
+        self._backbone = built.backbone
+        self.adapted: AdaptedForward | None = built.backbone
+        self.computing = built.computing
+        self.graph_capture = None
+        self.experts = None
+        self._pooler = Pooler(model)
+        encoder, device = model.encoder, self._backbone.device
+        self._media = None if encoder is None else StepMedia(encoder, model.dtype, device)
+        self._caches: LayerCaches = {}
+        self._batch = self._empty_batch(None)
+        self._kv_cache: KVCacheConfig | None = None
+        self._done = ModelRunnerOutput()
+
+    @property
+    def info(self) -> ModelInfo:
+        """Models that are pooled take no vectors of prompts."""
+        return ModelInfo(
+            max_len=self._model.max_len,
+            vocab_size=self._model.vocab_size,
+            eos_token_ids=self._model.eos_token_ids,
+            dtype=str(self._model.precision).removeprefix("torch."),
+            pooling=self._pooler.limits,
+            step_tokens=step_tokens(self._backbone.device),
+            supports_chunked_prefill=not self._model.is_encoder,
+            media=() if self._model.encoder is None else tuple(self._model.encoder.media),
+            embed_bytes=row_bytes(self._model.encoder, self._model.dtype),
+        )
+
+    @property
+    def specs(self) -> dict[str, KVCacheSpec]:
+        """Those of the layers; none of an encoder."""
+        return self._backbone.specs
+
+    @property
+    def weight_bytes(self) -> int:
+        """Those of the layers, and of towers."""
+        return self._backbone.weight_bytes + Towers(self._model.encoder).weight_bytes
+
+    @property
+    def caches(self) -> LayerCaches:
+        """Bytes of the KV cache that is allocated."""
+        return self._caches
+
+    @property
+    def graphs(self) -> GraphStats:
+        """None is replayed."""
+        return GraphStats()
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        self._caches = self._backbone.memory.allocate(config)
+        self._backbone.bind(self._caches)
+        self._kv_cache = config
+        self._forget()
+
+    def drop_kv_cache(self) -> None:
+        self._caches = {}
+        self._backbone.bind({})
+        self._kv_cache = None
+        self._forget()
+
+    @torch.inference_mode()
+    def recover(self) -> None:
+        """Forget every request, and compute a few tokens on a cache of their own. Raises what is wrong where that fails."""
+        self._forget()
+        self._probe(Probe.prompt(self._model.vocab_size))
+
+    @torch.inference_mode()
+    def execute_dummy_batch(self) -> None:
+        """Compute a few tokens that nobody asked for, on a cache of their own."""
+        self._probe(Probe.prompt(self._model.vocab_size))
+
+    @torch.inference_mode()
+    def profile(self, num_tokens: int, num_seqs: int) -> None:  # noqa: ARG002 - nothing is sampled
+        """Prompts as long as the model allows. An encoder has no cache to leave room for."""
+        if not self._model.is_encoder:
+            block_size = next(iter(self.specs.values())).block_size
+            probe = Probe.largest(num_tokens, self._model.max_len, block_size)
+            if self._media is None:
+                self._probe(probe)
+            else:
+                self._media.cached.profile(lambda: self._probe(probe))
+
+    @torch.inference_mode()
+    def execute(self, step: SchedulerOutput) -> None:
+        """Forward pass over the scheduled tokens, and the results of prompts that end. They wait for ``sample``."""
+        self._batch.update(step)
+        failures = {} if self._media is None else self._media.update(step)
+        self._done = ModelRunnerOutput(encoder_failures=failures)
+        if not step.num_scheduled_tokens:
+            return
+        inputs = self._batch.prepare(step.num_scheduled_tokens)
+        hidden = self._backbone.run(self._with_media(inputs))
+        request_ids = [chunk.request.key for chunk in inputs.chunks]
+        self._done = ModelRunnerOutput(
+            request_ids=request_ids,
+            sampled_token_ids=[[] for _ in request_ids],
+            pooled=self._pool(inputs, hidden),
+            encoder_failures=failures,
+        )
+
+    def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput:
+        """Results of the step that ``execute`` ran. RuntimeError for a grammar: nothing is sampled."""
+        if grammar is not None:
+            raise RuntimeError("a pooling engine samples nothing, so no request can be constrained")
+        done, self._done = self._done, ModelRunnerOutput()
+        return done
+
+    def draft(self) -> DraftTokenIds:
+        """Nothing drafts here."""
+        return DraftTokenIds()
+
+    def step_seconds(self, num_tokens: int, passes: int) -> float:  # noqa: ARG002 - as of all runners
+        """Only steps with drafts are timed."""
+        return 0.0
+
+    def to(self, device: torch.device) -> None:
+        """Move the layers, and what comes behind them."""
+        self._backbone.release_adapters()
+        for module in self._model.modules():
+            module.to(device)
+
+    def _with_media(self, inputs: PoolingInputs) -> BackboneBatch:
+        """The batch of a step with embeddings of media: the same where there are none."""
+        batch, media = inputs.batch, self._media
+        if not media:
+            return batch
+        request_ids = [chunk.request.key for chunk in inputs.chunks]
+        placed = Placed(request_ids, batch.query_start_loc, batch.positions)
+        attention = media.attention(placed, batch.attention)
+        batch = replace(batch, attention=attention, rope_positions=media.rope_positions(placed))
+        vectors = media.vectors(placed)
+        if vectors is None:
+            return batch
+        embedded, deepstack = vectors.into(self._backbone.embed(batch.token_ids))
+        return replace(batch, embedded=embedded, deepstack=deepstack)
+
+    def _forget(self) -> None:
+        self._batch = self._empty_batch(self._kv_cache)
+        self._done = ModelRunnerOutput()
+        if self._media is not None:
+            self._media.forget()
+
+    def _pool(self, inputs: PoolingInputs, hidden: torch.Tensor) -> dict[str, Vectors]:
+        """Gather the step's hidden states ``[tokens, hidden size]``; results of the prompts that are complete."""
+        pooled = {}
+        starts = inputs.batch.query_start_loc
+        for chunk, start, end in zip(inputs.chunks, starts[:-1], starts[1:], strict=True):
+            request = chunk.request
+            if request.gathered is None:
+                request.gathered = self._pooler.begin(request.params)
+            token_ids = torch.from_numpy(inputs.batch.token_ids[start:end]).to(self._backbone.device)
+            request.gathered.add(token_ids, hidden[start:end])
+            if chunk.is_last:
+                with self._backbone.classifying(request.digest):
+                    pooled[request.key] = self._pooler.finish(request.params, request.gathered)
+        return pooled
+
+    def _probe(self, probe: Probe) -> None:
+        try:
+            probe_states(self._backbone, probe)
+        finally:
+            self._backbone.bind(self._caches)
+
+    def _empty_batch(self, config: KVCacheConfig | None) -> PoolingBatch:
+        """Of a model that keeps a cache, for the groups of ``config``."""
+        if config is None or self._model.is_encoder:
+            return PoolingBatch(num_groups=0, block_size=1)
+        return PoolingBatch(len(config.groups), config.block_size)

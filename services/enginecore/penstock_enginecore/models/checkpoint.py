@@ -1,0 +1,170 @@
+"""The files of a checkpoint: where they are, and whether their tensors are those of the model."""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+
+from penstock_common.checkpoint import WEIGHT_FILES
+from penstock_enginecore.config import ModelConfig
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.quantization.weights import open_tensors
+
+# Before anything is loaded: do tensors have the shapes that config.json says?
+
+
+def weight_files(config: ModelConfig) -> Path:
+    """The directory of the weights; those of a hub id are downloaded."""
+    directory = Path(config.path).expanduser()
+    if directory.is_dir():
+        return directory
+    patterns = ["*.json", WEIGHT_FILES[0]]
+    return Path(
+        huggingface_hub.snapshot_download(config.path, revision=config.revision or None, allow_patterns=patterns)
+    )
+
+
+def check_shapes(directory: Path, make: Callable[[], PreTrainedModel], where: str) -> None:
+    """Raise ModelLoadError for a tensor of the files that has another shape than the model's parameter of that name. Tensors that
+    transformers renames or converts are not compared here, but after they are loaded. ``make``: makes the model, on the meta
+    device.
+    """
+    if not any(directory.glob("*.safetensors")):
+        return
+    with torch.device("meta"):
+        model = make()
+    converted = _converted(get_model_conversion_mapping(model))
+    parameters = {name: list(value.shape) for name, value in model.state_dict().items() if not converted(name)}
+    with open_tensors(directory) as stored:
+        for name, wanted in parameters.items():
+            if name in stored and (found := list(stored[name].get_shape())) != wanted:
+                raise ModelLoadError(mismatch(where, name, found, wanted))
+
+
+def mismatch(where: str, name: str, found: Iterable[int], wanted: Iterable[int]) -> str:
+    """What is said of a tensor of another shape than the model's."""
+    return (
+        f"{where}: tensor {name} has shape {list(found)} in the files, and by config.json {list(wanted)}; the files do not "
+        "belong to this configuration: take both from the same version of the checkpoint"
+    )
+
+
+def _converted(transforms: Iterable[Any]) -> Callable[[str], bool]:
+    """Whether transformers may make the parameter of that name of tensors of other shapes."""
+    ends = {
+        pattern.rstrip("$").rsplit(".", 1)[-1].rstrip("\\")
+        for transform in transforms
+        if isinstance(transform, WeightConverter)
+        for pattern in transform.target_patterns
+    }
+    return lambda name: any(end in name for end in ends)
+
+
+# Whether a checkpoint and its model have the same weights: none is missing, and none is left over.
+#
+# All ways of loading a model end here. A weight that is left over would change the answers without a warning: layers behind the
+# last one that the configuration names, or the scales of quantized weights without a configuration that says so.
+
+_SHOWN = 3
+"""Names of tensors in an error."""
+_BUFFERS = re.compile(
+    r"(^|\.)(inv_freq|original_inv_freq|cos_cached|sin_cached|position_ids|token_type_ids|masked_bias|num_batches_tracked"
+    r"|_extra_state|(attn|attention|self_attn|crossattention)\.bias)$"
+)
+"""Tables and masks that older versions saved with the weights, and that models compute themselves."""
+_NEXT_TOKENS = re.compile(r"(^|\.)mtp\w*\.")
+"""Modules that guess further tokens, in checkpoints that name them so."""
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)\.")
+_NEXT_TOKENS_ONLY = ".eh_proj."
+"""A projection that layers have which guess further tokens, and no others."""
+_HEADS = re.compile(
+    r"^(lm_head|embed_out|score|classifier|pre_classifier|sop_classifier|classification_head|multiple_choice_head|qa_outputs"
+    r"|cls|predictions|lm_predictions|mask_predictions|generator_predictions|generator_lm_head|discriminator_predictions"
+    r"|vocab_transform|vocab_layer_norm|vocab_projector|head|decoder)\.|(^|\.)pooler\."
+)
+"""Heads for other tasks, which a model that pools does not use, by their names in transformers."""
+_QUANTIZED = re.compile(
+    r"(scale|scales|scale_inv|_scale_\w+|qweight|qzeros|g_idx|_packed|_shape|_zero_point|_blocks|absmax|quant_map|quant_state\S*)$"
+)
+
+
+def check_weights(
+    info: Mapping[str, Any], model: PreTrainedModel, config: ModelConfig, *, optional: tuple[str, ...], pools: bool
+) -> None:
+    """Raise ModelLoadError for weights that are missing, have another shape, or are left over.
+
+    Args:
+        info: What transformers tells of a load: ``missing_keys``, ``mismatched_keys`` and ``unexpected_keys``, the last one
+            without the names that the model's class declares as unused.
+        model: The model that was loaded.
+        config: Names the checkpoint, and the tensors that may be left over.
+        optional: Beginnings of the names of weights that may be missing.
+        pools: Whether the model is used without its head, or with another one than the checkpoint's.
+    """
+    where = f"model.path {config.path!r}"
+    if missing := [key for key in _names(info["missing_keys"]) if not key.startswith(optional)]:
+        raise ModelLoadError(
+            f"{where}: {len(missing)} weights are missing, {missing[0]} among them; the files do not belong to this configuration"
+        )
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        raise ModelLoadError(mismatch(where, name, found, wanted))
+    left = left_over(_names(info["unexpected_keys"]), model.config, pools=pools)
+    if left := [key for key in left if not key.startswith(config.unused_weights)]:
+        number = "1 tensor" if len(left) == 1 else f"{len(left)} tensors"
+        more = ", ..." if len(left) > _SHOWN else ""
+        raise ModelLoadError(
+            f"{where}: the files have {number} that {type(model).__name__} does not use: {', '.join(left[:_SHOWN])}{more}; "
+            f"{_remedy(left, model.config)}. If the model does not need them, name them in model.unused_weights"
+        )
+
+
+def left_over(keys: Iterable[str], config: PretrainedConfig, *, pools: bool) -> list[str]:
+    """Return the names, of tensors that a model has no place for, which are no known part of checkpoints that models do not use:
+    old buffers, layers that guess further tokens, and, if ``pools``, heads.
+    """
+    keys = [key for key in keys if not (_BUFFERS.search(key) or _NEXT_TOKENS.search(key))]
+    guessing = _guessing_layers(keys, config.get_text_config())
+    return [key for key in keys if _layer_of(key) not in guessing and not (pools and _HEADS.search(key))]
+
+
+def _guessing_layers(keys: Collection[str], config: PretrainedConfig) -> frozenset[int | None]:
+    """Layers behind the last one of the model that guess further tokens, as the configuration counts them."""
+    first = getattr(config, "num_hidden_layers", None)
+    count = getattr(config, "num_nextn_predict_layers", None) or 0
+    if first is None:
+        return frozenset()
+    found = {_layer_of(key) for key in keys if _NEXT_TOKENS_ONLY in key}
+    return frozenset(found.intersection(range(first, first + count)))
+
+
+def _layer_of(key: str) -> int | None:
+    found = _LAYER.search(key)
+    return None if found is None else int(found.group(1))
+
+
+def _remedy(left: Collection[str], config: PretrainedConfig) -> str:
+    """What is wrong, as far as the names show, and what to do."""
+    if any(_QUANTIZED.search(key) for key in left):
+        return (
+            "they are parts of quantized weights, which config.json does not describe: take its quantization_config from the "
+            "checkpoint's author"
+        )
+    count = getattr(config, "num_hidden_layers", None)
+    layers = {layer for key in left if (layer := _layer_of(key)) is not None}
+    if count is not None and config.get_text_config() is config and layers and min(layers) >= count:
+        return (
+            f"config.json says num_hidden_layers {count}, and they are of layers up to {max(layers)} (the first is 0): take "
+            "config.json from the checkpoint's author"
+        )
+    return "the files do not belong to this configuration: take both from the same version of the checkpoint"
+
+
+def _names(keys: Iterable[Any]) -> list[str]:
+    """Return the names of tensors in order."""
+    return sorted(map(str, keys))

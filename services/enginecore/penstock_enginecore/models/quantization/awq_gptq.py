@@ -1,0 +1,250 @@
+"""Weights of small integers with a scale and a zero for each group of columns: AWQ, GPTQ and compressed-tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from penstock_enginecore.models.quantization.scheme import FLOATS, INT32, Part, Shape, expect, matrix, pieces
+
+# What the formats have in common, once their packing is undone.
+
+WORD = 32
+"""Bits of the integers that levels are packed into."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedIntegers:
+    """A weight ``[out_features, in_features]`` of ``(level - zero) * scale``. ``levels`` uint8 of its shape; ``zeros`` int16 and
+    ``scales`` ``[out_features, groups]``; ``groups`` int64 ``[in_features]``: the group of each column.
+    """
+
+    levels: torch.Tensor
+    zeros: torch.Tensor
+    scales: torch.Tensor
+    groups: torch.Tensor
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight in ``dtype``, multiplied in float32."""
+        out = torch.empty(self.levels.shape, dtype=dtype, device=self.levels.device)
+        for piece in pieces(*self.levels.shape):
+            numbers = self.levels[piece].float()
+            numbers -= self.zeros[piece].float().index_select(1, self.groups)
+            numbers *= self.scales[piece].float().index_select(1, self.groups)
+            out[piece] = numbers.to(dtype)
+        return out
+
+
+def unpack(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Levels of ``words`` int32 ``[..., n]``: uint8 ``[..., n * (32 / bits)]``, from the lowest bits up. ``order``: which of a
+    word's levels, counted so, comes at each place.
+    """
+    places = range(WORD // bits) if order is None else order
+    mask = 2**bits - 1
+    levels = torch.empty(*words.shape, WORD // bits, dtype=torch.uint8, device=words.device)
+    for i, place in enumerate(places):
+        levels[..., i] = words.bitwise_right_shift(place * bits).bitwise_and_(mask)
+    return levels.flatten(-2)
+
+
+def groups_of(in_features: int, group_size: int, device: torch.device) -> torch.Tensor:
+    """The group of each column where groups follow one another; one group for a ``group_size`` of -1."""
+    columns = torch.arange(in_features, device=device)
+    return columns.zero_() if group_size < 0 else columns // group_size
+
+
+def num_groups(in_features: int, group_size: int) -> int:
+    """How many there are."""
+    return 1 if group_size < 0 else -(-in_features // group_size)
+
+
+# AWQ's checkpoints, in the packing of its GEMM kernels.
+
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in a word each of eight neighbours is, in levels from the lowest bits up."""
+_PER_WORD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    """4-bit levels ``[in_features, out_features / 8]``, zeros and scales by groups of ``group_size`` input features (-1: one)."""
+
+    group_size: int
+
+    @property
+    def name(self) -> str:
+        """With the size of groups."""
+        return f"AWQ, 4 bits, groups of {self.group_size}" if self.group_size > 0 else "AWQ, 4 bits, by row"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Levels, zeros, scales."""
+        return Part(".qweight", INT32), Part(".qzeros", INT32), Part(".scales", FLOATS)
+
+    @property
+    def dense(self) -> str:
+        """The weight of a linear layer."""
+        return ".weight"
+
+    def dense_shape(self, shapes: Mapping[str, Shape]) -> Shape:
+        """``[out_features, in_features]``."""
+        in_features, words = matrix(".qweight", shapes[".qweight"])
+        groups = num_groups(in_features, self.group_size)
+        expect(".qzeros", shapes[".qzeros"], (groups, words))
+        expect(".scales", shapes[".scales"], (groups, words * _PER_WORD))
+        return words * _PER_WORD, in_features
+
+    def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """By way of ``integers``."""
+        return self.integers(tensors).dequantize(dtype)
+
+    def integers(self, tensors: Mapping[str, torch.Tensor]) -> GroupedIntegers:
+        """The weight unpacked."""
+        levels = unpack(tensors[".qweight"], 4, _PLACES).t().contiguous()
+        zeros = unpack(tensors[".qzeros"], 4, _PLACES).t().to(torch.int16)
+        groups = groups_of(levels.shape[1], self.group_size, levels.device)
+        return GroupedIntegers(levels, zeros, tensors[".scales"].t(), groups)
+
+
+# GPTQ's checkpoints, as AutoGPTQ and GPTQModel write them.
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """Levels of ``bits`` ``[in_features * bits / 32, out_features]``, zeros and scales by groups of ``group_size`` input features
+    (-1: one). ``.g_idx`` has the group of each input feature, which are in no order where features were quantized by the size of
+    their activations, as ``act_order`` says. ``zero_offset``: what is added to the zeros as they are stored, 1 in the first
+    version of the format.
+    """
+
+    bits: int
+    group_size: int
+    zero_offset: int
+    act_order: bool = False
+
+    @property
+    def name(self) -> str:
+        """With the size of groups."""
+        groups = f"groups of {self.group_size}" if self.group_size > 0 else "by row"
+        return f"GPTQ, {self.bits} bits, {groups}"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Levels, zeros, scales, groups."""
+        return (
+            Part(".qweight", INT32),
+            Part(".qzeros", INT32),
+            Part(".scales", FLOATS),
+            Part(".g_idx", INT32 | {"I64"}, required=False),
+        )
+
+    @property
+    def dense(self) -> str:
+        """The weight of a linear layer."""
+        return ".weight"
+
+    def dense_shape(self, shapes: Mapping[str, Shape]) -> Shape:
+        """``[out_features, in_features]``."""
+        per_word = WORD // self.bits
+        words, out_features = matrix(".qweight", shapes[".qweight"])
+        in_features = words * per_word
+        groups = num_groups(in_features, self.group_size)
+        expect(".qzeros", shapes[".qzeros"], (groups, out_features // per_word))
+        expect(".scales", shapes[".scales"], (groups, out_features))
+        if ".g_idx" in shapes:
+            expect(".g_idx", shapes[".g_idx"], (in_features,))
+        return out_features, in_features
+
+    def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """By way of ``integers``."""
+        return self.integers(tensors).dequantize(dtype)
+
+    def integers(self, tensors: Mapping[str, torch.Tensor]) -> GroupedIntegers:
+        """The weight unpacked."""
+        levels = unpack(tensors[".qweight"].t(), self.bits)
+        zeros = unpack(tensors[".qzeros"], self.bits).t().to(torch.int16) + self.zero_offset
+        zeros.bitwise_and_(2**self.bits - 1)  # a zero of 0, less the offset, was stored as the highest level
+        return GroupedIntegers(levels, zeros, tensors[".scales"].t(), self._groups(tensors, levels))
+
+    def _groups(self, tensors: Mapping[str, torch.Tensor], levels: torch.Tensor) -> torch.Tensor:
+        if ".g_idx" not in tensors:
+            return groups_of(levels.shape[1], self.group_size, levels.device)
+        return checked_groups(".g_idx", tensors[".g_idx"], len(tensors[".scales"]))
+
+
+def checked_groups(name: str, groups: torch.Tensor, count: int) -> torch.Tensor:
+    """The part ``name``, the group of each column, as int64. ValueError where one is not of ``count`` groups."""
+    if groups.min() < 0 or groups.max() >= count:
+        raise ValueError(f"{name} has groups from {int(groups.min())} to {int(groups.max())}; there are {count}")
+    return groups.long()
+
+
+# Integers of compressed-tensors' format ``pack-quantized``.
+
+_PACKED, _SCALE, _SHAPE, _ZERO, _GROUP = "_packed", "_scale", "_shape", "_zero_point", "_g_idx"
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Levels of ``bits`` ``[out_features, in_features * bits / 32]`` and scales by groups of ``group_size`` input features (-1:
+    one). Levels and zeros are stored with half of their range added; ``symmetric`` ones have no zeros. ``act_order``: columns
+    of a group do not follow one another.
+    """
+
+    bits: int
+    group_size: int
+    symmetric: bool
+    act_order: bool = False
+
+    @property
+    def name(self) -> str:
+        """With the size of groups."""
+        groups = f"groups of {self.group_size}" if self.group_size > 0 else "by row"
+        return f"compressed-tensors, {self.bits} bits, {groups}"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Levels, scales, the weight's shape, zeros, groups."""
+        return (
+            Part(_PACKED, INT32),
+            Part(_SCALE, FLOATS),
+            Part(_SHAPE, INT32 | {"I64"}, required=False),
+            Part(_ZERO, INT32, required=not self.symmetric),
+            Part(_GROUP, INT32 | {"I64"}, required=False),
+        )
+
+    @property
+    def dense(self) -> str:
+        """The weight's own name."""
+        return ""
+
+    def dense_shape(self, shapes: Mapping[str, Shape]) -> Shape:
+        """``[out_features, in_features]``. ValueError where the last word of a row is not full."""
+        per_word = WORD // self.bits
+        out_features, words = matrix(_PACKED, shapes[_PACKED])
+        in_features = words * per_word
+        groups = num_groups(in_features, self.group_size)
+        expect(_SCALE, shapes[_SCALE], (out_features, groups), *(((out_features,),) if groups == 1 else ()))
+        if not self.symmetric:
+            expect(_ZERO, shapes[_ZERO], (-(-out_features // per_word), groups))
+        if _GROUP in shapes:
+            expect(_GROUP, shapes[_GROUP], (in_features,))
+        return out_features, in_features
+
+    def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """By way of ``integers``."""
+        return self.integers(tensors).dequantize(dtype)
+
+    def integers(self, tensors: Mapping[str, torch.Tensor]) -> GroupedIntegers:
+        """The weight unpacked."""
+        levels = unpack(tensors[_PACKED], self.bits)
+        if _SHAPE in tensors and tensors[_SHAPE].tolist() != list(levels.shape):
+            raise ValueError(f"{_SHAPE} says {tensors[_SHAPE].tolist()}; {_PACKED} holds {list(levels.shape)}")
+        scales = tensors[_SCALE].reshape(len(levels), -1)
+        zeros = torch.full(scales.shape, 2 ** (self.bits - 1), dtype=torch.int16, device=levels.device)
+        if not self.symmetric:
+            zeros = unpack(tensors[_ZERO].t(), self.bits)[:, : len(levels)].t().to(torch.int16)
+        groups = groups_of(levels.shape[1], self.group_size, levels.device)
+        if _GROUP in tensors and bool((tensors[_GROUP] >= 0).all()):  # -1 in all of them stands for groups in order
+            groups = checked_groups(_GROUP, tensors[_GROUP], scales.shape[1])
+        return GroupedIntegers(levels, zeros, scales, groups)

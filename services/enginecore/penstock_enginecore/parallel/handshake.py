@@ -1,0 +1,247 @@
+"""Connections of internal ports: both sides prove that they know the key, and dead peers are noticed."""
+
+import errno
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock_common import addresses
+from penstock_common.observability.limited_log import LimitedLog
+from penstock_common.security import challenge
+from penstock_common.security.challenge import ProofError
+
+# The side that listens: strangers have to prove themselves, all at the same time.
+
+MAX_UNPROVEN = 64
+"""Connections that have not proven themselves yet. One more, and the oldest is closed."""
+PROOF_WITHIN = 10.0
+"""Seconds in which a connection must prove itself."""
+_PAUSE = 0.2
+"""Seconds without accepting after the system was out of descriptors or memory."""
+_AT_ONCE = 16
+"""Connections accepted in a row before other sockets get their turn."""
+_DEFECTS = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP})
+"""What accepting fails with, for ever, where the listener is none."""
+
+logger = logging.getLogger(__name__)
+
+
+class Admitted(NamedTuple):
+    """A connection, non-blocking, whose other side knows the key; and what it claims to be."""
+
+    connection: socket.socket
+    claim: bytes
+
+
+@dataclass(slots=True)
+class _Unproven:
+    """``nonce``: empty until the reply was sent."""
+
+    address: str
+    until: float
+    heard: bytearray = field(default_factory=bytearray)
+    hello: bytes = b""
+    nonce: bytes = b""
+
+
+class Admission:
+    """Accepts the connections of one listener, and hands out those that have proven themselves.
+
+    It shares a selector with its user, who calls ``hear`` for each ready socket whose data is this object, waits no longer than
+    ``wait_at_most`` says, and calls ``tick`` after each wait. A stranger costs this process a socket and about 1 KiB, for
+    10 seconds at most. All methods belong to one thread.
+    """
+
+    def __init__(
+        self, listener: socket.socket, key: bytes, selector: selectors.BaseSelector, *, port: str, claim_bytes: int = 0
+    ) -> None:
+        """Begin to accept. ``key``: see ``SharedSecret.key``. ``port``: its name in the log. ``claim_bytes``: of a claim."""
+        listener.setblocking(False)
+        self._listener, self._key, self._selector = listener, key, selector
+        self._port = port
+        self._proof_bytes = claim_bytes + challenge.PROOF_BYTES
+        self._unproven: dict[socket.socket, _Unproven] = {}
+        """Oldest first."""
+        self._paused_until: float | None = None
+        self._log = LimitedLog(logger)
+        selector.register(listener, selectors.EVENT_READ, self)
+
+    def close(self) -> None:
+        """Hang up on all that have not proven themselves, and accept nobody more. The listener stays open."""
+        if self._paused_until is None:
+            self._selector.unregister(self._listener)
+        for connection in list(self._unproven):
+            self._forget(connection).close()
+
+    def wait_at_most(self, seconds: float | None = None) -> float | None:
+        """Return the seconds until ``tick`` has something to do, and not more than ``seconds``. None: no limit."""
+        oldest = next(iter(self._unproven.values()), None)
+        times = [each for each in (self._paused_until, oldest.until if oldest else None) if each is not None]
+        limits = [max(each - time.monotonic(), 0.0) for each in times] + ([] if seconds is None else [seconds])
+        return min(limits, default=None)
+
+    def tick(self) -> None:
+        """Close the connections whose time is over, and accept again after a pause."""
+        now = time.monotonic()
+        for connection, stranger in list(self._unproven.items()):
+            if stranger.until > now:
+                break
+            self._refuse(connection, f"it did not prove itself within {PROOF_WITHIN:g} s")
+        if self._paused_until is not None and self._paused_until <= now:
+            try:
+                self._selector.register(self._listener, selectors.EVENT_READ, self)
+            except OSError as e:  # epoll needs memory as well
+                self._log_pause(e)
+                self._paused_until = now + _PAUSE
+            else:
+                self._paused_until = None
+
+    def hear(self, ready: socket.socket) -> Admitted | None:
+        """Take what is there for the listener or a connection. Return a connection that has proven itself with it."""
+        if ready is self._listener:
+            self._accept()
+            return None
+        if ready not in self._unproven:  # closed after the selector had found it ready
+            return None
+        try:
+            return self._go_on(ready, self._unproven[ready])
+        except BlockingIOError:
+            return None
+        except (OSError, ProofError) as e:
+            self._refuse(ready, str(e))
+            return None
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                connection, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except ConnectionAbortedError:  # who had come has gone
+                continue
+            except OSError as e:
+                if e.errno in _DEFECTS:
+                    raise
+                self._pause(e)  # mostly for want of descriptors or memory
+                return
+            try:
+                connection.setblocking(False)
+                self._selector.register(connection, selectors.EVENT_READ, self)
+            except OSError as e:
+                connection.close()
+                self._pause(e)
+                return
+            if len(self._unproven) >= MAX_UNPROVEN:
+                self._refuse(next(iter(self._unproven)), f"{MAX_UNPROVEN} newer connections have not proven themselves")
+            peer = addresses.with_port(*address[:2])
+            self._unproven[connection] = _Unproven(peer, time.monotonic() + PROOF_WITHIN)
+
+    def _go_on(self, connection: socket.socket, stranger: _Unproven) -> Admitted | None:
+        expected = self._proof_bytes if stranger.nonce else challenge.HELLO_BYTES
+        more = connection.recv(expected - len(stranger.heard))
+        if not more:
+            raise ConnectionResetError("it closed the connection before it had proven itself")
+        stranger.heard += more
+        if len(stranger.heard) < expected:
+            return None
+        heard = bytes(stranger.heard)
+        stranger.heard.clear()
+        if stranger.nonce:
+            claim = challenge.checked_claim(self._key, stranger.hello, stranger.nonce, heard)
+            return Admitted(self._forget(connection), claim)
+        nonce = challenge.new_nonce()
+        reply = challenge.reply(self._key, heard, nonce)
+        if connection.send(reply) < len(reply):
+            raise ConnectionResetError("it does not read")
+        stranger.hello, stranger.nonce = heard, nonce
+        return None
+
+    def _refuse(self, connection: socket.socket, reason: str) -> None:
+        self._log.warning(
+            "internal port refused a connection",
+            port=self._port,
+            peer=self._unproven[connection].address,
+            reason=reason,
+        )
+        self._forget(connection).close()
+
+    def _forget(self, connection: socket.socket) -> socket.socket:
+        del self._unproven[connection]
+        self._selector.unregister(connection)
+        return connection
+
+    def _pause(self, error: OSError) -> None:
+        self._log_pause(error)
+        self._selector.unregister(self._listener)
+        self._paused_until = time.monotonic() + _PAUSE
+
+    def _log_pause(self, error: OSError) -> None:
+        self._log.warning("internal port cannot accept connections for now", port=self._port, error=str(error))
+
+
+# The side that connects.
+
+WaitReadable = Callable[[socket.socket], None]
+"""Returns when a connection may be read from. Raises whatever ends the wait."""
+
+
+def introduce(connection: socket.socket, key: bytes, claim: bytes, wait: WaitReadable) -> None:
+    """Prove over a new, non-blocking connection that this side knows ``key``, and check that the listener knows it.
+
+    Args:
+        connection: It is new.
+        key: The key of the port, see ``SharedSecret.key``.
+        claim: Says who this side is, in as many bytes as the port expects.
+        wait: See ``WaitReadable``.
+
+    Raises:
+        ProofError: The listener does not know the key.
+        OSError: The connection broke or was closed.
+    """
+    nonce = challenge.new_nonce()
+    send_small(connection, challenge.hello(nonce))
+    reply = read_exactly(connection, challenge.REPLY_BYTES, wait)
+    send_small(connection, challenge.proof(key, nonce, reply, claim))
+
+
+def read_exactly(connection: socket.socket, count: int, wait: WaitReadable) -> bytes:
+    """Return ``count`` bytes of a non-blocking connection. Raises OSError if it breaks or ends before."""
+    got = bytearray()
+    while len(got) < count:
+        wait(connection)
+        try:
+            more = connection.recv(count - len(got))
+        except BlockingIOError:
+            continue
+        if not more:
+            raise ConnectionResetError("the other side has closed the connection")
+        got += more
+    return bytes(got)
+
+
+def send_small(connection: socket.socket, message: bytes) -> None:
+    """Send a message that fits into an empty send buffer. Raises OSError if it does not fit, or the connection is broken."""
+    if connection.send(message) < len(message):
+        raise BlockingIOError("the other side does not read")
+
+
+# How the kernel finds out that nobody is on the other side, where no packet says so.
+
+_TRIES = 3
+"""Probes of an idle connection. They are whole seconds apart: where that is too coarse, it is found out a second late."""
+
+
+def give_up_after(connection: socket.socket, seconds: float) -> None:
+    """Have a connection fail once the other host has been silent for so many seconds: while something is on its way to it, while
+    there is nothing to say, and after the connection was closed with something left to send. A process that is stopped or busy is
+    not silent: its host answers for it, as long as there is room for what it was sent.
+    """
+    probe = max(round(seconds / _TRIES), 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(int(1000 * seconds), 1))

@@ -1,0 +1,403 @@
+"""Tensor parallelism: a loaded model cut down to the part of one rank, with the sums that make it whole again."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+import msgspec
+import torch
+from transformers import PreTrainedModel
+
+from penstock_enginecore.lora.adapter_sharding import OwnFeatures
+from penstock_enginecore.models.attention_hook import AttentionCall, use_context
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.parallel.collectives import Collectives
+from penstock_enginecore.parallel.part import SplitVocabulary
+
+# Which module of a model is split over ranks, and how: transformers' own plans, checked.
+#
+# A plan maps names of modules, in which ``*`` stands for a number, to a word. Every word that is not known is refused by
+# its name: what it asks for would be missing from the sums, and nobody would notice.
+
+Split = Literal[
+    "colwise",
+    "rowwise",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "embedding_rowwise",
+    "packed_colwise",
+    "packed_rowwise",
+    "moe_tp_experts",
+    "all_reduce",
+    "first_rank",
+]
+"""Of layers, colwise: a rank has some of the outputs. rowwise: it has some of the inputs, and the ranks' outputs are summed.
+colwise_gather_output: as colwise, and every rank gets all outputs. rowwise_split_input: as rowwise, of inputs that every rank
+has whole. embedding_rowwise: it has the vectors of some tokens, and every rank gets all of them. moe_tp_experts, all_reduce: what
+the ranks' modules put out is summed.
+
+Of weights that are no layer's own, as those of experts ``[experts, outputs, inputs]``, colwise is a part of the dimension before
+the last, rowwise of the last, and packed_ the same of two layers' that lie behind one another. first_rank: zeros but on one rank.
+"""
+_SPLITS: dict[str, Split] = {each: each for each in get_args(Split)}
+SUMMED = ("rowwise", "rowwise_split_input", "moe_tp_experts")
+_WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj"})
+"""Words for modules that every rank has: only their gradients would differ."""
+
+
+_OURS: dict[str, dict[str, str]] = {
+    "GptOssForCausalLM": {
+        "model.embed_tokens": "embedding_rowwise",
+        "lm_head": "colwise_gather_output",
+        **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+        "model.layers.*.self_attn.sinks": "rowwise",
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        # Inputs come first in its experts, and columns of gate and up take turns.
+        "model.layers.*.mlp.experts.gate_up_proj": "rowwise",
+        "model.layers.*.mlp.experts.gate_up_proj_bias": "rowwise",
+        "model.layers.*.mlp.experts.down_proj": "colwise",
+        "model.layers.*.mlp.experts.down_proj_bias": "first_rank",
+        "model.layers.*.mlp.experts": "moe_tp_experts",
+    },
+    "Qwen3VLForCausalLM": {
+        "lm_head": "colwise_gather_output",
+        **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        **{f"model.layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")},
+        "model.layers.*.mlp.down_proj": "rowwise",
+    },
+}
+"""Plans for classes that have none in transformers."""
+
+
+class Heads(msgspec.Struct, frozen=True):
+    """Attention heads of a model: of queries, and of keys and values."""
+
+    query: int
+    kv: int
+
+    def check(self, size: int) -> None:
+        """Raise ModelLoadError, with sizes that can be, unless the heads can be dealt to ``size`` ranks."""
+        if self._fits(size):
+            return
+        fitting = [str(other) for other in range(1, self.query + 1) if self._fits(other)]
+        raise ModelLoadError(
+            f"executor.tensor_parallel_size is {size}; the model's {self.query} attention heads and {self.kv} key-value heads "
+            f"can be dealt to {', '.join(fitting)} workers"
+        )
+
+    def _fits(self, size: int) -> bool:
+        return self.query % size == 0 and (self.kv % size == 0 or size % self.kv == 0)
+
+    def kv_heads(self, rank: int, size: int) -> range:
+        """The key-value heads of a rank. Where there are fewer than ranks, several ranks have the same one."""
+        if self.kv >= size:
+            return range(rank * self.kv // size, (rank + 1) * self.kv // size)
+        first = rank * self.kv // size
+        return range(first, first + 1)
+
+
+def splits_of(model: str, plan: Mapping[str, str] | None, names: Iterable[str]) -> dict[str, Split]:
+    """How the modules and parameters of these names are split, by ``plan`` or one of ours. Raises ModelLoadError, naming
+    ``model``, for one without a plan, for words that are not known, and for a plan that splits nothing.
+    """
+    plan = _OURS.get(model, plan)
+    if not plan:
+        raise ModelLoadError(f"executor.tensor_parallel_size: {model} has no plan for it in transformers; use 1")
+    unknown = {word: name for name, word in plan.items() if word not in _SPLITS and word not in _WHOLE}
+    if unknown:
+        word, name = next(iter(sorted(unknown.items())))
+        raise ModelLoadError(
+            f"executor.tensor_parallel_size: the plan of {model} has {name!r} as {word!r}, which is not served yet; use 1"
+        )
+    patterns = [
+        (re.compile(re.escape(name).replace(r"\*", r"\d+")), _SPLITS[word])
+        for name, word in plan.items()
+        if word in _SPLITS
+    ]
+    found = {
+        name: split
+        for name in names
+        if (split := next((split for pattern, split in patterns if pattern.fullmatch(name)), None))
+    }
+    if not any(word in found.values() for word in SUMMED):
+        raise ModelLoadError(f"executor.tensor_parallel_size: the plan of {model} names no layer that it has; use 1")
+    return found
+
+
+# What a model makes of a few tokens, whichever attention it was loaded with.
+
+_NUM_TOKENS = 8
+
+
+class _Causal:
+    """An ``AttentionContext``: each token sees itself and those before."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """``[tokens, num_heads, head_size_v]``."""
+        query, key, value = (each.transpose(0, 1) for each in (call.query, call.key, call.value))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            query[None], key[None], value[None], is_causal=True, enable_gqa=True
+        )
+        return attended[0].transpose(0, 1)
+
+
+@torch.inference_mode()
+def probe_logits(module: PreTrainedModel) -> torch.Tensor:
+    """Logits float32 ``[tokens, vocab]`` of tokens from all over the vocabulary, at the positions from 0 on; of a model without a
+    head its hidden states.
+    """
+    positions = torch.arange(_NUM_TOKENS, device=module.device)
+    token_ids = (positions + 1) * 7919 % module.config.vocab_size
+    model: Any = module.train(mode=False)
+    with use_context(_Causal()):
+        output = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+    found = output.logits if "logits" in output else output.last_hidden_state
+    return cast("torch.Tensor", found[0].float())
+
+
+_KEYS_AND_VALUES = ("k_proj", "v_proj")
+_OF_HEADS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj", "qkv_proj", "query_key_value")
+_TOLERANCE = 0.05
+"""Difference, as a share of the logits' length, that rounding in half precision does not make."""
+
+
+class SplitEmbedding(torch.nn.Module):
+    """Vectors of some tokens each. ``inner``: an embedding of the model's own, which has the rows of this rank."""
+
+    def __init__(self, inner: torch.nn.Embedding, collectives: Collectives) -> None:
+        super().__init__()
+        self._collectives = collectives
+        self._first = collectives.rank * len(inner.weight)
+        inner.padding_idx = None  # of training
+        self.inner = inner
+
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        """The rows of this rank."""
+        return cast("torch.nn.Parameter", self.inner.weight)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """``[..., hidden]`` of ``token_ids`` ``[...]``."""
+        own = token_ids - self._first
+        foreign = (own < 0) | (own >= len(self.inner.weight))
+        vectors = self.inner(own.masked_fill(foreign, 0))
+        return self._collectives.all_reduce(vectors.masked_fill(foreign[..., None], 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class SplitModel:
+    """What is left of a model. ``vocabulary``: of logits that it can leave in parts, None where it cannot. ``features``: of the
+    linear layers that are split, by name.
+    """
+
+    vocabulary: SplitVocabulary | None
+    features: Mapping[str, OwnFeatures]
+
+
+def split_model(module: PreTrainedModel, collectives: Collectives) -> SplitModel:
+    """Keep of each layer what this rank computes, in place. Raises ModelLoadError for models that cannot be split so, and for
+    those that compute something else then.
+
+    Logits and hidden states are whole on every rank, and the same to the last bit.
+    """
+    size = collectives.size
+    config: Any = module.config
+    heads = Heads(
+        config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    )
+    heads.check(size)
+    name_of_model = type(module).__name__
+    plan: Any = getattr(module, "_tp_plan", None)
+    names = [*dict(module.named_modules()), *dict(module.named_parameters())]
+    splits = splits_of(name_of_model, plan, names)
+    expected = probe_logits(module)
+    splitter = _Splitter(module, collectives, heads)
+    splitter.split(splits)
+    whole = probe_logits(module)
+    differs = (whole - expected).norm() / expected.norm()
+    if not differs <= _TOLERANCE:
+        what = "logits" if whole.shape[-1] == getattr(config, "vocab_size", None) else "hidden states"
+        raise ModelLoadError(
+            f"executor.tensor_parallel_size is {size}; {name_of_model} computes something else in parts: its {what} differ by "
+            f"{differs:.0%}; use 1"
+        )
+    return SplitModel(_usable(module, splitter.vocabulary, whole), splitter.features)
+
+
+def _usable(module: PreTrainedModel, vocabulary: SplitVocabulary | None, whole: torch.Tensor) -> SplitVocabulary | None:
+    """``vocabulary``, unless the model does something to its logits, ``whole``, for which it needs all of them."""
+    if vocabulary is None:
+        return None
+    with vocabulary.apart():
+        parts = probe_logits(module)
+    together = vocabulary.is_apart(parts) and torch.equal(vocabulary.whole(parts), whole)
+    return vocabulary if together else None
+
+
+class _Splitter:
+    """Splits the layers of one model. A weight that several layers share is split once. ``vocabulary``: of its head, where the
+    ranks' logits are put together. ``features``: of linear layers, by name.
+    """
+
+    def __init__(self, module: PreTrainedModel, collectives: Collectives, heads: Heads) -> None:
+        self._module = module
+        self._collectives = collectives
+        self._heads = heads
+        self._own_rows: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}
+        self.vocabulary: SplitVocabulary | None = None
+        self.features: dict[str, OwnFeatures] = {}
+
+    def split(self, splits: Mapping[str, Split]) -> None:
+        """Raises ModelLoadError for what is not split yet, or does not divide."""
+        modules = dict(self._module.named_modules())
+        parts_of_heads = [name for name, split in splits.items() if split == "colwise" and _attends(name)]
+        for name, split in splits.items():
+            if name not in modules:
+                self._split_weight(name, split)
+            elif split in ("moe_tp_experts", "all_reduce"):
+                self._add_up(modules[name])
+            elif split == "embedding_rowwise" and isinstance(modules[name], torch.nn.Embedding):
+                self._split_embedding(name, modules[name])
+            elif type(modules[name]) is torch.nn.Linear:
+                self._split_linear(name, modules[name], split)
+            else:
+                raise self._refusal(name, f"is {type(modules[name]).__name__}, which is not split yet")
+        owners = {name.rpartition(".")[0] for name in parts_of_heads}
+        for name, module in modules.items():
+            if name in owners and hasattr(module, "num_key_value_groups"):
+                own = len(self._heads.kv_heads(self._collectives.rank, self._collectives.size))
+                module.num_key_value_groups = self._heads.query // self._collectives.size // own
+
+    def _split_linear(self, name: str, layer: torch.nn.Linear, split: Split) -> None:
+        match split:
+            case "rowwise" | "rowwise_split_input":
+                own = _split_inputs(name, layer, self._collectives, whole=split == "rowwise_split_input")
+                self.features[name] = OwnFeatures(inputs=own)
+            case "colwise_gather_output":
+                self.features[name] = OwnFeatures(outputs=self._split_and_gather(layer))
+            case "colwise":
+                own = self._outputs(name, layer)
+                self.features[name] = OwnFeatures(outputs=own)
+                _keep_outputs(layer, own)
+            case _:
+                raise self._refusal(name, f"is a linear layer, and {split} in the plan, which is not served yet")
+
+    def _split_embedding(self, name: str, embedding: Any) -> None:
+        embedding.weight = self._own_words(embedding.weight)
+        self._module.set_submodule(name, SplitEmbedding(embedding, self._collectives))
+
+    def _split_weight(self, name: str, split: Split) -> None:
+        """A parameter of a name, which is no layer's own."""
+        owner_name, _, own_name = name.rpartition(".")
+        owner = self._module.get_submodule(owner_name)
+        whole, rank = getattr(owner, own_name), self._collectives.rank
+        match split:
+            case "packed_colwise" | "packed_rowwise":
+                dim, pieces = (-2 if split == "packed_colwise" else -1), 2
+            case "colwise" | "rowwise":
+                dim, pieces = (-2 if split == "colwise" else -1), 1
+            case "first_rank":
+                setattr(owner, own_name, _parameter(whole if rank == 0 else torch.zeros_like(whole)))
+                return
+            case _:
+                raise self._refusal(name, f"is a weight, and {split} in the plan, which is not served yet")
+        each = _even(name, "numbers", whole.shape[dim] // pieces, self._collectives.size)
+        parts = [piece.narrow(dim, rank * each, each) for piece in whole.chunk(pieces, dim)]
+        setattr(owner, own_name, _parameter(torch.cat(parts, dim)))
+
+    def _add_up(self, module: torch.nn.Module) -> None:
+        collectives = self._collectives
+
+        def add_up(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - torch's signature
+            return collectives.all_reduce(output.contiguous())
+
+        module.register_forward_hook(add_up)
+
+    def _refusal(self, name: str, why: str) -> ModelLoadError:
+        return ModelLoadError(f"executor.tensor_parallel_size: {name} of {type(self._module).__name__} {why}; use 1")
+
+    def _outputs(self, name: str, layer: torch.nn.Linear) -> range:
+        rank, size = self._collectives.rank, self._collectives.size
+        if name.rpartition(".")[2] in _KEYS_AND_VALUES:
+            own, width = self._heads.kv_heads(rank, size), layer.out_features // self._heads.kv
+            return range(own.start * width, own.stop * width)
+        each = _even(name, "outputs", layer.out_features, size)
+        return range(rank * each, (rank + 1) * each)
+
+    def _own_words(self, whole: torch.Tensor) -> torch.nn.Parameter:
+        """As many rows for every rank: zeros behind the last."""
+        if id(whole) not in self._own_rows:
+            count = -(-len(whole) // self._collectives.size)
+            first = self._collectives.rank * count
+            rows = whole[first : first + count]
+            if missing := count - len(rows):
+                rows = torch.cat([rows, torch.zeros(missing, *rows.shape[1:], dtype=rows.dtype, device=rows.device)])
+            self._own_rows[id(whole)] = whole, _parameter(rows)
+        return self._own_rows[id(whole)][1]
+
+    def _split_and_gather(self, layer: torch.nn.Linear) -> range:
+        """The outputs of this rank."""
+        total = layer.out_features
+        layer.weight = self._own_words(layer.weight)
+        if layer.bias is not None:
+            layer.bias = self._own_words(layer.bias)
+        layer.out_features = len(layer.weight)
+        vocabulary = SplitVocabulary(self._collectives, total, layer.out_features)
+        head: Any = self._module
+        if layer is head.get_output_embeddings():
+            self.vocabulary = vocabulary
+
+        def gather(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - torch's signature
+            return vocabulary.finish(output)
+
+        layer.register_forward_hook(gather)
+        return range(vocabulary.first, vocabulary.first + vocabulary.width)
+
+
+def _keep_outputs(layer: torch.nn.Linear, own: range) -> None:
+    layer.weight = _parameter(layer.weight[own.start : own.stop])
+    if layer.bias is not None:
+        layer.bias = _parameter(layer.bias[own.start : own.stop])
+    layer.out_features = len(own)
+
+
+def _split_inputs(name: str, layer: Any, collectives: Collectives, *, whole: bool) -> range:
+    """The inputs of this rank. ``whole``: every rank has all of them, and takes its own."""
+    each = _even(name, "inputs", layer.in_features, collectives.size)
+    first = collectives.rank * each
+    layer.weight = _parameter(layer.weight[:, first : first + each])
+    layer.in_features = each
+    layer.register_parameter("whole_bias", layer.bias)  # it moves with the layer
+    layer.bias = None
+
+    def take_own(module: torch.nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:  # noqa: ARG001 - torch's signature
+        return args[0][..., first : first + each]
+
+    def add_up(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - torch's signature
+        total = collectives.all_reduce(output.contiguous())
+        return total if layer.whole_bias is None else total + layer.whole_bias
+
+    if whole:
+        layer.register_forward_pre_hook(take_own)
+    layer.register_forward_hook(add_up)
+    return range(first, first + each)
+
+
+def _attends(name: str) -> bool:
+    """Whether a layer of this name makes heads."""
+    return name.rpartition(".")[2] in _OF_HEADS
+
+
+def _even(name: str, what: str, count: int, size: int) -> int:
+    if count % size:
+        raise ModelLoadError(
+            f"executor.tensor_parallel_size is {size}; the {count} {what} of {name} do not divide by it"
+        )
+    return count // size
+
+
+def _parameter(part: torch.Tensor) -> torch.nn.Parameter:
+    """Memory of its own: the whole can be freed."""
+    return torch.nn.Parameter(part.clone(), requires_grad=False)

@@ -1,0 +1,356 @@
+"""The sessions of frontends with this engine: where the busy loop's messages cross over to the I/O thread."""
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+import msgspec
+
+from penstock.enginecore.v1 import messages_pb2 as pb
+from penstock_common.errors import ResourceExhausted
+from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import get_logger
+from penstock_common.rpc.data_parallel import wave_to_proto
+from penstock_common.rpc.outputs import chunk_to_proto
+from penstock_common.rpc.revision import ANNOUNCED_SINCE, COLUMNS_SINCE
+from penstock_common.tensors.incoming import IncomingTensors
+from penstock_common.tensors.outgoing import Chunk, Outgoing, TensorRef
+from penstock_common.tensors.pool import TensorPool
+from penstock_common.tensors.shared_memory import SegmentReader
+from penstock_common.tensors.sizes import (
+    DEFAULT_MAX_MESSAGE_BYTES,
+    MAX_TENSOR_BYTES,
+    MAX_UNANNOUNCED_BYTES,
+    Buffer,
+    Limits,
+)
+from penstock_common.types.data_parallel import StartWave
+from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
+from penstock_enginecore.config import SessionsConfig
+from penstock_enginecore.media.core.receiver_cache import ReceiverCache
+from penstock_enginecore.rpc import convert
+from penstock_enginecore.rpc.frames import FrameBatch, encoded, split, too_large, unsendable
+from penstock_enginecore.rpc.request_tensors import FeatureReader, PromptReader
+from penstock_enginecore.rpc.traces import EngineTraces
+
+_WRAPPING_BYTES = 16
+"""Of a message around a frame, at most."""
+
+
+class FrontendSession:
+    """Messages on their way to one frontend, and what came of its prompts. Belongs to the I/O thread.
+
+    The queue is not bounded: it holds what the frontend has not read of its own requests' output, and its requests are bounded.
+    No message is larger than the frontend takes: see ``rpc/frames.py``; large vectors go ahead in chunks.
+    """
+
+    def __init__(
+        self, client_id: str, limits: Limits, revision: int, incarnation: str = "", pool: TensorPool | None = None
+    ) -> None:
+        """``revision``: of the contract, on this stream; ``incarnation``: the frontend's. ``pool``: bounds the tensors in chunks
+        of all sessions together; the session's end closes ``prompts.tensors``.
+        """
+        self._batches = revision >= COLUMNS_SINCE
+        self._batch = FrameBatch()
+        self.client_id = client_id
+        self.incarnation = incarnation
+        self.max_tensor_bytes = MAX_TENSOR_BYTES if revision >= ANNOUNCED_SINCE else MAX_UNANNOUNCED_BYTES
+        """Bytes of tensors in chunks that the session holds at most."""
+        if pool is not None:
+            self.max_tensor_bytes = min(self.max_tensor_bytes, pool.max_bytes)
+        announced = revision >= ANNOUNCED_SINCE
+        self.prompts = PromptReader(IncomingTensors(self.max_tensor_bytes, announced=announced, pool=pool))
+        self.features: FeatureReader | None = None
+        """Reads media; None where the engine takes none."""
+        self._limits = limits
+        self._outgoing: Outgoing[pb.SessionResponse] = Outgoing(_chunk)
+        self._outgoing.limit(limits)
+        self._ended: set[str] = set()
+        """Requests that have ended for the frontend because an output could not be sent, and not yet for the engine."""
+        self._arrived = asyncio.Event()
+        self._closed = False
+
+    def put(self, message: pb.SessionResponse) -> None:
+        """Queue a message."""
+        self._batch = FrameBatch()  # what comes later goes behind it
+        self._outgoing.put(lambda _: message)
+        self._arrived.set()
+
+    def put_outputs(self, outputs: EngineCoreOutputs, frame: pb.EngineCoreOutputs | None = None) -> list[str]:
+        """Queue what a step has to say. ``frame``: its message, where that is made already. Returns the ids of requests that end
+        here: an output of theirs is too large, or cannot be encoded.
+        """
+        if self._ended:
+            outputs = _without(outputs, self._ended)
+        unfinished = {output.request_id for output in outputs.outputs if output.finish_reason is None}
+        refused = self._put_large(outputs) if any(map(_is_pooled, outputs.outputs)) else []
+        if frame is None:
+            outputs, frame, broken = encoded(outputs)
+            refused += broken
+        if (size := frame.ByteSize()) + _WRAPPING_BYTES <= self._limits.max_message_bytes:
+            self._put_frame(frame, size)
+        else:
+            frames = split(outputs, self._limits.max_message_bytes)
+            for part in frames.frames:
+                piece = convert.outputs_to_proto(part)
+                self._put_frame(piece, piece.ByteSize())
+            refused += frames.refused
+        self._ended |= unfinished.intersection(refused)
+        return refused
+
+    def _put_frame(self, frame: pb.EngineCoreOutputs, size: int) -> None:
+        """Queue a frame, in one message with those before it where these still wait."""
+        if not self._batches or not self._batch.takes(size, self._limits.max_message_bytes - _WRAPPING_BYTES):
+            self._batch = FrameBatch()
+        if not self._batch:
+            self._outgoing.put(self._batch.make)
+            self._arrived.set()
+        self._batch.add(frame, size)
+
+    def _put_large(self, outputs: EngineCoreOutputs) -> list[str]:
+        """Take large vectors out of a step's outputs: they go in chunks. Returns the ids of requests that end here."""
+        most, refused = self._limits.max_tensor_bytes, []
+        others: list[EngineCoreOutput] = []
+        for output in outputs.outputs:
+            size = len(output.pooling_output.data) if output.pooling_output is not None else 0
+            if output.pooling_output is None or not most or size <= self._limits.inline_bytes:
+                others.append(output)
+            elif size > most:
+                others.append(too_large(output, size, most))
+                refused.append(output.request_id)
+            else:
+                make = partial(_pooled, output, outputs.engine_index)
+                tensors = (output.pooling_output.data,)
+                self._outgoing.put(make, partial(_given, tensors))
+                self._arrived.set()
+                # Its end is told with its vectors, not before.
+                outputs.finished_requests = [i for i in outputs.finished_requests if i != output.request_id]
+        outputs.outputs = others
+        return refused
+
+    def close(self) -> None:
+        """No message follows those that are queued."""
+        self._closed = True
+        self._arrived.set()
+
+    async def next(self) -> pb.SessionResponse | None:
+        """The next message; None when the session is closed and empty."""
+        while True:
+            while not self._outgoing:
+                if self._closed:
+                    return None
+                self._arrived.clear()
+                await self._arrived.wait()
+            if (message := self._outgoing.next()) is not None:
+                return message
+
+
+def _is_pooled(output: EngineCoreOutput) -> bool:
+    return output.pooling_output is not None
+
+
+def _given(tensors: Sequence[Buffer]) -> Sequence[Buffer]:
+    return tensors
+
+
+def _pooled(output: EngineCoreOutput, engine_index: int, refs: Sequence[TensorRef]) -> pb.SessionResponse:
+    try:
+        frame = convert.pooled_to_proto(output, refs[0])
+    except Exception as e:
+        frame = convert.pooled_to_proto(unsendable(output, e), None)
+    frame.engine_index = engine_index
+    return pb.SessionResponse(outputs=frame)
+
+
+def _chunk(chunk: Chunk) -> pb.SessionResponse:
+    return pb.SessionResponse(tensor_chunk=chunk_to_proto(chunk))
+
+
+def _without(outputs: EngineCoreOutputs, ended: set[str]) -> EngineCoreOutputs:
+    """The outputs less those of requests that ``ended`` for the frontend; one whose last output passes leaves the set."""
+    left = [output for output in outputs.outputs if output.request_id not in ended]
+    over = {output.request_id for output in outputs.outputs if output.finish_reason is not None} & ended
+    finished = [request_id for request_id in outputs.finished_requests if request_id not in over]
+    ended -= over
+    return msgspec.structs.replace(outputs, outputs=left, finished_requests=finished)
+
+
+log = get_logger()
+
+
+class Sessions:
+    """All open sessions, and the ``OutputSink`` of the busy loop.
+
+    ``open`` and ``close`` belong to the I/O thread; the sink's methods may be called from any.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        on_draining: Callable[[float], None],
+        traces: EngineTraces | None = None,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        limits: SessionsConfig = SessionsConfig(),  # noqa: B008 - it is immutable
+    ) -> None:
+        """``on_draining`` is called once, on the I/O thread, with the seconds that are left. ``traces``: sees every request and
+        output. ``max_message_bytes``: the largest message that the server sends.
+        """
+        self.traces = traces
+        self.on_refused: Callable[[str, list[str]], None] = lambda *_: None
+        """Called on the I/O thread with a client's requests that ended because an output of theirs cannot be sent."""
+        self.engine_index = 0
+        """The engine's in its cluster, which frames name: 0 until a coordinator has said it."""
+        self.received = ReceiverCache(0)
+        """Features of media that sessions have had kept."""
+        self.tensors = TensorPool(limits.max_tensor_bytes)
+        """Bounds the tensors in chunks of all sessions."""
+        self._max_sessions = limits.max_sessions
+        self._max_message_bytes = max_message_bytes
+        self._loop = loop
+        self._on_draining = on_draining
+        self._sessions: dict[str, FrontendSession] = {}
+        self._numbers = itertools.count()
+        self._drained_at: float | None = None
+        self._posted: deque[Callable[[], None]] = deque()
+        self._woken = False
+        self.dead: str | None = None
+
+    def open(self, hello: pb.Hello, revision: int) -> FrontendSession:
+        """A session under a name of its own, of a revision of the contract: a frontend that reconnects is another client. Raises
+        ResourceExhausted, reason TOO_MANY_SESSIONS, if as many are open as may be.
+        """
+        if len(self._sessions) >= self._max_sessions:
+            raise ResourceExhausted(
+                f"{len(self._sessions)} sessions are open; the limit is sessions.max_sessions, {self._max_sessions}",
+                reason="TOO_MANY_SESSIONS",
+                retry_after=1.0,
+            )
+        limits = Limits.of(self._max_message_bytes, hello.max_message_bytes, hello.max_tensor_bytes)
+        client_id = f"{hello.frontend_id}#{next(self._numbers)}"
+        session = FrontendSession(client_id, limits, revision, hello.incarnation, self.tensors)
+        self._sessions[session.client_id] = session
+        return session
+
+    def welcome(self, session: FrontendSession, ready: pb.Ready, probe: str = "") -> None:
+        """Queue ``ready``, and ``draining`` behind it if that is the case. What that says of media holds for the session.
+        ``probe``: names a segment of the frontend's, which proves that its memory is read here; empty: it has made none.
+        """
+        ready.max_tensor_bytes = min(ready.max_tensor_bytes, session.max_tensor_bytes)
+        segments = SegmentReader(session.incarnation) if ready.shared_memory_id else None
+        if segments is not None and probe:
+            ready.shared_memory_nonce = segments.prove(probe)
+            if not ready.shared_memory_nonce:
+                ready.shared_memory_id, segments = "", None
+        session.prompts.segments = segments
+        if ready.media:
+            self.received.quota = ready.receiver_cache_bytes
+            session.features = FeatureReader(session.prompts.tensors, self.received.session(), segments)
+        session.put(pb.SessionResponse(ready=ready))
+        if self._drained_at is not None:
+            self._put_draining(session, max(self._drained_at - time.monotonic(), 0.0))
+
+    def close(self, session: FrontendSession) -> None:
+        """Forget a session."""
+        self._sessions.pop(session.client_id, None)
+        session.prompts.tensors.close()
+        if session.features is not None:
+            session.features.kept.clear()
+        if self.traces is not None:
+            self.traces.client_gone(session.client_id)
+
+    def close_all(self) -> None:
+        """Let every session end after what is queued."""
+        for session in self._sessions.values():
+            session.close()
+
+    def drop_stale(self) -> None:
+        """Drop what has come of tensors whose rest does not come."""
+        for session in self._sessions.values():
+            session.prompts.tensors.drop_stale()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def emit(self, client_id: str, outputs: EngineCoreOutputs) -> None:
+        """Send a step's outputs to one frontend, or drop them if it has gone."""
+        self._post(partial(self._deliver, client_id, outputs))
+
+    def broadcast(self, outputs: EngineCoreOutputs, to: Collection[str] | None = None) -> None:
+        """Send to every frontend that is there, or to those of these ids."""
+        self._post(partial(self._deliver_to_all, outputs, to))
+
+    def start_wave(self, message: StartWave) -> None:
+        """Have every frontend tell the other ranks of the group that this one waits for them."""
+        self._post(partial(self._put_to_all, pb.SessionResponse(start_wave=wave_to_proto(message))))
+
+    def draining(self, timeout: float) -> None:
+        """Tell every frontend, and those still to come."""
+        self._post(partial(self._announce_draining, timeout))
+
+    def engine_dead(self, reason: str) -> None:
+        """Tell every frontend, then end the sessions."""
+        self._post(partial(self._announce_dead, reason))
+
+    def clear_media(self) -> None:
+        """Forget what sessions have had kept of media, and tell their frontends."""
+        self._post(self._clear_media)
+
+    def _post(self, work: Callable[[], None]) -> None:
+        """Have the I/O thread do something, behind what was posted before. It is woken once for all that waits."""
+        self._posted.append(work)
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._do_posted)
+
+    def _do_posted(self) -> None:
+        self._woken = False  # what is posted from now on wakes the thread again
+        for _ in range(len(self._posted)):
+            try:
+                self._posted.popleft()()
+            except Exception as e:
+                incident(e, request="", doing="handing over what the engine says")
+
+    def _deliver(self, client_id: str, outputs: EngineCoreOutputs) -> None:
+        outputs.engine_index = self.engine_index
+        if self.traces is not None:
+            self.traces.take(client_id, outputs)
+        session = self._sessions.get(client_id)
+        if session is not None and (refused := session.put_outputs(outputs)):
+            self.on_refused(client_id, refused)
+
+    def _deliver_to_all(self, outputs: EngineCoreOutputs, to: Collection[str] | None) -> None:
+        outputs.engine_index = self.engine_index
+        outputs, frame, _ = encoded(outputs)
+        for client_id, session in self._sessions.items():
+            if to is None or client_id in to:
+                session.put_outputs(outputs, frame)
+
+    def _put_to_all(self, message: pb.SessionResponse) -> None:
+        for session in self._sessions.values():
+            session.put(message)
+
+    def _clear_media(self) -> None:
+        self.received.clear()
+        for session in self._sessions.values():
+            if session.features is not None:
+                session.put(pb.SessionResponse(media_cleared=pb.MediaCleared()))
+
+    def _announce_draining(self, time_left: float) -> None:
+        log.info("draining: new requests are refused", sessions=len(self._sessions))
+        self._drained_at = time.monotonic() + time_left
+        for session in self._sessions.values():
+            self._put_draining(session, time_left)
+        self._on_draining(time_left)
+
+    def _put_draining(self, session: FrontendSession, time_left: float) -> None:
+        session.put(pb.SessionResponse(draining=convert.draining_to_proto(time_left)))
+
+    def _announce_dead(self, reason: str) -> None:
+        self.dead = reason
+        for session in self._sessions.values():
+            session.put(pb.SessionResponse(engine_dead=pb.EngineDead(reason=reason)))
+            session.close()

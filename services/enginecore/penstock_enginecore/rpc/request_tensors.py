@@ -1,0 +1,143 @@
+"""Media features and prompts as vectors, from messages that have the tensors inline, in chunks or in shared memory."""
+
+import re
+from weakref import WeakValueDictionary
+
+from penstock.common.v1 import tensor_pb2
+from penstock.enginecore.v1 import messages_pb2 as pb
+from penstock_common.errors import InvalidArgument, ResourceExhausted, Unimplemented
+from penstock_common.rpc.media import modality_from_proto, tensor_from_proto
+from penstock_common.rpc.outputs import prompt_embeds_from_proto, taker
+from penstock_common.tensors.incoming import IncomingTensors
+from penstock_common.tensors.shared_memory import SegmentReader
+from penstock_common.tensors.sizes import MAX_TENSOR_BYTES, Buffer
+from penstock_common.types.media import EmbedRun, MultiModalFeature, TensorData
+from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_enginecore.media.core.receiver_cache import ReceivedFeature, SessionFeatures
+
+MAX_TENSORS = 32
+"""Of an item."""
+_IDENTIFIER = re.compile(r"[0-9a-f]{64}")
+
+
+class FeatureReader:
+    """Reads those of one session, and has kept what its frontend wants to be kept.
+
+    Whatever comes of a request: its segments of shared memory are gone behind it, and so are its chunks.
+    """
+
+    def __init__(self, tensors: IncomingTensors, kept: SessionFeatures, segments: SegmentReader | None) -> None:
+        """``segments``: None where no shared memory is taken."""
+        self.kept = kept
+        self._tensors = tensors
+        self._take = taker(tensors)
+        self._segments = segments
+        self._shared_bytes = 0
+        """In shared memory, of the request that is being read."""
+
+    def read(self, message: pb.EngineCoreRequest) -> list[MultiModalFeature]:
+        """The features of a request with their data. Raises InvalidArgument, with the field, what ``SessionFeatures.take``
+        raises, and what became of their tensors.
+        """
+        if not message.mm_features:
+            return []
+        self._shared_bytes = 0
+        try:
+            received = [
+                ReceivedFeature(self._feature(feature, f"mm_features[{place}]"), feature.keep)
+                for place, feature in enumerate(message.mm_features)
+            ]
+        except Exception:
+            self.discard(message)
+            raise
+        return self.kept.take(received)
+
+    def _feature(self, message: pb.MultiModalFeature, path: str) -> MultiModalFeature:
+        if _IDENTIFIER.fullmatch(message.identifier) is None:
+            raise InvalidArgument(
+                f"{path}.identifier has {len(message.identifier)} characters; it must be 64 hexadecimal digits",
+                field=f"{path}.identifier",
+            )
+        if len(message.data) > MAX_TENSORS:
+            raise InvalidArgument(
+                f"{path}.data has {len(message.data)} tensors; the limit is {MAX_TENSORS}", field=f"{path}.data"
+            )
+        return MultiModalFeature(
+            modality=modality_from_proto(message.modality, path=f"{path}.modality"),
+            identifier=message.identifier,
+            offset=message.offset,
+            length=message.length,
+            embed_runs=tuple(EmbedRun(start=run.start, count=run.count) for run in message.embed_runs),
+            data={name: self._tensor(tensor, f"{path}.data[{name[:64]}]") for name, tensor in message.data.items()},
+        )
+
+    def _tensor(self, message: tensor_pb2.Tensor, path: str) -> TensorData:
+        shared = None if self._segments is None else self._shared
+        return tensor_from_proto(message, path=path, take=self._take, shared=shared)
+
+    def _shared(self, reference: tensor_pb2.SharedMemoryReference, field: str) -> Buffer:
+        if self._segments is None:
+            raise Unimplemented(f"{field} is set; this engine takes no shared memory", field=field)
+        self._shared_bytes += reference.size
+        if self._shared_bytes > MAX_TENSOR_BYTES:
+            raise ResourceExhausted(
+                f"mm_features has {self._shared_bytes} bytes in shared memory; the limit is {MAX_TENSOR_BYTES}",
+                field=field,
+            )
+        return self._segments.read(reference.name, reference.offset, reference.size, field=field)
+
+    def discard(self, message: pb.EngineCoreRequest) -> None:
+        """What a request refers to that is not read: nothing else will ask for it."""
+        for feature in message.mm_features:
+            for tensor in feature.data.values():
+                kind = tensor.WhichOneof("payload")
+                if kind == "shared_memory" and self._segments is not None:
+                    self._segments.discard(tensor.shared_memory.name)
+                elif kind == "chunks" and not tensor.chunks.keep:
+                    self._tensors.abandon(tensor.chunks.transfer_id)
+
+
+class PromptReader:
+    """Reads those of one session. Requests that refer to the same chunks get the same object."""
+
+    def __init__(self, tensors: IncomingTensors) -> None:
+        """``tensors``: those that come in chunks on the session."""
+        self.tensors = tensors
+        self.segments: SegmentReader | None = None
+        """Reads those of the frontend; None where no shared memory is taken."""
+        self._take = taker(self.tensors)
+        self._shared: WeakValueDictionary[int, PromptEmbeds] = WeakValueDictionary()
+
+    def read(self, message: pb.EngineCoreRequest) -> PromptEmbeds | None:
+        """The vectors of a request's prompt; None when it has none. Raises InvalidArgument, or what became of its chunks."""
+        if not message.HasField("prompt_embeds"):
+            return None
+        shared = None if self.segments is None else self._in_memory
+        embeds = prompt_embeds_from_proto(
+            message.prompt_embeds, message.prompt_is_token_ids, take=self._take, shared=shared
+        )
+        if not embeds.num_vectors(0, embeds.num_tokens):
+            return None
+        if message.prompt_embeds.WhichOneof("payload") == "chunks":
+            return self._shared_one(message.prompt_embeds.chunks.transfer_id, embeds)
+        return embeds
+
+    def discard(self, message: pb.EngineCoreRequest) -> None:
+        """What a request refers to that is refused: nothing else will ask for it."""
+        kind = message.prompt_embeds.WhichOneof("payload")
+        if kind == "shared_memory" and self.segments is not None:
+            self.segments.discard(message.prompt_embeds.shared_memory.name)
+        elif kind == "chunks" and not message.prompt_embeds.chunks.keep:
+            self.tensors.abandon(message.prompt_embeds.chunks.transfer_id)
+
+    def _in_memory(self, reference: tensor_pb2.SharedMemoryReference, field: str) -> Buffer:
+        if self.segments is None:
+            raise Unimplemented(f"{field} is set; this session takes no shared memory", field=field)
+        return self.segments.read(reference.name, reference.offset, reference.size, field=field)
+
+    def _shared_one(self, transfer_id: int, embeds: PromptEmbeds) -> PromptEmbeds:
+        known = self._shared.get(transfer_id)
+        if known is not None and known.data is embeds.data and known.is_alike(embeds):
+            return known
+        self._shared[transfer_id] = embeds
+        return embeds

@@ -1,0 +1,423 @@
+"""Reads JSON schemas: their text, types, keywords and references, and how much work a schema may be."""
+
+import json
+import re
+from collections.abc import Callable, Hashable, Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+from penstock_common.nesting import nests_deeper
+from penstock_enginecore.structured_output.constraints.regex import MAX_REPEAT
+
+Schema = Mapping[str, Any]
+
+TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+_MAX_SHOWN = 100
+
+
+class SchemaError(ValueError):
+    """A schema, or a part of it at ``path`` (a JSON pointer behind ``#``; empty for the text), cannot be honoured."""
+
+    def __init__(self, path: str, what: str) -> None:
+        super().__init__(f"{path} {what}" if path else what)
+        self.path = path
+        self.what = what
+
+
+class UnfulfillableError(SchemaError):
+    """No value can fulfil the schema. An alternative of several that cannot be fulfilled may be left out."""
+
+
+class TooMuchWorkError(SchemaError):
+    """Translating the schema takes more than the work that was allowed for it."""
+
+
+class Work:
+    """Counts the steps of a translation, so that no schema takes longer than whoever waits for it can afford."""
+
+    def __init__(self, limit: int) -> None:
+        """``limit``: in transitions of an automaton, which take a few microseconds each."""
+        self._limit = limit
+        self._left = limit
+
+    def spend(self, path: str, steps: int) -> None:
+        """Count ``steps`` for the schema at ``path``. Raises TooMuchWorkError when none are left."""
+        self._left -= steps
+        if self._left < 0:
+            raise TooMuchWorkError(
+                path, f"makes the schema take more than {self._limit} steps to translate; say it more simply"
+            )
+
+
+def shown(value: Any) -> str:
+    """A value as an error quotes it: its beginning."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def present(schema: Any) -> Any:
+    """A schema without the keywords that are null, which serializers write for absent ones. A ``const`` may be null."""
+    if not isinstance(schema, dict):
+        return schema
+    return {name: value for name, value in schema.items() if value is not None or name == "const"}
+
+
+def never(schema: Any) -> bool:
+    """Whether a schema is false, or spells it out: ``{"not": {}}``."""
+    return schema is False or (isinstance(schema, dict) and schema.get("not", 0) in (True, {}) and len(schema) == 1)
+
+
+def fits(value: Any, kind: str) -> bool:
+    """Whether a JSON value is of a type."""
+    if isinstance(value, bool) or value is None:
+        return kind == ("null" if value is None else "boolean")
+    if isinstance(value, int | Decimal):
+        return kind == "number" or (kind == "integer" and value == int(value))
+    return kind == ("object" if isinstance(value, dict) else "array" if isinstance(value, list) else "string")
+
+
+def identity(value: Any) -> Hashable:
+    """What JSON values have in common that are equal, at any depth: 1 equals 1.0, but not true."""
+    if isinstance(value, list):
+        return list, tuple(map(identity, value))
+    if isinstance(value, dict):
+        return dict, frozenset((name, identity(part)) for name, part in value.items())
+    return isinstance(value, bool), value
+
+
+def escaped(name: str) -> str:
+    """A name as a part of a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+# The text, as exactly as it was written and no deeper than can be followed.
+
+MAX_NESTING = 256
+"""How deeply the JSON text of a schema may nest, values of ``const`` and ``enum`` included."""
+
+MAX_EXPONENT = 300
+"""Largest power of ten of a number."""
+
+
+def parse(text: str) -> Any:
+    """The JSON value in ``text``, fractions as Decimal. Raises SchemaError."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
+    try:
+        value = json.loads(text, parse_float=_fraction, parse_constant=refuse)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as e:
+        raise SchemaError("", f"is not valid JSON: {e}") from None
+    if nests_deeper(value, MAX_NESTING):
+        raise _too_deep()
+    return value
+
+
+def _too_deep() -> SchemaError:
+    return SchemaError("", f"nests more than {MAX_NESTING} deep")
+
+
+def _fraction(text: str) -> Decimal:
+    try:
+        value = Decimal(text)
+    except InvalidOperation:  # its exponent does not fit
+        raise ValueError(f"the number {text[:40]} is out of range") from None
+    if abs(value.adjusted()) > MAX_EXPONENT:
+        raise ValueError(f"the number {text[:40]} is out of range")
+    return value
+
+
+# Keywords: which constrain, which only annotate, and what their values must be.
+
+_NUMBER = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+_DEPENDENT = frozenset({"dependentRequired", "dependentSchemas", "dependencies"})
+KEYWORDS: Mapping[str, frozenset[str]] = {
+    "object": frozenset(
+        {"properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"}
+        | {"propertyNames", "unevaluatedProperties"}
+        | _DEPENDENT
+    ),
+    "array": frozenset(
+        {"items", "prefixItems", "additionalItems", "unevaluatedItems", "minItems", "maxItems", "uniqueItems"}
+        | {"contains", "minContains", "maxContains"}
+    ),
+    "string": frozenset({"minLength", "maxLength", "pattern"}),
+    "number": _NUMBER,
+    "integer": _NUMBER,
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+"""The keywords that are honoured, by the type they speak of. ``format`` speaks of strings and of numbers."""
+COMBINED = frozenset({"$ref", "const", "enum", "anyOf", "oneOf", "allOf", "not", "if", "then", "else"})
+_ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"}
+    | {"$schema", "$id", "id", "$anchor", "$comment", "$vocabulary", "$defs", "definitions", "components"}
+    | {"contentEncoding", "contentMediaType", "contentSchema", "discriminator", "externalDocs", "xml", "summary"}
+    | {"propertyOrdering", "propertyOrder", "order", "enumNames", "enumDescriptions", "enumVarnames", "tsEnumNames"}
+    | {"markdownDescription", "markdownEnumDescriptions", "deprecationMessage", "doNotSuggest", "defaultSnippets"}
+    | {"errorMessage", "javaType", "existingJavaType", "javaEnumNames", "typeName", "_meta", "env", "env_names"}
+)
+"""Keywords of the drafts and of common generators that describe values and allow all of them."""
+OURS = frozenset({"!type", "!enum", "!pattern"})
+"""What is left of a negation: types, values and an expression that must not fit."""
+_KNOWN = frozenset({"type", "format", "nullable"} | COMBINED | set().union(*KEYWORDS.values()))
+INTEGER_FORMATS: Mapping[str, tuple[int, int]] = {
+    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32)},
+    **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32)},
+    "uint64": (0, 2**64 - 1),
+    "uint": (0, 2**64 - 1),
+}
+"""Least and greatest value of the formats of integers that are narrower than 64 bits, or have no sign."""
+
+
+def constraining(schema: Any, path: str, *, ours: bool = False) -> dict[str, Any]:
+    """The keywords of ``schema`` that constrain. Raises SchemaError for one that is not known. ``ours``: it was written here, and
+    may say what a client cannot.
+    """
+    if not isinstance(schema, dict):
+        raise SchemaError(path, f"is {shown(schema)}; a schema is an object, true or false")
+    found: dict[str, Any] = {}
+    for name, value in schema.items():
+        if ours and name in OURS:
+            found[name] = value
+        elif (value is None and name != "const") or name in _ANNOTATIONS or name.startswith(("x-", "X-", "x_")):
+            continue
+        elif name not in _KNOWN:
+            raise SchemaError(f"{path}/{name}", "is not supported")
+        else:
+            found[name] = value
+    for name, check in _FORMS.items():
+        if name in found:
+            check(found, name, path)
+    return found
+
+
+def kinds_of(given: Any, path: str) -> set[str]:
+    """The types that the value of ``type`` names, without ``integer`` beside ``number``."""
+    kinds = given if isinstance(given, list) else [given]
+    if not kinds or any(kind not in TYPES for kind in kinds):
+        lower = given.lower() if isinstance(given, str) else ""
+        hint = f"; write {lower!r}" if lower in TYPES else f"; known types are {', '.join(TYPES)}"
+        raise SchemaError(f"{path}/type", f"is {shown(given)}{hint}")
+    return set(kinds) - ({"integer"} if "number" in kinds else set())
+
+
+def number(keywords: Schema, name: str, path: str) -> Decimal | None:
+    """The number of a keyword, None where it is not set."""
+    if name not in keywords:
+        return None
+    value = keywords[name]
+    if isinstance(value, bool) or not isinstance(value, int | Decimal) or len(str(int(value))) > 30:
+        raise SchemaError(f"{path}/{name}", "must be a number of at most 30 digits")
+    return Decimal(value)
+
+
+def bounds(keywords: Schema, name: str, exclusive: str, path: str) -> list[tuple[Decimal, bool, str]]:
+    """The bounds that a keyword and its exclusive form give: the number, whether it is itself excluded, and its place.
+
+    In draft 4 the exclusive form is true or false, and says it of the other.
+    """
+    plain, marked = number(keywords, name, path), keywords.get(exclusive)
+    if isinstance(marked, bool):
+        return [] if plain is None else [(plain, marked, f"{path}/{name}")]
+    excluded = number(keywords, exclusive, path)
+    found = [] if plain is None else [(plain, False, f"{path}/{name}")]
+    return found if excluded is None else [*found, (excluded, True, f"{path}/{exclusive}")]
+
+
+def count(keywords: Schema, name: str, path: str) -> int | None:
+    """The count of a keyword, None where it is not set."""
+    value = keywords.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | Decimal) or value != int(value) or value < 0:
+        raise SchemaError(f"{path}/{name}", f"is {shown(value)}; it must be a whole number of at least 0")
+    if value > MAX_REPEAT:
+        raise SchemaError(f"{path}/{name}", f"is {shown(value)}; the limit is {MAX_REPEAT}")
+    return int(value)
+
+
+def flag(keywords: Schema, name: str, path: str) -> bool:
+    """Whether a keyword is true; false where it is not set."""
+    value = keywords.get(name, False)
+    if not isinstance(value, bool):
+        raise SchemaError(f"{path}/{name}", f"is {shown(value)}; it must be true or false")
+    return value
+
+
+def mapping(keywords: Schema, name: str, path: str) -> Mapping[str, Any]:
+    """A keyword's object, empty where it is not set."""
+    value = keywords.get(name, {})
+    if not isinstance(value, dict):
+        raise SchemaError(f"{path}/{name}", "must be an object")
+    return value
+
+
+def schemas(keywords: Schema, name: str, path: str) -> list[Any]:
+    """A keyword's list of schemas, empty where it is not set."""
+    value = keywords.get(name, [])
+    if not isinstance(value, list):
+        raise SchemaError(f"{path}/{name}", "must be a list of schemas")
+    return value
+
+
+def names(keywords: Schema, name: str, path: str) -> list[str]:
+    """A keyword's list of names, each once."""
+    given = keywords.get(name, [])
+    if not isinstance(given, list) or not all(isinstance(item, str) for item in given):
+        raise SchemaError(f"{path}/{name}", "must be a list of strings")
+    return list(dict.fromkeys(given))
+
+
+def text(keywords: Schema, name: str, path: str) -> str:
+    """A keyword's text."""
+    value = keywords[name]
+    if not isinstance(value, str):
+        raise SchemaError(f"{path}/{name}", f"is {shown(value)}; it must be a string")
+    return value
+
+
+def _bound(keywords: Schema, name: str, path: str) -> None:
+    if not isinstance(keywords[name], bool):
+        number(keywords, name, path)
+
+
+_FORMS: Mapping[str, Callable[[Schema, str, str], object]] = {
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), count),
+    **dict.fromkeys(("minContains", "maxContains"), count),
+    **dict.fromkeys(("minimum", "maximum", "multipleOf"), number),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _bound),
+    **dict.fromkeys(
+        ("properties", "patternProperties", "dependentRequired", "dependentSchemas", "dependencies"), mapping
+    ),
+    **dict.fromkeys(("uniqueItems", "nullable"), flag),
+    **dict.fromkeys(("pattern", "format"), text),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), schemas),
+    "required": names,
+}
+"""Looks at the value of a keyword, also where it speaks of other types than the schema allows."""
+
+
+# References: what ``$ref`` names within one document.
+
+_INDEX = re.compile("[0-9]{1,9}")
+_VALUES = frozenset({"const", "enum", "default", "examples", "example"})
+"""Keywords whose values are no schemas."""
+
+
+class Document:
+    """A schema with the places that its ``$ref`` can name: JSON pointers, ``$anchor`` and ``$id``."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        self._names: dict[str, str] | None = None
+
+    def pointer(self, reference: Any, path: str) -> str:
+        """The JSON pointer, behind ``#``, of the place that the ``$ref`` at ``path`` names. Raises SchemaError unless it is in
+        this document.
+        """
+        field = f"{path}/$ref"
+        if not isinstance(reference, str):
+            raise SchemaError(field, f"is {shown(reference)}; it must be a string")
+        base, base_pointer = self._base(path)
+        if reference == "#" or reference.startswith("#/"):
+            pointer = base_pointer + reference[1:]
+            if base_pointer != "#" and not self._has(pointer) and self._has(reference):
+                pointer = reference  # generators put an $id below the root and still count from it
+        else:
+            pointer = self._named(_joined(base, reference), reference)
+        if not self._has(pointer) and not reference.startswith("#"):
+            raise SchemaError(
+                field,
+                f"is {shown(reference)}; only places of this schema can be referred to: #/... or a $id or $anchor of it",
+            )
+        if not self._has(pointer):
+            raise SchemaError(field, f"is {shown(reference)}, which this schema does not have")
+        return pointer
+
+    def at(self, pointer: str) -> Any:
+        """The schema at a place that ``pointer`` returned."""
+        return self._look(pointer)[1]
+
+    def _has(self, pointer: str) -> bool:
+        return self._look(pointer)[0]
+
+    def _look(self, pointer: str) -> tuple[bool, Any]:
+        here = self.root
+        for part in pointer.split("/")[1:]:
+            key = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(here, dict) and key in here:
+                here = here[key]
+            elif isinstance(here, list) and _INDEX.fullmatch(key) and int(key) < len(here):
+                here = here[int(key)]
+            else:
+                return False, None
+        return True, here
+
+    def _named(self, absolute: str, reference: str) -> str:
+        """The pointer of a place that is named by its ``$id`` or ``$anchor``, with a pointer from there; ``reference`` itself
+        where there is no such place.
+        """
+        if self._names is None:
+            self._names = {}
+            self._index(self.root, "#", "", self._names)
+        if absolute in self._names:
+            return self._names[absolute]
+        resource, fragment = urldefrag(absolute)
+        if resource in self._names and (not fragment or fragment.startswith("/")):
+            return self._names[resource] + fragment
+        return f"#/{reference}"
+
+    def _index(self, schema: Any, pointer: str, base: str, names: dict[str, str]) -> None:
+        """Add to ``names`` what the schemas from ``pointer`` on call themselves."""
+        if isinstance(schema, list):
+            for index, part in enumerate(schema):
+                self._index(part, f"{pointer}/{index}", base, names)
+        if not isinstance(schema, dict):
+            return
+        if (name := _id(schema)) is not None:
+            base = _joined(base, name)
+            names.setdefault(base.removesuffix("#"), pointer)
+        if isinstance(anchor := schema.get("$anchor"), str):
+            names.setdefault(f"{base}#{anchor}", pointer)
+        for key, part in schema.items():
+            if key not in _VALUES:
+                self._index(part, f"{pointer}/{escaped(key)}", base, names)
+
+    def _base(self, path: str) -> tuple[str, str]:
+        """What references at ``path`` are relative to: the address, and the place of the schema that has it."""
+        base, place, here, walked = "", "#", self.root, "#"
+        parts = path.split("/")[1:]
+        for part in [None, *parts]:
+            if part is not None:
+                key = part.replace("~1", "/").replace("~0", "~")
+                if isinstance(here, dict):
+                    here = here.get(key)
+                elif isinstance(here, list) and _INDEX.fullmatch(key) and int(key) < len(here):
+                    here = here[int(key)]
+                else:
+                    break
+                walked = f"{walked}/{part}"
+            if isinstance(here, dict) and (name := _id(here)) is not None:
+                base = _joined(base, name)
+                if not name.startswith("#"):
+                    place = walked
+        return base, place
+
+
+def _id(schema: dict[str, Any]) -> str | None:
+    """The name that a schema gives itself: ``$id``, or ``id`` in draft 4, where it stands in place of a property of that name."""
+    name = schema.get("$id", schema.get("id"))
+    return name if isinstance(name, str) else None
+
+
+def _joined(base: str, reference: str) -> str:
+    """``reference`` as an address, relative to ``base``; itself where it is no address."""
+    try:
+        return urljoin(base, reference)
+    except ValueError:
+        return reference

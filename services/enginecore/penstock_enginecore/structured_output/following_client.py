@@ -1,0 +1,489 @@
+"""The engine's side of the process that follows grammars: what each request is at, its masks, and why one ends."""
+
+import itertools
+import logging
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from penstock_common.errors import Internal, InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
+from penstock_common.observability.incidents import incident
+from penstock_enginecore.config import StructuredOutputConfig
+from penstock_enginecore.structured_output.compiling_client import TOO_COSTLY, over_budget
+from penstock_enginecore.structured_output.constraints.source import FIELD
+from penstock_enginecore.structured_output.core.base import Grammar, Mask, allows, bitmask_words
+from penstock_enginecore.structured_output.grammar_processes import (
+    MAX_PACKET,
+    Advance,
+    Begin,
+    Children,
+    Draft,
+    Forked,
+    Masks,
+    Ready,
+    Result,
+    Settings,
+    ToEngine,
+    encode,
+    memory_file,
+)
+
+NO_MASK = np.zeros(0, np.int32)
+
+
+class CompiledConstraint:
+    """A compiled grammar, serialized, and what to call its constraint in errors."""
+
+    def __init__(self, number: int, field: str, text: bytes) -> None:
+        self.number = number
+        self.field = field
+        self.text = text
+
+
+class Follows(Protocol):
+    """Who has the process tell what its grammars allow. ``patience``: seconds of processor time of a token, above which no step
+    waits for the next mask.
+    """
+
+    eos_token_ids: frozenset[int]
+    patience: float
+
+    def advance(self, grammar: "FollowedGrammar", token_id: int) -> None:
+        """Take in a token that the mask allows."""
+
+    def draft(self, grammar: "FollowedGrammar", token_ids: Sequence[int]) -> None:
+        """Have the masks made behind tokens that may come next."""
+
+    def missed(self, grammar: "FollowedGrammar") -> bool:
+        """Note that a step went on without the mask. True when it has come meanwhile; else ``changed`` is called once it has."""
+
+    def forget(self, grammar: "FollowedGrammar") -> None:
+        """Do nothing more for a request."""
+
+
+class FollowedGrammar:
+    """A ``Grammar``. ``number`` names it to the process, ``compiled`` is what it follows. A mask says itself what may come, so
+    the busy loop takes a token in without asking the process.
+    """
+
+    def __init__(
+        self,
+        follower: "Follows",
+        number: int,
+        compiled: CompiledConstraint,
+        tokens: Sequence[int],
+        changed: Callable[[], None],
+    ) -> None:
+        self._follower = follower
+        self.number = number
+        self.compiled = compiled
+        self.tokens = list(tokens)
+        self.changed = changed
+        self.begun: Future[Grammar] = Future()
+        self.mask: Mask = NO_MASK
+        self.ready = False
+        self.failure: RequestFailed | None = None
+        self.terminated = False
+        self.late = False
+        self.cost = 0.0
+        self.forced: Sequence[int] = ()
+        self.drafts: list[int] = []
+        self.draft_masks: list[Mask] = []
+        self.drafted = True
+        self.turn = 0
+        self.num_processes_ended = 0
+
+    def accept(self, token_id: int) -> bool:
+        """Take in an output token. The one that ends the output needs no mask behind it."""
+        if self.terminated or not self.ready or not allows(self.mask, token_id):
+            return False
+        if token_id in self._follower.eos_token_ids:
+            self.terminated, self.mask = True, np.zeros_like(self.mask)
+        else:
+            self._follower.advance(self, token_id)
+        return True
+
+    def draft(self, token_ids: Sequence[int]) -> None:
+        self._follower.draft(self, token_ids)
+
+    @property
+    def prompt(self) -> bool:
+        """Whether a step may wait for the mask."""
+        return self.cost <= self._follower.patience
+
+    def wanted(self) -> bool:
+        """Whether a step may take the request in."""
+        return self.prompt or self.missed()
+
+    def missed(self) -> bool:
+        """Whether the mask has come after all; else ``changed`` is called once it has."""
+        return self._follower.missed(self)
+
+    def close(self) -> None:
+        """Let the process forget the request."""
+        self._follower.forget(self)
+
+
+def follow_failure(config: StructuredOutputConfig, grammar: FollowedGrammar, result: Result) -> RequestFailed:
+    """What a result other than a mask means."""
+    if result.kind == "costly":
+        return over_budget_failure(config, grammar)
+    if result.kind == "memory":
+        return ResourceExhausted(
+            f"{grammar.compiled.field} takes too much memory to follow; all constraints together may take "
+            f"{config.follow_memory} bytes (structured_output.follow_memory)",
+            field=grammar.compiled.field,
+            reason=TOO_COSTLY,
+        )
+    if result.kind == "refused" and not grammar.begun.done():
+        return InvalidArgument(
+            "prior_output_token_ids do not follow the constraint of structured_output",
+            field="prior_output_token_ids",
+        )
+    what = result.text or "a token that the mask allows was not accepted"
+    return incident(RuntimeError(what), request=str(grammar.number), doing="following the constraint")
+
+
+def over_budget_failure(config: StructuredOutputConfig, grammar: FollowedGrammar) -> ResourceExhausted:
+    """A token took too long."""
+    message = over_budget(grammar.compiled.field, config.token_budget)
+    return ResourceExhausted(message, field=grammar.compiled.field, reason=TOO_COSTLY)
+
+
+def fatal_failure(grammar: FollowedGrammar) -> Internal:
+    """The process ended of it."""
+    error = RuntimeError("the process that followed the constraint ended")
+    return incident(error, request=str(grammar.number), doing="following the constraint")
+
+
+def process_gone(*, closed: bool) -> RequestFailed:
+    """There is no process any more; ``closed``: since the engine stops."""
+    if closed:
+        return Unavailable("the engine is stopping", field=FIELD)
+    return Internal("the process that follows constraints ended", field=FIELD)
+
+
+_PATIENCE = 0.25
+"""Part of a token's budget that a step waits for a mask, and above which it does not wait for the next one."""
+
+_MAX_TOKENS, _MAX_DRAFTS = 2000, 200
+"""Per message: tokens, and requests with drafts."""
+
+_PACKET = MAX_PACKET + 4 * 1024 * 1024
+
+_MAX_PROCESSES_ENDED = 2
+"""Processes that may end while they work on a constraint: one may have had other reasons, such as a busy machine."""
+
+_JOIN_TIMEOUT = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class GrammarFollower:
+    """Follows grammars in one process, which is started with the first of them.
+
+    A request whose token takes too much time or memory, or ends the process, fails alone: the others are told to a new process
+    with the tokens that they have had. ``start`` belongs to one thread, which must outlive the process; ``advance``,
+    ``flush`` and ``wait`` to the busy loop; the rest may be called from any.
+    """
+
+    def __init__(
+        self,
+        config: StructuredOutputConfig,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        children: Children,
+        *,
+        forced: bool = False,
+    ) -> None:
+        """``forced``: whether the process looks for text that must come."""
+        self._config = config
+        self._forced = forced
+        self._children = children
+        self._words = bitmask_words(vocab_size)
+        self.eos_token_ids = eos_token_ids
+        self.patience = config.token_budget * _PATIENCE
+        self._changed = threading.Condition()
+        self._living: dict[int, FollowedGrammar] = {}
+        self._numbers = itertools.count(1)
+        self._grammars = itertools.count(1)
+        self._generation = 0
+        self._unsent: deque[tuple[Begin | Advance | Draft, list[int]]] = deque()
+        self._drafts: list[tuple[int, int, int, list[int]]] = []
+        self._told: set[int] = set()
+        self._tokens: list[tuple[int, int]] = []
+        self._ended: list[int] = []
+        self._process: Forked | None = None
+        self._channel: socket.socket | None = None
+        self._closed = False
+
+    # From any thread.
+
+    def compiled(self, field: str, text: bytes) -> CompiledConstraint:
+        """Keep a compiled grammar, serialized, for ``begin``."""
+        return CompiledConstraint(next(self._grammars), field, text)
+
+    def begin(
+        self, compiled: CompiledConstraint, tokens: Sequence[int], changed: Callable[[], None]
+    ) -> "Future[Grammar]":
+        """A grammar that has taken in ``tokens``. The future is done once its first mask is there, and fails with a
+        RequestFailed. The process must have been started.
+        """
+        with self._changed:
+            grammar = FollowedGrammar(self, next(self._numbers), compiled, tokens, changed)
+            if self._channel is None:
+                grammar.begun.set_exception(process_gone(closed=self._closed))
+                return grammar.begun
+            self._living[grammar.number] = grammar
+            if self._generation:
+                self._tell_begin(grammar)
+                self._send()
+        return grammar.begun
+
+    @property
+    def running(self) -> bool:
+        """Whether there is a process to begin with."""
+        return self._channel is not None
+
+    @property
+    def pid(self) -> int | None:
+        """The process that was started last."""
+        return self._process.pid if self._process is not None else None
+
+    def missed(self, grammar: FollowedGrammar) -> bool:
+        """Note that a step went on without the mask. True when it has come meanwhile."""
+        with self._changed:
+            grammar.late = not grammar.ready and grammar.failure is None
+            return not grammar.late
+
+    def forget(self, grammar: FollowedGrammar) -> None:
+        with self._changed:
+            if self._living.pop(grammar.number, None) is not None:
+                self._ended.append(grammar.number)
+
+    def close(self) -> None:
+        """Kill the process; what waits fails as Unavailable. Idempotent."""
+        with self._changed:
+            self._closed = True
+            process = self._process
+        if process is not None:
+            process.kill()
+            process.wait(_JOIN_TIMEOUT)
+
+    # The busy loop's.
+
+    def advance(self, grammar: FollowedGrammar, token_id: int) -> None:
+        with self._changed:
+            grammar.ready, grammar.mask, grammar.forced, grammar.drafted = False, NO_MASK, (), True
+            grammar.tokens.append(token_id)
+            self._tokens.append((grammar.number, token_id))
+            if grammar.draft_masks and grammar.drafts[0] == token_id:
+                grammar.ready, grammar.mask = True, grammar.draft_masks.pop(0)
+                del grammar.drafts[0]
+            else:
+                grammar.drafts, grammar.draft_masks = [], []
+
+    def draft(self, grammar: FollowedGrammar, token_ids: Sequence[int]) -> None:
+        with self._changed:
+            grammar.drafts, grammar.draft_masks = list(token_ids), []
+            grammar.turn += 1
+            grammar.drafted = not (self._generation and grammar.prompt and grammar.ready)
+            if not grammar.drafted:
+                self._drafts.append((grammar.number, len(grammar.tokens), grammar.turn, grammar.drafts.copy()))
+
+    def flush(self) -> None:
+        """Hand over what has come since the last call. Never blocks."""
+        if self._tokens or self._ended or self._drafts or self._unsent:
+            with self._changed:
+                self._send()
+
+    def wait(self, grammars: Iterable[Grammar]) -> None:
+        """Until these have their masks, or the patience is over."""
+        with self._changed:
+            waited = [g for g in grammars if g.prompt]
+            self._changed.wait_for(
+                lambda: all((g.ready and g.drafted) or g.failure is not None for g in waited), self.patience
+            )
+
+    # The process.
+
+    def start(self, tokenizer: bytes) -> None:
+        """Start the process unless it runs."""
+        if self.running:
+            return
+        settings = Settings(
+            token_budget=self._config.token_budget,
+            begin_budget=self._config.compile_timeout,
+            patience=self.patience,
+            memory=self._config.follow_memory,
+            kept=self._config.cache_size,
+            forced=self._forced,
+        )
+        process, ours = self._children.follower(tokenizer, settings)
+        with self._changed:
+            self._process, self._channel = process, ours
+            if self._closed:
+                process.kill()
+        threading.Thread(target=self._receive, args=(ours, process), name="penstock-masks", daemon=True).start()
+
+    def wait_started(self, timeout: float) -> None:
+        """Until the process that was started follows, ``timeout`` seconds at most. Raises Internal when it does not."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._generation or self._channel is None, timeout)
+            if not self._generation:
+                raise Internal("the process that follows constraints did not start", field=FIELD)
+
+    def _receive(self, channel: socket.socket, process: Forked) -> None:
+        """Take in what the process says, until it has ended. On a thread of its own."""
+        try:
+            self._take_in(channel)
+        except ConnectionResetError:
+            logger.warning("the process that follows constraints was lost")
+        except Exception:
+            logger.exception("the process that follows constraints is given up")
+        finally:
+            process.kill()
+            process.wait()
+            self._lost(channel)
+
+    def _take_in(self, channel: socket.socket) -> None:
+        decoder = msgspec.msgpack.Decoder(ToEngine)
+        while data := channel.recv(_PACKET):
+            message = decoder.decode(data)
+            told: list[Callable[[], None]] = []
+            with self._changed:
+                if isinstance(message, Ready):
+                    told = self._take_over(message)
+                elif message.generation == self._generation:
+                    told = self._take(message)
+                self._send()
+                self._changed.notify_all()
+            for tell in told:
+                tell()
+
+    def _take_over(self, ready: Ready) -> list[Callable[[], None]]:
+        """A process begins: tell it what lives. What the one before ended with fails."""
+        self._forget_process()
+        self._generation = ready.generation
+        told = []
+        for number in ready.suspects:
+            if (grammar := self._living.get(number)) is None:
+                continue
+            grammar.num_processes_ended += 1
+            if grammar.num_processes_ended >= _MAX_PROCESSES_ENDED:
+                told.append(
+                    self._fail(
+                        grammar, over_budget_failure(self._config, grammar) if ready.costly else fatal_failure(grammar)
+                    )
+                )
+        if ready.suspects:
+            logger.warning("a constraint ended the process that follows grammars", extra={"costly": ready.costly})
+        for grammar in list(self._living.values()):
+            if grammar.failure is None and not grammar.terminated:
+                self._tell_begin(grammar)
+        return told
+
+    def _take(self, masks: Masks) -> list[Callable[[], None]]:
+        rows = np.frombuffer(masks.rows, np.int32).reshape(-1, self._words)
+        row, told = 0, []
+        for result in masks.results:
+            mask = NO_MASK
+            if result.kind == "mask":
+                mask, row = rows[row], row + 1
+            behind, row = rows[row : row + result.count], row + result.count
+            grammar = self._living.get(result.number)
+            if grammar is None or grammar.terminated or grammar.failure is not None:
+                continue
+            if result.kind == "drafted":
+                if result.turn == grammar.turn and result.taken == len(grammar.tokens):
+                    grammar.draft_masks, grammar.drafted = list(behind), True
+                continue
+            if result.kind == "unknown":
+                self._told.discard(grammar.compiled.number)
+                self._tell_begin(grammar)
+                continue
+            if result.kind == "mask" and result.taken != len(grammar.tokens):
+                continue  # there is a token behind it
+            if result.kind != "mask":
+                told.append(self._fail(grammar, follow_failure(self._config, grammar, result)))
+                continue
+            grammar.mask, grammar.cost, grammar.ready = mask, result.cost, True
+            grammar.forced = result.forced
+            if not grammar.begun.done():
+                told.append(lambda grammar=grammar: grammar.begun.set_result(grammar))  # type: ignore[misc]
+            elif grammar.late:
+                grammar.late = False
+                told.append(grammar.changed)
+        return told
+
+    def _tell_begin(self, grammar: FollowedGrammar) -> None:
+        compiled = grammar.compiled
+        files = [memory_file("tokens", np.array(grammar.tokens, np.int32).tobytes())]
+        if compiled.number not in self._told:
+            self._told.add(compiled.number)
+            files.append(memory_file("grammar", compiled.text))
+        self._unsent.append((Begin(self._generation, grammar.number, compiled.number), files))
+
+    def _send(self) -> None:
+        """Hand messages over as far as there is room; the rest goes with the next. Holding the lock."""
+        if self._channel is None or not self._generation:
+            return
+        while self._tokens or self._ended:
+            tokens, self._tokens = self._tokens[:_MAX_TOKENS], self._tokens[_MAX_TOKENS:]
+            ended, self._ended = self._ended[:_MAX_TOKENS], self._ended[_MAX_TOKENS:]
+            self._unsent.append((Advance(self._generation, tokens, ended), []))
+        if self._drafts:
+            drafts, self._drafts = self._drafts, []
+            for first in range(0, len(drafts), _MAX_DRAFTS):
+                self._unsent.append((Draft(self._generation, drafts[first : first + _MAX_DRAFTS]), []))
+        while self._unsent:
+            message, files = self._unsent[0]
+            try:
+                socket.send_fds(self._channel, [encode(message)], files, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:  # it has ended, which the receiving thread sees too
+                return
+            self._unsent.popleft()
+            for file in files:
+                os.close(file)
+
+    def _forget_process(self) -> None:
+        """What was for the process is for it no more. Holding the lock."""
+        self._generation = 0
+        for _, files in self._unsent:
+            for file in files:
+                os.close(file)
+        self._unsent.clear()
+        self._told.clear()
+        self._tokens, self._ended, self._drafts = [], [], []
+        for grammar in self._living.values():
+            grammar.drafted = True
+
+    def _lost(self, channel: socket.socket) -> None:
+        """The process has ended, and will not be followed by another by itself."""
+        with self._changed:
+            channel.close()
+            self._channel = None
+            self._forget_process()
+            told = [self._fail(grammar, process_gone(closed=self._closed)) for grammar in list(self._living.values())]
+            self._changed.notify_all()
+        for tell in told:
+            tell()
+
+    # What goes wrong.
+
+    def _fail(self, grammar: FollowedGrammar, error: RequestFailed) -> Callable[[], None]:
+        """Note why a request ends. Returns what tells its owner."""
+        grammar.failure, grammar.ready = error, False
+        if grammar.begun.done():
+            return grammar.changed
+        self._living.pop(grammar.number, None)
+        return lambda: grammar.begun.set_exception(error)

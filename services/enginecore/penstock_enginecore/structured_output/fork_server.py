@@ -1,0 +1,101 @@
+"""The process whose forks compile and follow grammars. Nothing here runs in the engine.
+
+Importing the library takes seconds and reading a large vocabulary half a second: this process does both, once, and a fork of
+it is there at once, the first time and whenever one had to be ended. It has one thread, which waits for requests and for forks
+that end.
+"""
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+import msgspec
+import xgrammar
+
+from penstock_enginecore.structured_output import compiling_process, following_process
+from penstock_enginecore.structured_output.grammar_processes import MAX_PACKET, Compile, Fork, detach, read_file
+
+_FILES = 2
+
+
+def main(channel: socket.socket) -> None:
+    """Read the vocabulary, the first packet's file, and answer each Fork with its pid and pidfd until ``channel`` is closed.
+
+    A Fork's files: what the new process talks to the engine by, and a pipe, into which its exit code is written when it has
+    ended.
+    """
+    detach(0)
+    _, files, _, _ = socket.recv_fds(channel, MAX_PACKET, _FILES)
+    if not files:
+        return
+    info = xgrammar.TokenizerInfo.deserialize_json(read_file(files[0]).decode())
+    gc.freeze()  # a collection would copy every page that the forks share
+    wake, woken = socket.socketpair()
+    for end in (wake, woken):
+        end.setblocking(False)
+    signal.set_wakeup_fd(woken.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    pipes: dict[int, int] = {}
+    decoder: msgspec.msgpack.Decoder[Fork] = msgspec.msgpack.Decoder(Fork)
+    while True:
+        ready, _, _ = select.select([channel, wake], [], [])
+        if wake in ready:
+            wake.recv(4096)
+            _reap(pipes)
+        if channel not in ready:
+            continue
+        data, files, _, _ = socket.recv_fds(channel, MAX_PACKET, _FILES)
+        if not data:
+            return
+        theirs, pipe = files
+        pid = os.fork()
+        if not pid:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for inherited in (channel, wake, woken):
+                inherited.close()
+            for other in (pipe, *pipes.values()):
+                os.close(other)
+            _work(theirs, info, decoder.decode(data))
+        pipes[pid] = pipe
+        os.close(theirs)
+        pidfd = os.pidfd_open(pid)  # it is not reaped before this
+        with contextlib.suppress(OSError):  # the engine has gone
+            socket.send_fds(channel, [str(pid).encode()], [pidfd])
+        os.close(pidfd)
+
+
+def _reap(pipes: dict[int, int]) -> None:
+    """Tell of the forks that have ended."""
+    while pipes:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        pipe = pipes.pop(pid)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(pipe, struct.pack("=i", os.waitstatus_to_exitcode(status)))
+        os.close(pipe)
+
+
+def _work(channel: int, info: xgrammar.TokenizerInfo, fork: Fork) -> NoReturn:
+    """What a fork does, all its life."""
+    code = 1
+    try:
+        if isinstance(fork, Compile):
+            compiling_process.main(Connection(channel), info, fork.memory)
+        else:
+            following_process.main(socket.socket(fileno=channel), info, fork.settings)
+        code = 0
+    finally:
+        os._exit(code)  # whatever was raised: the frames below are the parent's
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,86 @@
+"""How far a request has got in its constraint, kept by xgrammar's matcher, and what its tokens cost."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xgrammar
+
+from penstock_enginecore.structured_output.core.base import BITS, bitmask_words
+
+
+class XgrammarGrammar:
+    """A ``Grammar`` over one matcher. The end token is allowed where the constraint is fulfilled, and nowhere else."""
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar, vocab_size: int) -> None:
+        self._matcher = xgrammar.GrammarMatcher(compiled)
+        self._words = bitmask_words(vocab_size)
+        used = vocab_size - (self._words - 1) * BITS
+        self._last_word = np.uint32(2**used - 1).view(np.int32)
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """Take tokens in until one is not allowed."""
+        return all(not self._matcher.is_terminated() and self._matcher.accept_token(token) for token in token_ids)
+
+    def undo(self, count: int = 1) -> None:
+        """Be where it was before the last ``count`` tokens."""
+        if count:
+            self._matcher.rollback(count)
+
+    def forced_text(self) -> bytes:
+        """What must come next, whatever its tokens are; nothing where there is a choice."""
+        return b"" if self._matcher.is_terminated() else self._matcher.find_jump_forward_string().encode()
+
+    def fill(self, row: npt.NDArray[np.int32]) -> None:
+        """Write the allowed tokens into ``row``, in place. All bits are 0 behind the vocabulary, and once terminated."""
+        if self._matcher.is_terminated():
+            row[:] = 0
+            return
+        self._matcher.fill_next_token_bitmask(row[: self._words])
+        row[self._words - 1] &= self._last_word
+        row[self._words :] = 0
+
+    @property
+    def terminated(self) -> bool:
+        """Whether the end token was accepted."""
+        return bool(self._matcher.is_terminated())
+
+
+# Costs are seconds of the thread's CPU time. A first try may take long for reasons that are not the constraint's: memory that is
+# touched for the first time since a fork, cold caches, a processor shared with another guest. The same work is tried a second
+# time then, and that one counts.
+
+
+def _nothing() -> None:
+    """Nobody wants to know that a try begins."""
+
+
+def accept_cost(
+    grammar: XgrammarGrammar, token_id: int, budget: float, begins: Callable[[], None] = _nothing
+) -> float | None:
+    """Take a token in. Returns None when it is not allowed. ``begins`` is called before each try."""
+    seconds = _timed(lambda: grammar.accept((token_id,)), begins)
+    if seconds is not None and seconds > budget:
+        grammar.undo()
+        return _timed(lambda: grammar.accept((token_id,)), begins)
+    return seconds
+
+
+def fill_cost(
+    grammar: XgrammarGrammar, row: npt.NDArray[np.int32], budget: float, begins: Callable[[], None] = _nothing
+) -> float:
+    """Write the allowed tokens into ``row``. ``begins`` is called before each try."""
+
+    def fill() -> bool:
+        grammar.fill(row)
+        return True
+
+    seconds = _timed(fill, begins) or 0.0
+    return _timed(fill, begins) or 0.0 if seconds > budget else seconds
+
+
+def _timed(work: Callable[[], bool], begins: Callable[[], None]) -> float | None:
+    begins()
+    started = time.thread_time()
+    return time.thread_time() - started if work() else None

@@ -1,0 +1,100 @@
+"""Access control: credentials of gRPC and HTTP calls, and refusal of calls by web pages of other origins."""
+
+from collections.abc import Callable, Collection, Mapping
+
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock_common.errors import PermissionDenied, Unauthenticated
+from penstock_common.security.cross_site import CallerRules, refusal
+from penstock_frontend import call_types
+from penstock_frontend.api.anthropic import errors as anthropic
+from penstock_frontend.api.anthropic.errors import is_anthropic
+from penstock_frontend.api.http.endpoint import id_headers, send_error
+from penstock_frontend.api.openai import errors as openai
+from penstock_frontend.authenticator import Authenticator
+from penstock_frontend.call_types import current_principal
+
+_HEALTH = "/grpc.health."
+_VLLM = "/vllm.grpc.engine.VllmEngine/"
+OPERATORS_METHODS = frozenset(
+    # Each reaches beyond the caller's own requests: the last one tells what others' prompts are.
+    _VLLM + name
+    for name in ("Abort", "FlushCache", "StartProfile", "StopProfile", "SubscribeKvEvents")
+)
+"""Methods of the public server that only callers with the scope admin may use."""
+
+
+def grpc_check(
+    authenticator: Authenticator, *, scope: call_types.Scope, operators: Collection[str] = ()
+) -> Callable[[str, Mapping[str, str]], None]:
+    """For CallerGuard: every method but those of the health service is for callers with the scope; ``operators``, methods for
+    those with the scope admin.
+    """
+
+    def check(method: str, metadata: Mapping[str, str]) -> None:
+        if not method.startswith(_HEALTH):
+            needed: call_types.Scope = "admin" if method in operators else scope
+            current_principal.set(authenticator.principal(metadata, scope=needed))
+
+    return check
+
+
+class HttpAuthentication:
+    """Wraps an application: requests for all but the ``open_paths`` need credentials, those for ``operators_paths`` with the
+    scope admin.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        authenticator: Authenticator,
+        *,
+        open_paths: Collection[str],
+        operators_paths: Collection[str] = (),
+    ) -> None:
+        self._app = app
+        self._authenticator = authenticator
+        self._open_paths = frozenset(open_paths)
+        self._operators_paths = frozenset(operators_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+            return
+        headers = HTTPConnection(scope).headers
+        try:
+            needed: call_types.Scope = "admin" if scope["path"] in self._operators_paths else "inference"
+            caller = self._authenticator.principal(headers, scope=needed)
+        except (Unauthenticated, PermissionDenied) as e:
+            shape = anthropic.answer if is_anthropic(scope) else openai.answer
+            await send_error(send, e, id_headers(headers), shape)
+            return
+        current_principal.set(caller)
+        await self._app(scope, receive, send)
+
+
+# Calls by web pages of other origins.
+
+PROBES = frozenset(("/health", "/ping"))
+"""Paths that tell only whether the server serves. Probes call them by any address, of a pod among others."""
+
+
+class WebCallers:
+    """Wraps an application: calls that the rules refuse end here, before their bodies are read."""
+
+    def __init__(self, app: ASGIApp, rules: CallerRules) -> None:
+        self._app = app
+        self._rules = rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve or refuse one request."""
+        if scope["type"] == "http" and scope["path"] not in PROBES:
+            refused = refusal(scope["method"], scope["headers"], self._rules)
+            if refused is not None:
+                shape = anthropic.answer if anthropic.is_anthropic(scope) else openai.answer
+                await send_error(send, openai.HttpError(*refused), id_headers(Headers(scope=scope)), shape)
+                return
+        await self._app(scope, receive, send)

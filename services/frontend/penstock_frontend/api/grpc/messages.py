@@ -1,0 +1,304 @@
+"""Conversion of ``penstock.inference.v1`` messages to the domain and back: Generate, Chat, Embed, Classify, Score."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from penstock.common.v1 import pooling_pb2, stats_pb2
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.rpc import outputs as parts
+from penstock_common.rpc.outputs import prompt_embeds_from_proto
+from penstock_common.rpc.sampling import set_fields
+from penstock_common.types.pooling import PoolingParams, PoolingTask
+from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_frontend.api.grpc import message_parts
+from penstock_frontend.api.grpc.message_parts import (
+    add_finish,
+    context_of,
+    logprobs,
+    media_part,
+    mixed_prompt,
+    object_of,
+    prediction_of,
+)
+from penstock_frontend.call_types import (
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    GenerateRequest,
+    MixedPrompt,
+    PoolingPrompt,
+    PoolingRequest,
+    PoolingResult,
+    Prompt,
+    RequestOutput,
+    ScoreRequest,
+    ScoreResult,
+    Tool,
+    ToolCall,
+    Usage,
+)
+from penstock_frontend.config import LimitsConfig
+from penstock_frontend.processing.chat.answers import ChatOutput
+from penstock_frontend.processing.chat.histories import warn_of_lost_calls
+from penstock_frontend.processing.chat.tool_choice import named_choice
+from penstock_frontend.processing.outputs.pooling import vectors_of
+from penstock_frontend.processing.prompts.sampling_params import check_conversation, check_count, check_lists
+
+# Generate and its session.
+
+
+def generate_request(
+    message: pb.GenerateRequest, *, metadata: Mapping[str, str], time_left: float | None, limits: LimitsConfig
+) -> GenerateRequest:
+    """The domain's request. ``time_left``: seconds until the call's deadline.
+
+    Raises InvalidArgument for what cannot be read and for lists that are too long.
+    """
+    check_lists(message.sampling_params, limits)
+    return GenerateRequest(
+        prompt=_prompt(message, limits),
+        sampling=set_fields(message.sampling_params),
+        add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
+        prediction=prediction_of(message),
+        context=context_of(message, metadata, time_left),
+    )
+
+
+def _prompt(message: pb.GenerateRequest, limits: LimitsConfig) -> str | Sequence[int] | MixedPrompt:
+    match message.WhichOneof("prompt"):
+        case "text":
+            return message.text
+        case "token_ids":
+            return message.token_ids.ids
+        case "embeds":
+            return MixedPrompt((prompt_embeds_from_proto(message.embeds, path="embeds"),), ("embeds",))
+        case "mixed":
+            return mixed_prompt(message.mixed, "mixed", limits)
+        case _:
+            raise InvalidArgument("prompt is not set: give text, token_ids, embeds or mixed", field="prompt")
+
+
+def generate_response(output: RequestOutput, request_id: str) -> pb.GenerateResponse:
+    """The message for a piece of output."""
+    message = pb.GenerateResponse(
+        request_id=request_id,
+        index=output.index,
+        text=output.text,
+        token_ids=output.token_ids,
+        logprobs=logprobs(output.logprobs),
+        prompt_logprobs=logprobs(output.prompt_logprobs),
+    )
+    if output.finish is not None:
+        add_finish(message, output.finish)
+    return message
+
+
+# Chat.
+
+
+def chat_request(
+    message: pb.ChatRequest, *, metadata: Mapping[str, str], time_left: float | None, limits: LimitsConfig
+) -> ChatRequest:
+    """The domain's request. ``time_left``: seconds until the call's deadline.
+
+    Raises InvalidArgument for what cannot be read and for lists that are too long.
+    """
+    check_conversation(message.messages, message.tools, limits)
+    for index, each in enumerate(message.messages):
+        check_count(f"messages[{index}].parts", len(each.parts), limits, "max_content_parts")
+    check_lists(message.sampling_params, limits)
+    choice, named = _choice(message)
+    messages = [_message(each, f"messages[{index}]") for index, each in enumerate(message.messages)]
+    warn_of_lost_calls(messages, [f"messages[{index}]" for index in range(len(messages))])
+    return ChatRequest(
+        messages=messages,
+        tools=[_tool(each, f"tools[{index}]") for index, each in enumerate(message.tools)],
+        tool_choice=choice,
+        named_tool=named,
+        add_generation_prompt=message.add_generation_prompt if message.HasField("add_generation_prompt") else True,
+        continue_final_message=message.continue_final_message,
+        template_kwargs=object_of(message.chat_template_kwargs, "chat_template_kwargs") or {},
+        sampling=set_fields(message.sampling_params),
+        prediction=message_parts.prediction_of(message),
+        context=context_of(message, metadata, time_left),
+    )
+
+
+def chat_response(output: ChatOutput, request_id: str) -> pb.ChatResponse:
+    """The message for a piece of an answer."""
+    message = pb.ChatResponse(
+        request_id=request_id,
+        index=output.index,
+        content=output.content,
+        reasoning=output.reasoning,
+        tool_calls=[pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in output.tool_calls],
+        token_ids=output.token_ids,
+        logprobs=message_parts.logprobs(output.logprobs),
+    )
+    if output.finish is not None:
+        message_parts.add_finish(message, output.finish)
+    return message
+
+
+def _message(message: pb.ChatMessage, path: str) -> ChatMessage:
+    if message.parts and message.content:
+        raise InvalidArgument(f"{path}.parts is set beside content; set one", field=f"{path}.parts")
+    return ChatMessage(
+        role=message.role,
+        content=[_part(part, f"{path}.parts[{index}]") for index, part in enumerate(message.parts)] or message.content,
+        tool_calls=[ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls],
+        tool_call_id=message.tool_call_id,
+        reasoning=message.reasoning,
+    )
+
+
+def _part(part: pb.ContentPart, path: str) -> ContentPart:
+    match part.WhichOneof("part"):
+        case "text":
+            return ContentPart(type="text", text=part.text)
+        case "media":
+            return ContentPart(type="media", media=media_part(part.media, f"{path}.media"))
+        case _:
+            raise InvalidArgument(f"{path} is not set: give text or media", field=path)
+
+
+def _tool(tool: pb.Tool, path: str) -> Tool:
+    return Tool(
+        name=tool.name, description=tool.description, parameters=object_of(tool.parameters, f"{path}.parameters")
+    )
+
+
+def _choice(message: pb.ChatRequest) -> tuple[str, str]:
+    """The domain's ``tool_choice`` and ``named_tool``."""
+    if not message.HasField("tool_choice"):
+        return "auto", ""
+    which = message.tool_choice.WhichOneof("choice")
+    if which is None:
+        raise InvalidArgument("tool_choice has neither mode nor function", field="tool_choice")
+    if which == "mode":
+        return message.tool_choice.mode, ""
+    return named_choice(message.tool_choice.function, field="tool_choice.function")
+
+
+# Embed, Classify and Score.
+
+_EMBED_TASKS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
+_CLASSIFY_TASKS = (PoolingTask.CLASSIFY, PoolingTask.TOKEN_CLASSIFY)
+
+
+def embed_request(
+    message: pb.EmbedRequest, *, metadata: Mapping[str, str], time_left: float | None, limits: LimitsConfig
+) -> PoolingRequest:
+    """The domain's request. ``time_left``: seconds until the call's deadline. Raises InvalidArgument or Unimplemented."""
+    params = _params(message.pooling_params, _EMBED_TASKS, meaningless=("use_activation",))
+    inputs, fields = _inputs(message.inputs, limits)
+    return PoolingRequest(inputs=inputs, fields=fields, params=params, context=context_of(message, metadata, time_left))
+
+
+def classify_request(
+    message: pb.ClassifyRequest, *, metadata: Mapping[str, str], time_left: float | None, limits: LimitsConfig
+) -> PoolingRequest:
+    """The domain's request, for classes. ``time_left`` and errors as of ``embed_request``."""
+    params = _params(message.pooling_params, _CLASSIFY_TASKS, meaningless=("dimensions", "normalize"))
+    inputs, fields = _inputs(message.inputs, limits)
+    return PoolingRequest(inputs=inputs, fields=fields, params=params, context=context_of(message, metadata, time_left))
+
+
+def score_request(message: pb.ScoreRequest, *, metadata: Mapping[str, str], time_left: float | None) -> ScoreRequest:
+    """The domain's request. ``time_left`` and errors as of ``embed_request``."""
+    query, query_field = _plain(message.query, "query")
+    documents = [_plain(each, f"documents[{index}]") for index, each in enumerate(message.documents)]
+    return ScoreRequest(
+        queries=[query],
+        query_fields=[query_field],
+        documents=[document for document, _ in documents],
+        document_fields=[field for _, field in documents],
+        context=context_of(message, metadata, time_left),
+    )
+
+
+def embed_response(result: PoolingResult, request_id: str) -> pb.EmbedResponse:
+    """The message for embedded inputs."""
+    return pb.EmbedResponse(
+        request_id=request_id,
+        embeddings=[parts.vectors_to_proto(vectors_of(output)) for output in result.outputs],
+        usage=_usage(result),
+    )
+
+
+def classify_response(
+    result: PoolingResult, request_id: str, *, per_token: bool, labels: Sequence[str]
+) -> pb.ClassifyResponse:
+    """The message for classified inputs."""
+    response = pb.ClassifyResponse(request_id=request_id, usage=_usage(result))
+    for output in result.outputs:
+        vectors = vectors_of(output)
+        if per_token:
+            response.scores.add(token_probabilities=parts.vectors_to_proto(vectors))
+            continue
+        probabilities = parts.floats(vectors)
+        best = max(range(len(probabilities)), key=probabilities.__getitem__)
+        response.scores.add(probabilities=probabilities, label=labels[best] if best < len(labels) else "")
+    return response
+
+
+def score_response(result: ScoreResult) -> pb.ScoreResponse:
+    """The message for scored pairs."""
+    usage = message_parts.usage(Usage(prompt_tokens=result.prompt_tokens))
+    return pb.ScoreResponse(request_id=result.request_id, scores=result.scores, usage=usage)
+
+
+def _params(
+    message: pooling_pb2.PoolingParams, tasks: tuple[PoolingTask, PoolingTask], *, meaningless: tuple[str, ...]
+) -> PoolingParams:
+    """The parameters; an unset task is the first of ``tasks``."""
+    for field, value in message.ListFields():
+        if field.name in meaningless:
+            raise InvalidArgument(
+                f"pooling_params.{field.name} is {value}; it means nothing to this call",
+                field=f"pooling_params.{field.name}",
+            )
+    given = pooling_pb2.PoolingParams()
+    given.CopyFrom(message)
+    if not given.task:
+        given.task = pooling_pb2.PoolingTask.ValueType(tasks[0])
+    params = parts.pooling_params_from_proto(given)
+    if params.task not in tasks:
+        raise InvalidArgument(
+            f"pooling_params.task is {params.task.name}; this call serves {' and '.join(task.name for task in tasks)}",
+            field="pooling_params.task",
+        )
+    return params
+
+
+def _usage(result: PoolingResult) -> stats_pb2.Usage:
+    return message_parts.usage(Usage(prompt_tokens=result.prompt_tokens, media_tokens=result.media_tokens))
+
+
+def _inputs(inputs: Iterable[pb.PoolingInput], limits: LimitsConfig) -> tuple[list[PoolingPrompt], list[str]]:
+    """The inputs and the names of their fields."""
+    found = [_input(each, f"inputs[{index}]", limits) for index, each in enumerate(inputs)]
+    return [prompt for prompt, _ in found], [field for _, field in found]
+
+
+def _input(message: pb.PoolingInput, path: str, limits: LimitsConfig) -> tuple[PoolingPrompt, str]:
+    if message.WhichOneof("input") != "mixed":
+        return _plain(message, path, "text, token_ids or mixed")
+    prompt = mixed_prompt(message.mixed, f"{path}.mixed", limits)
+    for part, field in zip(prompt.parts, prompt.fields, strict=True):
+        if isinstance(part, PromptEmbeds):
+            raise Unimplemented(f"{field} is set; vectors are not served as inputs", field=field)
+    return prompt, f"{path}.mixed"
+
+
+def _plain(message: pb.PoolingInput, path: str, choices: str = "text or token_ids") -> tuple[Prompt, str]:
+    """The text or the token ids, and the name of their field."""
+    match message.WhichOneof("input"):
+        case "text":
+            return message.text, f"{path}.text"
+        case "token_ids":
+            return message.token_ids.ids, f"{path}.token_ids.ids"
+        case "mixed":
+            raise Unimplemented(f"{path}.mixed is not served; scores are of texts", field=f"{path}.mixed")
+        case _:
+            raise InvalidArgument(f"{path} is not set: give {choices}", field=path)

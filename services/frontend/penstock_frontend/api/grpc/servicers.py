@@ -1,0 +1,68 @@
+"""Functions that gRPC servicers share: refusal of unserved methods, utility calls to all engines, media limits."""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+
+from penstock_common.errors import RequestFailed, Unavailable, Unimplemented
+from penstock_common.types.media import MediaLimits
+from penstock_frontend.calls.generate import AsyncLLM
+from penstock_frontend.config import LimitsConfig
+from penstock_frontend.dispatch.pool import error_of_engine
+from penstock_frontend.ports import EngineClient
+
+T = TypeVar("T")
+
+
+def refuses_unserved(service: ServiceDescriptor) -> Callable[[type[T]], type[T]]:
+    """Class decorator: methods of ``service`` that the class does not define end as UNIMPLEMENTED, naming the method."""
+
+    def decorate(servicer: type[T]) -> type[T]:
+        for method in service.methods:
+            if method.name not in vars(servicer):
+                setattr(servicer, method.name, _refusing(method))
+        return servicer
+
+    return decorate
+
+
+def _refusing(method: MethodDescriptor) -> Callable[..., Any]:
+    error = f"{method.name} is not served yet"
+
+    async def refuse(*_: object) -> None:
+        raise Unimplemented(error)
+
+    async def refuse_stream(*_: object) -> AsyncIterator[object]:
+        if error:  # always; the yield makes this a stream
+            raise Unimplemented(error)
+        yield None
+
+    return refuse_stream if method.server_streaming else refuse
+
+
+async def ask_all(engines: EngineClient, method: str, *arguments: object) -> dict[str, Any]:
+    """Results by engine id, in the order of the ids.
+
+    Raises the first error, with its engine's name, after all have answered; Unavailable when no engine is connected.
+    """
+    results = await engines.call_utility(method, arguments)
+    if not results:
+        raise Unavailable("no engine is connected", retry_after=1.0)
+    for engine, result in sorted(results.items()):
+        if isinstance(result, RequestFailed):
+            raise error_of_engine(engine, result)
+    return dict(sorted(results.items()))
+
+
+def media_limits(llm: AsyncLLM, limits: LimitsConfig) -> list[MediaLimits]:
+    """Of each modality that model, frontend and engines take; the lower limit counts. Empty while no engine is up."""
+    engines, media = llm.engines.view.limits, llm.inputs.media
+    if engines is None or media is None:
+        return []
+    found = []
+    for each in engines.media:
+        items = min(each.max_items, limits.max_media.of(each.modality))
+        if items and each.modality in media.preparer.family.modalities:
+            found.append(MediaLimits(modality=each.modality, max_items=items, max_tokens=each.max_tokens))
+    return found

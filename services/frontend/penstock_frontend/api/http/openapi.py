@@ -1,0 +1,227 @@
+"""``/openapi.json``: the OpenAPI document of all HTTP APIs, made from their structs."""
+
+import importlib.metadata
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock_frontend.api.anthropic.errors import MessagesError
+from penstock_frontend.api.anthropic.message import AssistantMessage, StreamEvent, TokenCount
+from penstock_frontend.api.anthropic.messages_body import ConversationBody, MessagesBody
+from penstock_frontend.api.http.endpoint import PLAIN_TEXT
+from penstock_frontend.api.http.page import ClusterState
+from penstock_frontend.api.openai.chat_completions import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from penstock_frontend.api.openai.completions import Completion, CompletionRequest
+from penstock_frontend.api.openai.errors import ErrorBody
+from penstock_frontend.api.openai.models import (
+    LOAD,
+    UNLOAD,
+    LoadLoraAdapterRequest,
+    Model,
+    ModelList,
+    UnloadLoraAdapterRequest,
+    Version,
+)
+from penstock_frontend.api.openai.pooling.embeddings import EmbeddingList, EmbeddingRequest
+from penstock_frontend.api.openai.pooling.pooled import ClassificationBody, ClassificationList, PooledList, PoolingBody
+from penstock_frontend.api.openai.pooling.scoring import Ranking, RerankBody, ScoreBody, ScoreList
+from penstock_frontend.api.openai.response_format import ResponseFormat
+from penstock_frontend.api.openai.responses import response
+from penstock_frontend.api.openai.responses.response import Event
+from penstock_frontend.api.openai.responses.response_body import ResponseBody
+from penstock_frontend.api.openai.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
+
+PATH = "/openapi.json"
+_ERRORS = {
+    "400": "A field is wrong, or not served.",
+    "401": "Credentials are missing or wrong.",
+    "403": "The caller may not do that.",
+    "404": "No such model.",
+    "408": "The body took longer than http.body_timeout.",
+    "413": "The body is larger than http.max_body_bytes.",
+    "429": "A limit of requests at once is reached.",
+    "529": "No engine takes requests.",
+    "503": "No engine takes requests.",
+    "504": "The time that x-request-timeout gives is over.",
+}
+_REF = "#/components/schemas/{name}"
+_UNTYPED = {"default": None}
+"""The schema of a field that is refused whatever it is: it is left out."""
+
+
+class _Operation(msgspec.Struct, frozen=True, kw_only=True):
+    """One method of one path. ``chunk``: of a streamed answer. ``text``: media type of an answer that is not JSON."""
+
+    summary: str
+    body: type | None = None
+    answer: type | None = None
+    chunk: type | None = None
+    text: str = ""
+    errors: tuple[str, ...] = ()
+    error: type = ErrorBody
+
+
+_CALL = ("400", "404", "408", "413", "429", "503", "504")
+_MESSAGE_CALL = ("400", "404", "408", "413", "429", "504", "529")
+_OPERATION = ("400", "401", "403", "404", "408", "413", "429", "503")
+_LOOK = ("400", "408", "413", "429")
+_SCORE = _Operation(summary="How well texts fit one another", body=ScoreBody, answer=ScoreList, errors=_CALL)
+_RERANK = _Operation(summary="Documents by how well they fit", body=RerankBody, answer=Ranking, errors=_CALL)
+_POSTS: Mapping[str, _Operation] = {
+    "/v1/completions": _Operation(
+        summary="Continues prompts", body=CompletionRequest, answer=Completion, chunk=Completion, errors=_CALL
+    ),
+    "/v1/chat/completions": _Operation(
+        summary="Answers conversations",
+        body=ChatCompletionRequest,
+        answer=ChatCompletion,
+        chunk=ChatCompletionChunk,
+        errors=_CALL,
+    ),
+    "/v1/messages": _Operation(
+        summary="Answers a conversation, in Anthropic's protocol",
+        body=MessagesBody,
+        answer=AssistantMessage,
+        chunk=StreamEvent,
+        errors=_MESSAGE_CALL,
+        error=MessagesError,
+    ),
+    "/v1/messages/count_tokens": _Operation(
+        summary="How many tokens a conversation is",
+        body=ConversationBody,
+        answer=TokenCount,
+        errors=_MESSAGE_CALL,
+        error=MessagesError,
+    ),
+    "/v1/responses": _Operation(
+        summary="Answers a conversation", body=ResponseBody, answer=response.Response, chunk=Event, errors=_CALL
+    ),
+    "/v1/responses/{response_id}/cancel": _Operation(
+        summary="Ends a response in the making", answer=response.Response, errors=("404", *_LOOK)
+    ),
+    "/v1/embeddings": _Operation(
+        summary="Vectors of inputs", body=EmbeddingRequest, answer=EmbeddingList, errors=_CALL
+    ),
+    "/v1/score": _SCORE,
+    "/score": _SCORE,
+    "/v1/rerank": _RERANK,
+    "/v2/rerank": _RERANK,
+    "/rerank": _RERANK,
+    "/classify": _Operation(
+        summary="Classes of inputs", body=ClassificationBody, answer=ClassificationList, errors=_CALL
+    ),
+    "/pooling": _Operation(
+        summary="What a model that pools makes of inputs", body=PoolingBody, answer=PooledList, errors=_CALL
+    ),
+    "/ping": _Operation(summary="Whether requests are taken", text="text/plain", errors=("503",)),
+    LOAD: _Operation(
+        summary="Gives a LoRA adapter a name", body=LoadLoraAdapterRequest, text=PLAIN_TEXT, errors=_OPERATION
+    ),
+    UNLOAD: _Operation(
+        summary="Takes the name of a LoRA adapter away",
+        body=UnloadLoraAdapterRequest,
+        text=PLAIN_TEXT,
+        errors=_OPERATION,
+    ),
+    "/tokenize": _Operation(summary="Text to token ids", body=TokenizeRequest, answer=Tokens, errors=_CALL),
+    "/detokenize": _Operation(summary="Token ids to text", body=DetokenizeRequest, answer=Text, errors=_CALL),
+}
+_GETS: Mapping[str, _Operation] = {
+    "/v1/models": _Operation(summary="What is served", answer=ModelList, errors=_LOOK),
+    "/v1/responses/{response_id}": _Operation(
+        summary="A response that was kept", answer=response.Response, errors=("404", *_LOOK)
+    ),
+    "/v1/responses/{response_id}/input_items": _Operation(
+        summary="The items of its input", answer=response.ItemList, errors=("404", *_LOOK)
+    ),
+    "/v1/models/{name}": _Operation(summary="One model", answer=Model, errors=("404", *_LOOK)),
+    "/version": _Operation(summary="The version of the frontend", answer=Version, errors=_LOOK),
+    "/ping": _Operation(summary="Whether requests are taken", text="text/plain", errors=("503",)),
+    "/health": _Operation(summary="Whether requests are taken", text="text/plain", errors=("503",)),
+    "/metrics": _Operation(summary="For Prometheus", text="text/plain"),
+    "/": _Operation(summary="A page for people", text="text/html"),
+    "/cluster": _Operation(summary="What the page shows of the engines", answer=ClusterState),
+    PATH: _Operation(summary="This document", text="application/json"),
+}
+
+
+_DELETES: Mapping[str, _Operation] = {
+    "/v1/responses/{response_id}": _Operation(
+        summary="Forgets a response", answer=response.DeletedResponse, errors=("404", *_LOOK)
+    ),
+}
+_METHODS = {"post": _POSTS, "get": _GETS, "delete": _DELETES}
+_PARAMETER = re.compile(r"{(\w+)}")
+
+
+def document(paths: frozenset[str]) -> dict[str, Any]:
+    """The OpenAPI document of those of ``paths`` that it knows: others are not served."""
+    described: dict[str, dict[str, Any]] = {}
+    for method, operations in _METHODS.items():
+        for path, each in operations.items():
+            if path in paths:
+                described.setdefault(path, {})[method] = _operation(path, each)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Penstock", "version": importlib.metadata.version("penstock-frontend")},
+        "paths": described,
+        "components": {"schemas": _schemas()},
+    }
+
+
+def route(routes: list[Route]) -> Route:
+    """Serves the document of ``routes`` and itself."""
+    paths = frozenset(each.path.replace(":path}", "}") for each in routes) | {PATH}
+    content = msgspec.json.encode(document(paths))
+
+    async def answer(_: Request) -> Response:
+        return Response(content, media_type="application/json")
+
+    return Route(PATH, answer)
+
+
+def _operation(path: str, each: _Operation) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"} if each.text.startswith("text/") else {}
+    content = {each.text: {"schema": schema}} if each.text else {"application/json": {"schema": _ref(each.answer)}}
+    if each.chunk is not None:
+        # Each event is a chunk as JSON, or an error; the last one is [DONE].
+        about = f"An event; its data is a {each.chunk.__name__}, the last one's [DONE]."
+        event: dict[str, Any] = {"type": "object", "description": about, "properties": {"data": {"type": "string"}}}
+        content["text/event-stream"] = {"schema": event}
+    errors = {"application/json": {"schema": _ref(each.error)}} if each.text != "text/plain" else content
+    responses = {code: {"description": _ERRORS[code], "content": errors} for code in each.errors}
+    described: dict[str, Any] = {
+        "summary": each.summary,
+        "responses": {"200": {"description": each.summary + ".", "content": content}, **responses},
+    }
+    if each.body is not None:
+        body = {"application/json": {"schema": _ref(each.body)}}
+        described["requestBody"] = {"required": True, "content": body}
+    if names := _PARAMETER.findall(path):
+        string = {"type": "string"}
+        described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": string} for name in names]
+    return described
+
+
+def _ref(kind: type | None) -> dict[str, str]:
+    return {"$ref": _REF.format(name=kind.__name__ if kind else "")}
+
+
+def _schemas() -> dict[str, Any]:
+    kinds: list[type] = [ErrorBody, MessagesError, ResponseFormat]
+    for each in (operation for operations in _METHODS.values() for operation in operations.values()):
+        kinds += [kind for kind in (each.body, each.answer, each.chunk) if kind is not None]
+    _, schemas = msgspec.json.schema_components(list(dict.fromkeys(kinds)), ref_template=_REF)
+    for each in _POSTS.values():
+        properties = schemas[each.body.__name__]["properties"] if each.body is not None else {}
+        for name in [name for name, schema in properties.items() if schema == _UNTYPED]:
+            del properties[name]
+    for kind in (CompletionRequest, ChatCompletionRequest, ResponseBody):
+        properties = schemas[kind.__name__]["properties"]
+        properties["response_format"] = {"anyOf": [_ref(ResponseFormat), {"type": "null"}]}
+    return schemas

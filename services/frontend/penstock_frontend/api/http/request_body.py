@@ -1,0 +1,448 @@
+"""Reading of HTTP request bodies: size limits, decompression, and admission of the call."""
+
+import asyncio
+import codecs
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from types import TracebackType
+from typing import Protocol, TypeVar
+
+import brotli  # type: ignore[import-untyped]
+from prometheus_client import CollectorRegistry
+from starlette.types import Receive
+
+from penstock_common.errors import InvalidArgument, ResourceExhausted
+from penstock_frontend.api.openai.body_fields import decode
+from penstock_frontend.api.openai.errors import HttpError
+from penstock_frontend.api.openai.unknown_fields import FieldPolicy
+from penstock_frontend.call_warnings import WarningLog
+from penstock_frontend.calls.admission import InFlight
+from penstock_frontend.config import HttpConfig
+
+# ``Content-Encoding`` gzip, deflate, br or zstd.
+# Decompression yields pieces of bounded size, so that a small body which becomes a large one is refused as soon as it is too
+# large, and other calls go on meanwhile.
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+PIECE = 256 * 1024
+"""Bytes that are decompressed at once, about; brotli gives up to four times as many."""
+_WINDOW_LOG = 23
+"""zstd: 8 MiB, the most that HTTP allows (RFC 9659)."""
+
+
+class Decompressor(Protocol):
+    """Takes a compressed body in parts."""
+
+    def pieces(self, part: bytes) -> Iterator[bytes]:
+        """What comes of one more part, in pieces of about ``PIECE`` bytes. Raises HttpError 400 for one that is damaged."""
+
+    def finish(self) -> None:
+        """There are no more parts. Raises HttpError 400 if the body is not complete."""
+
+
+def decompressor_of(encoding: str) -> Decompressor | None:
+    """For a ``Content-Encoding``; None if the body is as it is. Raises HttpError 415 for one that is not known, or several."""
+    name = encoding.strip().lower()
+    if name in ("", "identity"):
+        return None
+    if name not in _MAKERS:
+        known = ", ".join(sorted({*_MAKERS} - {"x-gzip"}))
+        raise HttpError(
+            415,
+            f"Content-Encoding is {encoding[:40]!r}; served: {known}, one at a time, or none",
+            "unsupported_content_encoding",
+        )
+    return _Checked(name, _MAKERS[name]())
+
+
+class _Codec(Protocol):
+    @property
+    def ended(self) -> bool:
+        """Whether the end of the body has come."""
+
+    @property
+    def surplus(self) -> bool:
+        """Whether more came behind it."""
+
+    def feed(self, part: bytes) -> Iterator[bytes]:
+        """Pieces of what comes of a part that is not empty."""
+
+
+class _Checked:
+    """Says what is wrong in words of HTTP."""
+
+    def __init__(self, name: str, codec: _Codec) -> None:
+        self._name = name
+        self._codec = codec
+        self._empty = True
+
+    def pieces(self, part: bytes) -> Iterator[bytes]:
+        if not part:
+            return
+        self._empty = False
+        if self._codec.ended:
+            raise self._damaged("more follows its end")
+        try:
+            yield from self._codec.feed(part)
+        except (zlib.error, brotli.error, zstd.ZstdError) as e:
+            raise self._damaged(str(e)) from None
+        if self._codec.surplus:
+            raise self._damaged("more follows its end")
+
+    def finish(self) -> None:
+        if not self._empty and not self._codec.ended:
+            raise self._damaged("it ends too early")
+
+    def _damaged(self, why: str) -> HttpError:
+        return HttpError(400, f"the body cannot be decompressed as {self._name}: {why[:200]}", "invalid_body")
+
+
+class _Zlib:
+    """``window``: zlib's ``wbits``; None: with zlib's header, as HTTP wants deflate, or without, as some clients send it."""
+
+    def __init__(self, window: int | None) -> None:
+        self._window = window
+        self._first: bytes | None = b""
+        """What came before the header was known; None behind it."""
+        self._stream = zlib.decompressobj()
+
+    @property
+    def ended(self) -> bool:
+        return self._stream.eof
+
+    @property
+    def surplus(self) -> bool:
+        return bool(self._stream.unused_data)
+
+    def feed(self, part: bytes) -> Iterator[bytes]:
+        if self._first is not None:
+            part = self._first + part
+            if self._window is None and len(part) < 2:
+                self._first = part
+                return
+            self._first = None
+            self._stream = zlib.decompressobj(self._window or (15 if _has_zlib_header(part) else -15))
+        while True:
+            piece = self._stream.decompress(part, PIECE)
+            part = self._stream.unconsumed_tail
+            yield piece
+            if self._stream.eof or (not part and len(piece) < PIECE):
+                return
+
+
+class _Brotli:
+    surplus = False
+    """brotli refuses what follows the end."""
+
+    def __init__(self) -> None:
+        self._stream = brotli.Decompressor()
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._stream.is_finished())
+
+    def feed(self, part: bytes) -> Iterator[bytes]:
+        piece = self._stream.process(part, output_buffer_limit=PIECE)
+        while (
+            piece or not self._stream.can_accept_more_data()
+        ):  # a last piece of nothing may be what finishes the stream
+            yield piece
+            if self._stream.is_finished():
+                return
+            piece = self._stream.process(b"", output_buffer_limit=PIECE)
+
+
+class _Zstd:
+    def __init__(self) -> None:
+        options: dict[int, int] = {zstd.DecompressionParameter.window_log_max: _WINDOW_LOG}
+        self._stream = zstd.ZstdDecompressor(options=options)
+
+    @property
+    def ended(self) -> bool:
+        return self._stream.eof
+
+    @property
+    def surplus(self) -> bool:
+        return bool(self._stream.eof and self._stream.unused_data)
+
+    def feed(self, part: bytes) -> Iterator[bytes]:
+        yield self._stream.decompress(part, PIECE)
+        while not self._stream.eof and not self._stream.needs_input:
+            yield self._stream.decompress(b"", PIECE)
+
+
+def _has_zlib_header(start: bytes) -> bool:
+    """RFC 1950: method 8, and a checksum over the first two bytes."""
+    return start[0] & 0x0F == 8 and int.from_bytes(start[:2], "big") % 31 == 0
+
+
+_MAKERS: dict[str, Callable[[], _Codec]] = {
+    "br": _Brotli,
+    "deflate": lambda: _Zlib(None),
+    "gzip": lambda: _Zlib(31),
+    "x-gzip": lambda: _Zlib(31),
+    "zstd": _Zstd,
+}
+
+
+# The size of a JSON text, found out before it is decoded.
+# The decoder holds the interpreter's lock from end to end, in whatever thread it runs: nothing but a bound on what it makes
+# bounds the time in which nobody else is served.
+
+_PIECE = 256 * 1024
+"""Bytes that are looked at in one turn of the event loop."""
+MAX_NESTING = 512
+"""Levels of lists and objects. Whatever walks a value later has as much of the interpreter's stack left for itself."""
+_STEP = [{"[": 1, "{": 1, "]": -1, "}": -1}.get(chr(byte), 0) for byte in range(256)]
+_NO_BRACKETS = bytes(byte for byte in range(256) if not _STEP[byte])
+
+
+async def check_json_size(text: bytes, *, max_values: int, max_objects: int) -> None:
+    """Raise InvalidArgument for more values, or objects among them, than so many, or more than MAX_NESTING levels of them.
+
+    Text that is no JSON is counted somehow.
+    """
+    if not _may_exceed(text, max_values, max_objects):
+        return
+    size = JsonSize()
+    for begin in range(0, len(text), _PIECE):
+        size.add(text[begin : begin + _PIECE])
+        for count, what, limit in ((size.values, "values", max_values), (size.objects, "objects", max_objects)):
+            if count > limit:
+                raise InvalidArgument(
+                    f"the body has more than {limit} JSON {what}; http.max_body_{what} is {limit}",
+                    reason="BODY_TOO_COMPLEX",
+                )
+        if size.nesting > MAX_NESTING:
+            raise InvalidArgument(
+                f"the body's lists and objects nest more than {MAX_NESTING} deep", reason="BODY_TOO_COMPLEX"
+            )
+        await asyncio.sleep(0)
+
+
+class JsonSize:
+    """Counts the values and objects of a text that comes in pieces: what it has of commas and brackets outside strings.
+
+    A value that is the only one of its object or list counts with that. ``nesting``: levels of both at the deepest place.
+    """
+
+    def __init__(self) -> None:
+        self.values = 0
+        self.objects = 0
+        self.nesting = 0
+        self._level = 0
+        self._in_string = False
+        self._rest = b""
+
+    def add(self, piece: bytes) -> None:
+        """Count a further piece."""
+        text = self._rest + piece
+        num_backslashes = len(text) - len(text.rstrip(b"\\"))
+        self._rest = b"\\" if num_backslashes % 2 else b""
+        text = text[: len(text) - len(self._rest)]
+        parts = text.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[self._in_string :: 2])
+        self._in_string ^= len(parts) % 2 == 0
+        objects = outside.count(b"{")
+        self.objects += objects
+        self.values += outside.count(b",") + outside.count(b"[") + objects
+        levels = [*accumulate(map(_STEP.__getitem__, outside.translate(None, _NO_BRACKETS)), initial=self._level)]
+        self.nesting = max(self.nesting, max(levels))
+        self._level = levels[-1]
+
+
+def _may_exceed(text: bytes, max_values: int, max_objects: int) -> bool:
+    """Whether there are too many commas and brackets even if none is in a string."""
+    if len(text) <= min(max_values, max_objects, MAX_NESTING):
+        return False
+    objects, lists = text.count(b"{"), text.count(b"[")
+    return objects > max_objects or objects + lists > MAX_NESTING or objects + lists + text.count(b",") > max_values
+
+
+_LARGE = 1024 * 1024
+"""Bytes of a body from which on it takes a thread's time to make something of it."""
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):  # noqa: N818 - not an error of anybody's
+    """The client hung up before its body was complete."""
+
+
+class Bodies:
+    """All bodies in memory, and those that are still being read. Limits are those of the HttpConfig.
+
+    Where there are too many bytes the largest of the bodies that are being read gives way, where there are too many bodies
+    the oldest: so clients that stall cannot keep others out.
+    """
+
+    def __init__(
+        self, config: HttpConfig, registry: CollectorRegistry | None = None, warnings: WarningLog | None = None
+    ) -> None:
+        """``registry``: for the count of unknown fields; None counts nothing. ``warnings``: those of all protocols; None: their
+        own.
+        """
+        self.config = config
+        self.warnings = warnings or WarningLog(registry)
+        self.policy = FieldPolicy(refuse=config.unknown_fields == "refuse", registry=registry)
+        self.in_flight = InFlight()
+        self._reading: dict[Body, None] = {}  # the oldest first
+
+    def open(self, client: str) -> "Body":
+        """The body of one more call, for a ``with`` block. ``client``: who calls, as ``client_of`` says."""
+        return Body(self, client)
+
+    def begin(self, body: "Body") -> None:
+        """It is being read from now on."""
+        limit = self.config.max_requests
+        if len(self._reading) >= limit:
+            oldest = next(iter(self._reading))
+            oldest.give_way(f"{len(self._reading)} HTTP bodies are being read; http.max_requests is {limit}", 0)
+        self._reading[body] = None
+
+    def end(self, body: "Body") -> None:
+        """It is not being read any more. Idempotent."""
+        self._reading.pop(body, None)
+
+    def make_room(self) -> None:
+        """End the reading of bodies until the others are within the limit, or none is being read."""
+        limit = self.config.max_body_bytes_in_flight
+        while (total := self.in_flight.length) > limit and self._reading:
+            largest = max(self._reading, key=lambda body: body.size)
+            message = f"HTTP bodies of {total} bytes would be in memory; http.max_body_bytes_in_flight is {limit}"
+            largest.give_way(message, total - limit)
+
+
+class Body:
+    """``with bodies.open(client) as body``: ``read`` it, ``decode`` it, ``close`` it as soon as its call is admitted.
+
+    Until then its bytes count, those of what was made of it as well. Leaving the block closes it.
+    """
+
+    def __init__(self, bodies: Bodies, client: str) -> None:
+        self.size = 0
+        self._client = client
+        self._bodies = bodies
+        self._parts: list[bytes] = []
+        self._read = False
+        self._refusal: ResourceExhausted | None = None
+        self._wait: asyncio.Timeout | None = None
+        self._closed = False
+
+    def __enter__(self) -> "Body":
+        self._bodies.in_flight.enter()
+        self._bodies.begin(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """It does not count any more. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._bodies.end(self)
+        self._parts.clear()
+        self._bodies.in_flight.leave(self.size, served=self._read)
+
+    async def read(self, receive: Receive, announced: int | None = None, encoding: str = "") -> None:
+        """Read the whole body. ``announced``: its bytes, as its client says; ``encoding``: its ``Content-Encoding``.
+
+        Raises HttpError 408 for one that is too slow, 413 for one that is too large, 415 and 400 for one that is compressed in an
+        unknown way or damaged, ResourceExhausted for one that had to give way, ClientGone.
+        """
+        decompressor = decompressor_of(encoding)
+        seconds = self._bodies.config.body_timeout
+        if announced is not None:
+            self._check_size(f"{announced}", announced)
+        try:
+            async with asyncio.timeout(seconds) as self._wait:
+                await self._take(receive, decompressor)
+        except TimeoutError:
+            if self._refusal is not None:
+                raise self._refusal from None
+            raise HttpError(
+                408,
+                f"the body was not complete after {seconds:g} s, {self.size} bytes of it were there; http.body_timeout is "
+                f"{seconds:g}",
+                "body_timeout",
+            ) from None
+        finally:
+            self._wait = None
+            self._bodies.end(self)
+        self._read = True
+
+    async def decode(self, kind: type[T]) -> T:
+        """The struct of the body, whose bytes are gone then. Raises InvalidArgument naming the field at fault."""
+        data = b"".join(self._parts).removeprefix(codecs.BOM_UTF8)
+        self._parts.clear()
+        config = self._bodies.config
+        await check_json_size(data, max_values=config.max_body_values, max_objects=config.max_body_objects)
+        body = decode(data, kind)
+        await self._bodies.policy.check(data, kind, self._client)
+        return body
+
+    async def converted(self, convert: Callable[[], T]) -> T:
+        """What ``convert`` makes of the decoded body, off the event loop where that is large: it decodes frames of videos."""
+        return await asyncio.to_thread(convert) if self.size > _LARGE else convert()
+
+    def give_way(self, message: str, excess: int) -> None:
+        """End the reading as ResourceExhausted with ``message``; ``excess``: bytes that there are too many."""
+        self._refusal = ResourceExhausted(message, retry_after=self._bodies.in_flight.retry_after(1, excess))
+        self._forget()
+        self._bodies.end(self)
+        if self._wait is not None:
+            self._wait.reschedule(0)
+
+    async def _take(self, receive: Receive, decompressor: Decompressor | None) -> None:
+        limit, more = self._bodies.config.max_body_bytes, True
+        while more:
+            if self._refusal is not None:
+                raise self._refusal
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            more = message.get("more_body", False)
+            if decompressor is None:
+                self._check_size(f"more than {limit}", self.size + len(part))
+                self._keep(part)
+                continue
+            for piece in decompressor.pieces(part):
+                self._check_size(f"more than {limit}", self.size + len(piece), decompressed=True)
+                self._keep(piece)
+                await asyncio.sleep(0)
+                if self._refusal is not None:
+                    raise self._refusal
+        if decompressor is not None:
+            decompressor.finish()
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _check_size(self, told: str, size: int, *, decompressed: bool = False) -> None:
+        limit = self._bodies.config.max_body_bytes
+        if size > limit:
+            when = " when it is decompressed" * decompressed
+            raise HttpError(
+                413, f"the body has {told} bytes{when}; http.max_body_bytes is {limit}", "request_too_large"
+            )
+
+    def _keep(self, part: bytes) -> None:
+        self._parts.append(part)
+        self.size += len(part)
+        self._bodies.in_flight.length += len(part)
+        self._bodies.make_room()
+
+    def _forget(self) -> None:
+        self._bodies.in_flight.length -= self.size
+        self.size = 0
+        self._parts.clear()

@@ -1,0 +1,168 @@
+"""``/v1/embeddings``: embeddings of inputs."""
+
+import base64
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
+from penstock_common.rpc.outputs import floats
+from penstock_common.types.outputs import EngineCoreOutput
+from penstock_common.types.pooling import PoolingParams, PoolingTask
+from penstock_frontend.api.http.endpoint import Answer, Call
+from penstock_frontend.api.http.request_body import Body
+from penstock_frontend.api.openai.body_fields import check_range, shown
+from penstock_frontend.api.openai.context import context_of
+from penstock_frontend.api.openai.conversation import MediaIoBody, MessageBody, messages_of, options_of
+from penstock_frontend.api.openai.errors import renamed
+from penstock_frontend.api.openai.pooling.fields import Input, TruncationFields, inputs_of, normalize_of, truncation_of
+from penstock_frontend.call_types import ChatRequest, PoolingRequest
+from penstock_frontend.calls.chat import ChatCalls
+from penstock_frontend.calls.generate import AsyncLLM
+from penstock_frontend.loop_yield import NUMBERS_PER_TURN, Pace
+from penstock_frontend.processing.outputs.pooling import vectors_of
+
+_INT32 = 2**31
+_NUMBER_BYTES = 4
+_ENCODINGS = ("float", "base64")
+_ENCODER = msgspec.json.Encoder()
+
+
+class EmbeddingRequest(TruncationFields, kw_only=True):
+    """The body. ``input``: a text, texts, token ids, or lists of them. The rest is vLLM's: ``messages`` in its place, a
+    conversation that is one input; ``normalize``, also called ``use_activation``, null: as the model says.
+    ``embedding_types``: Cohere's list of one encoding, ``float`` or ``base64``.
+    """
+
+    input: Input | None = None
+    messages: list[MessageBody] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: MediaIoBody | None = None
+    cache_salt: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    embedding_types: list[str] | None = None
+
+
+class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+    """The vector of an input: numbers, or float32 bytes (little-endian) in base64."""
+
+    object: str = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct, frozen=True):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, in the order of the inputs."""
+
+    id: str
+    object: str = "list"
+    data: Sequence[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Embeddings:
+    """The handler."""
+
+    def __init__(self, llm: AsyncLLM, chat: ChatCalls) -> None:
+        self._llm = llm
+        self._chat = chat
+        self._pace = Pace(NUMBERS_PER_TURN)
+
+    async def __call__(self, call: Call, given: Body) -> Answer:
+        """Embed the inputs. Raises RequestFailed."""
+        body = await given.decode(EmbeddingRequest)
+        check_range("dimensions", body.dimensions, 1, _INT32 - 1)
+        truncation = truncation_of(body)
+        as_text = _encoding_of(body) == "base64"
+        normalize = normalize_of(body.normalize, body.use_activation)
+        context = context_of(call, "embd", body)
+        model = self._llm.inputs.check_model(context.model, context.lora)
+        request = PoolingRequest(
+            inputs=(),
+            fields=(),
+            params=PoolingParams(task=PoolingTask.EMBED, dimensions=body.dimensions, normalize=normalize),
+            context=msgspec.structs.replace(context, cache_salt=body.cache_salt or ""),
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation=truncation,
+        )
+        request = await self._with_inputs(request, body, given)
+        try:
+            given.close()  # admission is the first thing that happens
+            result, request_id = await self._llm.run_pooling(request)
+        except RequestFailed as e:
+            raise renamed(e, {"pooling_params.": ""}) from e
+        usage = EmbeddingUsage(result.prompt_tokens, result.prompt_tokens)
+        # The encoder copies a Raw as it is.
+        data = cast(Sequence[Embedding], await self._written(result.outputs, as_text=as_text))
+        return EmbeddingList(id=request_id, data=data, model=model, usage=usage)
+
+    async def _with_inputs(self, request: PoolingRequest, body: EmbeddingRequest, given: Body) -> PoolingRequest:
+        if body.messages is None:
+            if body.input is None:
+                raise InvalidArgument("input is not set", field="input", reason="MISSING_FIELD")
+            inputs, fields = inputs_of(body.input)
+            self._llm.pooling.inputs.check_count(len(inputs), field="input")
+            return msgspec.structs.replace(request, inputs=inputs, fields=fields)
+        if body.input is not None:
+            raise InvalidArgument("messages is set beside input; set one", field="messages")
+        options = options_of(body.mm_processor_kwargs, body.media_io_kwargs)
+        messages = await given.converted(functools.partial(messages_of, body.messages, options))
+        rendered = await self._chat.renderer.render(
+            ChatRequest(
+                messages=messages,
+                add_generation_prompt=bool(body.add_generation_prompt),
+                continue_final_message=bool(body.continue_final_message),
+                template_kwargs=body.chat_template_kwargs or {},
+                context=request.context,
+            )
+        )
+        return msgspec.structs.replace(
+            request,
+            inputs=[rendered.prompt],
+            fields=["messages"],
+            add_special_tokens=bool(body.add_special_tokens),  # the template writes them
+        )
+
+    async def _written(self, outputs: Sequence[EngineCoreOutput], *, as_text: bool) -> list[msgspec.Raw]:
+        """The JSON of every Embedding, made over as many turns of the event loop as it takes: numbers are slow to write."""
+        written = []
+        for index, output in enumerate(outputs):
+            vectors = vectors_of(output)
+            await self._pace.take(len(vectors.data) // _NUMBER_BYTES)
+            vector = base64.b64encode(vectors.data).decode() if as_text else floats(vectors)
+            written.append(msgspec.Raw(_ENCODER.encode(Embedding(index=index, embedding=vector))))
+        return written
+
+
+def _encoding_of(body: EmbeddingRequest) -> str | None:
+    """Return the encoding of the vectors. Raises InvalidArgument for two different ones, Unimplemented for several at once."""
+    types = body.embedding_types
+    if not types:
+        return body.encoding_format
+    if len(types) > 1 or types[0] not in _ENCODINGS:
+        raise Unimplemented(
+            f'embedding_types is {shown(types)}; only ["float"] or ["base64"] is served', field="embedding_types"
+        )
+    if body.encoding_format not in (None, types[0]):
+        raise InvalidArgument(
+            f"encoding_format is {shown(body.encoding_format)} and embedding_types is {shown(types)}; set one",
+            field="embedding_types",
+        )
+    return types[0]

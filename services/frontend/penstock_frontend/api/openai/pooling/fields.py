@@ -1,0 +1,127 @@
+"""Fields that the bodies of pooling calls share: inputs, normalization, and truncation of inputs that are too long."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument
+from penstock_frontend.api.openai.body_fields import check_range, shown
+from penstock_frontend.api.openai.context import ContextFields
+from penstock_frontend.api.openai.errors import renamed
+from penstock_frontend.api.openai.generation import Given, split
+from penstock_frontend.api.openai.sampling_fields import TokenId
+from penstock_frontend.call_types import Truncation
+
+# Truncation of inputs that are too long, under the names that servers give these fields.
+
+_MANY = 2**31
+_SIDES: Mapping[str, Mapping[str, Truncation]] = {
+    "truncation_side": {"right": "end", "left": "start"},
+    "truncation_direction": {"right": "end", "left": "start"},
+    "truncate": {"end": "end", "start": "start"},
+}
+"""Fields that name a side, their words in lower case, and the side that is cut off."""
+
+_NO_CUT = ("NONE", "none", "None")
+
+
+class TruncationFields(ContextFields, kw_only=True):
+    """The fields. ``truncate_prompt_tokens`` (vLLM): inputs are cut to so many tokens, -1 to as many as the model reads.
+
+    ``truncation_side`` (vLLM) and ``truncation_direction`` (TEI): the side that is cut, ``right`` by default. ``truncate``: true
+    or false (TEI), or ``END``, ``START`` or ``NONE`` (Cohere, NIM). ``truncation``: true or false (Voyage).
+    """
+
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    truncation_direction: str | None = None
+    truncate: bool | str | None = None
+    truncation: bool | None = None
+
+
+def truncation_of(body: TruncationFields) -> Truncation | None:
+    """Return where longer inputs are cut, as ``PoolingRequest.truncation`` has it.
+
+    Raises:
+        InvalidArgument: A field is out of range, or two fields ask for different things.
+    """
+    check_range("truncate_prompt_tokens", body.truncate_prompt_tokens, -1, _MANY - 1)
+    sides: dict[str, Any] = {name: _side(name, getattr(body, name)) for name in _SIDES}
+    cuts: dict[str, Any] = {
+        "truncate_prompt_tokens": None if body.truncate_prompt_tokens is None else True,
+        "truncate": None if body.truncate is None else body.truncate not in (False, *_NO_CUT),
+        "truncation": body.truncation,
+    }
+    side, is_cut = _agreed(body, sides), _agreed(body, cuts)
+    if is_cut is False:
+        return "none"
+    return side if side is not None else "end" if is_cut else None
+
+
+def _side(name: str, value: bool | str | None) -> Truncation | None:
+    if value is None or isinstance(value, bool) or (name == "truncate" and value in _NO_CUT):
+        return None
+    words = _SIDES[name]
+    if value.lower() not in words:
+        known = ", ".join(("none", *words) if name == "truncate" else words)
+        raise InvalidArgument(f"{name} is {shown(value)}; known: {known}", field=name)
+    return words[value.lower()]
+
+
+def _agreed(body: TruncationFields, given: Mapping[str, Any]) -> Any:
+    """Return the only value that fields have, None for none. Raises InvalidArgument for two."""
+    values = {name: value for name, value in given.items() if value is not None}
+    for name, value in values.items():
+        first = next(iter(values))
+        if value != values[first]:
+            raise InvalidArgument(
+                f"{first} is {shown(getattr(body, first))} and {name} is {shown(getattr(body, name))}; they ask for different "
+                "cuts, so set one",
+                field=name,
+            )
+    return next(iter(values.values()), None)
+
+
+Input: TypeAlias = str | list[str | TokenId | list[TokenId]]
+"""A text, texts, token ids, or lists of them."""
+
+
+class PoolingFields(TruncationFields, kw_only=True):
+    """The common fields of bodies of vLLM's protocol. ``use_activation`` false: the model's bare scores."""
+
+    use_activation: bool | None = None
+
+
+class PoolingUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of everything that was read."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int = 0
+
+
+def normalize_of(normalize: bool | None, use_activation: bool | None) -> bool | None:
+    """Whether vectors get length one; None as the model says. vLLM has had both names. Raises InvalidArgument."""
+    if None not in (normalize, use_activation) and normalize != use_activation:
+        raise InvalidArgument(
+            f"normalize is {shown(normalize)} and use_activation is {shown(use_activation)}; they are two names of the same, so "
+            "set one",
+            field="normalize",
+        )
+    return use_activation if normalize is None else normalize
+
+
+def inputs_of(given: Input, *, field: str = "input") -> tuple[Sequence[Given], Sequence[str]]:
+    """The inputs of a body and what each is called, none for an empty list. Raises InvalidArgument."""
+    try:
+        inputs = split(given, _MANY) if given else []
+    except InvalidArgument as e:
+        raise renamed(e, {"prompt": field}) from e
+    single = isinstance(given, str) or all(isinstance(each, int) for each in given)
+    return inputs, [field] if single else [f"{field}[{index}]" for index in range(len(inputs))]
+
+
+def usage_of(prompt_tokens: int) -> PoolingUsage:
+    """The counts as they are sent."""
+    return PoolingUsage(prompt_tokens=prompt_tokens, total_tokens=prompt_tokens)

@@ -1,0 +1,220 @@
+"""``/score`` and ``/rerank``: how well texts fit one another, as vLLM, Jina and Cohere have it."""
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument
+from penstock_frontend.api.http.endpoint import Answer, Call
+from penstock_frontend.api.http.request_body import Body
+from penstock_frontend.api.openai.body_fields import check_range
+from penstock_frontend.api.openai.context import context_of
+from penstock_frontend.api.openai.pooling.fields import (
+    Input,
+    PoolingFields,
+    PoolingUsage,
+    inputs_of,
+    truncation_of,
+    usage_of,
+)
+from penstock_frontend.call_types import ScoreRequest
+from penstock_frontend.calls.generate import AsyncLLM
+from penstock_frontend.calls.scoring import ScoringCalls
+
+# ``/v1/score`` and ``/score``, as vLLM has them.
+
+_NAMES = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
+"""What the two sides may be called."""
+
+
+class ScoreBody(PoolingFields, kw_only=True):
+    """The body. One of the pairs ``queries`` and ``documents``, ``queries`` and ``items``, ``text_1`` and ``text_2``, ``data_1``
+    and ``data_2``: the first of each is one input, or as many as the second has.
+    """
+
+    queries: Input | None = None
+    documents: Input | None = None
+    items: Input | None = None
+    text_1: Input | None = None
+    text_2: Input | None = None
+    data_1: Input | None = None
+    data_2: Input | None = None
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """How well a pair fits."""
+
+    index: int
+    object: str = "score"
+    score: float
+
+
+class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, in the order of the pairs."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: Sequence[Score]
+    usage: PoolingUsage
+
+
+class Scores:
+    """The handler."""
+
+    def __init__(self, llm: AsyncLLM, scoring: ScoringCalls) -> None:
+        self._llm = llm
+        self._scoring = scoring
+
+    async def __call__(self, call: Call, given: Body) -> Answer:
+        """Score the pairs. Raises RequestFailed."""
+        body = await given.decode(ScoreBody)
+        truncation = truncation_of(body)
+        context = context_of(call, "score", body)
+        model = self._llm.inputs.check_model(context.model, context.lora)
+        sides = _sides(body)
+        queries, query_fields = inputs_of(sides.queries, field=sides.names[0])
+        documents, document_fields = inputs_of(sides.documents, field=sides.names[1])
+        self._llm.pooling.inputs.check_count(len(queries), field=sides.names[0])
+        self._llm.pooling.inputs.check_count(len(documents), field=sides.names[1])
+        if len(queries) not in (1, len(documents)):
+            first, second = sides.names
+            raise InvalidArgument(
+                f"{first} has {len(queries)} entries, {second} has {len(documents)}; {first} must have 1 or as many",
+                field=first,
+            )
+        request = ScoreRequest(
+            queries=queries,
+            query_fields=query_fields,
+            documents=documents,
+            document_fields=document_fields,
+            use_activation=body.use_activation is not False,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation=truncation,
+            context=context,
+        )
+        given.close()  # admission is the first thing that happens
+        result = await self._scoring.run(request)
+        return ScoreList(
+            id=result.request_id,
+            created=int(time.time()),
+            model=model,
+            data=[Score(index=index, score=score) for index, score in enumerate(result.scores)],
+            usage=usage_of(result.prompt_tokens),
+        )
+
+
+class _Sides(NamedTuple):
+    names: tuple[str, str]
+    queries: Input
+    documents: Input
+
+
+def _sides(body: ScoreBody) -> _Sides:
+    """What is compared, and how the body calls it. Raises InvalidArgument unless that is one of ``_NAMES`` and nothing else."""
+    given = [name for name in dict.fromkeys(sum(_NAMES, ())) if getattr(body, name) is not None]
+    for names in _NAMES:
+        if set(given) == set(names):
+            return _Sides(names, getattr(body, names[0]), getattr(body, names[1]))
+    missing = next((second for first, second in _NAMES if given == [first]), "")
+    if missing:
+        raise InvalidArgument(f"{missing} is not set", field=missing, reason="MISSING_FIELD")
+    known = ", ".join(f"{first} and {second}" for first, second in _NAMES)
+    field = given[0] if given else "queries"
+    raise InvalidArgument(
+        f"{' and '.join(given) or 'nothing'} {'are' if len(given) > 1 else 'is'} set; one of these pairs must be: {known}",
+        field=field,
+    )
+
+
+# ``/rerank``, ``/v1/rerank`` and ``/v2/rerank``, as Jina and Cohere have them.
+
+_INT32_MAX = 2**31 - 1
+
+
+class DocumentBody(msgspec.Struct, frozen=True):
+    """A document as an object. What else it has is not read."""
+
+    text: str
+
+
+class RerankBody(PoolingFields, kw_only=True):
+    """The body. ``documents``: texts, or objects with ``text``. ``top_n``: null or 0 for all of them; ``return_documents`` false
+    leaves their texts out of the answer.
+    """
+
+    query: str | DocumentBody
+    documents: list[str | DocumentBody]
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+
+class RankedDocument(msgspec.Struct, frozen=True):
+    """A document."""
+
+    text: str
+
+
+class Ranked(msgspec.Struct, frozen=True, kw_only=True):
+    """A document's place in the body, and how well it fits."""
+
+    index: int
+    document: RankedDocument | msgspec.UnsetType = msgspec.UNSET
+    relevance_score: float
+
+
+class Ranking(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, the best first. Documents that fit alike stay in their order."""
+
+    id: str
+    model: str
+    usage: PoolingUsage
+    results: Sequence[Ranked]
+
+
+class Reranking:
+    """The handler."""
+
+    def __init__(self, llm: AsyncLLM, scoring: ScoringCalls) -> None:
+        self._llm = llm
+        self._scoring = scoring
+
+    async def __call__(self, call: Call, given: Body) -> Answer:
+        """Rank the documents. Raises RequestFailed."""
+        body = await given.decode(RerankBody)
+        truncation = truncation_of(body)
+        check_range("top_n", body.top_n, 0, _INT32_MAX)
+        context = context_of(call, "rerank", body)
+        model = self._llm.inputs.check_model(context.model, context.lora)
+        texts = [_text(document) for document in body.documents]
+        self._llm.pooling.inputs.check_count(len(texts), field="documents")
+        request = ScoreRequest(
+            queries=[_text(body.query)],
+            query_fields=["query"],
+            documents=texts,
+            document_fields=[f"documents[{index}]" for index in range(len(texts))],
+            use_activation=body.use_activation is not False,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation=truncation,
+            context=context,
+        )
+        given.close()  # admission is the first thing that happens
+        result = await self._scoring.run(request)
+        order = sorted(range(len(texts)), key=result.scores.__getitem__, reverse=True)
+        shown = body.return_documents is not False
+        results = [
+            Ranked(
+                index=index,
+                document=RankedDocument(texts[index]) if shown else msgspec.UNSET,
+                relevance_score=result.scores[index],
+            )
+            for index in order[: body.top_n or None]
+        ]
+        return Ranking(id=result.request_id, model=model, usage=usage_of(result.prompt_tokens), results=results)
+
+
+def _text(document: str | DocumentBody) -> str:
+    return document if isinstance(document, str) else document.text

@@ -1,0 +1,320 @@
+"""Tools of a request: which ones the model is told of and under which names, and the inputs of custom tools in answers."""
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument, excerpt, quoted
+from penstock_frontend.call_types import Tool
+from penstock_frontend.call_warnings import WarningKind, warn
+from penstock_frontend.processing.chat.answers import ChatOutput
+from penstock_frontend.processing.chat.tool_choice import named_choice
+from penstock_frontend.processing.parsers.base import ToolCallDelta
+from penstock_frontend.processing.parsers.call_scanner import whole
+
+INPUT = "input"
+"""The only argument of the function that a custom tool becomes: a text."""
+_SEPARATOR = "__"
+
+
+class ServedTool(NamedTuple):
+    """A tool that the model is told of.
+
+    Attributes:
+        tool: The function that the model sees.
+        field: The object in the request that has the tool's name, such as ``tools[1].function``.
+        name: The client's name of the tool.
+        namespace: The client's name of the group that the tool is of; empty: of none.
+        custom: Whether the client wants a text as the call's input, instead of arguments.
+        syntax: The form of the grammar that the input must match; empty: any text.
+        schema: The client's name of the schema of a function's arguments.
+    """
+
+    tool: Tool
+    field: str
+    name: str
+    namespace: str = ""
+    custom: bool = False
+    syntax: str = ""
+    schema: str = "parameters"
+
+
+class ToolChoice(NamedTuple):
+    """What a request says of calls.
+
+    Attributes:
+        mode: ``auto``, ``none`` or ``required``.
+        named: The tool that must be called, by the name that the model sees; empty: no such one.
+        allowed: The tools that may be called, by the same names; None: all.
+        hosted: The type of a tool that must be called, where the choice has no name; empty: it is no such choice.
+        field: What errors about the choice name.
+    """
+
+    mode: str
+    named: str = ""
+    allowed: Collection[str] | None = None
+    hosted: str = ""
+    field: str = "tool_choice"
+
+
+class ChosenTools(NamedTuple):
+    """What a conversation has of the tools. ``names``: our names of fields to the client's, for errors."""
+
+    tools: Sequence[Tool]
+    mode: str
+    named: str
+    names: Mapping[str, str]
+
+
+class ServedTools:
+    """Collects the tools of one request. Tools that this server does not run are left out with a warning."""
+
+    def __init__(self) -> None:
+        self._served: list[ServedTool] = []
+        self._by_name: dict[str, ServedTool] = {}
+        self._left_out: list[tuple[str, str, str]] = []
+
+    def function(
+        self,
+        name: str,
+        description: str | None,
+        parameters: dict[str, Any] | None,
+        field: str,
+        *,
+        namespace: str = "",
+        schema: str = "parameters",
+    ) -> None:
+        """Add a function. ``schema``: the client's name of ``parameters``. Raises InvalidArgument for a schema of something else
+        than an object.
+        """
+        kind = (parameters or {}).get("type")
+        if kind is not None and kind != "object":
+            at = f"{field}.{schema}.type"
+            raise InvalidArgument(f"{at} is {_shown(kind)}; arguments are an object, so it must be 'object'", field=at)
+        tool = Tool(name=flat_name(name, namespace), description=description or "", parameters=parameters)
+        self._add(ServedTool(tool, field, name, namespace, schema=schema))
+
+    def custom(
+        self,
+        name: str,
+        description: str | None,
+        field: str,
+        *,
+        syntax: str = "",
+        definition: str = "",
+        namespace: str = "",
+    ) -> None:
+        """Add a custom tool, whose input is a text, as a function of one text. ``syntax``: of the grammar ``definition``."""
+        text = {"type": "string"}
+        told = description or ""
+        if syntax:
+            told += f"\n\nThe {INPUT} must match this {syntax} grammar:\n{definition}"
+        if syntax == "regex":
+            text["pattern"] = f"^(?:{definition})$"
+        schema = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+        tool = Tool(name=flat_name(name, namespace), description=told.strip(), parameters=schema)
+        self._add(ServedTool(tool, field, name, namespace, custom=True, syntax=syntax))
+
+    def leave_out(self, kind: str, field: str, name: str = "") -> None:
+        """Leave a tool out that this server does not run, and warn of it. ``kind``: its type."""
+        self._left_out.append((kind, field, name))
+        warn(
+            WarningKind.TOOL_LEFT_OUT,
+            field,
+            f"is of type {quoted(kind)}, which this server does not run, and is left out",
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self._served)
+
+    @property
+    def has_custom(self) -> bool:
+        """Whether there are custom tools."""
+        return any(served.custom for served in self._served)
+
+    def called(self, name: str) -> ServedTool | None:
+        """Return the tool that the model calls so; None where there is none."""
+        return self._by_name.get(name)
+
+    def chosen(self, choice: ToolChoice) -> ChosenTools:
+        """Apply the choice. Raises InvalidArgument for a choice of a tool that is left out, or that is not there."""
+        self._check(choice)
+        served = [
+            each
+            for each in self._served
+            if choice.allowed is None or (not choice.named and each.tool.name in choice.allowed)
+        ]
+        mode, named = choice.mode, ""
+        if choice.named:
+            mode, named = named_choice(choice.named, field=choice.field)
+        elif mode == "auto" and not served:
+            mode = "none"
+        if mode != "none":
+            for each in served:
+                if not named or named == each.tool.name:
+                    _warn_of_grammar(each, forced=bool(named) or mode == "required")
+        names: dict[str, str] = {}
+        for index, each in enumerate(served):
+            names[f"tools[{index}].parameters"] = f"{each.field}.{'format' if each.custom else each.schema}"
+            names[f"tools[{index}]"] = each.field
+        return ChosenTools([each.tool for each in served], mode, named, names)
+
+    def _add(self, served: ServedTool) -> None:
+        self._served.append(served)
+        self._by_name.setdefault(served.tool.name, served)
+
+    def _check(self, choice: ToolChoice) -> None:
+        for kind, field, name in self._left_out:
+            if choice.hosted == kind or (choice.named and choice.named == name):
+                raise InvalidArgument(
+                    f"{choice.field} requires a call of {field}, of type {quoted(kind)}, which this server does not run; "
+                    "choose another tool, or 'auto'",
+                    field=choice.field,
+                )
+        if choice.hosted:
+            raise InvalidArgument(
+                f"{choice.field} requires a call of a tool of type {quoted(choice.hosted)}, which this server does not run; "
+                "choose another tool, or 'auto'",
+                field=choice.field,
+            )
+        left = [each for each in self._served if choice.allowed is None or each.tool.name in choice.allowed]
+        if choice.mode == "required" and not left and self._left_out:
+            kinds = excerpt(", ".join(f"{field} is of type {quoted(kind)}" for kind, field, _ in self._left_out))
+            raise InvalidArgument(
+                f"{choice.field} requires a call, but this server runs none of the tools: {kinds}", field=choice.field
+            )
+        if choice.allowed is not None and not left and choice.mode == "required":
+            known = excerpt(", ".join(each.tool.name for each in self._served) or "none")
+            raise InvalidArgument(f"{choice.field} allows none of the tools, which are: {known}", field=choice.field)
+
+
+def flat_name(name: str, namespace: str | None = "") -> str:
+    """Return the name that the model sees of a tool in a namespace: models know no groups of tools."""
+    if not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith(_SEPARATOR) else f"{namespace}{_SEPARATOR}{name}"
+
+
+def _shown(value: object) -> str:
+    return quoted(value) if isinstance(value, str) else excerpt(msgspec.json.encode(value).decode())
+
+
+def _warn_of_grammar(served: ServedTool, *, forced: bool) -> None:
+    if served.syntax == "regex" and forced:
+        return
+    if served.syntax:
+        why = (
+            "only calls that tool_choice requires are constrained"
+            if served.syntax == "regex"
+            else "only 'regex' is enforced"
+        )
+        warn(
+            WarningKind.TOOL_FORMAT_NOT_ENFORCED,
+            f"{served.field}.format",
+            f"is a {served.syntax} grammar, which the model is told of, but {why}",
+        )
+
+
+# Inputs of custom tools are texts. The model writes them as an argument of the function that stands for the tool.
+
+_BEGIN = re.compile(rf'\s*{{\s*"{INPUT}"\s*:\s*"')
+_CHARACTER = re.compile(r"\\(?:u[0-9a-fA-F]{4}|[^u])|[^\\]", re.DOTALL)
+_HIGH = re.compile(r"\\u[dD][89abAB]")
+"""The first half of a character, whose second half may come with the next piece."""
+
+
+class InputReader:
+    """Reads the text ``input`` from a call's arguments while they are being written. Other arguments are handed on as text."""
+
+    def __init__(self) -> None:
+        self._raw = ""
+        self._begun = False
+        self._ended = False
+
+    def push(self, arguments: str) -> str:
+        """Return more of the text."""
+        if self._ended:
+            return ""
+        self._raw += arguments
+        if not self._begun:
+            begin = _BEGIN.match(self._raw)
+            if begin is None:
+                return ""
+            self._begun, self._raw = True, self._raw[begin.end() :]
+        return self._text()
+
+    def finish(self) -> str:
+        """Return what is left when the call has ended: all of the arguments, if they do not begin with the text."""
+        if self._begun:
+            return "" if self._ended else self._text(ended=True)
+        try:
+            found = json.loads(self._raw, strict=False)
+        except (ValueError, RecursionError):
+            return self._raw
+        if isinstance(found, dict) and isinstance(found.get(INPUT), str):
+            return whole(found[INPUT])
+        return "" if found == {} else self._raw
+
+    def _text(self, *, ended: bool = False) -> str:
+        upto = 0
+        while (match := _CHARACTER.match(self._raw, upto)) is not None:
+            if match[0] == '"':
+                self._ended = True
+                break
+            if not ended and _HIGH.match(match[0]) and len(self._raw) < match.end() + 6:
+                break
+            upto = match.end()
+        written, self._raw = self._raw[:upto], self._raw[upto:]
+        try:
+            return whole(json.loads(f'"{written}"', strict=False))
+        except ValueError:  # an escape that JSON does not have
+            return whole(written)
+
+
+class CustomInputs:
+    """Makes the calls of one sequence those of the client's tools: of custom tools the arguments become the input."""
+
+    def __init__(self, tools: ServedTools) -> None:
+        self._tools = tools
+        self._has_custom = tools.has_custom
+        self._readers: dict[int, InputReader] = {}
+        self._last: ToolCallDelta | None = None
+
+    def read(self, output: ChatOutput) -> ChatOutput:
+        """Return the output with the inputs of custom tools in the place of their arguments."""
+        if not self._has_custom:
+            return output
+        calls: list[ToolCallDelta] = []
+        for call in output.tool_calls:
+            if self._last is not None and self._last.index != call.index:
+                self._finish(calls)
+            if call.name and (tool := self._tools.called(call.name)) is not None and tool.custom:
+                self._readers[call.index] = InputReader()
+            reader = self._readers.get(call.index)
+            arguments = call.arguments if reader is None else reader.push(call.arguments)
+            if call.name or arguments:
+                calls.append(msgspec.structs.replace(call, arguments=arguments))
+            self._last = call
+        if output.finish is not None:
+            self._finish(calls)
+        return msgspec.structs.replace(output, tool_calls=calls)
+
+    def _finish(self, calls: list[ToolCallDelta]) -> None:
+        """Add what is left of the last call to its piece, or as a piece of its own."""
+        last, self._last = self._last, None
+        if last is None or (reader := self._readers.pop(last.index, None)) is None:
+            return
+        if not (rest := reader.finish()):
+            return
+        if calls and calls[-1].index == last.index:
+            calls[-1] = msgspec.structs.replace(calls[-1], arguments=calls[-1].arguments + rest)
+        else:
+            calls.append(ToolCallDelta(index=last.index, id=last.id, arguments=rest))
+
+
+def input_arguments(text: str) -> str:
+    """Return the arguments of a custom tool's call with that input, as the model writes them."""
+    return json.dumps({INPUT: text}, ensure_ascii=False)

@@ -1,1 +1,0 @@
-"""API keys and tokens: who calls, and for which tenant."""

@@ -1,0 +1,311 @@
+"""Who calls, from the credentials of a call: API keys and JSON Web Tokens."""
+
+import hashlib
+import hmac
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jwt
+import msgspec
+
+from penstock_common.errors import ConfigError, PermissionDenied, Unauthenticated
+from penstock_common.observability.logging import get_logger
+from penstock_common.security.watched import WatchedFiles, read_bytes
+from penstock_frontend.call_types import Principal, Scope
+from penstock_frontend.config import AuthConfig, JwtConfig
+
+# JSON Web Tokens (RFC 7519) checked against a JSON Web Key Set (RFC 7517).
+
+_MAX_TOKEN_BYTES = 16 * 1024
+_PRIVATE = ("d", "p", "q", "dp", "dq", "qi", "k")
+"""Members of a JWK that nobody but the issuer may have."""
+
+
+class _KeySet:
+    """The usable keys of a set; equal when read from the same text."""
+
+    def __init__(self, text: bytes, keys: Sequence[jwt.PyJWK]) -> None:
+        self._text = text
+        self.keys = keys
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _KeySet) and other._text == self._text
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def pick(self, kid: object, algorithm: str) -> jwt.PyJWK | None:
+        """The key that a token's header names; without a name, the only one for the algorithm."""
+        fitting = [key for key in self.keys if key.algorithm_name == algorithm]
+        if kid is not None:
+            return next((key for key in fitting if key.key_id == kid), None)
+        return fitting[0] if len(fitting) == 1 else None
+
+
+class Tokens:
+    """Checks tokens by the keys of a file, as it is now."""
+
+    def __init__(self, config: JwtConfig) -> None:
+        """Raises ConfigError."""
+        self._config = config
+        self._keys = WatchedFiles((config.jwks,), lambda: _read(config.jwks), what="keys of auth.jwt.jwks")
+
+    def principal(self, token: str) -> Principal:
+        """Whose token this is. Raises Unauthenticated, which says what is wrong and nothing of the token's text."""
+        claims = self._claims(token)
+        scopes = _scopes(claims)
+        allowed: set[Scope] = set()
+        if not self._config.scope or self._config.scope in scopes:
+            allowed.add("inference")
+        if self._config.admin_scope in scopes:
+            allowed.add("admin")
+        return Principal(
+            name=_text(claims, "sub"), tenant=_text(claims, self._config.tenant_claim), scopes=frozenset(allowed)
+        )
+
+    def _claims(self, token: str) -> Mapping[str, Any]:
+        if len(token) > _MAX_TOKEN_BYTES:
+            raise _wrong(f"it has {len(token)} characters; the limit is {_MAX_TOKEN_BYTES}")
+        try:
+            header = jwt.get_unverified_header(token)
+            algorithm = header.get("alg")
+            if not isinstance(algorithm, str) or algorithm not in self._config.algorithms:
+                raise _wrong(f"its algorithm is not one of {', '.join(self._config.algorithms)}")
+            key = self._keys.current().pick(header.get("kid"), algorithm)
+            if key is None:
+                raise _wrong("none of the known keys is for it")
+            claims: dict[str, Any] = jwt.decode(
+                token,
+                key,
+                algorithms=[algorithm],
+                audience=self._config.audience,
+                issuer=self._config.issuer,
+                leeway=self._config.leeway,
+                options={"require": ["exp", "iss", "aud"]},
+            )
+        except jwt.ExpiredSignatureError:
+            raise Unauthenticated("the token has expired", reason="TOKEN_EXPIRED") from None
+        except jwt.ImmatureSignatureError:
+            raise _wrong("it is not valid yet") from None
+        except jwt.InvalidAudienceError:
+            raise _wrong("it is for another audience") from None
+        except jwt.InvalidIssuerError:
+            raise _wrong("it is of another issuer") from None
+        except jwt.MissingRequiredClaimError as e:
+            raise _wrong(f"it has no claim {e.claim}") from None
+        except jwt.InvalidSignatureError:
+            raise _wrong("its signature is wrong") from None
+        except (jwt.PyJWTError, ValueError, TypeError):
+            # What the parser says may quote the token.
+            raise _wrong("it is malformed") from None
+        return claims
+
+
+def _read(path: str) -> _KeySet:
+    field = "auth.jwt.jwks"
+    text = read_bytes(path, field=field)
+    try:
+        found = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ConfigError(f"{field}: {path} is not JSON") from None
+    members = found.get("keys") if isinstance(found, dict) else None
+    if not isinstance(members, list) or not members:
+        raise ConfigError(f"{field}: {path} has no keys; a JSON Web Key Set is expected")
+    keys = [_key(member, f"{field}: {path}, keys[{index}]") for index, member in enumerate(members)]
+    usable = [key for key in keys if key is not None]
+    if not usable:
+        raise ConfigError(f"{field}: {path} has no key for signatures that is understood")
+    return _KeySet(text, usable)
+
+
+def _key(member: object, where: str) -> jwt.PyJWK | None:
+    """None for what issuers have in their sets for others: keys for encryption, and of kinds that are not known here."""
+    if not isinstance(member, dict):
+        raise ConfigError(f"{where} is not an object")
+    if member.get("kty") == "oct":
+        raise ConfigError(f"{where} is a symmetric key; whoever can check tokens with it can make them")
+    if any(name in member for name in _PRIVATE):
+        raise ConfigError(f"{where} holds a private key; this service needs the public one alone")
+    if member.get("use", "sig") != "sig":
+        return None
+    try:
+        return jwt.PyJWK(member)
+    except jwt.PyJWTError as e:
+        get_logger().warning("a key is left out", key=where, problem=str(e))
+        return None
+
+
+def _scopes(claims: Mapping[str, Any]) -> frozenset[str]:
+    """``scope`` as RFC 8693 has it, words in a text, or the lists that some issuers write, also as ``scp``."""
+    value = claims.get("scope", claims.get("scp", ""))
+    words = value.split() if isinstance(value, str) else value
+    return frozenset(word for word in words if isinstance(word, str)) if isinstance(words, list) else frozenset()
+
+
+def _text(claims: Mapping[str, Any], name: str) -> str:
+    value = claims.get(name, "")
+    if not isinstance(value, str):
+        raise _wrong(f"its claim {name} is not a text")
+    return value
+
+
+def _wrong(what: str) -> Unauthenticated:
+    return Unauthenticated(f"the token is not accepted: {what}", reason="CREDENTIALS_WRONG")
+
+
+# API keys: a file with one per line.
+#
+# A line is the key, then what it stands for; empty lines and what follows ``#`` count for nothing::
+#
+#     # key, or sha256: and the key's SHA-256 in hex
+#     sk-4f2c...                                  name=alice tenant=acme
+#     sha256:9f86d081884c7d659a2feaa0c55ad015...  name=gateway tenant=*
+#     sk-88d1...                                  name=oncall scopes=inference,admin
+#
+# ``tenant=*`` may speak for every tenant. Without ``tenant`` the key's requests have none.
+
+_MIN_KEY_CHARS = 16
+_MAX_KEYS = 1000
+_DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_SCOPES: tuple[str, ...] = typing.get_args(Scope)
+
+
+class _Key(msgspec.Struct, frozen=True):
+    digest: bytes
+    principal: Principal
+
+
+class ApiKeys:
+    """The keys of a file, as it is now."""
+
+    def __init__(self, path: str, *, field: str) -> None:
+        """Raises ConfigError that names the line, and never says what is in it."""
+        self._keys = WatchedFiles((path,), lambda: tuple(_parse(path, field=field)), what=f"API keys of {field}")
+
+    def find(self, key: str) -> Principal | None:
+        """Whose key this is. Takes as long for a wrong key as for any right one."""
+        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for each in self._keys.current():
+            if hmac.compare_digest(each.digest, digest):
+                found = each.principal
+        return found
+
+
+def _parse(path: str, *, field: str) -> Iterator[_Key]:
+    try:
+        text = read_bytes(path, field=field).decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{field}: {path} is not UTF-8") from None
+    seen: dict[bytes, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = _words(line)
+        if not words:
+            continue
+        where = f"{field}: {path}, line {number}"
+        key = _Key(_digest(words[0], where), _principal(words[1:], where, number))
+        if key.digest in seen:
+            raise ConfigError(f"{where}: the key stands in line {seen[key.digest]} already")
+        seen[key.digest] = number
+        yield key
+    if not seen:
+        raise ConfigError(f"{field}: {path} has no key; nobody could call")
+    if len(seen) > _MAX_KEYS:
+        raise ConfigError(f"{field}: {path} has {len(seen)} keys; the limit is {_MAX_KEYS}")
+
+
+def _words(line: str) -> list[str]:
+    words = line.split()
+    comment = next((index for index, word in enumerate(words) if word.startswith("#")), len(words))
+    return words[:comment]
+
+
+def _digest(word: str, where: str) -> bytes:
+    if (match := _DIGEST.fullmatch(word)) is not None:
+        return bytes.fromhex(match[1])
+    if word.startswith("sha256:"):
+        raise ConfigError(f"{where}: sha256: must be followed by 64 hexadecimal digits")
+    if "=" in word.rstrip("=") and word.split("=")[0] in ("name", "tenant", "scopes"):
+        raise ConfigError(f"{where}: the key must come first")
+    if len(word) < _MIN_KEY_CHARS:
+        raise ConfigError(f"{where}: the key has {len(word)} characters; it must have at least {_MIN_KEY_CHARS}")
+    return hashlib.sha256(word.encode()).digest()
+
+
+def _principal(words: list[str], where: str, number: int) -> Principal:
+    values = {"name": f"key in line {number}", "tenant": "", "scopes": "inference"}
+    for word in words:
+        name, found, value = word.partition("=")
+        if not found or name not in values:
+            raise ConfigError(f"{where}: after the key, only name=, tenant= and scopes= are known")
+        values[name] = value
+    scopes = values["scopes"].split(",")
+    for scope in scopes:
+        if scope not in _SCOPES:
+            raise ConfigError(f"{where}: scopes={values['scopes']}; known: {', '.join(_SCOPES)}")
+    any_tenant = values["tenant"] == "*"
+    return Principal(
+        name=values["name"],
+        tenant="" if any_tenant else values["tenant"],
+        any_tenant=any_tenant,
+        scopes=frozenset(typing.cast("list[Scope]", scopes)),
+    )
+
+
+_HOW = "send an API key or a token as 'authorization: Bearer ...', or an API key as 'x-api-key: ...'"
+
+
+class Authenticator:
+    """Knows API keys and tokens. The files are read anew when they change."""
+
+    def __init__(self, config: AuthConfig) -> None:
+        """Raises ConfigError for files that cannot be used."""
+        self._keys = ApiKeys(config.api_keys, field="auth.api_keys") if config.api_keys else None
+        self._tokens = Tokens(config.jwt) if config.jwt.jwks else None
+
+    def principal(self, headers: Mapping[str, str], *, scope: Scope) -> Principal:
+        """Who sent these headers (names in lower case). Raises Unauthenticated or PermissionDenied, without the credentials."""
+        caller = self._caller(headers)
+        if scope not in caller.scopes:
+            raise PermissionDenied(
+                f"{caller.name or 'the caller'} may not use this: it is for the scope {scope}", reason="SCOPE_MISSING"
+            )
+        return caller
+
+    def _caller(self, headers: Mapping[str, str]) -> Principal:
+        """Return who sent the first credentials that are valid: clients send a stale key of another server beside the right one.
+
+        Raises Unauthenticated for the first header, if the credentials of none are valid.
+        """
+        refused: list[Unauthenticated] = []
+        for name, check in (("authorization", self._bearer), ("x-api-key", self._key)):
+            if not headers.get(name, "").strip():
+                continue
+            try:
+                return check(headers[name].strip())
+            except Unauthenticated as e:
+                refused.append(e)
+        raise refused[0] if refused else Unauthenticated(f"credentials are missing; {_HOW}")
+
+    def _bearer(self, authorization: str) -> Principal:
+        scheme, _, rest = authorization.partition(" ")
+        credential = rest.strip()
+        if scheme.lower() != "bearer":
+            raise Unauthenticated(f"authorization must be Bearer; {_HOW}", reason="CREDENTIALS_WRONG")
+        if not credential:
+            raise Unauthenticated(f"credentials are missing; {_HOW}")
+        if self._keys is not None and (found := self._keys.find(credential)) is not None:
+            return found
+        if self._tokens is not None and (self._keys is None or credential.count(".") == 2):
+            return self._tokens.principal(credential)
+        raise _unknown()
+
+    def _key(self, credential: str) -> Principal:
+        if self._keys is not None and (found := self._keys.find(credential)) is not None:
+            return found
+        raise _unknown()
+
+
+def _unknown() -> Unauthenticated:
+    return Unauthenticated(f"the API key is not known; {_HOW}", reason="CREDENTIALS_WRONG")

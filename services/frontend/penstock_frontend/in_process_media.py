@@ -1,0 +1,210 @@
+"""Media as Python programs in the same process give them: PIL images, arrays, bytes, paths, in prompts and in messages."""
+
+import io
+import itertools
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from PIL import Image
+
+from penstock_common.errors import LONGEST_PATH, InvalidArgument, Unimplemented, quoted
+from penstock_common.types.media import MODALITIES, Modality
+from penstock_frontend.api.media_sources import source_of_url
+from penstock_frontend.api.openai.conversation import MediaOptions, PartBody, is_media, media_of
+from penstock_frontend.call_types import ContentPart, EncodedFile, Frame, Frames, MediaPart, MixedPrompt, Source
+from penstock_frontend.processing.media.families.base import Family
+from penstock_frontend.processing.media.flatten import flattened
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer
+
+_FORMS: Mapping[Modality, str] = {
+    "image": "a PIL image, an array [height, width, 3] of uint8, a file's bytes, a Path or a URL",
+    "audio": "a pair of samples (floats) and their rate, a file's bytes, a Path or a URL",
+    "video": "pictures (a list, or an array [frames, height, width, 3] of uint8), one a second, or a URL of frames",
+}
+
+_PNG_MODES = ("RGB", "RGBA", "L", "LA", "P", "1")
+_WAV_FLOAT = 3
+_MAX_RATE = 768_000
+
+
+class UnplacedPrompt(MixedPrompt, frozen=True):
+    """Its first part is the prompt, text or token ids, in which the model's own tokens stand for the media that follow, in order
+    of each modality.
+    """
+
+
+def unplaced(prompt: str | Sequence[int], data: object, kwargs: object, name: str) -> UnplacedPrompt:
+    """A prompt with its ``multi_modal_data`` and ``mm_processor_kwargs``. Raises InvalidArgument."""
+    field = f"{name}.multi_modal_data"
+    if not isinstance(data, Mapping):
+        raise InvalidArgument(f'{field} is of type {type(data).__name__}; write e.g. {{"image": image}}', field=field)
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InvalidArgument(f"{name}.mm_processor_kwargs is no mapping", field=f"{name}.mm_processor_kwargs")
+    media: list[MediaPart] = []
+    for modality in data:
+        if modality not in MODALITIES:
+            known = ", ".join(MODALITIES)
+            raise InvalidArgument(f"{field} has {quoted(modality)}; known: {known}", field=field)
+        values = data[modality] if _are_several(data[modality], modality) else [data[modality]]
+        media += [
+            media_part(value, modality, f"{field}.{modality}[{index}]", kwargs) for index, value in enumerate(values)
+        ]
+    return UnplacedPrompt((prompt, *media), (name, *(part.field for part in media)))
+
+
+def media_part(value: object, modality: Modality, field: str, kwargs: Mapping[str, Any] | None = None) -> MediaPart:
+    """A medium in one of the forms that it may have. Raises InvalidArgument for another form."""
+    return MediaPart(
+        modality=modality,
+        source=_source(value, modality, field),
+        field=field,
+        processor_kwargs=dict(kwargs or {}),
+    )
+
+
+def placed(prompt: UnplacedPrompt, family: Family | None, tokenizer: Tokenizer) -> MixedPrompt:
+    """The prompt with each medium in its place. Raises InvalidArgument unless there are as many places as media."""
+    given, *media = prompt.parts
+    name = prompt.fields[0]
+    queues: dict[Modality, list[MediaPart]] = {}
+    for part in media:
+        if isinstance(part, MediaPart):
+            _check_taken(part, family)
+            queues.setdefault(part.modality, []).append(part)
+    tokens = {family.placeholder(modality): modality for modality in queues} if family is not None else {}
+    pieces = _split_text(given, tokens) if isinstance(given, str) else _split_ids(given, tokens, tokenizer)
+    for token, modality in tokens.items():
+        count, found = len(queues[modality]), sum(piece == modality for piece, is_place in pieces if is_place)
+        if count != found:
+            raise InvalidArgument(
+                f"{name} has {count} of {modality} and {found} places for them; write {token} where each is to stand",
+                field=name,
+            )
+    parts = [queues[piece].pop(0) if is_place else piece for piece, is_place in pieces]
+    return MixedPrompt(tuple(parts), tuple(part.field if isinstance(part, MediaPart) else name for part in parts))
+
+
+def _check_taken(part: MediaPart, family: Family | None) -> None:
+    taken = sorted(family.modalities) if family is not None else []
+    if part.modality not in taken:
+        raise InvalidArgument(f"{part.field} is set; this model takes {', '.join(['text', *taken])}", field=part.field)
+
+
+_Pieces = list[tuple[Any, bool]]
+"""Texts or lists of token ids, none empty, and between them modalities, which are marked as places."""
+
+
+def _split_text(text: str, tokens: Mapping[str, Modality]) -> _Pieces:
+    if not tokens:
+        return [(text, False)]
+    found = re.split("(" + "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) + ")", text)
+    return [(tokens[piece], True) if index % 2 else (piece, False) for index, piece in enumerate(found) if piece]
+
+
+def _split_ids(ids: Any, tokens: Mapping[str, Modality], tokenizer: Tokenizer) -> _Pieces:
+    places = {tokenizer.token_id(token): modality for token, modality in tokens.items()}
+    pieces: _Pieces = []
+    for is_place, group in itertools.groupby(ids, key=places.__contains__):
+        if is_place:
+            pieces += [(places[token_id], True) for token_id in group]
+        else:
+            pieces.append((list(group), False))
+    return pieces
+
+
+def _are_several(value: object, modality: str) -> bool:
+    """Whether a value is a list of media. A list of pictures is one video, a pair of samples and rate one sound."""
+    if not isinstance(value, list):
+        return False
+    return modality != "video" or not value or isinstance(value[0], (list, np.ndarray, str, Frames))
+
+
+def _source(value: object, modality: Modality, field: str) -> Source:
+    if isinstance(value, str):
+        return source_of_url(modality, value, field=field)
+    if isinstance(value, (bytes, bytearray, Path)):
+        if modality == "video":
+            raise Unimplemented(f"{field} is a video file, which is not read: give its frames", field=field)
+        return EncodedFile(_read(value, field) if isinstance(value, Path) else bytes(value))
+    if modality == "image" and (picture := _picture(value)) is not None:
+        return EncodedFile(picture)
+    if modality == "audio" and isinstance(value, tuple) and len(value) == 2:
+        return EncodedFile(_sound(*value, field=field))
+    if modality == "video" and isinstance(value, (list, tuple, np.ndarray)):
+        pictures = [_picture(each) for each in value]
+        if pictures and None not in pictures:
+            return Frames([Frame(each, float(index)) for index, each in enumerate(pictures) if each is not None])
+    raise InvalidArgument(f"{field} is of type {type(value).__name__}; it must be {_FORMS[modality]}", field=field)
+
+
+def _read(path: Path, field: str) -> bytes:
+    try:
+        return path.expanduser().read_bytes()
+    except OSError as e:
+        raise InvalidArgument(
+            f"{field}: cannot read {quoted(str(path), LONGEST_PATH)}: {e.strerror or e}", field=field
+        ) from None
+
+
+def _picture(value: object) -> bytes | None:
+    """Return a PNG file of an image, or None for what is no image. Modes that PNG does not have are converted to RGB."""
+    if isinstance(value, np.ndarray):
+        if value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] not in (3, 4) or not value.size:
+            return None
+        value = Image.fromarray(value)
+    if not isinstance(value, Image.Image):
+        return None
+    file = io.BytesIO()
+    (value if value.mode in _PNG_MODES else flattened(value)).save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _sound(samples: object, rate: object, *, field: str) -> bytes:
+    """A WAV file of float samples, mono or ``[samples, channels]``."""
+    array = np.asarray(samples)
+    if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.floating) or not array.size:
+        raise InvalidArgument(f"{field}: the samples are no floats, [samples] or [samples, channels]", field=field)
+    if not isinstance(rate, int) or not 1 <= rate <= _MAX_RATE:
+        raise InvalidArgument(
+            f"{field}: the rate is {quoted(rate)}; it must be in Hz, from 1 to {_MAX_RATE}", field=field
+        )
+    data = np.ascontiguousarray(array, dtype="<f4").tobytes()
+    width = 4 * (array.shape[1] if array.ndim == 2 else 1)
+    form = struct.pack("<HHIIHH", _WAV_FLOAT, width // 4, rate, rate * width, width, 32)
+    chunks = b"fmt " + struct.pack("<I", len(form)) + form + b"data" + struct.pack("<I", len(data)) + data
+    return b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WAVE" + chunks
+
+
+_OPTIONS = MediaOptions()
+_PIL = "image_pil"
+"""vLLM's type of a part with a PIL image."""
+
+
+def contents_of(parts: Sequence[object], path: str) -> list[object]:
+    """The parts, those with media as the domain's; what is none stays as it is, for others to refuse. Raises InvalidArgument,
+    Unimplemented.
+    """
+    return [_part(part, f"{path}[{index}]") for index, part in enumerate(parts)]
+
+
+def _part(part: object, path: str) -> object:
+    if not isinstance(part, Mapping):
+        return part
+    kind: Any = part.get("type")
+    if kind in (_PIL, *MODALITIES):
+        if part.get(kind) is None:
+            raise InvalidArgument(f"{path}.{kind} is not set", field=f"{path}.{kind}", reason="MISSING_FIELD")
+        modality: Modality = "image" if kind == _PIL else kind
+        return ContentPart(type="media", media=media_part(part[kind], modality, f"{path}.{kind}"))
+    if not isinstance(kind, str) or not is_media(kind):
+        return part
+    try:
+        body = msgspec.convert(part, PartBody)
+    except msgspec.ValidationError as e:
+        raise InvalidArgument(f"{path}: {e}", field=path) from None
+    return ContentPart(type="media", media=media_of(kind, body, path, _OPTIONS))

@@ -1,0 +1,474 @@
+"""Fetches media files from other hosts over HTTP, from checked addresses only, without blocking the event loop."""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from typing import TypeVar
+from urllib.parse import urljoin
+
+import httptools
+
+from penstock_common.errors import ConfigError, ResourceExhausted, quoted
+from penstock_frontend.config.media import MediaConfig
+from penstock_frontend.loop_yield import Pace
+from penstock_frontend.processing.media import sources
+from penstock_frontend.processing.media.sources import Target, check_domain, is_allowed_address, read_url
+
+# Parses the HTTP answer of a media host as its bytes arrive.
+
+_MOST_HEADERS = 256
+_MOST_INFORMATIONAL = 16
+_FRAMING = 64 * 1024
+"""Bytes that an answer may have beside its body: headers, informational answers, chunk sizes and their extensions, trailers, and
+what TLS adds.
+"""
+_FRAMING_SHARE = 4
+"""Such a part of its body an answer may have beside it in addition. Chunks of 24 bytes and more are within that."""
+
+
+class BadAnswer(Exception):  # noqa: N818 - it says what is wrong with the answer
+    """The host breaks the protocol, or a limit. The text continues "could not be fetched: "."""
+
+
+class Answer:
+    """The final answer to one GET request, without informational ones (1xx) before it.
+
+    The parser is compiled, and the limits are checked after every slice of bytes. A host that sends one-byte chunks, headers
+    without end or other answers with little content is given up after some 64 KiB.
+    """
+
+    def __init__(self) -> None:
+        self.status: int | None = None
+        """None until all headers are here."""
+        self.headers: dict[str, str] = {}
+        """By name in lower case."""
+        self.body = bytearray()
+        self.is_complete = False
+        self._is_until_close = False
+        self._num_headers = 0
+        self._num_informational = 0
+        self._parser = httptools.HttpResponseParser(self)
+        # Some hosts end lines with LF alone, or pad chunk sizes. No second answer follows that could be hidden so.
+        self._parser.set_dangerous_leniencies(lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True)
+
+    def feed(self, data: bytes, num_received: int) -> None:
+        """Parse the next bytes.
+
+        Args:
+            data: the bytes; none where the host has closed the connection.
+            num_received: bytes that the host has sent so far in all, with those of TLS.
+
+        Raises:
+            BadAnswer: the answer breaks the protocol or a limit.
+            ConnectionResetError: the answer is not complete, and the connection is closed.
+        """
+        if not data:
+            self._close()
+            return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            if not self.is_complete:  # what comes behind the answer is not looked at
+                raise BadAnswer("its host breaks the protocol") from None
+        self._check(num_received)
+
+    def _close(self) -> None:
+        self.is_complete = self.is_complete or (self.status is not None and self._is_until_close)
+        if not self.is_complete:
+            raise ConnectionResetError
+
+    def _check(self, num_received: int) -> None:
+        if self._num_informational > _MOST_INFORMATIONAL:
+            raise BadAnswer(f"its host sends more than {_MOST_INFORMATIONAL} informational answers (1xx)")
+        if self._num_headers > _MOST_HEADERS:
+            raise BadAnswer(f"its host sends more than {_MOST_HEADERS} headers")
+        if num_received - len(self.body) > _FRAMING + len(self.body) // _FRAMING_SHARE:
+            raise BadAnswer(
+                f"its host sends more than {_FRAMING} bytes of headers, chunk sizes and the like, and more than "
+                f"1/{_FRAMING_SHARE} of the file; it should send chunks of 1 KiB or more"
+            )
+
+    # What the parser calls.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header; those behind the body are only counted."""
+        self._num_headers += 1
+        if self.status is None:
+            self.headers[name.decode("latin-1").lower()] = value.decode("latin-1").strip()
+
+    def on_headers_complete(self) -> None:
+        """Keep the status, unless the answer is informational."""
+        if self.status is not None:
+            return
+        status = self._parser.get_status_code()
+        if HTTPStatus.CONTINUE <= status < HTTPStatus.OK:
+            self._num_informational += 1
+            self.headers.clear()
+            return
+        self.status = status
+        self._is_until_close = not self.headers.keys() & {"content-length", "transfer-encoding"}
+
+    def on_body(self, data: bytes) -> None:
+        """Keep a part of the body."""
+        if not self.is_complete:
+            self.body += data
+
+    def on_message_complete(self) -> None:
+        """The body is complete, unless the answer is informational."""
+        self.is_complete = self.status is not None
+
+
+# Connections to media hosts, read in slices, so that no host can keep the event loop busy.
+
+RunInThread = Callable[[Callable[[], bool]], Awaitable[bool]]
+
+BYTES_PER_TURN = 64 * 1024
+"""Bytes from media hosts that all connections together process in one turn of the event loop. If they are one-byte chunks,
+which cost the most, parsing them takes 1 ms.
+"""
+_SLICE = 16 * 1024
+"""Bytes that one read takes from a socket."""
+_SMALLEST_CHARGE = 2 * 1024
+"""Bytes that each read counts for at least. A read costs some 50 us, also where the host sends single bytes."""
+_LONGEST_HANDSHAKE = 128 * 1024
+
+
+class Wire:
+    """One connection, with or without TLS. The caller closes it.
+
+    TLS runs over memory buffers: asyncio's own TLS decrypts up to 256 KiB in one turn of the event loop, however small the
+    records are.
+    """
+
+    def __init__(self, connection: socket.socket, pace: Pace) -> None:
+        """Wrap a connected, non-blocking socket.
+
+        Args:
+            connection: the socket, which the wire owns from now on.
+            pace: the bytes per turn of the event loop, shared by all wires.
+        """
+        self._socket = connection
+        self._pace = pace
+        self._tls: ssl.SSLObject | None = None
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.num_received = 0
+        """Bytes that the host has sent after the TLS handshake, before decryption."""
+
+    async def start_tls(self, context: ssl.SSLContext, name: str, run_in_thread: RunInThread) -> None:
+        """Do the TLS handshake and check the certificate.
+
+        Args:
+            context: the trusted authorities.
+            name: the name that the certificate must have.
+            run_in_thread: runs the steps of the handshake. One can take a large part of a second if the host chooses large keys.
+
+        Raises:
+            ssl.SSLCertVerificationError: the certificate is not trusted.
+            OSError: the handshake fails, or the connection is lost.
+        """
+        tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=name)
+        while not await run_in_thread(lambda: _has_shaken_hands(tls)):
+            await self._flush()
+            data = await self._receive()
+            if not data or self.num_received > _LONGEST_HANDSHAKE:
+                raise ConnectionResetError
+            self._incoming.write(data)
+        self._tls = tls
+        await self._flush()
+        self.num_received = 0
+
+    async def send(self, data: bytes) -> None:
+        """Send all of the data. Raises OSError."""
+        if self._tls is None:
+            await asyncio.get_running_loop().sock_sendall(self._socket, data)
+        else:
+            self._tls.write(data)
+            await self._flush()
+
+    async def read(self) -> bytes:
+        """Return the next bytes, at most some 32 KiB, or none at the end. Raises OSError."""
+        if self._tls is None:
+            return await self._receive()
+        while True:
+            pieces: list[bytes] = []
+            is_over = False
+            try:
+                while not is_over:
+                    pieces.append(self._tls.read(_SLICE))
+                    is_over = not pieces[-1]
+            except ssl.SSLWantReadError:
+                pass
+            await self._flush()
+            if (data := b"".join(pieces)) or is_over:
+                return data
+            if not (received := await self._receive()):
+                return b""  # many hosts close the connection without TLS's own end
+            self._incoming.write(received)
+
+    def close(self) -> None:
+        """Close the connection at once, whatever was not sent."""
+        self._socket.close()
+
+    async def _flush(self) -> None:
+        if data := self._outgoing.read():
+            await asyncio.get_running_loop().sock_sendall(self._socket, data)
+
+    async def _receive(self) -> bytes:
+        """Return what the host has sent, once there is room in a turn of the event loop to process it."""
+        data = await asyncio.get_running_loop().sock_recv(self._socket, _SLICE)
+        self.num_received += len(data)
+        await self._pace.take(max(len(data), _SMALLEST_CHARGE))
+        return data
+
+
+async def connect(address: str, port: int, pace: Pace) -> Wire:
+    """Connect to an address. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, (address, port))
+    except BaseException:
+        connection.close()
+        raise
+    return Wire(connection, pace)
+
+
+def _has_shaken_hands(tls: ssl.SSLObject) -> bool:
+    """Go on with the handshake. Return False if it needs more bytes from the host."""
+    try:
+        tls.do_handshake()
+    except ssl.SSLWantReadError:
+        return False
+    return True
+
+
+# One GET request to a media host, and its answer.
+
+Counted = Callable[[int], None]
+"""Called with the number of further bytes in memory. Raises ResourceExhausted."""
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_FOR_NOW = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Statuses after which another try may bring the file."""
+
+
+class Exchange:
+    """One request and its answer."""
+
+    def __init__(self, wire: Wire, field: str, max_bytes: int, counted: Counted) -> None:
+        self._wire = wire
+        self._field = field
+        self._max_bytes = max_bytes
+        self._counted = counted
+        self._answer = Answer()
+
+    async def get(self, target: Target, check: Callable[..., Target]) -> bytes | Target:
+        """Return the file, or the checked target of a redirect.
+
+        Raises:
+            OSError: the connection is lost.
+            RequestFailed: the answer is no file, or more than may be.
+        """
+        answer = self._answer
+        await self._wire.send(_request(target))
+        while answer.status is None:
+            await self._read()
+        if answer.status in _REDIRECTS:
+            return check(self._joined(target, answer.headers.get("location", "")), field=self._field)
+        if answer.status != HTTPStatus.OK:
+            why = f"its host answered with status {answer.status}"
+            raise sources.fetch_failed(self._field, why, for_now=answer.status in _FOR_NOW)
+        if answer.headers.get("content-encoding", "").lower() not in ("", "identity"):
+            raise sources.fetch_failed(self._field, "its host encodes the content, unasked", for_now=False)
+        if answer.headers.get("transfer-encoding", "chunked").lower() != "chunked":
+            raise sources.fetch_failed(self._field, "its host encodes the transfer, unasked", for_now=False)
+        return await self._body(int(answer.headers.get("content-length", 0)))
+
+    async def _read(self) -> None:
+        data = await self._wire.read()
+        try:
+            self._answer.feed(data, self._wire.num_received)
+        except BadAnswer as e:
+            raise sources.fetch_failed(self._field, str(e), for_now=False) from None
+
+    def _joined(self, target: Target, location: str) -> str:
+        try:
+            return urljoin(target.url, location)
+        except ValueError:
+            raise sources.fetch_failed(self._field, "it redirects to what is no URL", for_now=False) from None
+
+    async def _body(self, announced: int) -> bytes:
+        self._check_size(announced)
+        if announced:
+            self._counted(announced)
+        body, counted = self._answer.body, announced
+        while True:
+            self._check_size(len(body))
+            if len(body) > counted:
+                self._counted(len(body) - counted)
+                counted = len(body)
+            if self._answer.is_complete:
+                break
+            await self._read()
+        if not body:
+            raise sources.fetch_failed(self._field, "it is empty", for_now=False)
+        return bytes(body)
+
+    def _check_size(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise sources.too_large(self._field, f"has {size} bytes or more", "media.max_bytes", self._max_bytes)
+
+
+def _request(target: Target) -> bytes:
+    """Targets have no line breaks: sources.py encodes paths and checks hosts."""
+    lines = (
+        f"GET {target.path} HTTP/1.1",
+        f"Host: {target.authority}",
+        "User-Agent: penstock",
+        "Accept: */*",
+        "Accept-Encoding: identity",
+        "Connection: close",
+    )
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("ascii")
+
+
+# Fetching files of media from other hosts: what is dialled is what was checked, and nothing is sent but the request.
+
+T = TypeVar("T")
+
+Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
+"""All addresses of a host, as text. Raises OSError."""
+
+_RESOLVING_THREADS = 8
+_HANDSHAKE_THREADS = 2
+"""OpenSSL computes without Python's lock, so that the event loop goes on beside these threads."""
+
+
+class Fetcher:
+    """Fetches files by URL. Names are resolved once, all their addresses are checked, and one of these is dialled.
+
+    There are no proxies, cookies, credentials, content codings or connections that are used again.
+    """
+
+    def __init__(self, config: MediaConfig, resolver: Resolver | None = None) -> None:
+        """``resolver``: in place of the system's. Raises ConfigError."""
+        self._config = config
+        self._private = config.private_networks
+        self._resolver = resolver or self._resolve
+        self._threads = ThreadPoolExecutor(_RESOLVING_THREADS, thread_name_prefix="media-names")
+        self._handshakes = ThreadPoolExecutor(_HANDSHAKE_THREADS, thread_name_prefix="media-tls")
+        self._pace = Pace(BYTES_PER_TURN)
+        try:
+            self._tls = ssl.create_default_context(cafile=config.ca or None)
+        except OSError as e:  # SSLError is one
+            raise ConfigError(f"media.ca: {config.ca} has no certificates that can be read: {e}") from None
+        self._tls.options |= ssl.OP_NO_RENEGOTIATION
+        self._room = asyncio.Semaphore(config.max_fetches)
+        self.num_waiting = 0
+        self._closed = False
+
+    def close(self) -> None:
+        """Look up no more names, and begin no more TLS handshakes."""
+        self._closed = True
+        self._threads.shutdown(wait=False)
+        self._handshakes.shutdown(wait=False)
+
+    def check(self, url: str, *, field: str) -> Target:
+        """What the URL asks for. Raises PermissionDenied or InvalidArgument where it may not be fetched, before anything is."""
+        target = read_url(url, field=field)
+        check_domain(target, self._config.allowed_domains, field=field)
+        return target
+
+    async def fetch(self, url: str, *, field: str, counted: Counted = lambda _: None) -> bytes:
+        """The file. Raises as ``check``, and RequestFailed with MEDIA_FETCH_FAILED or MEDIA_TOO_LARGE, ResourceExhausted."""
+        target = self.check(url, field=field)
+        if self.num_waiting >= self._config.max_queued:
+            raise ResourceExhausted(
+                f"{self.num_waiting} URLs wait to be fetched; media.max_queued is {self._config.max_queued}",
+                field=field,
+                retry_after=1.0,
+            )
+        self.num_waiting += 1
+        try:
+            await self._room.acquire()
+        finally:
+            self.num_waiting -= 1
+        try:
+            async with asyncio.timeout(self._config.fetch_timeout):
+                return await self._follow(target, field, counted)
+        except TimeoutError:
+            raise sources.fetch_failed(
+                field, f"it took more than media.fetch_timeout, {self._config.fetch_timeout:g} s", for_now=True
+            ) from None
+        finally:
+            self._room.release()
+
+    async def _follow(self, target: Target, field: str, counted: Counted) -> bytes:
+        for _ in range(self._config.max_redirects + 1):
+            found = await self._get(target, field, counted)
+            if isinstance(found, bytes):
+                return found
+            if target.is_tls and not found.is_tls:
+                raise sources.not_allowed(field, "leads from https: to http:")
+            target = found
+        raise sources.fetch_failed(
+            field, f"it redirects more than media.max_redirects, {self._config.max_redirects} times", for_now=False
+        )
+
+    async def _get(self, target: Target, field: str, counted: Counted) -> bytes | Target:
+        """The file, or where it is instead."""
+        wire = await self._connect(target, field)
+        try:
+            return await Exchange(wire, field, self._config.max_bytes, counted).get(target, self.check)
+        except OSError:
+            raise sources.fetch_failed(field, "the connection was lost", for_now=True) from None
+        finally:
+            wire.close()
+
+    async def _connect(self, target: Target, field: str) -> Wire:
+        for address in await self._addresses(target, field):
+            try:
+                return await self._dial(address, target)
+            except ssl.SSLCertVerificationError:
+                raise sources.fetch_failed(field, "its host's certificate is not trusted", for_now=False) from None
+            except OSError:
+                continue
+        raise sources.fetch_failed(field, "its host takes no connections", for_now=True)
+
+    async def _dial(self, address: str, target: Target) -> Wire:
+        wire = await connect(address, target.port, self._pace)
+        try:
+            if target.is_tls:
+                await wire.start_tls(self._tls, target.host, lambda step: self._run(self._handshakes, step))
+        except BaseException:
+            wire.close()
+            raise
+        return wire
+
+    async def _addresses(self, target: Target, field: str) -> Sequence[str]:
+        """All of the host's. Raises PermissionDenied where one of them is not public: which one it is, is not told."""
+        if target.address is not None:
+            addresses: Sequence[str] = [target.host]
+        else:
+            try:
+                addresses = await self._resolver(target.host, target.port)
+            except (OSError, UnicodeError):
+                addresses = []
+            if not addresses:
+                raise sources.fetch_failed(field, "its host has no address", for_now=True)
+        if not all(is_allowed_address(address, self._private) for address in addresses):
+            raise sources.not_allowed(field, f"is on {quoted(target.authority)}, whose addresses are not public")
+        return addresses
+
+    async def _resolve(self, host: str, port: int) -> list[str]:
+        found = await self._run(self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+    async def _run(self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        if self._closed:
+            raise sources.shutting_down()
+        return await asyncio.get_running_loop().run_in_executor(threads, work)

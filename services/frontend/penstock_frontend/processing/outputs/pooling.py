@@ -1,0 +1,134 @@
+"""Turns engine outputs of pooling requests into answers: one answer per engine request."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from penstock_common.errors import Internal, RequestFailed
+from penstock_common.observability.incidents import incident
+from penstock_common.types.outputs import Drafts, EngineCoreOutput, FinishReason
+from penstock_common.types.pooling import Vectors
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.token_columns import NewTokens
+from penstock_frontend.ports import OutputHandler
+from penstock_frontend.processing.outputs.request_states import RequestStates, failure_of
+
+# Pooling requests on their way out: one answer per engine request.
+
+
+class PooledState:
+    """One engine request until its answer."""
+
+    __slots__ = ("answer", "external_id", "num_prompt", "request_id", "started")
+
+    def __init__(self, request: EngineCoreRequest) -> None:
+        self.request_id = request.request_id
+        self.external_id = request.context.external_request_id
+        self.num_prompt = len(request.prompt_token_ids)
+        self.started = time.monotonic()
+        self.answer: asyncio.Future[EngineCoreOutput] = asyncio.get_running_loop().create_future()
+
+    def settle(self, output: EngineCoreOutput) -> None:
+        """Give the call its answer."""
+        if not self.answer.done():  # cancelled with its call
+            self.answer.set_result(output)
+
+    def fail(self, error: RequestFailed) -> None:
+        """End the call with an error."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    def moved(self) -> None:
+        """It goes on on another engine. Nothing is kept of the one before."""
+
+
+class PooledOutputs(RequestStates[PooledState]):
+    """The ``OutputHandler`` of pooling requests: follows every one of this frontend until its answer.
+
+    ``on_done``: called for each that ends well, with the id of the engine that did it.
+    """
+
+    def __init__(self, on_done: Callable[[PooledState, str], None]) -> None:
+        super().__init__()
+        self._on_done = on_done
+
+    def add(self, request: EngineCoreRequest) -> PooledState:
+        """Follow a request from now on."""
+        state = self._states[request.request_id] = PooledState(request)
+        return state
+
+    def process(
+        self,
+        outputs: Sequence[EngineCoreOutput],
+        engine: str = "",
+        timestamp: float = 0.0,
+        tokens: Sequence[NewTokens] = (),
+        drafts: Sequence[Drafts] = (),
+    ) -> list[str]:
+        """Take one step's outputs; those of other requests are not looked at. Returns what the engine need not go on with."""
+        del timestamp, tokens, drafts
+        to_abort: list[str] = []
+        for output in outputs:
+            state = self._states.get(output.request_id)
+            if state is None or (output.finish_reason is None and output.error is None):
+                continue
+            if output.finish_reason is None:
+                to_abort.append(state.request_id)
+            try:
+                self._end(state, output, engine)
+            except Exception as e:
+                self._fail(state, incident(e, request=state.external_id, doing="taking the result"))
+        return to_abort
+
+    def _end(self, state: PooledState, output: EngineCoreOutput, engine: str) -> None:
+        if output.pooling_output is None or output.finish_reason is not FinishReason.STOP:
+            failed = output.error is not None or output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+            no_result = "the engine ended a pooling request without a result"
+            self._fail(state, failure_of(output) if failed else Internal(no_result))
+            return
+        self._on_done(state, engine)
+        del self._states[state.request_id]
+        state.settle(output)
+
+
+class SplitOutputs:
+    """Hands engines' outputs to several handlers, of which each knows its own requests."""
+
+    def __init__(self, *handlers: OutputHandler) -> None:
+        self._handlers = handlers
+
+    def process(
+        self,
+        outputs: Sequence[EngineCoreOutput],
+        engine: str = "",
+        timestamp: float = 0.0,
+        tokens: Sequence[NewTokens] = (),
+        drafts: Sequence[Drafts] = (),
+    ) -> list[str]:
+        """Have each handler take its part of a step's outputs; returns the ids that the engine need not go on with."""
+        return [
+            id_ for handler in self._handlers for id_ in handler.process(outputs, engine, timestamp, tokens, drafts)
+        ]
+
+    def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
+        """End these requests, whichever handler knows them."""
+        ids = list(request_ids)
+        for handler in self._handlers:
+            handler.fail(ids, error)
+
+    def fail_all(self, error: RequestFailed) -> list[str]:
+        """End every request of every handler; returns their ids."""
+        return [request_id for handler in self._handlers for request_id in handler.fail_all(error)]
+
+    def moved(self, request_ids: Iterable[str]) -> None:
+        """These requests have lost their engine and go on elsewhere."""
+        ids = list(request_ids)
+        for handler in self._handlers:
+            handler.moved(ids)
+
+
+def vectors_of(output: EngineCoreOutput) -> Vectors:
+    """What an input came to. Raises TypeError for the output of a request that generates."""
+    if output.pooling_output is None:
+        raise TypeError("an output without vectors is no answer")
+    return output.pooling_output

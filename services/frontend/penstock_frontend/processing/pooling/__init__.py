@@ -1,1 +1,0 @@
-"""Inputs and answers of requests for embeddings and scores."""

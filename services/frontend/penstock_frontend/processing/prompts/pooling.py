@@ -1,0 +1,263 @@
+"""Turns pooling requests into engine requests: inputs and pairs to token ids, one engine request per input."""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from penstock_common.config.reread import Reread
+from penstock_common.errors import WRONG_MODEL_KIND, ConfigError, InvalidArgument
+from penstock_common.types.media import MultiModalFeature
+from penstock_common.types.pooling import PoolingParams, PoolingTask
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request_context import RequestContext
+from penstock_frontend.call_types import MediaPart, MixedPrompt, PoolingRequest
+from penstock_frontend.config import LimitsConfig, ModelConfig
+from penstock_frontend.ports import ModelLimits
+from penstock_frontend.processing.prompts.input import (
+    InputProcessor,
+    check_size,
+    check_token_ids,
+    longest_text,
+    warn_of_double_bos,
+)
+from penstock_frontend.processing.prompts.media_text import media_tokens, no_media_with
+from penstock_frontend.processing.prompts.tokenizer import Cut, Tokenizer, cut, read_json, resolve
+
+# Pooling requests on their way in: inputs and pairs to token ids, one engine request per input.
+
+AS_MANY_AS_FIT = -1
+"""Tokens of an input, if they are as many as the model reads."""
+POOLING_WORDS = tuple(task.name.lower() for task in PoolingTask)
+"""Capabilities of engines that pool."""
+
+
+class _Tokenized(NamedTuple):
+    """An input as an engine gets it."""
+
+    ids: list[int]
+    second_text_start: int | None = None
+    features: Sequence[MultiModalFeature] = ()
+
+
+class PoolingInputs:
+    """Validates and tokenizes. Every error names the input, the value and the limit."""
+
+    def __init__(self, tokenizer: Tokenizer, inputs: InputProcessor, limits: Reread[LimitsConfig]) -> None:
+        self._tokenizer = tokenizer
+        self._inputs = inputs
+        self._limits = limits
+        self._serial = itertools.count(1)
+
+    def check_count(self, count: int, *, field: str) -> None:
+        """Raise InvalidArgument for a call without inputs, or with too many."""
+        if count == 0:
+            raise InvalidArgument(f"{field} is empty: there is nothing to compute", field=field)
+        if count > (limit := self._limits.now.max_pooling_inputs):
+            raise InvalidArgument(
+                f"{field} has {count} entries; limits.max_pooling_inputs is {limit}",
+                field=field,
+            )
+
+    def with_truncation(self, request: PoolingRequest) -> PoolingRequest:
+        """Return the request with how its inputs are cut: ``truncate_prompt_tokens`` None for not at all, else ``truncation``
+        says where.
+        """
+        where, tokens = request.truncation, request.truncate_prompt_tokens
+        if where is None and tokens is not None:
+            where = "end"
+        elif where is None:
+            # The server's setting cannot cut media, so it leaves such calls alone.
+            mixed = any(isinstance(each, MixedPrompt) for each in request.inputs)
+            where = "none" if mixed else self._limits.now.pooling_truncation
+        if where == "none":
+            return msgspec.structs.replace(request, truncate_prompt_tokens=None, truncation=where)
+        tokens = AS_MANY_AS_FIT if tokens is None else tokens
+        return msgspec.structs.replace(request, truncate_prompt_tokens=tokens, truncation=where)
+
+    async def process(
+        self, request: PoolingRequest, request_id: str, limits: ModelLimits | None = None
+    ) -> list[EngineCoreRequest]:
+        """Everything that can be said without an engine: one request per input. ``limits``: of the engines where they are
+        known: texts far beyond them are refused before they are tokenized.
+        """
+        context = self._inputs.checked_context(request.context, request_id)
+        if limits is not None and request.truncate_prompt_tokens is not None:
+            request = _shortened(request, longest_text(limits.max_model_len))
+        for index in range(len(request.inputs)):
+            self._check_input(request, index, limits)
+        self._check_longest(request)
+        tokenized = await (self._pairs(request) if request.seconds else self._singles(request, context, limits))
+        return [
+            EngineCoreRequest(
+                # Unique even where a client uses an id again.
+                request_id=f"{request_id}-p{next(self._serial):x}",
+                prompt_token_ids=each.ids,
+                pooling_params=request.params,
+                second_text_start=each.second_text_start,
+                mm_features=list(each.features),
+                context=context,
+            )
+            for each in tokenized
+        ]
+
+    def check(
+        self,
+        request: PoolingRequest,
+        core_requests: Sequence[EngineCoreRequest],
+        limits: ModelLimits,
+        capabilities: Sequence[str],
+    ) -> None:
+        """What depends on the engines: the task, the prompts' lengths and token ids."""
+        check_task(request.params.task, capabilities)
+        for core_request, field in zip(core_requests, request.fields, strict=True):
+            prompt = core_request.prompt_token_ids
+            check_token_ids(prompt, limits.vocab_size, field=field)
+            if len(prompt) > limits.max_model_len:
+                of_media = sum(media_tokens(core_request.mm_features).values())
+                raise InvalidArgument(
+                    f"{field} is {len(prompt)} tokens{f', {of_media} of them media' if of_media else ''}; "
+                    f"max_model_len is {limits.max_model_len}",
+                    field=field,
+                    reason="PROMPT_TOO_LONG",
+                )
+
+    def _check_input(self, request: PoolingRequest, index: int, limits: ModelLimits | None) -> None:
+        prompt, field = request.inputs[index], request.fields[index]
+        if isinstance(prompt, MixedPrompt):
+            _check_mixed(request, prompt, field)
+            return
+        if not prompt:
+            raise InvalidArgument(f"{field} is empty: there is nothing to compute", field=field)
+        self._inputs.check_length(prompt, field=field)
+        if limits is not None and isinstance(prompt, str):
+            check_size(prompt, limits.max_model_len, field=field)
+        if request.seconds:
+            if not isinstance(prompt, str):
+                raise InvalidArgument(f"{field}: a pair is read as texts, not as token ids", field=field)
+            self._inputs.check_length(request.seconds[index], field=field)
+
+    def _check_longest(self, request: PoolingRequest) -> None:
+        longest, added = request.truncate_prompt_tokens, self._tokenizer.num_added(pair=bool(request.seconds))
+        if longest is not None and longest <= added:
+            raise InvalidArgument(
+                f"truncate_prompt_tokens is {longest}; it must be above {added}, the tokens that are put around a text",
+                field="truncate_prompt_tokens",
+            )
+
+    async def _singles(
+        self, request: PoolingRequest, context: RequestContext, limits: ModelLimits | None
+    ) -> list[_Tokenized]:
+        """The inputs as engines get them. All texts go to one thread at once: a task for each would hold the loop up."""
+        texts = [prompt for prompt in request.inputs if isinstance(prompt, str)]
+        cut = _cut_of(request)
+        add = request.add_special_tokens
+        encoded = await self._tokenizer.encode_all(texts, add_special_tokens=add, cut=cut) if texts else []
+        of_texts = iter(encoded)
+        tokenized = []
+        for prompt, field in zip(request.inputs, request.fields, strict=True):
+            if isinstance(prompt, MixedPrompt):
+                joined = await self._inputs.join(prompt, context, limits, add_special_tokens=add)
+                tokenized.append(_Tokenized(joined.token_ids, features=joined.features))
+            else:
+                ids = next(of_texts) if isinstance(prompt, str) else list(prompt)
+                tokenized.append(_Tokenized(cut.of(ids) if cut is not None and not isinstance(prompt, str) else ids))
+                if add and isinstance(prompt, str):
+                    warn_of_double_bos(tokenized[-1].ids, self._tokenizer, field=field)
+            if not tokenized[-1].ids:
+                raise InvalidArgument(f"{field} has no tokens: there is nothing to compute", field=field)
+        return tokenized
+
+    async def _pairs(self, request: PoolingRequest) -> list[_Tokenized]:
+        """Token ids of the pairs, and where the second text of each begins."""
+        pairs = zip(request.inputs, request.seconds, strict=True)
+        encoded = await self._tokenizer.encode_pairs(
+            [(str(first), second) for first, second in pairs], cut=_cut_of(request)
+        )
+        return [_Tokenized(pair.ids, pair.second_text_start) for pair in encoded]
+
+
+def _cut_of(request: PoolingRequest) -> Cut | None:
+    longest = request.truncate_prompt_tokens
+    return None if longest is None else Cut(longest, "start" if request.truncation == "start" else "end")
+
+
+def _check_mixed(request: PoolingRequest, prompt: MixedPrompt, field: str) -> None:
+    """Raise InvalidArgument for what an input of several parts cannot have, Unimplemented for what is not served of one."""
+    if request.seconds:
+        raise InvalidArgument(f"{field}: a pair is read as texts, not as text with media between", field=field)
+    for part, part_field in zip(prompt.parts, prompt.fields, strict=True):
+        if not isinstance(part, (str, MediaPart)):
+            raise InvalidArgument(
+                f"{part_field} is neither text nor media; an input is made of these", field=part_field
+            )
+    if request.truncate_prompt_tokens is not None:
+        raise no_media_with("truncate_prompt_tokens", field)
+
+
+def _shortened(request: PoolingRequest, longest: int) -> PoolingRequest:
+    """The request with texts of so many characters at most: what is cut anyway need not be tokenized."""
+    at_start = request.truncation == "start"
+    return msgspec.structs.replace(
+        request,
+        inputs=[
+            cut(prompt, longest, at_start=at_start) if isinstance(prompt, str) else prompt for prompt in request.inputs
+        ],
+        seconds=[cut(second, longest, at_start=at_start) for second in request.seconds],
+    )
+
+
+def answer_bytes(params: PoolingParams, requests: Sequence[EngineCoreRequest], embedding_size: int) -> int:
+    """Bytes of the vectors that the requests come to: float32, one for each, or for each token. 0 for tasks without vectors."""
+    if params.task not in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED):
+        return 0
+    each_token = params.task is PoolingTask.TOKEN_EMBED
+    rows = sum(len(request.prompt_token_ids) for request in requests) if each_token else len(requests)
+    return 4 * rows * (params.dimensions or embedding_size)
+
+
+def check_task(task: PoolingTask, capabilities: Sequence[str]) -> None:
+    """Raise InvalidArgument, naming what is served, unless an engine serves ``task``."""
+    word = task.name.lower()
+    if word not in capabilities:
+        raise _wrong_model(f"the model does not serve {word}; it serves {served(capabilities)}")
+
+
+def check_scores(capabilities: Sequence[str]) -> None:
+    """Raise InvalidArgument, naming what is served, unless engines score pairs themselves or by their vectors."""
+    if not {"score", "embed"} & set(capabilities):
+        raise _wrong_model(
+            f"the model does not score: it serves neither score nor embed; it serves {served(capabilities)}"
+        )
+
+
+def check_pools(capabilities: Sequence[str]) -> None:
+    """Raise InvalidArgument, naming what is served, for engines that do not pool at all."""
+    if not set(POOLING_WORDS) & set(capabilities):
+        raise _wrong_model(f"the model does not pool; it serves {served(capabilities)}")
+
+
+def check_generates(capabilities: Sequence[str]) -> None:
+    """Raise InvalidArgument, naming what is served, for engines that pool and do not generate."""
+    if "generate" not in capabilities and set(POOLING_WORDS) & set(capabilities):
+        raise _wrong_model(f"the model does not generate; it serves {served(capabilities)}")
+
+
+def _wrong_model(message: str) -> InvalidArgument:
+    return InvalidArgument(message, field="model", reason=WRONG_MODEL_KIND)
+
+
+def served(capabilities: Sequence[str]) -> str:
+    """What clients can ask for, as text."""
+    return ", ".join(word for word in capabilities if word in ("generate", *POOLING_WORDS)) or "nothing now"
+
+
+def load_labels(config: ModelConfig) -> list[str]:
+    """Names of the model's classes in order, as its config.json has them; empty where it has none. Raises ConfigError."""
+    file = resolve(config) / "config.json"
+    try:
+        named = {int(index): str(label) for index, label in read_json(file).get("id2label", {}).items()}
+    except (ValueError, AttributeError) as e:
+        raise ConfigError(f"{file} cannot be read: {e}") from None
+    return [named.get(index, "") for index in range(max(named, default=-1) + 1)]

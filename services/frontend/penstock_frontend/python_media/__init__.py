@@ -1,1 +1,0 @@
-"""Media as Python programs in the same process give them: PIL images, arrays, bytes, paths."""

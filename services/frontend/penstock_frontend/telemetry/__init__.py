@@ -1,1 +1,0 @@
-"""Metrics of the frontend, and which tenants and clients have their own series and log lines."""

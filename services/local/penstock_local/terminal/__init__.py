@@ -1,1 +1,0 @@
-"""What commands write to a terminal and read from it."""
