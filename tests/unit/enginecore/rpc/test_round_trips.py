@@ -165,7 +165,8 @@ def test_a_message_between_engine_and_worker_arrives_whole(kind: type, turn: int
 
 def test_messages_between_engine_and_worker_hold_no_copies_of_other_structs() -> None:
     """What is copied into a struct of the message's own loses the fields that the copy does not know."""
-    kinds = {*messages.Call.__args__, *messages.Answer.__args__, messages.Start}  # type: ignore[attr-defined]
+    settings = {messages.WorkerConfig, messages.Node}
+    kinds = {*messages.Call.__args__, *messages.Answer.__args__, messages.Start, *settings}  # type: ignore[attr-defined]
     assert set(structs_of(messages)) == kinds
 
 

@@ -423,8 +423,12 @@ def values(body: SamplingFields, own: Constraint | None = None) -> dict[str, Any
         found["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
     if (constraint := constraint_of(body, own)) is not None:
         found["structured_output"] = constraint
-    if body.repetition_detection is not None:
-        found["repetition_detection"] = RepetitionDetection(**msgspec.structs.asdict(body.repetition_detection))
+    if (detection := body.repetition_detection) is not None:
+        found["repetition_detection"] = RepetitionDetection(
+            max_pattern_size=detection.max_pattern_size,
+            min_pattern_size=detection.min_pattern_size,
+            min_count=detection.min_count,
+        )
     found["output_kind"] = OutputKind.DELTA if body.stream else OutputKind.FINAL
     return found
 
