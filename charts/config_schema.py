@@ -4,10 +4,8 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.config.kinds import Kind
 from penstock_common.config.sections import ClientTlsConfig, ServerConfig, TlsConfig
-from penstock_common.config.settings import Setting, sections_of, settings_of
-from penstock_common.config.sizes import PATTERN
+from penstock_common.config.settings import PATTERN, Kind, Setting, sections_of, settings_of
 from penstock_coordinator.config import CoordinatorConfig, KubernetesConfig
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_frontend.config import FrontendConfig

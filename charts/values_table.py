@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from penstock_common.config.sizes import PATTERN as SIZE_PATTERN
-from penstock_common.config.sizes import format_bytes
+from penstock_common.config.settings import PATTERN as SIZE_PATTERN
+from penstock_common.config.settings import format_bytes
 
 CHART = Path(__file__).resolve().parent / "penstock"
 README = CHART / "README.md"

@@ -17,8 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
-from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import EngineCoreRequest, RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.benchmarks.growth import resident_mib

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from penstock_enginecore.experts.balance import balance, moves_between, rebalanced
+from penstock_enginecore.experts.balancer import balance, moves_between, rebalanced
 from penstock_enginecore.experts.placement import Placement
 
 RANKS, EXPERTS, TOP, SLOTS = 8, 64, 4, 10

@@ -31,21 +31,21 @@ import zmq.asyncio
 from penstock_common.config.sections import LogConfig, ServerConfig
 from penstock_common.observability.logging import configure
 from penstock_common.rpc.revision import OLDEST_REVISION, PROTOCOL_REVISION
-from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import (
     EngineCoreEvent,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineReady,
     FinishReason,
+    Logprobs,
     PrefillStats,
     RequestError,
     SchedulerStats,
+    TokenColumns,
     UtilityOutput,
 )
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
-from penstock_common.types.token_columns import TokenColumns
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.rpc.io_thread import IoThread

@@ -5,10 +5,9 @@ import time
 
 import tokenizers
 
-from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
+from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, TokenColumns
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
-from penstock_common.types.token_columns import TokenColumns
 from penstock_frontend.dispatch.journal import Journal
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.outputs.processor import OutputProcessor

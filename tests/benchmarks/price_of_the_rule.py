@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from penstock_enginecore.sample.draw import draw
+from penstock_enginecore.sample.filters import draw
 from penstock_enginecore.sample.random import uniforms
 from tests.benchmarks.speculation import WORDS
 

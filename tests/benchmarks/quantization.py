@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.executor.uniproc import UniprocExecutor
-from penstock_enginecore.native.int8 import round_linears, round_to_int8
 from penstock_enginecore.native.library import NativeLibrary, open_library
-from penstock_enginecore.native.weights import PackedWeight
+from penstock_enginecore.native.weights import PackedWeight, round_linears, round_to_int8
 from tests.benchmarks import load
 from tests.benchmarks.engine_targets import KV_CACHE_MEMORY, InProcessEngine
 from tests.benchmarks.load import Load

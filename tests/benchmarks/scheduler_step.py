@@ -15,7 +15,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import WorkerStats
-from penstock_enginecore.kv_transfer.core.copier import BlockCopier
+from penstock_enginecore.kv_transfer.core.base import BlockCopier
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, MakeRoom
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from charts import lint, values_table
 from charts.config_schema import NOT_OFFERED, SET_BY_CHART, STRUCTS
-from penstock_common.config.command_line import from_command_line
+from penstock_common.config.loader import from_command_line
 from penstock_common.config.sections import TracingConfig
 from penstock_common.config.settings import settings_of
 from penstock_common.errors import ConfigError

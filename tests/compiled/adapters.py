@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from penstock_enginecore.lora.row_tiles import TILE_ROWS
-from penstock_enginecore.lora.slot_matrices import PIECE, ROW_ALIGNED, ProductShape
+from penstock_enginecore.lora.kernel_operands import PIECE, ROW_ALIGNED, TILE_ROWS, ProductShape
 from penstock_enginecore.lora.triton import COLUMNS, RANKS, STAGES, WARPS, expand_tiles, shrink_tiles
 from tests.compiled.kernel import Kernel
 

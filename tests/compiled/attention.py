@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 
-from penstock_enginecore.forward.cuda.kernels.attention import pieces_per_request
-from penstock_enginecore.forward.cuda.kernels.attention_decode import decode_pieces, merge_pieces
-from penstock_enginecore.forward.cuda.kernels.attention_prefill import prefill_tiles
+from penstock_enginecore.forward.cuda.kernels.attention import (
+    decode_pieces,
+    merge_pieces,
+    pieces_per_request,
+    prefill_tiles,
+)
 from penstock_enginecore.forward.cuda.kernels.configurations import Decode, Prefill, load_tuned
 from tests.compiled.kernel import Kernel
 

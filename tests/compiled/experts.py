@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from penstock_enginecore.forward.cuda.kernel_api import Kind
 from penstock_enginecore.forward.cuda.kernels.configurations import ExpertTiles, expert_tiles, load_tuned
 from penstock_enginecore.forward.cuda.kernels.experts import float8_experts, int4_experts, mxfp4_experts
-from penstock_enginecore.forward.cuda.weights import Kind
 from tests.compiled.kernel import Kernel
 
 EXPERTS = 128

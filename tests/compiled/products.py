@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock_enginecore.forward.cuda.kernels.configurations import Product, load_tuned
-from penstock_enginecore.forward.cuda.kernels.float8 import float8_tiles
-from penstock_enginecore.forward.cuda.kernels.int4 import int4_tiles
+from penstock_enginecore.forward.cuda.kernels.quantized import float8_tiles, int4_tiles
 from tests.compiled.kernel import Kernel
 
 _ARGUMENTS: dict[str, str | None] = {

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from penstock.common.v1 import sampling_pb2
-from penstock_common.rpc import sampling as wire
+from penstock_common.rpc import request as wire
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import OutputKind, RepetitionDetection, SamplingParams, StructuredOutput
 from penstock_enginecore.core.request import Request

@@ -17,15 +17,14 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import EngineCoreConfig, KvTransferConfig, ModelConfig, ParallelConfig
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool
 from penstock_enginecore.core.request import Request
-from penstock_enginecore.kv_transfer.core.counts import TransferCounts
+from penstock_enginecore.kv_transfer.core.base import PeerBlock
 from penstock_enginecore.kv_transfer.core.leases import Leases
-from penstock_enginecore.kv_transfer.core.peer import PeerBlock
-from penstock_enginecore.kv_transfer.core.transfers import Transfer
+from penstock_enginecore.kv_transfer.core.transfer_stats import Transfer
+from penstock_enginecore.kv_transfer.metrics import TransferCounts
 from penstock_enginecore.kv_transfer.rpc.offers import Offers
-from penstock_enginecore.kv_transfer.rpc.peers import Peers
 from penstock_enginecore.kv_transfer.rpc.pull_client import PullSettings
 from penstock_enginecore.kv_transfer.rpc.pull_server import PullSource
-from penstock_enginecore.kv_transfer.rpc.transfer import KvTransfer
+from penstock_enginecore.kv_transfer.rpc.transfer import KvTransfer, Peers
 from tests.fakes.nixl import NixlNetwork
 from tests.fakes.patience import PATIENCE
 

@@ -14,7 +14,7 @@ from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.speculation.base import DraftStep
 from penstock_enginecore.speculation.eagle import Eagle
-from penstock_enginecore.speculation.native_head import NativeHead
+from penstock_enginecore.speculation.head_forward import NativeHead
 from tests.fakes.engines.in_process import generate
 from tests.fakes.models.heads import LAYOUTS, Head, Reference, random_head, save_head
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model

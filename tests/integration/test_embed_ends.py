@@ -8,7 +8,7 @@ import pytest
 
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import DeadlineExceeded, Unavailable
-from penstock_common.types.pooling import PoolingTask
+from penstock_common.types.request import PoolingTask
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import FrontendServer, eventually, failure
 from tests.fakes.models import small_tokenizers

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason
-from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest
+from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest, PoolingParams, PoolingTask
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.scheduler.output import NewRequestData

@@ -14,7 +14,7 @@ from penstock.common.v1 import events_pb2, finish_pb2, stats_pb2, tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as engine_pb
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import RequestFailed
-from penstock_common.rpc.calls import CallTelemetry
+from penstock_common.rpc.interceptor import CallTelemetry
 from penstock_frontend.api.grpc import messages as grpc_messages
 from penstock_frontend.api.openai.chat_completions import ChatCompletions
 from penstock_frontend.api.openai.completions import ChoiceWriter, Completions

@@ -16,8 +16,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import DeadlineExceeded, ResourceExhausted
 from penstock_common.rpc.status import DETAILS_KEY
-from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import PoolingParams, PoolingTask, RequestContext
 from penstock_frontend.call_types import ChatMessage, ChatRequest, GenerateRequest, PoolingRequest
 from penstock_frontend.config import FairnessConfig, LimitsConfig
 from tests.fakes.engines.fake_engine import FakeEngine

@@ -15,8 +15,8 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.forward.cuda.families import plan_model
 from penstock_enginecore.forward.cuda.plans import ModelPlan
+from penstock_enginecore.forward.cuda.reader import plan_model
 from penstock_enginecore.forward.modules import ProbedModel
 from tests.fakes.engines.in_process import CLIENT, Run, build_engine, generate
 from tests.fakes.models.fused_models import FUSED_FAMILIES, offer_fused, save_varied_model

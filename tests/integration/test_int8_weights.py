@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock_enginecore.native.int8 import round_linears
+from penstock_enginecore.native.weights import round_linears
 from tests.fakes.engines.in_process import build_engine
 from tests.fakes.models.tiny_models import save_narrow_model, save_tiny_model
 from tests.integration.test_native_parity import CACHE, computing, expected_tokens, greedy

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from penstock.kvtransfer.v1 import messages_pb2 as pb
-from penstock_common.tensors.arena import Arena
+from penstock_common.tensors.shared_memory import Arena
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.kv_transfer import assembly as kv_transfer

@@ -12,7 +12,7 @@ import torch
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.kv_transfer.core.copier import Copy
+from penstock_enginecore.kv_transfer.core.base import Copy
 from penstock_enginecore.kv_transfer.core.tiers import TieredConnector
 from tests.fakes.engines.in_process import Run, build_engine, generate
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model

@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import EngineCoreRequest, RequestContext
 from penstock_common.types.sampling import SamplingParams
 from tests.fakes.engines.handing_over import go_on, hand_over, tokens_of, undisturbed
 from tests.fakes.engines.transferring_engine import TransferringEngine

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from penstock.common.v1 import finish_pb2, sampling_pb2, structured_output_pb2, tensor_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.config.sections import ServerConfig
-from penstock_enginecore.kv_transfer.core.rates import ComputeRate
+from penstock_enginecore.kv_transfer.core.transfer_stats import ComputeRate
 from penstock_frontend.config import DisaggregationConfig, ModelConfig
 from tests.fakes.engines.in_process import config_of
 from tests.fakes.engines.transferring_server import TransferringServer

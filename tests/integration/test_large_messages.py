@@ -13,10 +13,8 @@ from penstock_common.config.sections import ServerConfig
 from penstock_common.tensors.shared_memory import ROOT, UNREADABLE, SegmentWriter, owner_of
 from penstock_common.tensors.sizes import MAX_TENSOR_BYTES
 from penstock_common.types.outputs import FinishReason
-from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import EngineCoreRequest, PoolingParams, PoolingTask, RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.rpc.media_transport import MediaTransport
 from penstock_frontend.rpc.session_messages import add_request

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, OPTConfig, PretrainedConfig
 
-from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.outputs import Logprobs
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import KernelsConfig, ModelConfig
 from penstock_enginecore.core.engine_core import EngineCore

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock_common.errors import RequestFailed
-from penstock_common.lora.registration import LoraAdapter
+from penstock_common.lora_registry import LoraAdapter
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams

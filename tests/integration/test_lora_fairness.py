@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock_common.lora.registration import LoraAdapter
+from penstock_common.lora_registry import LoraAdapter
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams

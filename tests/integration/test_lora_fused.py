@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock_common.lora.registration import LoraAdapter
+from penstock_common.lora_registry import LoraAdapter
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.control import EngineControl

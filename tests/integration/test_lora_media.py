@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from penstock_common.lora.registration import LoraAdapter
+from penstock_common.lora_registry import LoraAdapter
 from tests.fakes.engines.in_process import answer, build_engine
 from tests.fakes.models.adapters import save_adapter
 from tests.fakes.multimodal_models import IMAGE_FAMILIES, make_image, save_multimodal_model

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock_common.lora.registration import LoraAdapter
-from penstock_common.types.logprobs import Logprobs
+from penstock_common.lora_registry import LoraAdapter
+from penstock_common.types.outputs import Logprobs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from penstock_common.errors import FailedPrecondition
-from penstock_common.lora.registration import LoraAdapter
-from penstock_common.types.pooling import PoolingParams, PoolingTask
+from penstock_common.lora_registry import LoraAdapter
+from penstock_common.types.request import PoolingParams, PoolingTask
 from tests.fakes.engines.in_process import build_engine
 from tests.fakes.models.adapters import load_adapter, save_adapter
 from tests.fakes.models.pooling_models import (

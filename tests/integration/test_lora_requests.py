@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock_common.lora.registration import LoraAdapter
+from penstock_common.lora_registry import LoraAdapter
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams, StructuredOutput

@@ -16,14 +16,13 @@ import pytest
 from penstock.common.v1 import stats_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import RequestFailed
-from penstock_common.security.certificates import Certificates
+from penstock_common.security.tls import Certificates
 from penstock_common.tensors.shared_memory import owner_of
 from penstock_common.types.media import MultiModalFeature
-from penstock_common.types.outputs import EngineCoreOutput, FinishReason
+from penstock_common.types.outputs import EngineCoreOutput, FinishReason, NewTokens
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
-from penstock_common.types.token_columns import NewTokens
 from penstock_frontend.config import FrontendConfig, ModelConfig, RetriesConfig
 from penstock_frontend.dispatch.client import GrpcEngineClient
 from penstock_frontend.dispatch.kv_events import KvEventFeed

@@ -8,20 +8,16 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock_common.observability.histogram import Buckets
+from penstock_common.observability.metrics import Buckets
 from penstock_common.rpc.credentials import ClientCredentials
-from penstock_common.security.certificates import Certificates
+from penstock_common.security.tls import Certificates
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import EngineReady, KvTransferStats, SchedulerStats
-from penstock_coordinator.kubernetes.errors import KubernetesError
-from penstock_coordinator.kubernetes.failures import Failures
-from penstock_coordinator.kubernetes.rights import Right
+from penstock_coordinator.kubernetes.errors import Failures, KubernetesError, Right
 from penstock_enginecore.core.control import EngineState
-from penstock_enginecore.kv_transfer.core.counts import TransferCounts
 from penstock_enginecore.kv_transfer.core.tiers import TierStats
-from penstock_enginecore.kv_transfer.core.transfers import PART, Transfer
-from penstock_enginecore.kv_transfer.tier_metrics import TierCollector
-from penstock_enginecore.kv_transfer.transfer_metrics import TransferCollector
+from penstock_enginecore.kv_transfer.core.transfer_stats import PART, Transfer
+from penstock_enginecore.kv_transfer.metrics import TierCollector, TransferCollector, TransferCounts
 from penstock_enginecore.metrics import EngineCollector
 from penstock_frontend.processing.media.metrics import MediaMetrics
 from tests.fakes.frontends.frontend_server import collect, failure

@@ -7,8 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_common.types.request import NO_SAMPLING
+from penstock_common.types.request import NO_SAMPLING, PoolingParams, PoolingTask
 from penstock_enginecore.models.errors import ModelLoadError
 from tests.fakes.engines.in_process import build_engine
 from tests.fakes.models.pooling_models import assert_close, pool_requests

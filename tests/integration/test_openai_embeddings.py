@@ -15,7 +15,7 @@ from penstock.common.v1 import finish_pb2, tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.inference.v1 import messages_pb2 as inference_pb
 from penstock_common.rpc import outputs
-from penstock_common.types.pooling import Vectors
+from penstock_common.types.request import Vectors
 from penstock_frontend.api.openai.pooling import embeddings
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.loop_yield import NUMBERS_PER_TURN

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.outputs import Logprobs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams, StructuredOutput
 from penstock_enginecore.core.engine_core import EngineCore

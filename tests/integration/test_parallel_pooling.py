@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock_common.lora.registration import LoraAdapter
-from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_common.types.request import EngineCoreRequest
+from penstock_common.lora_registry import LoraAdapter
+from penstock_common.types.request import EngineCoreRequest, PoolingParams, PoolingTask
 from penstock_enginecore.models.errors import ModelLoadError
 from tests.fakes.engines.in_process import build_engine
 from tests.fakes.engines.worker_threads import use_threads

@@ -11,8 +11,7 @@ from transformers import BertConfig, BertLMHeadModel, MPNetConfig, MPNetModel
 
 from penstock_common.errors import ConfigError, InvalidArgument
 from penstock_common.types.outputs import FinishReason
-from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest
+from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest, PoolingParams, PoolingTask
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ModelConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput

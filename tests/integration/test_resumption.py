@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.outputs import EngineCoreOutput, FinishReason
+from penstock_common.types.outputs import EngineCoreOutput, FinishReason, Logprobs
 from penstock_common.types.request import EngineCoreRequest, ReasoningTokens
 from penstock_common.types.sampling import RepetitionDetection, SamplingParams, StructuredOutput
 from penstock_enginecore.core.engine_core import EngineCore

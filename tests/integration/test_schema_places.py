@@ -10,7 +10,7 @@ import pytest_asyncio
 from penstock.common.v1 import finish_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
-from penstock_common.rpc import sampling
+from penstock_common.rpc import request
 from penstock_enginecore.structured_output.constraints.source import check_constraint
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
@@ -31,7 +31,7 @@ class CheckingEngine(FakeEngine):
     """Refuses what a real engine does, in its words."""
 
     def _add(self, message: pb.EngineCoreRequest, session: Any) -> None:
-        constraint = sampling.from_proto(message.sampling_params).structured_output
+        constraint = request.from_proto(message.sampling_params).structured_output
         self.refusal = None
         try:
             if constraint is not None:

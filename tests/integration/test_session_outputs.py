@@ -18,10 +18,9 @@ from penstock_common.errors import Internal
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.revision import PROTOCOL_REVISION
 from penstock_common.tensors.sizes import Limits
-from penstock_common.types.outputs import EngineCoreOutputs, EventType
+from penstock_common.types.outputs import EngineCoreOutputs, EventType, TokenColumns
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
-from penstock_common.types.token_columns import TokenColumns
 from penstock_enginecore.config import CoordinatorClientConfig
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.rpc.frontend_sessions import FrontendSession, Sessions

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.outputs import FinishReason, RequestError
+from penstock_common.types.outputs import FinishReason, Logprobs, RequestError
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import SpeculativeConfig

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock_common.errors import ConfigError, PenstockError
-from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.outputs import Logprobs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import ExecutorConfig

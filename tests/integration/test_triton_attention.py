@@ -7,7 +7,7 @@ import torch
 
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.forward.cuda import attention_candidate
+from penstock_enginecore.forward.cuda import attention
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.engines.late_device import LastMoment, choose_on_device
@@ -50,7 +50,7 @@ def test_pieces_of_prompts_prefix_hits_and_mixed_steps_give_the_same_tokens(
 ) -> None:
     """With the kernels' twins in plain torch, which take hundredths of the time."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(attention_candidate, "_kernels", TorchKernels)
+    monkeypatch.setattr(attention, "_kernels", TorchKernels)
     model = save_tiny_model(family, tmp_path)
     expected = [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts()]
     assert len({token for tokens in expected for token in tokens}) > 8
@@ -68,10 +68,10 @@ def test_replayed_steps_that_choose_their_tokens_give_the_same_ones(
     """Windows of several groups; tokens reach the host at the last moment."""
     kernels = RecordedKernels()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(attention_candidate, "_kernels", lambda: kernels)
-    monkeypatch.setattr(attention_candidate, "can_capture", lambda device: True)
+    monkeypatch.setattr(attention, "_kernels", lambda: kernels)
+    monkeypatch.setattr(attention, "can_capture", lambda device: True)
     graphs = StepGraphs(lambda: RecordedGraph(kernels, of_modules=True))
-    monkeypatch.setattr(attention_candidate, "make_graphs", lambda: graphs)
+    monkeypatch.setattr(attention, "make_graphs", lambda: graphs)
     choose_on_device(monkeypatch, LastMoment)
     model = save_tiny_model("cohere2", tmp_path)
     expected = [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts()]

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from penstock_common.types.data_parallel import PauseMode, PrepareFailed, StartWave
-from penstock_enginecore.data_parallel.core.actions import (
+from penstock_enginecore.data_parallel.core.rank import (
     AbortCollective,
     Exchange,
     Forward,
@@ -11,11 +11,11 @@ from penstock_enginecore.data_parallel.core.actions import (
     Join,
     Leave,
     Prepare,
+    Rank,
     Release,
     ResumeRefused,
     RollBack,
 )
-from penstock_enginecore.data_parallel.core.rank import Rank
 from tests.modelcheck.invariants import check_rank
 from tests.modelcheck.violation import Violation
 

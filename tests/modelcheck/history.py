@@ -19,8 +19,7 @@ from penstock_common.types.data_parallel import (
     WaveComplete,
 )
 from penstock_coordinator.group import GroupMachine
-from penstock_enginecore.data_parallel.core.actions import Exchange, Forward
-from penstock_enginecore.data_parallel.core.rank import Phase, Rank
+from penstock_enginecore.data_parallel.core.rank import Exchange, Forward, Phase, Rank
 from tests.modelcheck.invariants import (
     check_again,
     check_collective,

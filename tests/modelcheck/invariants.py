@@ -13,10 +13,8 @@ from penstock_common.types.data_parallel import (
     StartDpWave,
     StartWave,
 )
-from penstock_coordinator.group import GroupMachine
-from penstock_coordinator.waves import Waves
-from penstock_enginecore.data_parallel.core.actions import Exchange, Forward, ResumeRefused
-from penstock_enginecore.data_parallel.core.rank import Phase, Rank
+from penstock_coordinator.group import GroupMachine, Waves
+from penstock_enginecore.data_parallel.core.rank import Exchange, Forward, Phase, Rank, ResumeRefused
 from tests.modelcheck.protocol import Protocol
 from tests.modelcheck.violation import Violation
 

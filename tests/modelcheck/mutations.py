@@ -5,11 +5,8 @@ from typing import NamedTuple
 import msgspec
 
 from penstock_common.types.data_parallel import PauseMode, StartWave
-from penstock_coordinator.group import GroupMachine
-from penstock_coordinator.waves import Waves
-from penstock_enginecore.data_parallel.core.actions import Forward
-from penstock_enginecore.data_parallel.core.consensus import agree
-from penstock_enginecore.data_parallel.core.rank import Phase, Rank
+from penstock_coordinator.group import GroupMachine, Waves
+from penstock_enginecore.data_parallel.core.rank import Forward, Phase, Rank, agree
 from penstock_frontend.dispatch.waves import Waves as Belief
 from tests.modelcheck.bounds import Bounds
 from tests.modelcheck.protocol import Protocol

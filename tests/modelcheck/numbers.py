@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from penstock_enginecore.data_parallel.core.actions import Forward
+from penstock_enginecore.data_parallel.core.rank import Forward
 
 State = tuple[int, ...]
 

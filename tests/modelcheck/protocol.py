@@ -5,10 +5,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 from unittest.mock import patch
 
-from penstock_coordinator.group import GroupMachine
-from penstock_coordinator.waves import Waves
-from penstock_enginecore.data_parallel.core.consensus import Agreement, agree
-from penstock_enginecore.data_parallel.core.rank import Rank
+from penstock_coordinator.group import GroupMachine, Waves
+from penstock_enginecore.data_parallel.core.rank import Agreement, Rank, agree
 from penstock_frontend.dispatch.waves import Waves as Belief
 
 

@@ -12,7 +12,7 @@ from tests.modelcheck.recorder import Recorder
 
 SEAMS = {
     "penstock_enginecore": ("penstock_enginecore.data_parallel.core.driver", "Rank"),
-    "penstock_coordinator": ("penstock_coordinator.pool_group", "GroupMachine"),
+    "penstock_coordinator": ("penstock_coordinator.groups", "GroupMachine"),
 }
 """Where each service makes its machine, and what it calls the class there."""
 

@@ -9,8 +9,7 @@ import msgspec
 
 from penstock_common.types.data_parallel import Reconfigure, StartDpWave
 from penstock_coordinator.group import GroupMachine, ScaleRefused
-from penstock_enginecore.data_parallel.core.actions import Effect
-from penstock_enginecore.data_parallel.core.rank import Rank
+from penstock_enginecore.data_parallel.core.rank import Effect, Rank
 from tests.modelcheck.violation import Violation
 
 Machine = Rank | GroupMachine

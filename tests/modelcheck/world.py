@@ -18,8 +18,7 @@ from penstock_common.types.data_parallel import (
     StartDpWave,
 )
 from penstock_coordinator.group import ScaleRefused
-from penstock_enginecore.data_parallel.core.actions import Exchange
-from penstock_enginecore.data_parallel.core.rank import Phase, Rank
+from penstock_enginecore.data_parallel.core.rank import Exchange, Phase, Rank
 from tests.modelcheck import engine as engines
 from tests.modelcheck.bounds import Bounds
 from tests.modelcheck.engine import Ended, Engine, Entered

@@ -10,9 +10,8 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock_common.lora.registration import LoraAdapter
-from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest
+from penstock_common.lora_registry import LoraAdapter
+from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest, PoolingParams, PoolingTask
 from penstock_common.types.sampling import SamplingParams, StructuredOutput
 from tests.fakes.models.adapters import save_adapter
 from tests.fakes.models.heads import random_head, save_head

@@ -11,15 +11,14 @@ import msgspec
 import pytest
 import torch
 
-from penstock_common.types.kv_events import AllBlocksCleared, BlockStored, of_device
-from penstock_common.types.kv_transfer import KvSource
+from penstock_common.types.kv_transfer import AllBlocksCleared, BlockStored, KvSource, of_device
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.config import NodesConfig
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.steps_in_flight import EngineDeadError
-from penstock_enginecore.kv_transfer.core.rates import ComputeRate
+from penstock_enginecore.kv_transfer.core.transfer_stats import ComputeRate
 from tests.fakes.engines.handing_over import tokens_of
 from tests.fakes.engines.in_process import CLIENT, answer, build_engine, config_of
 from tests.fakes.engines.node_process import NodeProcess, node_process

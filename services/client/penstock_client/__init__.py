@@ -25,9 +25,8 @@ from penstock_client.errors import (
     Unavailable,
     Unimplemented,
 )
-from penstock_client.media import audio, image, message, video
-from penstock_client.results import ChatOutput, Classes, Embeddings, Logprob, Output, Scores, Usage
-from penstock_client.streams import AsyncStream, Stream
+from penstock_client.requests import audio, image, message, video
+from penstock_client.results import AsyncStream, ChatOutput, Classes, Embeddings, Logprob, Output, Scores, Stream, Usage
 
 __all__ = [
     "AsyncClient",

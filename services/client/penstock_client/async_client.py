@@ -8,8 +8,7 @@ import grpc
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
-from penstock_client.base import BaseClient
-from penstock_client.connection import Connection
+from penstock_client.connection import BaseClient, Connection
 from penstock_client.errors import of_call
 from penstock_client.requests import (
     CallOptions,
@@ -25,6 +24,7 @@ from penstock_client.requests import (
     whole,
 )
 from penstock_client.results import (
+    AsyncStream,
     ChatOutput,
     Classes,
     Embeddings,
@@ -36,7 +36,6 @@ from penstock_client.results import (
     read_output,
     read_scores,
 )
-from penstock_client.streams import AsyncStream
 
 if TYPE_CHECKING:  # the class is there for type checkers alone: at run time both kinds of channel take the same
     from penstock.inference.v1.service_pb2_grpc import InferenceServiceAsyncStub

@@ -8,8 +8,7 @@ import grpc
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
-from penstock_client.base import BaseClient
-from penstock_client.connection import Connection
+from penstock_client.connection import BaseClient, Connection
 from penstock_client.errors import of_call
 from penstock_client.requests import (
     CallOptions,
@@ -30,13 +29,13 @@ from penstock_client.results import (
     Embeddings,
     Output,
     Scores,
+    Stream,
     read_chat_output,
     read_classes,
     read_embeddings,
     read_output,
     read_scores,
 )
-from penstock_client.streams import Stream
 
 
 class Client(BaseClient):

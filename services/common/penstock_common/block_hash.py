@@ -14,7 +14,7 @@ from typing import Protocol
 
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import RequestContext
 
 DIGEST_SIZE = 16
 _PERSON = b"penstock-block-1"

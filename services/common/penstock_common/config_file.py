@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from penstock_common.config.command_line import ConfigSource
+from penstock_common.config.loader import ConfigSource
 from penstock_common.config.reread import differences, with_reread
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger

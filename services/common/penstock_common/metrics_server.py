@@ -20,9 +20,8 @@ from penstock_common.config.sections import MetricsConfig
 from penstock_common.errors import ConfigError
 from penstock_common.listening import resolve, take_both_families, warn_of_plaintext
 from penstock_common.observability.logging import get_logger
-from penstock_common.security.certificates import Certificates
 from penstock_common.security.cross_site import CallerRules, caller_rules, refusal
-from penstock_common.security.tls import server_context
+from penstock_common.security.tls import Certificates, server_context
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication

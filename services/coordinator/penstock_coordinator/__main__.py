@@ -4,7 +4,7 @@ import asyncio
 import sys
 
 from penstock_common.allocator import give_back_large_blocks, use_few_arenas
-from penstock_common.config.command_line import from_command_line
+from penstock_common.config.loader import from_command_line
 from penstock_common.config_file import ConfigFile
 from penstock_common.errors import ConfigError
 from penstock_common.observability.logging import configure

@@ -6,9 +6,7 @@ from functools import partial
 
 import msgspec
 
-from penstock_common.lora.gossip import MAX_REGISTRATIONS, Gossip
-from penstock_common.lora.registration import LoraRefusal, LoraRegistration
-from penstock_common.lora.registry import LoraRegistry
+from penstock_common.lora_registry import MAX_REGISTRATIONS, Gossip, LoraRefusal, LoraRegistration, LoraRegistry
 from penstock_common.observability.logging import get_logger
 from penstock_coordinator.config import LoraNamesConfig
 

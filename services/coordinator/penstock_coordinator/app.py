@@ -12,21 +12,20 @@ from penstock_common.metrics_server import MetricsServer
 from penstock_common.observability.logging import configure, get_logger
 from penstock_common.observability.metrics import count_tasks, service_registry
 from penstock_common.observability.tracer import make_tracer
-from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.guard import PeerGuard
+from penstock_common.rpc.interceptor import CallTelemetry
 from penstock_common.rpc.liveness import Liveness
 from penstock_common.rpc.reconnect import wait_at_most
 from penstock_common.rpc.server import SERVICES, RpcServer
-from penstock_common.security.certificates import Certificates
+from penstock_common.security.tls import Certificates
+from penstock_coordinator.autoscaling import ScalingSignals
 from penstock_coordinator.cluster import Clock, Cluster
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_coordinator.kubernetes.link import KubernetesLink
 from penstock_coordinator.metrics import CoordinatorMetrics, PoolCollector, ViewMetrics
 from penstock_coordinator.rpc import external_scaler
 from penstock_coordinator.rpc.external_scaler import ExternalScalerServicer
-from penstock_coordinator.rpc.servicer import SERVICE_NAME, CoordinatorServicer, allowed
-from penstock_coordinator.rpc.view_encoder import ProtoEncoder
-from penstock_coordinator.scaling.signals import ScalingSignals
+from penstock_coordinator.rpc.servicer import SERVICE_NAME, CoordinatorServicer, ProtoEncoder, allowed
 
 STREAMS_TIMEOUT = 2.0
 """Seconds in which the streams end by themselves, with a status, before the server stops."""

@@ -1,10 +1,12 @@
-"""The coordinator's state in one place: members, frontends, and the views that frontends are sent."""
+"""The coordinator's state in one place: members, connected frontends, and the views that frontends are sent."""
 
 import asyncio
 import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+
+import msgspec
 
 from penstock_common.errors import AlreadyExists, Unavailable
 from penstock_common.observability.logging import get_logger
@@ -13,13 +15,52 @@ from penstock_common.types.data_parallel import PoolGroup
 from penstock_coordinator.adapters import Adapters
 from penstock_coordinator.broadcast import Broadcast
 from penstock_coordinator.config import CoordinatorConfig
-from penstock_coordinator.frontends import Frontends
 from penstock_coordinator.groups import Groups
-from penstock_coordinator.load import Statuses
-from penstock_coordinator.membership import Change, Effect, IdTaken, MemberChanged, Membership, SessionEnded
-from penstock_coordinator.pace import Pace
-from penstock_coordinator.view_channel import Encoder, Subscription, ViewReader
-from penstock_coordinator.views import Views
+from penstock_coordinator.membership import Change, Effect, IdTaken, MemberChanged, Membership, SessionEnded, Statuses
+from penstock_coordinator.view_channel import Encoder, Pace, Subscription, ViewReader, Views
+
+# Which frontends are connected and how many requests they hold.
+
+
+class Frontend(msgspec.Struct):
+    """One frontend."""
+
+    session: int
+    """Number of its latest stream."""
+    num_held_requests: int = 0
+    """Requests that wait in it because no engine is up."""
+
+
+class Frontends:
+    """The connected frontends by id. Only the latest stream of a frontend counts; reports on older ones are ignored."""
+
+    def __init__(self) -> None:
+        self._frontends: dict[str, Frontend] = {}
+
+    def __len__(self) -> int:
+        return len(self._frontends)
+
+    @property
+    def num_held_requests(self) -> int:
+        """Requests that wait in all frontends because no engine is up."""
+        return sum(frontend.num_held_requests for frontend in self._frontends.values())
+
+    def connect(self, session: int, frontend_id: str) -> None:
+        """A frontend has sent its hello on a new stream."""
+        self._frontends[frontend_id] = Frontend(session)
+
+    def demand(self, session: int, frontend_id: str, num_held_requests: int) -> None:
+        """A frontend has reported how many requests it holds."""
+        frontend = self._frontends.get(frontend_id)
+        if frontend is not None and frontend.session == session:
+            frontend.num_held_requests = num_held_requests
+
+    def disconnect(self, session: int, frontend_id: str) -> None:
+        """A stream is over."""
+        frontend = self._frontends.get(frontend_id)
+        if frontend is not None and frontend.session == session:
+            del self._frontends[frontend_id]
+
 
 Clock = Callable[[], float]
 PoolKey = tuple[str, str]

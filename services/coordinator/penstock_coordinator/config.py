@@ -12,10 +12,9 @@ import msgspec
 from msgspec import Meta
 
 from penstock_common.config.checks import ENGINES_DECIDE, check_fields
-from penstock_common.config.kinds import REREAD
 from penstock_common.config.needs import Needs
 from penstock_common.config.sections import LogConfig, MetricsConfig, PeersConfig, ServerConfig, TracingConfig
-from penstock_common.config.sizes import ByteSize
+from penstock_common.config.settings import REREAD, ByteSize
 from penstock_common.errors import ConfigError, nearest
 from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_coordinator.needs import NEEDS

@@ -7,12 +7,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from penstock_common.observability.histogram import Histogram
+from penstock_common.observability.metrics import Histogram
 from penstock_common.types.cluster import ClusterView, EngineState
+from penstock_coordinator.autoscaling import ScalingSignals, Targets, load_with_held, wanted_replicas
+from penstock_coordinator.cluster import Frontends
 from penstock_coordinator.config import ScalingConfig
-from penstock_coordinator.frontends import Frontends
-from penstock_coordinator.scaling.signals import ScalingSignals
-from penstock_coordinator.scaling.wanted import Targets, load_with_held, wanted_replicas
 
 _LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
 

@@ -5,7 +5,7 @@ import sys
 from functools import partial
 
 from penstock_common.allocator import use_few_arenas
-from penstock_common.config.command_line import from_command_line
+from penstock_common.config.loader import from_command_line
 from penstock_common.config_file import ConfigFile
 from penstock_common.errors import ConfigError, RequestFailed
 from penstock_common.security.shared_secret import SharedSecret

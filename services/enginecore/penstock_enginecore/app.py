@@ -33,11 +33,10 @@ from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.data_parallel.group import EngineRank, MakeMeets
 from penstock_enginecore.data_parallel.metrics import GroupCollector
 from penstock_enginecore.idle_memory import idle_memory_given_back
-from penstock_enginecore.kv_transfer.assembly import transferring
-from penstock_enginecore.kv_transfer.core.copier import BlockCopier
-from penstock_enginecore.kv_transfer.core.disk_tier import BlockStore
-from penstock_enginecore.kv_transfer.core.layout import layout_of
-from penstock_enginecore.media.core.sizing import encoder_cache_size
+from penstock_enginecore.kv_transfer.assembly import layout_of, transferring
+from penstock_enginecore.kv_transfer.core.base import BlockCopier
+from penstock_enginecore.kv_transfer.core.host_disk_tiers import BlockStore
+from penstock_enginecore.media.core.encoder_cache import encoder_cache_size
 from penstock_enginecore.metrics import EngineCollector
 from penstock_enginecore.numerics_fingerprint import Loaded, config_of, hash_of
 from penstock_enginecore.plugins import load_plugins

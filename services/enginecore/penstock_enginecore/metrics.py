@@ -6,7 +6,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from penstock_common.observability.engine_metrics import LABELS, EngineLoad, engine_families
-from penstock_common.observability.histogram import Buckets
+from penstock_common.observability.metrics import Buckets
 from penstock_common.types.outputs import EngineReady, SchedulerStats
 from penstock_enginecore.core.control import EngineState
 from penstock_enginecore.core.worker_stats import WorkerStats

@@ -8,12 +8,10 @@ import msgspec
 
 from penstock_common.in_flight import Held
 from penstock_common.types.kv_transfer import KvSource
-from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.media import Modality, TensorData
-from penstock_common.types.outputs import EngineCoreOutput, FinishReason
-from penstock_common.types.pooling import PoolingParams
+from penstock_common.types.outputs import EngineCoreOutput, FinishReason, Logprobs
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import PoolingParams, RequestContext
 
 
 class EncodedFile(msgspec.Struct, frozen=True, tag=True):

@@ -8,8 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from penstock_common.observability.engine_metrics import LABELS, EngineLoad, Family, engine_families
-from penstock_common.observability.histogram import Histogram
-from penstock_common.observability.metrics import service_registry
+from penstock_common.observability.metrics import Histogram, service_registry
 from penstock_common.types.outputs import FinishReason
 from penstock_frontend.rpc.media_transport import TRANSPORTS, MediaCounts
 

@@ -13,9 +13,8 @@ from penstock_common.errors import RequestFailed
 from penstock_common.types.cluster import EngineStatus
 from penstock_common.types.data_parallel import PoolGroup
 from penstock_common.types.media import MediaLimits
-from penstock_common.types.outputs import Drafts, EngineCoreOutput
+from penstock_common.types.outputs import Drafts, EngineCoreOutput, NewTokens
 from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.token_columns import NewTokens
 
 
 class ModelLimits(NamedTuple):

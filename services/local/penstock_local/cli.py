@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock_common.config.sizes import parse_bytes
+from penstock_common.config.settings import parse_bytes
 from penstock_common.errors import ConfigError, PenstockError
 from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_local import flags

@@ -3,7 +3,7 @@
 import statistics
 import time
 
-from penstock_common.security.certificates import Certificates
+from penstock_common.security.tls import Certificates
 from penstock_common.types.cluster import EngineState
 from penstock_frontend.config import FrontendConfig, ModelConfig
 from penstock_frontend.dispatch.pool import EnginePool

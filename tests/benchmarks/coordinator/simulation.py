@@ -8,7 +8,7 @@ from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock_coordinator.cluster import Cluster
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_coordinator.rpc import convert
-from penstock_coordinator.rpc.view_encoder import ProtoEncoder
+from penstock_coordinator.rpc.servicer import ProtoEncoder
 from penstock_coordinator.view_channel import Subscription
 from tests.benchmarks.coordinator.fleet import MODEL, quantile, register, report
 

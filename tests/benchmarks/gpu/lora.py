@@ -10,8 +10,7 @@ from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.cuda.adapters import DeviceAdapters
 from penstock_enginecore.forward.cuda.buffers import padded_shape
 from penstock_enginecore.lora.adapter import AdaptedForward, LoraAdapter, LoraSegment, LowRankUpdate
-from penstock_enginecore.lora.device_slots import SlotLimits
-from penstock_enginecore.lora.slot_memory import Place
+from penstock_enginecore.lora.device_slots import Place, SlotLimits
 from tests.benchmarks.gpu import interpreter, machine
 from tests.benchmarks.gpu.batches import blocks, decode_batch
 from tests.benchmarks.gpu.decoder import Decoder, cache, decoder

@@ -3,9 +3,9 @@
 import pytest
 
 from charts.lint import ChartError
+from penstock_coordinator.autoscaling import Targets
 from penstock_coordinator.config import ScalingConfig
-from penstock_coordinator.scaling.metadata import scaler_metadata
-from penstock_coordinator.scaling.wanted import Targets
+from penstock_coordinator.rpc.external_scaler import scaler_metadata
 from tests.chart.rendering import AUTOSCALED, HUB, MULTINODE, POOLS, release
 
 KEDA = "enginecore.autoscaling.mode=keda"

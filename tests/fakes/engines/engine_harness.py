@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from penstock_common.lora.registration import LoraAdapter
+from penstock_common.lora_registry import LoraAdapter
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import EngineCoreRequest, RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import (
     CacheConfig,

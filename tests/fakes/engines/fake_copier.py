@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from penstock_enginecore.kv_transfer.core.copier import Copy
+from penstock_enginecore.kv_transfer.core.base import Copy
 
 BLOCK_BYTES = 64
 Content = tuple

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock_common.config.command_line import from_command_line
+from penstock_common.config.loader import from_command_line
 from penstock_common.config_file import ConfigFile
 from penstock_common.observability import metrics
 from penstock_enginecore.app import run

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from penstock_common.config.sections import ServerConfig
-from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.outputs import FinishReason, SchedulerStats
+from penstock_common.types.outputs import FinishReason, Logprobs, SchedulerStats
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore import app

@@ -65,9 +65,9 @@ def install() -> None:
 
 def _watch(tell: Any) -> None:
     from penstock_enginecore.kv_transfer.core.leases import Leases
-    from penstock_enginecore.kv_transfer.core.peer_loads import _PeerLoad
-    from penstock_enginecore.kv_transfer.core.rates import ComputeRate
-    from penstock_enginecore.kv_transfer.rpc.peers import Peers
+    from penstock_enginecore.kv_transfer.core.tiers import _PeerLoad
+    from penstock_enginecore.kv_transfer.core.transfer_stats import ComputeRate
+    from penstock_enginecore.kv_transfer.rpc.transfer import Peers
 
     setattr(ComputeRate, "pays", lambda *_: True)  # noqa: B010 - a load is what the test is about
     wrap(Leases, "grant", after=lambda *_: tell("granted"))
@@ -102,7 +102,7 @@ def _watch_blocks(tell: Any) -> None:
 
 def _watch_tokens(tell: Any) -> None:
     from penstock_enginecore.core.engine_core import EngineCore
-    from penstock_enginecore.kv_transfer.rpc.peers import Peers
+    from penstock_enginecore.kv_transfer.rpc.transfer import Peers
 
     given: set[str] = set()
     wrap(Peers, "opened", after=lambda _, request: given.add(request.request_id) if request.kv_source else None)

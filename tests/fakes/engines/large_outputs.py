@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.pooling import PoolingTask, Vectors
+from penstock_common.types.outputs import Logprobs
+from penstock_common.types.request import PoolingTask, Vectors
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from tests.fakes.engines.fake_executor import FakeExecutor

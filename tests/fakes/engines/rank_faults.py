@@ -96,9 +96,9 @@ def _watch_experts(faults: Faults) -> None:
 
 
 def _watch_changes(faults: Faults) -> None:
-    from penstock_enginecore.data_parallel.core.actions import Exchange, Join, Leave, Prepare
     from penstock_enginecore.data_parallel.core.driver import GroupDriver
-    from penstock_enginecore.data_parallel.core.events import Connected
+    from penstock_enginecore.data_parallel.core.group_channels import Connected
+    from penstock_enginecore.data_parallel.core.rank import Exchange, Join, Leave, Prepare
     from penstock_enginecore.parallel.group_collectives import SocketLink
 
     def doing(driver: Any, effect: Any) -> None:

@@ -25,8 +25,7 @@ from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.data_parallel.core.driver import GroupDriver
-from penstock_enginecore.data_parallel.core.events import Named
-from penstock_enginecore.data_parallel.core.group_channels import Links
+from penstock_enginecore.data_parallel.core.group_channels import Links, Named
 from tests.fakes.engines.engine_harness import CLIENT, Transcript, make_engine
 from tests.fakes.engines.thread_group import ThreadGroup, thread_group
 from tests.fakes.patience import PATIENCE

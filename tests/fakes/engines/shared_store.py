@@ -10,8 +10,7 @@ from penstock_common.errors import InvalidArgument
 from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.request import Request
-from penstock_enginecore.kv_transfer.core.base import BlockHolder, LoadEnded, Place
-from penstock_enginecore.kv_transfer.core.copier import BlockCopier
+from penstock_enginecore.kv_transfer.core.base import BlockCopier, BlockHolder, LoadEnded, Place
 from penstock_enginecore.kv_transfer.core.registry import ConnectorContext, register_kv_connector
 
 NAME = "shared_store"

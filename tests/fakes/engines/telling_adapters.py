@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from penstock_common.lora.registration import LoraAdapter as Named
+from penstock_common.lora_registry import LoraAdapter as Named
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.config import LoraConfig
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput

@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from penstock_common.security.certificates import Certificates
+from penstock_common.security.tls import Certificates
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore import app

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from penstock_common.allocator import use_few_arenas
-from penstock_common.config.command_line import from_command_line
+from penstock_common.config.loader import from_command_line
 from penstock_common.config_file import ConfigFile
 from penstock_enginecore.app import run
 from penstock_enginecore.config import EngineCoreConfig

@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 from typing import Any
 
-from penstock_common.security.certificates import Certificates
+from penstock_common.security.tls import Certificates
 from penstock_enginecore.app import build_engine, describe, keep_media
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.busy_loop import BusyLoop

@@ -13,7 +13,7 @@ from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.kernel_api import Kernels
-from penstock_enginecore.forward.cuda.quantized import keeps
+from penstock_enginecore.forward.cuda.linear import keeps
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, probe_model
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.forward.proof import Candidate, Proven, first_proven

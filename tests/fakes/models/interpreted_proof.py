@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from penstock_enginecore.forward.cuda.decoder import FusedForward
-from penstock_enginecore.forward.cuda.quantized import keeps
+from penstock_enginecore.forward.cuda.linear import keeps
 from tests.fakes.models.fused_models import load_probed, prove, save_varied_model
 from tests.fakes.models.interpreted_kernels import interpreted
 from tests.fakes.models.quantized_models import save_quantized_model

@@ -11,11 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from penstock_common.errors import request_failed
-from penstock_common.lora.registration import LoraAdapter
+from penstock_common.lora_registry import LoraAdapter
 from penstock_common.rpc.outputs import floats
 from penstock_common.types.outputs import EngineCoreOutput
-from penstock_common.types.pooling import PoolingParams, Vectors
-from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request import EngineCoreRequest, PoolingParams, Vectors
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.patience import PATIENCE
 

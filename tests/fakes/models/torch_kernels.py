@@ -4,10 +4,17 @@ import torch
 
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales, stored
-from penstock_enginecore.forward.cuda.kernel_api import Activation, GroupInputs, Norm, RotaryTable
-from penstock_enginecore.forward.cuda.weights import Int4Weight, Mxfp4Weight, QuantizedWeight, StackedWeight
-from penstock_enginecore.lora.row_tiles import RowTiles
-from penstock_enginecore.lora.slot_matrices import SlotMatrices, row_stride
+from penstock_enginecore.forward.cuda.kernel_api import (
+    Activation,
+    GroupInputs,
+    Int4Weight,
+    Mxfp4Weight,
+    Norm,
+    QuantizedWeight,
+    RotaryTable,
+    StackedWeight,
+)
+from penstock_enginecore.lora.kernel_operands import RowTiles, SlotMatrices, row_stride
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 """What 4 bits of a float mean."""

@@ -15,8 +15,7 @@ from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.request import Hold
 from penstock_enginecore.kv_transfer.core.base import LoadEnded, Place
-from penstock_enginecore.kv_transfer.core.kv_loads import KvLoads
-from penstock_enginecore.kv_transfer.core.loads import Loads
+from penstock_enginecore.kv_transfer.core.kv_loads import KvLoads, Loads
 from tests.modelcheck.violation import Violation
 
 BLOCK = 2

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from penstock_enginecore.kv_transfer.core.kv_loads import KvLoads
+from penstock_enginecore.kv_transfer.core.kv_loads import KvLoads, Loads
 from penstock_enginecore.kv_transfer.core.leases import Leases, LeaseState
-from penstock_enginecore.kv_transfer.core.loads import Loads
 from penstock_enginecore.kv_transfer.core.pull import Ended, Pull, PullState
 from tests.modelcheck.kv.world import Bounds, Machines
 

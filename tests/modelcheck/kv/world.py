@@ -13,9 +13,8 @@ from typing import Any
 from penstock_common.types.kv_transfer import BlockName
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool, KVCacheBlock
 from penstock_enginecore.core.request import Hold
-from penstock_enginecore.kv_transfer.core.kv_loads import KvLoads
+from penstock_enginecore.kv_transfer.core.kv_loads import KvLoads, Loads
 from penstock_enginecore.kv_transfer.core.leases import Lease, Leases
-from penstock_enginecore.kv_transfer.core.loads import Loads
 from penstock_enginecore.kv_transfer.core.pull import Acknowledge, Arrived, Ask, Broken, Effect, Ended, GiveUp, Pull
 from tests.modelcheck.kv.destination import Destination, destination_of, pool_of
 from tests.modelcheck.kv.destination import same as _same

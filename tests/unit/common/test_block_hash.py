@@ -7,8 +7,8 @@ import sys
 import msgspec
 
 from penstock_common.block_hash import DIGEST_SIZE, BlockHasher
-from penstock_common.lora.registration import LoraAdapter
-from penstock_common.types.kv_events import BlockStored
+from penstock_common.lora_registry import LoraAdapter
+from penstock_common.types.kv_transfer import BlockStored
 from penstock_common.types.media import EmbedRun
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_enginecore.core.request import Request
@@ -83,7 +83,7 @@ def test_another_process_computes_the_same_hashes():
         "from penstock_common.block_hash import BlockHasher\n"
         "from penstock_enginecore.core.request import Request\n"
         "from penstock_common.types.request import EngineCoreRequest\n"
-        "from penstock_common.types.request_context import RequestContext\n"
+        "from penstock_common.types.request import RequestContext\n"
         "from penstock_common.types.sampling import SamplingParams\n"
         "r = EngineCoreRequest(request_id='x', prompt_token_ids=list(range(9)), sampling_params=SamplingParams(),\n"
         "                      context=RequestContext(cache_salt='s'))\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_common.child_process import run_script
+from penstock_common.process import run_script
 from tests.fakes.patience import PATIENCE
 
 

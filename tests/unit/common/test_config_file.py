@@ -9,7 +9,7 @@ import yaml
 from structlog.testing import capture_logs
 
 from penstock_common import config_file as module
-from penstock_common.config.command_line import from_command_line
+from penstock_common.config.loader import from_command_line
 from penstock_common.config_file import ConfigFile
 from penstock_common.errors import ConfigError
 from penstock_frontend.config import FrontendConfig

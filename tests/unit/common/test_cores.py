@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_common.cores import usable_cores
+from penstock_common.process import usable_cores
 
 CORES = 8
 

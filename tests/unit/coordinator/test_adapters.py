@@ -1,4 +1,4 @@
-from penstock_common.lora.registration import LoraRegistration
+from penstock_common.lora_registry import LoraRegistration
 from penstock_coordinator.adapters import Adapters
 from penstock_coordinator.config import LoraNamesConfig
 

@@ -1,7 +1,6 @@
 import pytest
 
-from penstock_common.config.command_line import from_command_line
-from penstock_common.config.loader import load
+from penstock_common.config.loader import from_command_line, load
 from penstock_common.config.settings import settings_of
 from penstock_common.errors import ConfigError
 from penstock_coordinator.config import CoordinatorConfig, KubernetesConfig

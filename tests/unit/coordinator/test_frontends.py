@@ -1,4 +1,4 @@
-from penstock_coordinator.frontends import Frontends
+from penstock_coordinator.cluster import Frontends
 
 
 def test_held_requests_are_summed_and_leave_with_their_frontend():

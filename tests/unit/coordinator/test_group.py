@@ -13,8 +13,7 @@ from penstock_common.types.data_parallel import (
     Reconfigure,
     StartWave,
 )
-from penstock_coordinator.group import GroupMachine, ScaleRefused
-from penstock_coordinator.waves import Waves
+from penstock_coordinator.group import GroupMachine, ScaleRefused, Waves
 
 NO_GROUP = RankGroup()
 TWO = RankGroup(5, ("a", "b"))

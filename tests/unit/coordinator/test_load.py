@@ -2,8 +2,7 @@ import pytest
 
 from penstock_common.types.cluster import EngineRegistration, EngineState, EngineStatus
 from penstock_common.types.outputs import SchedulerStats
-from penstock_coordinator.load import engine_state, engine_status
-from penstock_coordinator.membership import Member
+from penstock_coordinator.membership import Member, engine_state, engine_status
 
 
 def member(*, age=0.0, draining=False, wedged=False):

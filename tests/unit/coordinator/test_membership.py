@@ -1,6 +1,6 @@
 import pytest
 
-from penstock_common.lora.held import LoraHeld
+from penstock_common.lora_registry import LoraHeld
 from penstock_common.types.cluster import EngineRegistration
 from penstock_common.types.outputs import LoraStats, SchedulerStats
 from penstock_coordinator.membership import Change, IdTaken, MemberChanged, Membership, SessionEnded

@@ -6,8 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock_common.types.cluster import EngineRegistration
 from penstock_common.types.outputs import SchedulerStats
-from penstock_coordinator.load import engine_status
-from penstock_coordinator.membership import Change, IdTaken, MemberChanged, Membership, SessionEnded
+from penstock_coordinator.membership import Change, IdTaken, MemberChanged, Membership, SessionEnded, engine_status
 
 LEASE = 10
 ENGINES = st.sampled_from(["a", "b", "c", "d"])

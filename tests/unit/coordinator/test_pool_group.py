@@ -12,7 +12,7 @@ from penstock_common.types.data_parallel import (
     Reconfigure,
     StartWave,
 )
-from penstock_coordinator.pool_group import RETRY_AFTER, GroupOfPool
+from penstock_coordinator.groups import RETRY_AFTER, GroupOfPool
 
 NOBODY = RankGroup()
 

@@ -1,7 +1,6 @@
 import pytest
 
-from penstock_coordinator.pace import Pace
-from penstock_coordinator.view import ViewLimiter
+from penstock_coordinator.view_channel import Pace, ViewLimiter
 
 PACE = Pace(view_interval=0.1, max_reports_per_second=2000.0)
 

@@ -9,10 +9,8 @@ from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock_common.errors import Internal
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
 from penstock_common.types.data_parallel import GroupView, PoolGroup
-from penstock_coordinator.pace import Pace
-from penstock_coordinator.rpc.view_encoder import ProtoEncoder
-from penstock_coordinator.view import ViewLimiter
-from penstock_coordinator.view_channel import MAX_DELTAS, Subscription, ViewChannel, ViewReader
+from penstock_coordinator.rpc.servicer import ProtoEncoder
+from penstock_coordinator.view_channel import MAX_DELTAS, Pace, Subscription, ViewChannel, ViewLimiter, ViewReader
 from penstock_frontend.rpc.coordinator_client import ReceivedView
 
 PACE = Pace(view_interval=0.1, max_reports_per_second=2000.0)

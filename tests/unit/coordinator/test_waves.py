@@ -12,7 +12,7 @@ from penstock_common.types.data_parallel import (
     StartWave,
     WaveComplete,
 )
-from penstock_coordinator.waves import Waves
+from penstock_coordinator.group import Waves
 
 GROUP = RankGroup(2, ("a", "b"))
 IDLE = Waves(GROUP, wave=3)

@@ -3,16 +3,14 @@
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
-from penstock_common.observability.histogram import Buckets
+from penstock_common.observability.metrics import Buckets
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import EngineReady, KvTransferStats, SchedulerStats
 from penstock_enginecore.core.control import EngineState
-from penstock_enginecore.kv_transfer.core.counts import TransferCounts
 from penstock_enginecore.kv_transfer.core.leases import Leases
 from penstock_enginecore.kv_transfer.core.tiers import TierStats
-from penstock_enginecore.kv_transfer.core.transfers import ABANDONED, NOTHING, PART, WHOLE, Transfer
-from penstock_enginecore.kv_transfer.tier_metrics import TierCollector
-from penstock_enginecore.kv_transfer.transfer_metrics import LeaseCollector, TransferCollector
+from penstock_enginecore.kv_transfer.core.transfer_stats import ABANDONED, NOTHING, PART, WHOLE, Transfer
+from penstock_enginecore.kv_transfer.metrics import LeaseCollector, TierCollector, TransferCollector, TransferCounts
 from penstock_enginecore.metrics import EngineCollector
 
 LABELS = {"model_name": "m", "engine": "engine-0"}

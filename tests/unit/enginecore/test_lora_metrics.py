@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry
 
-from penstock_common.observability.histogram import Buckets
+from penstock_common.observability.metrics import Buckets
 from penstock_common.types.outputs import EngineReady, LoraStats, SchedulerStats
 from penstock_enginecore.core.control import EngineState
 from penstock_enginecore.metrics import EngineCollector

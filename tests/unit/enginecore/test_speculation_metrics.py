@@ -4,12 +4,12 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from penstock_common.observability.histogram import Buckets
+from penstock_common.observability.metrics import Buckets
 from penstock_common.types.outputs import EngineReady, SchedulerStats, SpecDecodingStats
 from penstock_enginecore.config.speculative import SpeculativeConfig
 from penstock_enginecore.core.control import EngineState
 from penstock_enginecore.metrics import EngineCollector
-from penstock_enginecore.speculation.core.facts import speculation_facts
+from penstock_enginecore.speculation.core.draft_planner import speculation_facts
 
 LABELS = {"model_name": "m", "engine": "engine-0"}
 READY = EngineReady(

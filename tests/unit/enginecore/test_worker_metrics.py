@@ -5,7 +5,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
-from penstock_common.observability.histogram import Buckets
+from penstock_common.observability.metrics import Buckets
 from penstock_enginecore.core.worker_stats import GraphStats, WorkerStats
 from penstock_enginecore.metrics import worker_families
 

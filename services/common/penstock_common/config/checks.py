@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from penstock_common.config.kinds import Kind, kind_of, struct_in
+from penstock_common.config.settings import Kind, kind_of, struct_in
 from penstock_common.errors import ConfigError
 
 ENGINES_DECIDE = "set wedged_after of the engines, which alone decide and tell"

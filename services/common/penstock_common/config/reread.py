@@ -8,8 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from penstock_common.config.kinds import is_reread
-from penstock_common.config.settings import settings_of
+from penstock_common.config.settings import is_reread, settings_of
 
 T = TypeVar("T")
 C = TypeVar("C", bound=msgspec.Struct)

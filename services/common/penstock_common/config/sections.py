@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from penstock_common.config.allowed_hosts import AllowedHosts
 from penstock_common.config.checks import check_fields, check_reuse_port
-from penstock_common.config.sizes import ByteSize
+from penstock_common.config.settings import ByteSize
 from penstock_common.errors import ConfigError
 
 ReconnectMax = Annotated[float, Meta(ge=0.05, le=300, description="Seconds between two attempts to connect, at most.")]

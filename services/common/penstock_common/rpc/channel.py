@@ -1,11 +1,31 @@
-"""The gRPC channel every client inside Penstock is built on."""
+"""The gRPC channel every client inside Penstock is built on, and the keepalive of channels and servers."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import grpc
 
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
-from penstock_common.rpc.keepalive import Keepalive
+
+# How gRPC notices that the other side of a connection has gone or hangs.
+
+
+class Keepalive(NamedTuple):
+    """When a silent peer is pinged, and how long it has to answer, in seconds."""
+
+    interval: float
+    timeout: float
+
+    def options(self) -> list[tuple[str, int]]:
+        """GRPC's arguments for a server or a channel."""
+        timeout = int(self.timeout * 1000)
+        return [
+            ("grpc.keepalive_time_ms", int(self.interval * 1000)),
+            ("grpc.keepalive_timeout_ms", timeout),
+            ("grpc.http2.ping_timeout_ms", timeout),  # a minute unless it is set, whatever the one above says
+            ("grpc.keepalive_permit_without_calls", 1),
+        ]
+
 
 _KEEPALIVE = Keepalive(10.0, 10.0)
 

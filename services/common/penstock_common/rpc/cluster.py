@@ -7,8 +7,7 @@ from penstock.coordinator.v1 import messages_pb2
 from penstock_common.rpc.data_parallel import pool_group_from_proto, pool_group_to_proto
 from penstock_common.rpc.kv_transfer import role_from_proto, role_to_proto
 from penstock_common.rpc.stats import held_from_proto, held_to_proto
-from penstock_common.types.cluster import DEFAULT_POOL, ClusterView, EngineState, EngineStatus
-from penstock_common.types.view_delta import EngineLoads, ViewDelta
+from penstock_common.types.cluster import DEFAULT_POOL, ClusterView, EngineLoads, EngineState, EngineStatus, ViewDelta
 
 _STATES = {state.value: state for state in EngineState}
 

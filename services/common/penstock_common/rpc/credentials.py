@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import grpc
 
 from penstock_common.config.sections import ClientTlsConfig, TlsConfig
-from penstock_common.security.certificates import Certificates
-from penstock_common.security.tls import TlsMaterial, watched_material
+from penstock_common.security.tls import Certificates, TlsMaterial, watched_material
 
 _ADVICE = {
     "certificate has expired": "the server's certificate has expired",

@@ -1,19 +1,97 @@
-"""The one place where exceptions of a servicer become gRPC statuses, and where calls are seen to begin and end."""
+"""Server interceptors: they map exceptions to gRPC statuses, refuse unreadable messages, and count and trace calls."""
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol, TypeAlias
+import zlib
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import grpc
 import structlog
 from google.protobuf.message import Message
+from prometheus_client import CollectorRegistry, Counter
 
-from penstock_common.errors import RequestFailed, ResourceExhausted, Unimplemented
+from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted, Unimplemented
 from penstock_common.in_flight import BytesInFlight, Held
 from penstock_common.observability.incidents import incident
-from penstock_common.rpc.compression import MAX_DECOMPRESSED_BYTES
+from penstock_common.observability.logging import Caller, current_caller, peer_address
+from penstock_common.observability.tracing import Headers, Span, Tracer, current_call, trace_headers
+from penstock_common.rpc.compression import MAX_DECOMPRESSED_BYTES, decompressed
 from penstock_common.rpc.status import abort
-from penstock_common.rpc.unreadable import CheckedMessages, checked, reader
+
+# Messages that cannot be taken, as errors of their calls: gRPC itself would call them UNKNOWN, with a traceback.
+
+REASON = "UNREADABLE_MESSAGE"
+
+
+class Unreadable(NamedTuple):
+    """Stands for a message. ``why``: what the parser says."""
+
+    why: str
+
+
+class Refused(NamedTuple):
+    """Stands for a message that was not decoded."""
+
+    why: ResourceExhausted
+
+
+def reader(
+    deserialize: Callable[[bytes], Any] | None,
+    in_flight: BytesInFlight | None = None,
+    max_decompressed_bytes: int = MAX_DECOMPRESSED_BYTES,
+) -> Callable[[bytes], Any] | None:
+    """A deserializer that does not raise: it returns Unreadable or Refused instead. ``in_flight``: where large messages are
+    counted; these come as Held. ``max_decompressed_bytes``: of a message that came compressed.
+    """
+    if deserialize is None:
+        return None
+
+    def read(data: bytes) -> Any:
+        try:
+            data = decompressed(data, max_decompressed_bytes)
+        except ResourceExhausted as e:
+            return Refused(e)
+        except zlib.error as e:
+            return Unreadable(str(e))
+        if in_flight is not None and (refusal := in_flight.refusal(len(data))) is not None:
+            return Refused(refusal)
+        try:
+            message = deserialize(data)
+        except Exception as e:
+            return Unreadable(str(e))
+        return message if in_flight is None else in_flight.hold(message, len(data))
+
+    return read
+
+
+def checked(message: Any) -> Any:
+    """The message. Raises InvalidArgument when it is Unreadable, and why it was Refused."""
+    if isinstance(message, Unreadable):
+        raise InvalidArgument(f"the message cannot be read: {message.why}", reason=REASON)
+    if isinstance(message, Refused):
+        raise message.why
+    return message.message if isinstance(message, Held) else message
+
+
+class CheckedMessages:
+    """A stream's messages, each counted until the next is asked for. The first that cannot be taken raises as in ``checked``."""
+
+    def __init__(self, messages: AsyncIterable[Any]) -> None:
+        self._messages = messages
+        self._iterator: AsyncIterator[Any] | None = None
+        self._last: Any = None
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._iterator is None:  # gRPC complains of an iterator that was made and never asked
+            self._iterator = aiter(self._messages)
+        if isinstance(self._last, Held):
+            self._last.release()  # gRPC's own iterator lets go of it later
+        self._last = await anext(self._iterator)
+        return checked(self._last)
+
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
@@ -196,3 +274,54 @@ def _cut_short(context: Context) -> str:
     """The code of a call whose handler was cancelled: the client left, or the time was up."""
     left: float | None = context.time_remaining()  # None without a deadline, whatever its stub says
     return "DEADLINE_EXCEEDED" if left is not None and left <= 0 else "CANCELLED"
+
+
+# What is counted and traced of gRPC calls.
+
+_SERVER_ERRORS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
+"""Codes that OpenTelemetry's conventions take for a server's error."""
+
+
+class CallTelemetry:
+    """Counts calls under the names that gRPC's Prometheus interceptors use, and makes a span of each that is one request.
+
+    A call's parent is in the message's ``routing.trace_context``, else in its metadata. A stream of requests has no span:
+    each of them brings its own context.
+    """
+
+    def __init__(self, registry: CollectorRegistry, tracer: Tracer | None = None) -> None:
+        labels = ("grpc_type", "grpc_service", "grpc_method")
+        self._started = Counter("grpc_server_started", "Calls begun", labels, registry=registry)
+        self._handled = Counter("grpc_server_handled", "Calls ended", (*labels, "grpc_code"), registry=registry)
+        self._tracer = tracer
+
+    def started(self, method: str, kind: str, request: object, context: Context) -> CallEnd:
+        """Count a call that begins, and begin its span where it is one request. What is returned is told the status code."""
+        _, service, name = method.split("/", 2)
+        self._started.labels(kind, service, name).inc()
+        # The task belongs to the call: there is nobody to put the old value back for.
+        current_caller.set(Caller(method, peer_address(context.peer())))
+        span = self._span(service, name, request, context) if kind in ("unary", "server_stream") else None
+
+        def ended(code: str) -> None:
+            self._handled.labels(kind, service, name, code).inc()
+            if span is not None:
+                status: int = grpc.StatusCode[code].value[0]
+                span.end({"rpc.grpc.status_code": status}, error=code if code in _SERVER_ERRORS else "")
+
+        return ended
+
+    def _span(self, service: str, name: str, request: object, context: Context) -> Span | None:
+        if self._tracer is None:
+            return None
+        attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name}
+        span = self._tracer.start(f"{service}/{name}", _parent(request, context), server=True, attributes=attributes)
+        current_call.set(span.headers)
+        return span
+
+
+def _parent(request: object, context: Context) -> Headers:
+    hints: object = getattr(getattr(request, "routing", None), "trace_context", None)
+    if isinstance(hints, Mapping) and hints:
+        return trace_headers(hints)
+    return trace_headers({key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)})

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
-from penstock_common.lora.gossip import MAX_REGISTRATIONS
-from penstock_common.lora.registration import LoraRefusal, LoraRegistration
+from penstock_common.lora_registry import MAX_REGISTRATIONS, LoraRefusal, LoraRegistration
 
 MAX_NAME_LENGTH = 256
 MAX_PATH_LENGTH = 4096

@@ -1,14 +1,62 @@
-"""Keeping a stream to a server that may be away."""
+"""Reconnection of a stream to a server that may be away, with backoff."""
 
 import asyncio
+import random
+import socket
 from collections.abc import Awaitable, Callable
 
 import grpc
 
 from penstock_common.errors import RequestFailed
 from penstock_common.observability.logging import get_logger
-from penstock_common.rpc.backoff import Backoff
 from penstock_common.rpc.credentials import advised
+
+# How long to wait before the next attempt.
+
+
+class Backoff:
+    """Delays in seconds that double from ``initial`` up to ``maximum``, each shortened by up to a half at random.
+
+    The randomness keeps the clients of a restarted server from coming back all at once.
+    """
+
+    def __init__(self, *, initial: float, maximum: float, rng: random.Random | None = None) -> None:
+        self.maximum = maximum
+        self._initial = initial
+        self._next = initial
+        self._rng = rng or random.Random()
+
+    def next(self) -> float:
+        """The delay before the attempt that comes now."""
+        delay = min(self._next, self.maximum)
+        self._next = delay * 2
+        return delay * self._rng.uniform(0.5, 1.0)
+
+    def reset(self) -> None:
+        """Start from the beginning: the last attempt was a success."""
+        self._next = self._initial
+
+
+# Whether anybody listens at an address.
+
+
+async def refuses(address: str, *, within: float) -> bool:
+    """Whether the host of an address, ``host:port``, says that nobody listens at the port. False also where it says nothing for
+    ``within`` seconds, cannot be reached or is not known: that tells of the network, not of who listens.
+    """
+    return await asyncio.to_thread(_refuses, address, within)
+
+
+def _refuses(address: str, within: float) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=within, all_errors=True).close()
+    except ExceptionGroup as e:  # one for each address of the host
+        return all(isinstance(error, ConnectionRefusedError) for error in e.exceptions)
+    except (OSError, ValueError):
+        return False
+    return False
+
 
 INITIAL_DELAY = 0.05
 

@@ -1,14 +1,21 @@
-"""The gRPC server every service is built on."""
+"""The gRPC server every service is built on, with its sockets, connections and running calls."""
 
 import asyncio
 import contextlib
+import json
 import logging
+import os
 import socket
-from collections.abc import Collection, Sequence
+import stat
+import sys
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import grpc
 import grpc_health.v1.health as health
 import msgspec
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # where grpcio-channelz has them from
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock_common.addresses import with_port
@@ -16,12 +23,149 @@ from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError
 from penstock_common.in_flight import BytesInFlight
 from penstock_common.listening import resolve, take_both_families, warn_of_plaintext
-from penstock_common.rpc import compression, connections, reflection, sockets
+from penstock_common.observability.logging import get_logger
+from penstock_common.rpc import compression, reflection
+from penstock_common.rpc.channel import Keepalive
 from penstock_common.rpc.credentials import server_credentials
 from penstock_common.rpc.interceptor import CallObserver, ErrorInterceptor
-from penstock_common.rpc.keepalive import Keepalive
-from penstock_common.rpc.running_calls import RunningCalls
-from penstock_common.security.certificates import Certificates
+from penstock_common.security.tls import Certificates
+
+# The connections of a gRPC server, which gRPC itself counts (channelz).
+
+OPTIONS = [("grpc.enable_channelz", 1)]
+"""Of servers whose connections are looked at."""
+
+
+class Connections:
+    """Those of the server that this process has made last. To be made directly after it."""
+
+    def __init__(self) -> None:
+        self._server_id = max(_servers())
+
+    def open(self) -> frozenset[int]:
+        """A number for each open connection, which no other one ever has. Empty where the server is gone."""
+        try:
+            return frozenset(_channelz_sockets(self._server_id))
+        except ValueError:  # what gRPC raises for a server that it does not know
+            return frozenset()
+
+
+def _servers() -> Iterator[int]:
+    return _listed(cygrpc.channelz_get_servers, "server", lambda entry: entry["ref"]["serverId"])
+
+
+def _channelz_sockets(server_id: int) -> Iterator[int]:
+    return _listed(
+        lambda start: cygrpc.channelz_get_server_sockets(server_id, start, 0),
+        "socketRef",
+        lambda entry: entry["socketId"],
+    )
+
+
+def _listed(ask: Callable[[int], str], field: str, number: Callable[[Any], str]) -> Iterator[int]:
+    """The numbers of what gRPC lists, from all pages. ``ask``: gives the page that begins at a number."""
+    last = -1
+    while True:
+        page: dict[str, Any] = json.loads(ask(last + 1))
+        for entry in page.get(field, ()):
+            last = int(number(entry))
+            yield last
+        if page.get("end") or not page.get(field):
+            return
+
+
+# The calls that a server works on, so that a service can wait for their end before it ends itself.
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
+
+
+class RunningCalls(grpc.aio.ServerInterceptor):
+    """Remembers the task of each call from its begin until its last status is sent or its handler is cancelled.
+
+    ``server.stop`` of ``grpc.aio`` does not wait for the handlers that it cancels. When the event loop ends before they
+    have, they are cancelled once more, and gRPC prints a traceback for each.
+
+    ``lasting``: methods whose calls last until the server stops, beside those of gRPC's own services (health, reflection).
+    """
+
+    def __init__(self, lasting: Collection[str] = ()) -> None:
+        self._lasting = frozenset(lasting)
+        self._tasks: dict[asyncio.Task[Any], str] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """Note the call; gRPC looks its handler up in the task that then runs it."""
+        if (task := asyncio.current_task()) is not None:
+            self._tasks[task] = str(handler_call_details.method)
+            task.add_done_callback(self._tasks.pop)
+        return await continuation(handler_call_details)
+
+    @property
+    def num_running(self) -> int:
+        """Calls that run, those aside that last until the server stops."""
+        return sum(not self._lasts(name) for name in self._tasks.values())
+
+    def _lasts(self, method: str) -> bool:
+        return method.startswith("/grpc.") or method in self._lasting
+
+    async def ended(self, seconds: float, *, lasting: bool = True) -> None:
+        """Wait up to ``seconds`` until no call runs, then warn of those that do. Without ``lasting``, calls that last until the
+        server stops do not count.
+        """
+        running = {task: name for task, name in self._tasks.items() if lasting or not self._lasts(name)}
+        if not running:
+            return
+        _, left = await asyncio.wait(running, timeout=seconds)
+        if left:
+            methods = sorted({running[task] for task in left})
+            get_logger().warning("calls still run", count=len(left), methods=methods, seconds=seconds)
+
+
+# The sockets of this process, which gRPC's server does not give away.
+
+
+def accept_no_more(port: int) -> None:
+    """Refuse connections to ``port`` from now on, without a word to who listens there, which gRPC would take for an error: in
+    the place of each listener comes one that nobody can find. On Linux; elsewhere it does nothing.
+
+    A packet filter would do it too, and is not allowed to a process without capabilities.
+    """
+    if sys.platform != "linux":
+        return
+    for number in [number for number, _ in _sockets(port, listening=True)]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+            silent.setblocking(False)
+            silent.bind("")  # the system gives it a name of its own, on no file system
+            silent.listen(0)
+            os.dup2(silent.fileno(), number, inheritable=False)
+
+
+def end_output(port: int) -> None:
+    """Send nothing more on connections that were accepted on ``port``: their peers read to the end of what was sent."""
+    for _, connection in _sockets(port, listening=False):
+        with contextlib.suppress(OSError):  # its peer has gone already
+            connection.shutdown(socket.SHUT_WR)
+
+
+def _sockets(port: int, *, listening: bool) -> Iterator[tuple[int, socket.socket]]:
+    """Those of TCP with this port of their own, each with its number here: a duplicate, closed when the next one is asked for."""
+    for entry in Path("/dev/fd").iterdir():
+        try:
+            number = int(entry.name)
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            duplicate = os.dup(number)
+        except OSError:  # closed meanwhile
+            continue
+        with socket.socket(fileno=duplicate) as found:
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                listens = bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+                if listens == listening and found.getsockname()[1] == port:
+                    yield number, found
+
 
 MAX_METADATA_BYTES = 64 * 1024
 HANDSHAKE_TIMEOUT = 15.0
@@ -48,7 +192,7 @@ def server_options(config: ServerConfig, keepalive: Keepalive = CLIENTS) -> list
     """
     age = [("grpc.max_connection_age_ms", max(1, int(config.max_connection_age * 1000)))]
     return [
-        *connections.OPTIONS,
+        *OPTIONS,
         *compression.GZIP_ONLY,
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT * 1000)),
         *(age if config.max_connection_age else []),
@@ -116,7 +260,7 @@ class RpcServer:
             interceptors=[self._calls, errors, *interceptors],
             options=server_options(config, keepalive),
         )
-        self._connections = connections.Connections()
+        self._connections = Connections()
         self.health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         reflection.serve(self.server, (*self._service_names, health.SERVICE_NAME))
@@ -164,9 +308,9 @@ class RpcServer:
         gRPC answers a call that comes while its server stops as one that was cancelled.
         """
         await self.calls_ended(seconds)
-        sockets.accept_no_more(self.port)
+        accept_no_more(self.port)
         await asyncio.sleep(_FLUSH)
-        sockets.end_output(self.port)
+        end_output(self.port)
 
     async def stop(self, grace: float) -> None:
         """Take no new calls, give running ones ``grace`` seconds, then cancel them. Returns when their handlers have."""

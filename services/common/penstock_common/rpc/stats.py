@@ -6,7 +6,7 @@ import msgspec
 
 from penstock.common.v1 import stats_pb2
 from penstock_common.errors import InvalidArgument
-from penstock_common.lora.held import MAX_HELD, LoraHeld
+from penstock_common.lora_registry import MAX_HELD, LoraHeld
 from penstock_common.types.outputs import KvTransferStats, LoraStats, MediaStats, SchedulerStats, SpecDecodingStats
 
 _MESSAGES = ("spec_decoding_stats", "lora", "media", "kv_transfer")

@@ -1,18 +1,147 @@
-"""What an engine step produces, and the statistics beside it."""
+"""Outputs of an engine step: tokens, log-probabilities, vectors, and the statistics beside them."""
 
 import enum
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import TypeAlias
 
 import msgspec
 
 from penstock_common.errors import RequestFailed, request_failed
-from penstock_common.lora.held import LoraHeld
-from penstock_common.types.kv_events import KvCacheEvent
-from penstock_common.types.kv_transfer import EngineRole, KvSource
-from penstock_common.types.logprobs import Logprobs
+from penstock_common.lora_registry import LoraHeld
+from penstock_common.types.kv_transfer import EngineRole, KvCacheEvent, KvSource
 from penstock_common.types.media import MediaLimits
-from penstock_common.types.pooling import Vectors
-from penstock_common.types.token_columns import TokenColumns
+from penstock_common.types.request import Vectors
+
+# Log-probabilities of consecutive positions as flat arrays.
+
+
+class Logprobs(msgspec.Struct):
+    """Field for field ``penstock.common.v1.Logprobs``, as far as engines fill it.
+
+    Entries of position i are ``offsets[i]`` to ``offsets[i + 1]`` of the three arrays; the first of them is the chosen
+    token, the likeliest follow. ``logprobs``: natural logarithms of the raw distribution, before penalties and temperature.
+    ``ranks``: 1 is the likeliest of the vocabulary. ``tokens``: the text of each entry, empty until the frontend fills it.
+    """
+
+    offsets: list[int] = msgspec.field(default_factory=lambda: [0])
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    ranks: list[int] = []
+    tokens: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def add(self, token_ids: list[int], logprobs: list[float], ranks: list[int]) -> None:
+        """Append one position."""
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.ranks += ranks
+        self.offsets.append(len(self.token_ids))
+
+    def extend(self, other: "Logprobs") -> None:
+        """Append the positions of ``other``."""
+        base = len(self.token_ids)
+        self.token_ids += other.token_ids
+        self.logprobs += other.logprobs
+        self.ranks += other.ranks
+        self.tokens += other.tokens
+        self.offsets += [base + offset for offset in other.offsets[1:]]
+
+    def slice(self, start: int, stop: int) -> "Logprobs":
+        """A copy of positions ``start`` to ``stop``."""
+        first, last = self.offsets[start], self.offsets[stop]
+        return Logprobs(
+            offsets=[offset - first for offset in self.offsets[start : stop + 1]],
+            token_ids=self.token_ids[first:last],
+            logprobs=self.logprobs[first:last],
+            ranks=self.ranks[first:last],
+            tokens=self.tokens[first:last],
+        )
+
+
+# Outputs that are new tokens and nothing else, as columns: what a step says of most of its requests.
+
+UINT32 = "I"
+"""Type code of the columns' numbers, which are unsigned and have 4 bytes."""
+
+NewTokens: TypeAlias = tuple[str, list[int]]
+"""The id of a request, and its new tokens."""
+
+
+def column() -> "array[int]":
+    """An empty column."""
+    return array(UINT32)
+
+
+class TokenColumns(msgspec.Struct, kw_only=True):
+    """One row per output: the number that its request has on the session, the index of its first new token in the whole output,
+    and how many new tokens there are, where that is not one for every row (``counts`` is empty then). ``token_ids`` are those
+    of all rows, one row behind the other. ``drafts``: the drafted tokens that were verified for each row, of which all its tokens
+    but the last held; empty where there were none.
+    """
+
+    request_numbers: "array[int]" = msgspec.field(default_factory=column)
+    offsets: "array[int]" = msgspec.field(default_factory=column)
+    counts: "array[int]" = msgspec.field(default_factory=column)
+    token_ids: "array[int]" = msgspec.field(default_factory=column)
+    drafts: "array[int]" = msgspec.field(default_factory=column)
+
+    def __len__(self) -> int:
+        return len(self.request_numbers)
+
+    def add(self, request_number: int, offset: int, token_ids: Sequence[int], num_drafts: int = 0) -> None:
+        """One more row. Raises OverflowError, and adds nothing, for a token id that has no 32 bits. Hot: once per output."""
+        if len(token_ids) != 1 or self.counts:
+            self._add_counted(token_ids)
+        else:
+            self.token_ids.append(token_ids[0])
+        if num_drafts or self.drafts:
+            self._add_drafts(num_drafts)
+        self.offsets.append(offset)
+        self.request_numbers.append(request_number)
+
+    def _add_counted(self, token_ids: Sequence[int]) -> None:
+        new = array(UINT32, token_ids)
+        if not self.counts:
+            self.counts.extend([1] * len(self))
+        self.token_ids.extend(new)
+        self.counts.append(len(new))
+
+    def _add_drafts(self, num_drafts: int) -> None:
+        if not self.drafts:
+            self.drafts.extend([0] * len(self))
+        self.drafts.append(num_drafts)
+
+    def rows(self) -> Iterable[tuple[int, int, list[int]]]:
+        """The number of its request, the offset and the new tokens of each row. Hot: once per output."""
+        if not self.counts:
+            return zip(self.request_numbers, self.offsets, ([token_id] for token_id in self.token_ids), strict=True)
+        return self._counted_rows()
+
+    def _counted_rows(self) -> Iterable[tuple[int, int, list[int]]]:
+        all_token_ids, start = self.token_ids.tolist(), 0
+        for number, offset, count in zip(self.request_numbers, self.offsets, self.counts, strict=True):
+            yield number, offset, all_token_ids[start : start + count]
+            start += count
+
+    def drafted(self) -> Iterator[tuple[int, int, int]]:
+        """The number of its request, the drafted tokens and those of them that held, of each row that had some."""
+        counts = self.counts or repeat(1)
+        for number, num_drafts, count in zip(self.request_numbers, self.drafts, counts, strict=False):
+            if num_drafts:
+                yield number, num_drafts, min(count - 1, num_drafts)
+
+    def cut(self, num_rows: int) -> "list[TokenColumns]":
+        """The same in several, of up to ``num_rows`` rows each."""
+        pieces = [TokenColumns()]
+        for row, num_drafts in zip(self.rows(), self.drafts or repeat(0), strict=False):
+            if len(pieces[-1]) == num_rows:
+                pieces.append(TokenColumns())
+            pieces[-1].add(*row, num_drafts)
+        return pieces
 
 
 class FinishReason(enum.IntEnum):

@@ -1,14 +1,82 @@
-"""One sequence on its way from a frontend to an engine."""
+"""Requests on their way from a frontend to an engine: one sequence, its pooling parameters and its context."""
+
+import enum
 
 import msgspec
 
-from penstock_common.lora.registration import LoraAdapter
+from penstock_common.lora_registry import LoraAdapter
 from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.media import MultiModalFeature
-from penstock_common.types.pooling import PoolingParams
+from penstock_common.types.octets import Octets
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
+
+# What a request says besides what is to be computed.
+
+
+class RequestContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Whose a request is, where and until when it should run, and what it may share.
+
+    ``context_of`` of each protocol makes it, the frontend's ``InputProcessor.checked_context`` completes it, and whatever passes
+    the request on, to the scheduler and the workers, passes it on whole. So a new field of this kind is added here, in
+    ``penstock_common.rpc.request`` where it crosses the wire, in the protocols that have it, and where it is read.
+    """
+
+    external_request_id: str = ""
+    """Id that the client knows the request by. The frontend chooses one where the client gave none."""
+    model: str = ""
+    """The model that the client asked for; empty: the one that is served. It does not cross the wire: an engine serves one."""
+    lora: str = ""
+    """The LoRA adapter that the client asked for; ``model`` may name one as well. Empty: none. It does not cross the wire:
+    ``EngineCoreRequest.lora`` does."""
+    data_parallel_rank: int | None = None
+    """Rank of the engine that the request must run on; None: any. Engines that get it serve rank 0."""
+    priority: int = 0
+    """Under the priority policy lower numbers run first. An int32."""
+    tenant: str = ""
+    """Whose share of the engines the request takes; empty: of all requests that name no tenant."""
+    tenant_weight: float = 1.0
+    """The tenant's share relative to that of others, from MIN_TENANT_WEIGHT to MAX_TENANT_WEIGHT."""
+    cache_salt: str = ""
+    """Requests share cached prefixes only with those that have the same salt."""
+    arrival_time: float = 0.0
+    """When the frontend got the request, in seconds since the Unix epoch."""
+    deadline: float | None = None
+    """When the request ends with DEADLINE_EXCEEDED, in seconds since the Unix epoch; None: never."""
+    trace_context: dict[str, str] = {}
+    """W3C Trace Context headers of the span whose children the next service's spans are; empty: the request is not traced."""
+
+
+# Requests that produce vectors rather than tokens.
+
+
+class PoolingTask(enum.IntEnum):
+    """What is computed from the hidden states. Values equal ``penstock.common.v1.PoolingTask``."""
+
+    EMBED = 1
+    CLASSIFY = 2
+    SCORE = 3
+    TOKEN_EMBED = 4
+    TOKEN_CLASSIFY = 5
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Field for field ``penstock.common.v1.PoolingParams``. ``dimensions`` None keeps all, ``normalize`` None does as the
+    model's config says.
+    """
+
+    task: PoolingTask
+    dimensions: int | None = None
+    normalize: bool | None = None
+    use_activation: bool = True
+
+
+class Vectors(msgspec.Struct, frozen=True):
+    """Result of a pooling request: float32, row-major, little-endian. ``shape`` ``(n,)``, or ``(tokens, n)`` for token tasks."""
+
+    shape: tuple[int, ...]
+    data: Octets
+
 
 NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
 """Stands in a pooling request, which samples nothing."""

@@ -17,9 +17,7 @@ from lightkube.resources.core_v1 import Pod
 from lightkube.types import PatchType
 
 from penstock_common.errors import ConfigError
-from penstock_coordinator.kubernetes.errors import KubernetesError
-from penstock_coordinator.kubernetes.rights import SCALING, Right
-from penstock_coordinator.kubernetes.workload import Workload, WorkloadKind
+from penstock_coordinator.kubernetes.errors import SCALING, KubernetesError, Right, Workload, WorkloadKind
 
 TIMEOUT = 5.0
 """Seconds for an answer."""

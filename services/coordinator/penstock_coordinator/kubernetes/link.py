@@ -9,10 +9,9 @@ from prometheus_client import CollectorRegistry
 from penstock_common.types.cluster import ClusterView
 from penstock_coordinator.cluster import Clock
 from penstock_coordinator.config import KubernetesConfig
-from penstock_coordinator.kubernetes.cost_writer import CostWriter
-from penstock_coordinator.kubernetes.failures import Failures
-from penstock_coordinator.kubernetes.group_pods import GroupPods
-from penstock_coordinator.kubernetes.replicas import Replicas
+from penstock_coordinator.kubernetes.deletion_costs import CostWriter
+from penstock_coordinator.kubernetes.errors import Failures
+from penstock_coordinator.kubernetes.replicas import GroupPods, Replicas
 
 _LOOK_EVERY = 1.0
 """Seconds between two looks at what is to be written."""

@@ -7,11 +7,11 @@ from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
 from penstock_common.addresses import split
 from penstock_common.errors import InvalidArgument, quoted
-from penstock_common.lora.registration import LoraRefusal, LoraRegistration
+from penstock_common.lora_registry import LoraRefusal, LoraRegistration
 from penstock_common.rpc import data_parallel, loras
 from penstock_common.rpc import stats as stats_codec
 from penstock_common.rpc.kv_transfer import role_from_proto
-from penstock_common.rpc.sampling import refuse_set
+from penstock_common.rpc.request import refuse_set
 from penstock_common.types.cluster import DEFAULT_POOL, EngineRegistration
 from penstock_common.types.data_parallel import (
     FirstRequest,
@@ -23,7 +23,7 @@ from penstock_common.types.data_parallel import (
     rank_name,
 )
 from penstock_common.types.outputs import SchedulerStats
-from penstock_coordinator.pool_group import FromRank
+from penstock_coordinator.groups import FromRank
 from penstock_coordinator.view_channel import Subscription
 
 MAX_NAME_LENGTH = 256

@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
-from typing import Any, NoReturn, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
 
@@ -12,20 +12,58 @@ from penstock.coordinator.v1 import service_pb2_grpc
 from penstock_common.config.sections import PeersConfig
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
 from penstock_common.observability.logging import get_logger
-from penstock_common.rpc.cluster import view_to_proto
+from penstock_common.rpc.cluster import delta_to_proto, groups_to_proto, view_to_proto
 from penstock_common.rpc.first_message import first_message
-from penstock_common.types.cluster import DEFAULT_POOL
+from penstock_common.types.cluster import DEFAULT_POOL, ClusterView, ViewDelta
 from penstock_common.types.data_parallel import FirstRequest
 from penstock_coordinator.adapters import AdapterLink
 from penstock_coordinator.broadcast import Broadcast
 from penstock_coordinator.cluster import Cluster
-from penstock_coordinator.groups import Rank
+from penstock_coordinator.groups import Outbox, Rank
 from penstock_coordinator.kubernetes.replicas import Replicas
 from penstock_coordinator.metrics import ViewMetrics
-from penstock_coordinator.outbox import Outbox
 from penstock_coordinator.rpc import convert
-from penstock_coordinator.rpc.view_encoder import PreEncoded
 from penstock_coordinator.view_channel import EncodedView, ViewReader
+
+# Views as the bytes that streams send, and a server that sends bytes as they are.
+
+Handlers: TypeAlias = "Mapping[str, grpc.RpcMethodHandler[Any, Any]]"
+
+
+class ProtoEncoder:
+    """``ClusterView`` messages."""
+
+    def whole(self, view: ClusterView, version: int) -> bytes:
+        message = view_to_proto(view)
+        message.version = version
+        return message.SerializeToString()
+
+    def delta(self, view: ClusterView, delta: ViewDelta, version: int) -> bytes:
+        message = groups_to_proto(view)
+        message.version = version
+        message.delta.CopyFrom(delta_to_proto(delta, base_version=version - 1))
+        return message.SerializeToString()
+
+
+class PreEncoded:
+    """Passes a server what generated code adds to it, but for the responses of some methods: these are bytes already."""
+
+    def __init__(self, server: grpc.aio.Server, methods: Collection[str]) -> None:
+        self._server = server
+        self._methods = methods
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """Nothing: they are made of the registered ones."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Handlers) -> None:
+        """Add the handlers of a service by the names of its methods; those of ``methods`` are streams of streams."""
+        own = dict(handlers)
+        for name in self._methods:
+            given: Any = handlers[name]
+            own[name] = grpc.stream_stream_rpc_method_handler(given.stream_stream, given.request_deserializer)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, own),))
+        self._server.add_registered_method_handlers(service, own)
+
 
 Context = grpc.aio.ServicerContext[object, object]
 T = TypeVar("T")

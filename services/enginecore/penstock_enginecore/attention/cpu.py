@@ -17,9 +17,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, AttentionParams, IntArray, StepPlan
+from penstock_enginecore.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionParams,
+    IntArray,
+    StepPlan,
+    weighted_values,
+)
 from penstock_enginecore.attention.kv_cache import KVCache
-from penstock_enginecore.attention.selection import weighted_values
 from penstock_enginecore.core.kv_cache.spec import first_key
 
 _MAX_PADDING = 1.25

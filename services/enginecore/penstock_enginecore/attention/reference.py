@@ -2,9 +2,8 @@
 
 import torch
 
-from penstock_enginecore.attention.base import AttentionBackend, AttentionParams, StepPlan
+from penstock_enginecore.attention.base import AttentionBackend, AttentionParams, StepPlan, weighted_values
 from penstock_enginecore.attention.kv_cache import KVCache
-from penstock_enginecore.attention.selection import weighted_values
 from penstock_enginecore.core.kv_cache.spec import first_key
 
 

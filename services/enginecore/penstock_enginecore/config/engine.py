@@ -1,4 +1,4 @@
-"""Configuration of an engine process.
+"""Configuration of an engine process, its sessions with frontends, and the checks between its sections.
 
 Every value is validated when the struct is built; unknown keys are refused by ``penstock_common.config.loader``. What a setting
 means and which values it may have stands at its field, and from there in ``--help``, docs/settings.md and the chart. Flags and
@@ -15,8 +15,7 @@ from msgspec import Meta
 
 from penstock_common.addresses import with_default_port
 from penstock_common.config.checks import check_fields
-from penstock_common.config.kinds import REREAD
-from penstock_common.config.needs import Needs
+from penstock_common.config.needs import ABOVE_ONE, Need, Needs, When, on
 from penstock_common.config.sections import (
     ClientTlsConfig,
     LogConfig,
@@ -26,23 +25,116 @@ from penstock_common.config.sections import (
     ServerConfig,
     TracingConfig,
 )
+from penstock_common.config.settings import REREAD, ByteSize
+from penstock_common.config.shared_needs import OF_ALL
 from penstock_common.errors import ConfigError
 from penstock_common.security.shared_secret import check_internal_port
 from penstock_common.types.cluster import DEFAULT_POOL
-from penstock_enginecore.config.cache import CacheConfig
-from penstock_enginecore.config.data_parallel import DataParallelConfig
 from penstock_enginecore.config.executor import ExecutorConfig, KernelsConfig
-from penstock_enginecore.config.expert_parallel import ExpertParallelConfig
-from penstock_enginecore.config.kv_transfer import KvTransferConfig
-from penstock_enginecore.config.lora import LoraConfig
-from penstock_enginecore.config.model import ModelConfig
-from penstock_enginecore.config.multimodal import MultimodalConfig
-from penstock_enginecore.config.needs import NEEDS
-from penstock_enginecore.config.parallel import ParallelConfig
+from penstock_enginecore.config.kv_cache import CacheConfig, KvTransferConfig
+from penstock_enginecore.config.model import LoraConfig, ModelConfig, MultimodalConfig
+from penstock_enginecore.config.parallel import DataParallelConfig, ExpertParallelConfig, ParallelConfig
 from penstock_enginecore.config.scheduler import SchedulerConfig
-from penstock_enginecore.config.sessions import SessionsConfig
 from penstock_enginecore.config.speculative import SpeculativeConfig
 from penstock_enginecore.config.structured_output import StructuredOutputConfig
+
+
+class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sessions of frontends, all of them together."""
+
+    max_sessions: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=100_000,
+            description="Sessions that are open at once; a frontend has one. More are refused with RESOURCE_EXHAUSTED.",
+        ),
+    ] = 256
+    max_tensor_bytes: Annotated[
+        ByteSize,
+        Meta(
+            ge=64 * 1024 * 1024,
+            description="Bytes of tensors in chunks (media, prompts as vectors) that wait for their requests, of all sessions. "
+            "Beyond it the session that holds the most loses a tensor, and its request goes to another engine.",
+        ),
+    ] = 512 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        check_fields("sessions", self)
+
+
+_MOVES_BLOCKS = When(setting="kv_transfer.transport", values=("auto", "grpc", "shared_memory", "nixl"))
+_TENSOR_PARALLEL = When(setting="executor.tensor_parallel_size", off=ABOVE_ONE)
+_PIPELINE_PARALLEL = When(setting="executor.pipeline_parallel_size", off=ABOVE_ONE)
+_DRAFTS = When(setting="speculative.method", values=("draft_model", "eagle", "eagle3"))
+_NGRAM = When(setting="speculative.method", values=("ngram",))
+_SUFFIX = When(setting="speculative.method", values=("suffix",))
+_GROUPED = When(setting="data_parallel.size", off=ABOVE_ONE)
+
+NEEDS: Needs = (
+    *OF_ALL,
+    Need(("coordinator.stats_interval", "coordinator.reconnect_max", "coordinator.tls."), (on("coordinator.address"),)),
+    Need(("coordinator.advertise",), (on("coordinator.address"), _MOVES_BLOCKS)),
+    Need(("peers.",), (on("server.tls.ca"),)),
+    Need(("cache.enable_kv_events", "cache.host_memory"), (on("cache.enable_prefix_caching"),)),
+    Need(("cache.disk",), (on("cache.host_memory"),)),
+    Need(("cache.disk_size",), (on("cache.disk"),)),
+    Need(("cache.min_load_tokens",), (on("cache.host_memory"), _MOVES_BLOCKS, on("kv_transfer.connector"))),
+    Need(("scheduler.long_prefill_token_threshold",), (on("scheduler.enable_chunked_prefill"),)),
+    Need(
+        (
+            *("scheduler.max_num_encoder_tokens", "multimodal.encoder_cache_size", "multimodal.limit_per_prompt"),
+            "multimodal.receiver_cache_bytes",
+        ),
+        (on("multimodal.enabled"),),
+    ),
+    Need(("executor.stage_layers",), (_PIPELINE_PARALLEL,)),
+    Need(("executor.collectives",), (_TENSOR_PARALLEL,)),
+    Need(
+        (
+            *("executor.nodes.index", "executor.nodes.leader", "executor.nodes.port", "executor.nodes.address"),
+            *("executor.nodes.timeout", "executor.nodes.tls."),
+        ),
+        (When(setting="executor.nodes.size", off=ABOVE_ONE),),
+    ),
+    Need(("kernels.capture_at_start", "kernels.graph_sizes"), (on("kernels.graphs"),)),
+    Need(("kernels.graph_sizes",), (on("kernels.capture_at_start"),)),
+    Need(("speculative.num_speculative_tokens", "speculative.adaptive"), (on("speculative.method"),)),
+    Need(("speculative.model", "speculative.draft_sampling"), (_DRAFTS,)),
+    Need(("speculative.revision",), (on("speculative.model"),)),
+    Need(("speculative.prompt_lookup_min", "speculative.prompt_lookup_max"), (_NGRAM,)),
+    Need(
+        (
+            *("speculative.suffix_decoding_max_tree_depth", "speculative.suffix_decoding_max_spec_factor"),
+            *("speculative.suffix_decoding_min_token_prob", "speculative.suffix_decoding_cache_bytes"),
+        ),
+        (_SUFFIX,),
+    ),
+    Need(("lora.max_lora_rank", "lora.cpu_memory", "lora.max_wait"), (on("lora.max_loras"),)),
+    Need(
+        (
+            *("data_parallel.on_rank_loss", "data_parallel.move_after", "data_parallel.address"),
+            *("data_parallel.connect_timeout", "expert_parallel.enabled", "expert_parallel.prefill_interval"),
+        ),
+        (_GROUPED,),
+    ),
+    Need(
+        (
+            *("expert_parallel.slots", "expert_parallel.window", "expert_parallel.move_bytes_per_step"),
+            "expert_parallel.dispatch",
+        ),
+        (on("expert_parallel.enabled"),),
+    ),
+    Need(
+        (
+            *("kv_transfer.port", "kv_transfer.advertise", "kv_transfer.allowed_addresses", "kv_transfer.lease"),
+            *("kv_transfer.max_lease", "kv_transfer.max_leased_fraction", "kv_transfer.silence", "kv_transfer.tls."),
+        ),
+        (_MOVES_BLOCKS,),
+    ),
+    Need(("kv_transfer.arena",), (When(setting="kv_transfer.transport", values=("auto", "shared_memory", "nixl")),)),
+    Need(("error_dump.include_tokens",), (on("error_dump.directory"),)),
+)
 
 
 class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

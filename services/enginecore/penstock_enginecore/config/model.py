@@ -1,4 +1,4 @@
-"""Which checkpoint is served, and how it is computed."""
+"""Which checkpoint is served, with its media inputs and LoRA adapters, and how it is computed."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -7,6 +7,10 @@ import msgspec
 from msgspec import Meta
 
 from penstock_common.config.checks import check_fields, model_name
+from penstock_common.config.settings import ByteSize
+from penstock_common.errors import ConfigError
+from penstock_common.memory import host_memory
+from penstock_common.types.media import MODALITIES
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float", "half"]
 _DTYPES: Mapping[str, Dtype] = {"float": "float32", "half": "float16"}
@@ -100,3 +104,107 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def name(self) -> str:
         """The name clients use."""
         return model_name(self.path, self.served_model_name)
+
+
+_DEFAULT_RECEIVER_CACHE = 1024 * 1024 * 1024
+_PART_OF_MEMORY = 16
+
+
+class MultimodalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Images, sound and video in prompts, where the checkpoint has towers for them."""
+
+    enabled: Annotated[
+        bool, Meta(description="Load the checkpoint's towers. If not, the text model alone is loaded, and serves text.")
+    ] = True
+    encoder_cache_size: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Embeddings that are kept of images, sound and video, and shared by prompts with the same ones. 0: twice "
+            "scheduler.max_num_batched_tokens, and the largest item at least.",
+        ),
+    ] = 0
+    limit_per_prompt: Annotated[
+        dict[str, Annotated[int, Meta(ge=0, le=10_000)]],
+        Meta(
+            description="Items of a prompt at most, by modality: image, audio, video. 0: none are taken. What is not named here "
+            "is limited by the length of prompts alone."
+        ),
+    ] = {}
+
+    receiver_cache_bytes: (
+        Annotated[
+            ByteSize,
+            Meta(
+                ge=0,
+                description="Bytes of host memory for processed media, of each frontend's session: what comes again is not sent "
+                "again, and what several frontends send is there once. 0: each request brings its own. Unset: 1 GiB, or a "
+                "sixteenth of the machine's memory where that is less.",
+            ),
+        ]
+        | None
+    ) = None
+    shared_memory: Annotated[
+        bool,
+        Meta(
+            description="Take processed media, and prompts as vectors, from frontends of the same host through shared memory "
+            "(/dev/shm)."
+        ),
+    ] = True
+
+    def __post_init__(self) -> None:
+        check_fields("multimodal", self)
+        if unknown := sorted(set(self.limit_per_prompt) - set(MODALITIES)):
+            raise ConfigError(
+                f"multimodal.limit_per_prompt names {unknown[0]!r}, which is none of {', '.join(MODALITIES)}"
+            )
+
+    @property
+    def receiver_cache_quota(self) -> int:
+        """Bytes that a session may have kept."""
+        if self.receiver_cache_bytes is not None:
+            return self.receiver_cache_bytes
+        memory = host_memory()
+        return (
+            _DEFAULT_RECEIVER_CACHE if memory is None else min(_DEFAULT_RECEIVER_CACHE, memory.total // _PART_OF_MEMORY)
+        )
+
+
+class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """LoRA adapters that requests may name."""
+
+    max_loras: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=4096,
+            description="Adapters among requests that run at once; requests without one do not count. 0: requests with an "
+            "adapter are refused.",
+        ),
+    ] = 0
+    max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="Largest rank of an adapter that is served.")] = 64
+    cpu_memory: Annotated[
+        ByteSize,
+        Meta(
+            ge=1024 * 1024,
+            description="Bytes of host memory for adapters, of each worker. Those used least recently make room for others; "
+            "those that requests have, and pinned ones, stay.",
+        ),
+    ] = 1024 * 1024 * 1024
+    max_wait: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=3600,
+            description="Seconds that a request waits at most while others keep max_loras adapters busy, before one of these "
+            "admits no more and makes room for it.",
+        ),
+    ] = 5.0
+
+    def __post_init__(self) -> None:
+        check_fields("lora", self)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether requests may have adapters."""
+        return self.max_loras > 0

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock_common.config.checks import check_fields
-from penstock_common.config.sizes import ByteSize
+from penstock_common.config.settings import ByteSize
 
 
 class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -50,7 +50,7 @@ from penstock_enginecore.core.shutdown import ShutdownEffect, ShutdownPhase, Shu
 from penstock_enginecore.core.steps_in_flight import EngineDeadError
 from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.data_parallel.core.driver import GroupDriver
-from penstock_enginecore.data_parallel.core.events import GroupEvent
+from penstock_enginecore.data_parallel.core.group_channels import GroupEvent
 
 logger = logging.getLogger(__name__)
 

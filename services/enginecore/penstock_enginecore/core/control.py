@@ -19,8 +19,8 @@ from penstock_enginecore.core.scheduler.base import PauseState, Scheduler
 from penstock_enginecore.core.utility import UtilityRegistry, extend, utility
 from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.lora.core.adapter_loader import LoraIntake
-from penstock_enginecore.media.core.control import HasMedia, MediaControl
-from penstock_enginecore.speculation.core.facts import speculation_facts
+from penstock_enginecore.media.core.encoder_cache import HasMedia, MediaControl
+from penstock_enginecore.speculation.core.draft_planner import speculation_facts
 
 # What frontends ask of the KV blocks that an engine can find.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from penstock_common.errors import ConfigError
-from penstock_common.types.kv_events import KvCacheEvent
+from penstock_common.types.kv_transfer import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.config import EngineCoreConfig, SchedulerConfig
@@ -23,13 +23,13 @@ from penstock_enginecore.core.scheduler.base import Clock, PauseState, Scheduler
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.steps_in_flight import DrainAborts, KeepFailedStep, StepRecovery, StepsInFlight
 from penstock_enginecore.core.validation import RequestLimits, validate_request
-from penstock_enginecore.kv_transfer.core.connector_factory import OpenStore, begin_connector, make_connector
-from penstock_enginecore.kv_transfer.core.lease_seam import KVLeases, seconds_to_expiry
+from penstock_enginecore.kv_transfer.core.leases import KVLeases, seconds_to_expiry
+from penstock_enginecore.kv_transfer.core.registry import OpenStore, begin_connector, make_connector
 from penstock_enginecore.kv_transfer.core.validation import read_params
 from penstock_enginecore.lora.core.adapter_loader import LoraIntake
 from penstock_enginecore.lora.core.slots import LoraSlots
-from penstock_enginecore.media.core.sizing import encoder_cache_size
-from penstock_enginecore.speculation.core.step_timing import time_steps
+from penstock_enginecore.media.core.encoder_cache import encoder_cache_size
+from penstock_enginecore.speculation.core.policy import time_steps
 from penstock_enginecore.structured_output.core.base import GrammarBackend, GrammarBackendFactory
 from penstock_enginecore.structured_output.core.grammar_requests import GrammarIntake
 

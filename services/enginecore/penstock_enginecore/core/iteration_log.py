@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from penstock_common.observability.histogram import Buckets
+from penstock_common.observability.metrics import Buckets
 from penstock_common.types.outputs import SchedulerStats
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 

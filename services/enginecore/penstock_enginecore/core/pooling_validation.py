@@ -3,8 +3,7 @@
 import msgspec
 
 from penstock_common.errors import WRONG_MODEL_KIND, InvalidArgument
-from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request import EngineCoreRequest, PoolingParams, PoolingTask
 
 _EMBEDS = frozenset({PoolingTask.EMBED, PoolingTask.TOKEN_EMBED})
 

@@ -13,7 +13,7 @@ import msgspec
 
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_enginecore.core.request import Request
-from penstock_enginecore.data_parallel.core.events import GroupEvent
+from penstock_enginecore.data_parallel.core.group_channels import GroupEvent
 
 
 class AddRequest(msgspec.Struct, frozen=True):

@@ -10,12 +10,11 @@ from penstock_common.errors import RequestFailed
 from penstock_common.observability.incidents import REASON, incident
 from penstock_common.observability.logging import REQUEST_LOGGER
 from penstock_common.types.outputs import EngineCoreEvent, EventType, FinishReason, RequestError, SpecDecodingStats
-from penstock_common.types.pooling import PoolingParams
-from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request import EngineCoreRequest, PoolingParams
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.lora.core.request import LoraRequest, LoraUse
 from penstock_enginecore.media.core.places import Span
-from penstock_enginecore.speculation.core.history import DraftHistory
+from penstock_enginecore.speculation.core.policy import DraftHistory
 from penstock_enginecore.structured_output.core.base import Grammar
 from penstock_enginecore.structured_output.core.reasoning import ReasoningBudget
 

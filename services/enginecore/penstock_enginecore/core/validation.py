@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from penstock_common.errors import InvalidArgument
-from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT, EngineCoreRequest
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT, EngineCoreRequest, RequestContext
 from penstock_common.types.sampling import Bounds, SamplingParams, check_values, refuse_value
 from penstock_enginecore.core.embeds_validation import check_prompt_embeds
 from penstock_enginecore.core.model_info import ModelInfo

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from penstock_common.observability.histogram import BucketCounts
+from penstock_common.observability.metrics import BucketCounts
 
 
 class GraphStats(msgspec.Struct, frozen=True, kw_only=True):

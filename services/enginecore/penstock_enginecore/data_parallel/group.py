@@ -10,8 +10,7 @@ from penstock_common.types.outputs import EngineReady
 from penstock_enginecore.config import DataParallelConfig, EngineCoreConfig
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.data_parallel.core.driver import GroupDriver
-from penstock_enginecore.data_parallel.core.events import Named
-from penstock_enginecore.data_parallel.core.group_channels import Links, Meets
+from penstock_enginecore.data_parallel.core.group_channels import Links, Meets, Named
 
 MakeMeets = Callable[[DataParallelConfig, str, SharedSecret | None], Meets]
 """Makes what lets a rank, by its name, meet others, which it recognizes by the secret."""

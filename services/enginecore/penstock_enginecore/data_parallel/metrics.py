@@ -7,7 +7,7 @@ from prometheus_client.registry import Collector
 
 from penstock_common.observability.engine_metrics import LABELS
 from penstock_common.types.outputs import EngineReady
-from penstock_enginecore.data_parallel.core.group_state import GroupState
+from penstock_enginecore.data_parallel.core.driver import GroupState
 
 
 class GroupCollector(Collector):

@@ -19,22 +19,21 @@ from penstock_enginecore.executor.generation.stage_runner import StageRunner
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.pooling_runner import PoolingRunner
 from penstock_enginecore.experts.group_experts import GroupExperts
-from penstock_enginecore.experts.reading import ExpertReader
-from penstock_enginecore.experts.shared_model import SharedModel, check_shared
+from penstock_enginecore.experts.loading import ExpertReader, SharedModel, check_shared
 from penstock_enginecore.experts.spread import SpreadExperts, dispatched_layers
 from penstock_enginecore.forward.build import ForwardConfig, build_backbone, build_forward, build_stage
-from penstock_enginecore.forward.cuda.candidate import kept_weights
+from penstock_enginecore.forward.cuda.decoder import kept_weights
 from penstock_enginecore.forward.proof import SpentError
 from penstock_enginecore.forward.stage import StageConfig
-from penstock_enginecore.lora.adapter_reader import Onlooker
 from penstock_enginecore.lora.device_slots import SlotLimits
+from penstock_enginecore.lora.store import Onlooker
 from penstock_enginecore.media.towers import check_towers
 from penstock_enginecore.models.checkpoint import weight_files
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, keep_none, load_model, read_config
 from penstock_enginecore.models.support import quantization_of
 from penstock_enginecore.native.backend import multiplies_linears
-from penstock_enginecore.native.int8 import round_linears
+from penstock_enginecore.native.weights import round_linears
 from penstock_enginecore.parallel.collectives import TimedCollectives
 from penstock_enginecore.parallel.part import Part
 from penstock_enginecore.parallel.stage_links import StageLinks

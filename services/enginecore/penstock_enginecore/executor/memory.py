@@ -5,7 +5,7 @@ import torch
 from penstock_common.memory import Memory, check_fits, host_memory
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig
 from penstock_enginecore.core.model_info import ModelInfo
-from penstock_enginecore.media.core.sizing import encoder_cache_size
+from penstock_enginecore.media.core.encoder_cache import encoder_cache_size
 from penstock_enginecore.models.errors import ModelLoadError
 
 _CPU_FRACTION = 4

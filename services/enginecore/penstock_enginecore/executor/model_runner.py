@@ -9,7 +9,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import GraphStats
-from penstock_enginecore.data_parallel.core.shared_experts import SharedExperts
+from penstock_enginecore.data_parallel.core.group_channels import SharedExperts
 from penstock_enginecore.executor.generation.graph_capture import GraphCapture
 from penstock_enginecore.lora.adapter import AdaptedForward
 from penstock_enginecore.worker.device_thread import Late

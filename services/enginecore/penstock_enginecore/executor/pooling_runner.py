@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock_common.types.pooling import PoolingParams, Vectors
+from penstock_common.types.request import PoolingParams, Vectors
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
@@ -25,8 +25,7 @@ from penstock_enginecore.executor.generation.prompt_embeds import vector_positio
 from penstock_enginecore.forward.backbone import BackboneBatch, probe_states
 from penstock_enginecore.forward.build import BuiltBackbone
 from penstock_enginecore.forward.probe import Probe
-from penstock_enginecore.lora.adapter import AdaptedForward
-from penstock_enginecore.lora.adapter_batching import ordered_by_adapter, segments_of
+from penstock_enginecore.lora.adapter import AdaptedForward, ordered_by_adapter, segments_of
 from penstock_enginecore.media.towers import Towers
 from penstock_enginecore.pooling.embedder import PoolingModel
 from penstock_enginecore.pooling.pooler import Accumulator, Pooler

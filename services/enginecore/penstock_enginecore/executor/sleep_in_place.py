@@ -5,8 +5,7 @@ import logging
 import torch
 
 from penstock_enginecore.config import EngineCoreConfig
-from penstock_enginecore.device_memory.driver import CudaDriver, Driver
-from penstock_enginecore.device_memory.kept import KeptMemory
+from penstock_enginecore.cuda_virtual_memory import CudaDriver, Driver, KeptMemory
 from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.executor.loading import read_again
 from penstock_enginecore.executor.model_runner import ModelRunner

@@ -12,9 +12,9 @@ from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.utility import UtilityRegistry, extend
 from penstock_enginecore.core.worker_stats import WorkerStats
-from penstock_enginecore.data_parallel.core.shared_experts import SharedExperts
+from penstock_enginecore.data_parallel.core.group_channels import SharedExperts
 from penstock_enginecore.executor.worker import Worker
-from penstock_enginecore.kv_transfer.core.copier import BlockCopier
+from penstock_enginecore.kv_transfer.core.base import BlockCopier
 from penstock_enginecore.kv_transfer.kv_copy import Copier
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, MakeRoom
 from penstock_enginecore.lora.store import MakeReader, SizeAdapter, peft_reader, peft_size, telling_of

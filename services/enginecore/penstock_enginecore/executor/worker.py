@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from penstock_common import private_files
-from penstock_common.cores import usable_cores
 from penstock_common.errors import Internal, InvalidArgument
+from penstock_common.process import usable_cores
 from penstock_common.security.shared_secret import load_secret
-from penstock_enginecore.attention.kv_memory import block_memory, block_order, num_bytes
+from penstock_enginecore.attention.kv_cache import block_memory, block_order, num_bytes
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
@@ -32,10 +32,9 @@ from penstock_enginecore.executor.memory import (
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.sleep_in_place import KeptSleep, kept_sleep
 from penstock_enginecore.kernel_cache.opening import open_cache
-from penstock_enginecore.kv_transfer.core.copier import BlockFacts
+from penstock_enginecore.kv_transfer.core.base import BlockFacts
 from penstock_enginecore.kv_transfer.kv_copy import WorkerCopies
-from penstock_enginecore.lora.adapter_reader import AdapterReader, Onlooker
-from penstock_enginecore.lora.store import LoraStore, MakeReader, peft_reader
+from penstock_enginecore.lora.store import AdapterReader, LoraStore, MakeReader, Onlooker, peft_reader
 from penstock_enginecore.parallel.collectives import (
     Collectives,
     DeviceCollectives,

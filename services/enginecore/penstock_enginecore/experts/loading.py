@@ -1,16 +1,72 @@
-"""A checkpoint read as far as a rank needs it before it has a number: everything but experts."""
+"""A checkpoint read as far as a rank needs it: everything but experts before it has a number, then single experts."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
 
+from penstock_common.errors import ConfigError
+from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.experts.layer import DispatchedExperts
-from penstock_enginecore.experts.plan import expert_modules, num_experts_of
-from penstock_enginecore.models.quantization.weights import StoredTensor
+from penstock_enginecore.experts.placement import check_slots, fewest_slots
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.loader import first_line, weights_progress
+from penstock_enginecore.models.quantization.weights import StoredTensor, open_tensors
+
+# Which modules of a model are experts that ranks can share: transformers' own plan says so.
+
+_DISPATCHED = "ep_dispatch_experts"
+_SHARED_OUT = "grouped_gemm"
+"""The word for the weights of such modules: a rank has some rows of them, an expert each."""
+
+
+def expert_modules(module: PreTrainedModel) -> dict[str, torch.nn.Module]:
+    """By name, in order. Raises ModelLoadError, naming the model, for one without a plan, with experts of several numbers, or
+    whose experts take or hold something else than those of other models.
+    """
+    model_name = type(module).__name__
+    plan: Mapping[str, str] = getattr(module, "_ep_plan", None) or {}
+    patterns = [
+        re.compile(re.escape(name).replace(r"\*", r"\d+")) for name, word in plan.items() if word == _DISPATCHED
+    ]
+    if not patterns:
+        raise ModelLoadError(f"expert_parallel: {model_name} has no plan for it in transformers")
+    found = {
+        name: child for name, child in module.named_modules() if any(pattern.fullmatch(name) for pattern in patterns)
+    }
+    if not found:
+        raise ModelLoadError(f"expert_parallel: the plan of {model_name} names no experts that it has")
+    shared_out = {name.rpartition(".")[2] for name, word in plan.items() if word == _SHARED_OUT}
+    for name, child in found.items():
+        _check(model_name, name, child, shared_out)
+    counts = sorted({num_experts_of(child) for child in found.values()})
+    if len(counts) > 1:
+        raise ModelLoadError(f"expert_parallel: layers of {model_name} have {', '.join(map(str, counts))} experts")
+    return found
+
+
+def num_experts_of(experts: torch.nn.Module) -> int:
+    """Experts that ``experts`` has weights of."""
+    return len(next(experts.parameters(recurse=False)))
+
+
+def _check(model_name: str, name: str, experts: Any, shared_out: set[str]) -> None:
+    own = dict(experts.named_parameters())
+    if unknown := sorted(own.keys() - shared_out):
+        raise ModelLoadError(
+            f"expert_parallel: {name} of {model_name} has the weight {unknown[0]}, which its plan does not name"
+        )
+    if len({len(weight) for weight in own.values()}) != 1 or not hasattr(experts, "num_experts"):
+        raise ModelLoadError(f"expert_parallel: {name} of {model_name} does not have its experts one after the other")
+
 
 _ONE_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -125,3 +181,100 @@ def _in_slots(name: str, tensor: StoredTensor, held: Sequence[int]) -> Iterator[
 def _layer_of(name: str) -> str:
     found = _LAYER.search(name)
     return found.group(1) if found else name
+
+
+# Single experts of a checkpoint, read when a rank comes to hold them.
+
+
+class ExpertReader:
+    """Reads from the files in ``directory`` in ``dtype``. transformers merges and transposes what it reads, as when it loads the
+    whole model: into a model without memory, of which one layer's experts become real.
+    """
+
+    def __init__(self, share: ExpertShare, directory: Path, dtype: torch.dtype) -> None:
+        self._share, self._directory = share, directory
+        make: Any = share.model_class
+        with torch.device("meta"):
+            self._skeleton: Any = make._from_config(share.config, dtype=dtype)
+        mapping: Any = get_model_conversion_mapping(self._skeleton)
+        plan = self._skeleton._get_dtype_plan(dtype)
+        self._config = LoadStateDictConfig(dtype=dtype, dtype_plan=plan, weight_mapping=mapping)
+
+    def read(self, layer: int, experts: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The weights of these experts of a layer, by the names that they have in its module, ``[len(experts), ...]``. Raises
+        ModelLoadError for files that do not have them, or that cannot be read any more.
+        """
+        module = self._skeleton.get_submodule(self._share.names[layer])
+        whole = dict(module.named_parameters(recurse=False))
+        try:
+            for name, weight in whole.items():
+                room = weight.new_empty(len(experts), *weight.shape[1:])
+                setattr(module, name, torch.nn.Parameter(room, requires_grad=False))
+            with open_tensors(self._directory) as stored, weights_progress(_untold, size=""):
+                tensors = self._share.experts_of(layer, experts, stored)
+                convert_and_load_state_dict_in_model(self._skeleton, tensors, self._config)
+            read = {name: weight.detach() for name, weight in module.named_parameters(recurse=False)}
+        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, ModelLoadError) as e:
+            raise ModelLoadError(f"{self._say(layer, experts)} cannot be read: {first_line(e)}") from e
+        finally:
+            for name, weight in whole.items():
+                setattr(module, name, weight)
+        if missing := sorted(name for name, weight in read.items() if weight.is_meta):
+            raise ModelLoadError(f"{self._say(layer, experts)} are not whole there: {missing[0]} is missing")
+        return read
+
+    def _say(self, layer: int, experts: Sequence[int]) -> str:
+        numbers = ", ".join(map(str, experts))
+        return f"model.path {str(self._directory)!r}: experts {numbers} of {self._share.names[layer]}"
+
+
+def _untold(_: str) -> None:
+    """Reading some experts takes moments; transformers would draw a bar in the log for each."""
+
+
+# What there is room for, as the model is loaded.
+
+
+class SharedModel:
+    """Makes a rank's share of the model that is loaded, and keeps it."""
+
+    def __init__(self, config: EngineCoreConfig) -> None:
+        self._config = config
+        self._share: ExpertShare | None = None
+
+    @property
+    def share(self) -> ExpertShare:
+        """RuntimeError before the model was loaded."""
+        if self._share is None:
+            raise RuntimeError("no model was loaded with this")
+        return self._share
+
+    def __call__(self, model_class: type[PreTrainedModel], config: PretrainedConfig) -> ExpertShare:
+        """Raises ModelLoadError for a model whose experts cannot be spread, ConfigError for sizes that do not fit it."""
+        self._share = ExpertShare(model_class, config, self._slots)
+        return self._share
+
+    def _slots(self, num_experts: int) -> int:
+        """The smallest group has to hold all."""
+        sizes, slots = self._config.data_parallel, self._config.expert_parallel.slots
+        if sizes.size > num_experts:
+            raise ConfigError(
+                f"data_parallel.size is {sizes.size}; the model's {num_experts} experts go to at most as many ranks"
+            )
+        slots = slots or fewest_slots(num_experts, sizes.min_size)
+        check_slots(num_experts, sizes.min_size, slots)
+        return slots
+
+
+def check_shared(config: EngineCoreConfig, device: torch.device, task: str) -> None:
+    """Raise ConfigError for an engine whose experts are not shared yet."""
+    if device.type != "cpu":
+        raise ConfigError(
+            f"expert_parallel.enabled is true and model.device {device.type!r}; experts are shared by CPUs alone yet"
+        )
+    if task != "generate":
+        raise ConfigError(f"expert_parallel.enabled is true and the model is to {task}; such models are not shared yet")
+    if config.executor.resolved_kind != "uniproc":
+        raise ConfigError(
+            f"expert_parallel.enabled is true and executor.kind {config.executor.kind!r}; ranks that share experts have 'uniproc'"
+        )

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from penstock_enginecore.experts import all_to_all, gathering  # noqa: F401 - they register
+from penstock_enginecore.experts import dispatch as all_to_all  # noqa: F401 - they register
+from penstock_enginecore.experts import dispatch as gathering  # noqa: F401 - they register
 from penstock_enginecore.experts.dispatch import make_dispatch
-from penstock_enginecore.experts.layer import DispatchedExperts
-from penstock_enginecore.experts.membership import Membership
+from penstock_enginecore.experts.layer import DispatchedExperts, Membership
 from penstock_enginecore.experts.placement import Placement
 from penstock_enginecore.parallel.group_collectives import GroupCollectives
 

@@ -11,7 +11,7 @@ import torch
 from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, IntArray
 from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
-from penstock_enginecore.forward.cuda.adapted_modules import SlotModules
+from penstock_enginecore.forward.cuda.adapters import SlotModules
 from penstock_enginecore.forward.modules import (
     NO_ROWS,
     caches_by_module,

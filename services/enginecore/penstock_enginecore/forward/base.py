@@ -9,13 +9,66 @@ import numpy.typing as npt
 import torch
 
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
-from penstock_enginecore.attention.kv_cache import LayerCaches
-from penstock_enginecore.attention.kv_memory import KVMemory
+from penstock_enginecore.attention.kv_cache import KVMemory, LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
-from penstock_enginecore.forward.upload import to_device
 from penstock_enginecore.lora.adapter import LoraSegment
+from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
+
+# Arrays on their way to a device, for which nobody waits.
+
+
+def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """``array`` on ``device``. A copy to a GPU goes behind the work that is under way there, and the host waits for neither."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+# What steps of a model with towers have besides tokens and embeddings.
+
+
+@dataclass(frozen=True, slots=True)
+class MediaDemands:
+    """Of a model's steps. ``sections``: some have ``rope_positions``. ``num_deepstack``: layers of their ``deepstack``, 0 for
+    none. ``spans``: some have ``key_ends``. See ``ForwardBatch`` and ``AttentionMetadata``.
+    """
+
+    sections: bool = False
+    num_deepstack: int = 0
+    spans: bool = False
+
+    def __bool__(self) -> bool:
+        return self.sections or self.num_deepstack > 0 or self.spans
+
+    def __str__(self) -> str:
+        """For errors that say what is not served."""
+        named = {
+            "positions in sections": self.sections,
+            "rows that are added behind its first layers": self.num_deepstack > 0,
+            "images that attend both ways": self.spans,
+        }
+        return " and ".join(name for name, is_so in named.items() if is_so)
+
+
+NO_DEMANDS = MediaDemands()
+
+
+def demands_of(model: LoadedModel) -> MediaDemands:
+    """Those of its towers. Raises ModelLoadError where its modules would take them for something else."""
+    encoder = model.encoder
+    if encoder is None:
+        return NO_DEMANDS
+    spans = any(info.attends_both_ways for info in encoder.media)
+    demands = MediaDemands(encoder.rope_positions is not None, encoder.num_deepstack, spans)
+    base: Any = model.module.base_model
+    if demands.sections and not any(hasattr(module, "mrope_section") for module in base.modules()):
+        raise ModelLoadError(f"{type(base).__name__} is not served with media: its rotary embedding has no sections")
+    if demands.num_deepstack and not hasattr(base, "_deepstack_process"):
+        raise ModelLoadError(f"{type(base).__name__} is not served with media: nothing is added behind its layers")
+    return demands
 
 
 @dataclass(frozen=True, slots=True)

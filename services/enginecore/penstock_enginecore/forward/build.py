@@ -14,12 +14,9 @@ from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.forward.backbone import Backbone, probe_specs, probe_states
 from penstock_enginecore.forward.base import ForwardPass
-from penstock_enginecore.forward.cuda.adapted_modules import SlotModules
-from penstock_enginecore.forward.cuda.adapter_kernels import slot_modules
-from penstock_enginecore.forward.cuda.attention import TritonAttention
-from penstock_enginecore.forward.cuda.attention_candidate import Attending, attention_candidates
-from penstock_enginecore.forward.cuda.candidate import device_launcher, fused_candidates
-from penstock_enginecore.forward.cuda.decoder import FusedForward
+from penstock_enginecore.forward.cuda.adapters import SlotModules, slot_modules
+from penstock_enginecore.forward.cuda.attention import Attending, TritonAttention, attention_candidates
+from penstock_enginecore.forward.cuda.decoder import FusedForward, device_launcher, fused_candidates
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, in_cache_dtype, probe_model
@@ -37,8 +34,7 @@ from penstock_enginecore.native.backend import NativeBackend, open_backend
 from penstock_enginecore.parallel.part import Part, SplitVocabulary
 from penstock_enginecore.pooling.embedder import PoolingModel
 from penstock_enginecore.sample.base import Sampler, TokenLauncher
-from penstock_enginecore.sample.sampler import SamplingKernels, TorchSampler
-from penstock_enginecore.sample.split import SplitSampler
+from penstock_enginecore.sample.sampler import SamplingKernels, SplitSampler, TorchSampler
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,8 @@ from transformers import PreTrainedModel
 from penstock_enginecore.attention.base import AttentionBackend, IntArray
 from penstock_enginecore.attention.kv_cache import FLOAT8, NO_SCALES, KVScales, LayerCache, LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
-from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
-from penstock_enginecore.forward.cuda.adapted_modules import SlotModules
-from penstock_enginecore.forward.media import MediaDemands, demands_of
-from penstock_enginecore.forward.upload import to_device
+from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, MediaDemands, demands_of, to_device
+from penstock_enginecore.forward.cuda.adapters import SlotModules
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, TakeAdapter
 from penstock_enginecore.lora.reference import AdaptedModules, head_of
 from penstock_enginecore.models.attention_hook import AttentionCall, StepContext, use_context

@@ -1,4 +1,4 @@
-"""What the CPU kernels' decoder looks up for a step's tokens: rows of the embedding, and of cosines and sines of positions."""
+"""The inputs of a step as the CPU kernels' decoder takes them: embeddings, positions, media, and the tokens it chose itself."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from penstock_enginecore.attention.base import IntArray
-from penstock_enginecore.forward.base import ForwardBatch
+from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch
 from penstock_enginecore.models.dtypes import NarrowWeight
-from penstock_enginecore.native.ffi_structs import Rotary
+from penstock_enginecore.native.attention import key_ends_of
+from penstock_enginecore.native.ffi_structs import Chain, Rotary, Step
 from penstock_enginecore.native.weights import KINDS
 
 Turns = tuple[torch.Tensor, torch.Tensor]
@@ -142,3 +143,63 @@ def _check(indices: IntArray, end: int, what: str) -> None:
     """The kernels read where they are told."""
     if len(indices) and not 0 <= indices.min() <= indices.max() < end:
         raise IndexError(f"{what} is {indices.min()} or {indices.max()}, which is not from 0 to {end - 1}")
+
+
+class ChainedTokens:
+    """``tokens`` int64 ``[counts[0], requests]``, 0 until the kernels have put them there, behind ``rows`` ``[requests]`` of a
+    step. ``positions``: of the step's tokens and, behind them, of those that come later.
+    """
+
+    def __init__(self, batch: ForwardBatch, draws: ChainedDraws) -> None:
+        """Raises as ``later_positions``."""
+        self._batch, self._draws = batch, draws
+        self._counts = np.ascontiguousarray(draws.counts)
+        self._uniforms = np.ascontiguousarray(draws.uniforms)
+        self.rows = batch.attention[0].query_start_loc[1 : len(self._counts) + 1] - 1
+        later = later_positions(batch, self.rows, self._counts)
+        self.positions = np.concatenate([batch.positions, later.ravel()])
+        self.tokens: IntArray = np.zeros((len(later) + 1, len(self._counts)), dtype=np.int64)
+
+    def struct(self, rotaries: StepRotaries, width: int, vocabulary: IntArray | None = None) -> Chain:
+        """``rotaries``: at ``positions``. ``width``: logits to choose from, which are of these tokens of the ``vocabulary``, None
+        for those in order. It points into what it is made of.
+        """
+        return Chain(
+            len(self.tokens),
+            len(self._batch.attention),
+            width,
+            self._counts.ctypes.data,
+            rotaries.positions.ctypes.data + self._batch.positions.nbytes,
+            self._draws.temperature.ctypes.data,
+            self._uniforms.ctypes.data,
+            self.tokens.ctypes.data,
+            None if vocabulary is None else vocabulary.ctypes.data,
+        )
+
+
+def expect_embeddings(embedding: EmbeddingRows | None, vocab_size: int) -> EmbeddingRows:
+    """Raises IndexError for tokens that may be chosen and that the kernels cannot look up."""
+    if embedding is None or vocab_size > len(embedding.weight):
+        raise IndexError(f"there are no embeddings of {vocab_size} tokens that the kernels could look up")
+    return embedding
+
+
+def give_media(step: Step, batch: ForwardBatch, num_layers: int) -> torch.Tensor | None:
+    """Have ``step``, that of ``batch``, point to ends of keys and to rows for the first layers of ``num_layers``. Returns the
+    memory of these, which must outlive the step. ValueError for what the kernels would read beyond.
+    """
+    step.key_ends = key_ends_of(batch.attention[0])
+    if batch.deepstack is None:
+        return None
+    rows = batch.deepstack.float().contiguous()
+    embedded = None if batch.embedded is None else batch.embedded.shape
+    if len(rows) > num_layers or rows.shape[1:] != embedded:
+        raise ValueError(f"rows {list(rows.shape)} do not go behind the first of {num_layers} layers of {embedded}")
+    step.num_deepstack, step.deepstack = len(rows), rows.data_ptr()
+    return rows
+
+
+def expect_no_media(batch: ForwardBatch) -> None:
+    """Raises ValueError for a chain, whose later steps would be without."""
+    if batch.rope_positions is not None or batch.deepstack is not None or batch.attention[0].key_ends is not None:
+        raise ValueError("a chain has no media")

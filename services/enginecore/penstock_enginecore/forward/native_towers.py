@@ -10,10 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from penstock_enginecore.forward.proof import TOLERANCES, distance
 from penstock_enginecore.models.multimodal.base import MediaEncoder
 from penstock_enginecore.models.multimodal.encoder import attend_by
+from penstock_enginecore.native.attention import WholeAttention
 from penstock_enginecore.native.backend import NativeBackend
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.linear import PackedLinear
-from penstock_enginecore.native.whole_attention import WholeAttention
 
 logger = logging.getLogger(__name__)
 

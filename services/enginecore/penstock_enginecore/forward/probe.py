@@ -1,4 +1,4 @@
-"""Prompts of no meaning, in a cache of their own, to see what a forward pass makes of them."""
+"""Prompts and steps without meaning, to see what a forward pass computes and to warm it up."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
-from penstock_enginecore.forward.base import ForwardBatch, ForwardPass
-from penstock_enginecore.forward.media import NO_DEMANDS, MediaDemands
+from penstock_enginecore.forward.base import NO_DEMANDS, Choice, ForwardBatch, ForwardPass, MediaDemands
+from penstock_enginecore.lora.adapter import BLANK, LoraSegment
+from penstock_enginecore.sample.base import DrawSettings, PlainDraws
 
 NUM_TOKENS = 24
 CUTS = (13, 14, 22, 23)
@@ -119,3 +120,19 @@ def probe_parts(forward: ForwardPass, probe: Probe, cuts: Sequence[int]) -> torc
     finally:
         forward.bind({})
     return torch.cat(logits)
+
+
+def blank_decodes(
+    size: int, num_groups: int, block_size: int, newest: torch.Tensor, *, adapted: bool = False
+) -> tuple[ForwardBatch, IntArray]:
+    """A token for each of ``size`` requests, which see the null block, write nowhere, and whose next tokens go to the last of
+    ``newest``; and the rows that get logits. ``adapted``: the step launches what steps with adapters do, and has none.
+    """
+    none: IntArray = np.zeros(size, dtype=np.int64)
+    draws = PlainDraws.of(DrawSettings.off(size), none.astype(np.uint64), none)
+    choice = Choice(draws, newest, np.full(size, len(newest) - 1))
+    starts: IntArray = np.arange(size + 1)
+    table = np.zeros((size, 1), dtype=np.int32)
+    metadata = AttentionMetadata(starts, none + 1, table, none - 1, block_size)
+    segments = [LoraSegment(BLANK, 0, size)] if adapted else []
+    return ForwardBatch(none, none, [metadata] * num_groups, choice=choice, segments=segments), starts[:-1]

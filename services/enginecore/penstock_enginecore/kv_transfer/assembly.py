@@ -1,7 +1,10 @@
 """What lets an engine give blocks to other engines, and take them from these."""
 
+import hashlib
+import json
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -12,26 +15,73 @@ from penstock_common import addresses
 from penstock_common.errors import ConfigError
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.interceptor import CallObserver
-from penstock_common.security.certificates import Certificates
-from penstock_common.types.kv_transfer import KvSource
+from penstock_common.security.tls import Certificates
+from penstock_common.types.kv_transfer import KvGroup, KvLayout, KvSource
 from penstock_common.types.outputs import EngineReady
 from penstock_enginecore.config import EngineCoreConfig, KvTransferConfig
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool
-from penstock_enginecore.kv_transfer.core.copier import BlockCopier
-from penstock_enginecore.kv_transfer.core.counts import TransferCounts
-from penstock_enginecore.kv_transfer.core.layout import layout_of
-from penstock_enginecore.kv_transfer.core.lease_grants import LeasedBlocks
-from penstock_enginecore.kv_transfer.core.leases import Leases
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.kv_transfer.core.base import BlockCopier
+from penstock_enginecore.kv_transfer.core.leases import LeasedBlocks, Leases
 from penstock_enginecore.kv_transfer.core.tiers import TieredConnector
-from penstock_enginecore.kv_transfer.core.transfers import Observe, Transfer
+from penstock_enginecore.kv_transfer.core.transfer_stats import Observe, Transfer
+from penstock_enginecore.kv_transfer.metrics import LeaseCollector, TierCollector, TransferCollector, TransferCounts
 from penstock_enginecore.kv_transfer.rpc.offers import Offers
-from penstock_enginecore.kv_transfer.rpc.peers import Peers
 from penstock_enginecore.kv_transfer.rpc.pull_client import PullSettings
 from penstock_enginecore.kv_transfer.rpc.pull_server import PullSource
-from penstock_enginecore.kv_transfer.rpc.transfer import KvTransfer
-from penstock_enginecore.kv_transfer.tier_metrics import TierCollector
-from penstock_enginecore.kv_transfer.transfer_metrics import LeaseCollector, TransferCollector
+from penstock_enginecore.kv_transfer.rpc.transfer import KvTransfer, Peers
+
+# What must be the same at two engines so that a block of one means the same to the other.
+
+FINGERPRINT_BYTES = 16
+_PERSON = b"penstock-kv-1"
+_OF_TOKENS_ALONE = frozenset({"task", "eos_token_ids", "enable_in_reasoning", "revision"})
+"""Of what an engine's tokens depend on, what keys and values do not, or what is a name."""
+_NUMERICS = ("tensor_parallel_size", "batch_invariant")
+"""What changes how numbers are rounded."""
+_HASH = re.compile(r"[0-9a-f]{16}")
+
+
+def layout_of(
+    config: KVCacheConfig,
+    computes: Mapping[str, str],
+    *,
+    order: str,
+    num_shards: int,
+    block_bytes: int,
+    numerics: str = "",
+) -> KvLayout:
+    """The layout of an engine's blocks. ``computes``: what its tokens depend on, as ``variant.config_of`` has it: with hashes of
+    the weights, and no path. ``order``: how numbers lie in a block. The fingerprint is empty where the weights have no hash, as
+    random ones have none: then no other engine has the same.
+    """
+    groups = tuple(KvGroup(group.layer_names, group.sliding_window or 0) for group in config.groups)
+    layout = KvLayout(
+        dtype=computes.get("cache_dtype", computes.get("dtype", "")),
+        block_size=config.block_size,
+        groups=groups,
+        order=order,
+        num_shards=num_shards,
+        numerics=" ".join([numerics, *(f"{key}={computes[key]}" for key in _NUMERICS if key in computes)]).strip(),
+    )
+    if _HASH.fullmatch(computes.get("weights", "")) is None:
+        return layout
+    values = {key: computes[key] for key in computes if key not in _OF_TOKENS_ALONE and key not in _NUMERICS}
+    said = [
+        layout.dtype,
+        layout.block_size,
+        [[group.layer_names, group.sliding_window, group.attention_chunk] for group in config.groups],
+        order,
+        num_shards,
+        block_bytes,
+        values,
+    ]
+    digest = hashlib.blake2b(
+        json.dumps(said, sort_keys=True).encode(), digest_size=FINGERPRINT_BYTES, person=_PERSON
+    ).digest()
+    return msgspec.structs.replace(layout, fingerprint=digest)
+
 
 CAPABILITY = "kv_transfer"
 log = get_logger()

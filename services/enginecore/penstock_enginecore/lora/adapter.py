@@ -1,10 +1,15 @@
-"""What an adapter is once it has been read, and which tokens of a step have one."""
+"""What an adapter is once it has been read, what a worker keeps of it, and which tokens of a step have one."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812
+
+from penstock_enginecore.attention.base import IntArray
 
 TakeAdapter: TypeAlias = Callable[[], None]
 """Has a forward pass take segments of an adapter from then on, and does little. Called between steps, once at most."""
@@ -74,3 +79,99 @@ class AdaptedForward(Protocol):
 
     def remove_adapter(self, digest: bytes) -> None:
         """Free the memory of an adapter, between steps. KeyError for one that is not there."""
+
+
+# Where several workers share the model.
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFeatures:
+    """What a rank has of a linear layer: the ``outputs``, which are zeros behind the layer's last, or the ``inputs``, over which
+    the ranks' outputs are summed. None for all of them.
+    """
+
+    outputs: range | None = None
+    inputs: range | None = None
+
+    def of(self, update: LowRankUpdate) -> LowRankUpdate:
+        """The rows of B that give these outputs, or the columns of A that take these inputs, in memory of their own."""
+        a, b = update.a, update.b
+        if self.inputs is not None:
+            a = a[:, self.inputs.start : self.inputs.stop]
+        if self.outputs is not None:
+            b = b[self.outputs.start : self.outputs.stop]
+            b = F.pad(b, (0, 0, 0, len(self.outputs) - len(b)))
+        return LowRankUpdate(_copy(a), _copy(b))
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPart:
+    """``features``: of the layers that are split among ranks, by name. ``linears``: names of the layers that the worker's stage
+    has, None for all.
+    """
+
+    features: Mapping[str, OwnFeatures] = field(default_factory=dict)
+    linears: frozenset[str] | None = None
+
+    def of(self, adapter: LoraAdapter) -> LoraAdapter:
+        """``adapter`` with what the worker computes of it, under the digest of the whole. It keeps none of the whole's memory,
+        unless it is the whole; it may be empty.
+        """
+        if not self.features and self.linears is None:
+            return adapter
+        whole = OwnFeatures()
+        own = {
+            name: self.features.get(name, whole).of(update)
+            for name, update in adapter.updates.items()
+            if self.linears is None or name in self.linears
+        }
+        return LoraAdapter(adapter.digest, own)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+# The order of a step's requests by adapter, and where in the batch each adapter's tokens are.
+
+
+def ordered_by_adapter(request_ids: Iterable[str], digests: Mapping[str, bytes]) -> list[str]:
+    """Requests without an adapter first, in their order; then those of each adapter, by digest: the same in all workers.
+    ``digests``: of the requests that have one.
+    """
+    if not digests:
+        return list(request_ids)
+    return sorted(request_ids, key=lambda request_id: digests.get(request_id, b""))
+
+
+def segments_of(
+    request_ids: Sequence[str], digests: Mapping[str, bytes], query_start_loc: IntArray
+) -> tuple[LoraSegment, ...]:
+    """Of requests in the order of ``ordered_by_adapter``, whose tokens begin at ``query_start_loc`` int64 ``[requests + 1]``."""
+    if not digests:
+        return ()
+    of_requests = [digests.get(request_id, b"") for request_id in request_ids]
+    starts = [i for i, digest in enumerate(of_requests) if digest and (i == 0 or of_requests[i - 1] != digest)]
+    return tuple(
+        LoraSegment(of_requests[first], int(query_start_loc[first]), int(query_start_loc[end]))
+        for first, end in pairwise([*starts, len(of_requests)])
+    )
+
+
+# Which rows that were taken from a step's tokens have an adapter.
+
+
+def segments_of_rows(segments: Sequence[LoraSegment], rows: IntArray) -> list[LoraSegment]:
+    """Those of ``rows`` int64 ``[n]``, tokens in any order, one behind the other: ``first`` and ``end`` count rows."""
+    if not segments or not len(rows):
+        return []
+    firsts = np.array([segment.first for segment in segments])
+    ends = np.array([segment.end for segment in segments])
+    of = np.minimum(np.searchsorted(ends, rows, side="right"), len(segments) - 1)
+    of[(rows < firsts[of]) | (rows >= ends[of])] = -1
+    starts = np.flatnonzero(np.diff(of, prepend=-2))
+    return [
+        LoraSegment(segments[of[first]].digest, int(first), int(end))
+        for first, end in zip(starts, [*starts[1:], len(rows)], strict=True)
+        if of[first] >= 0
+    ]

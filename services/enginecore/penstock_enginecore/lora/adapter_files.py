@@ -1,15 +1,20 @@
-"""Opens the files of an adapter's directory, and says what is wrong where that cannot be."""
+"""The files of an adapter: how they are opened, known again without being hashed, and the digest of what is in them."""
 
+import hashlib
 import os
-from collections.abc import Iterator
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple, Self
 
 from penstock_common import checkpoint
 from penstock_common.input_files import open_input
 from penstock_enginecore.lora.errors import LoraError, LoraReason
-from penstock_enginecore.lora.peft_config import CONFIG_FILE
+from penstock_enginecore.lora.peft_format import CONFIG_FILE
+from penstock_enginecore.lora.tensor_file import StoredTensor
 
 TENSORS_FILE = "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
@@ -91,3 +96,77 @@ class AdapterFolder:
 
 def _why(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
+
+
+class FileState(NamedTuple):
+    """What changes with a file's content: which file it is, its size, and when it was changed, in nanoseconds."""
+
+    device: int
+    inode: int
+    size: int
+    modified: int
+    changed: int
+
+    @classmethod
+    def of(cls, opened: BinaryIO) -> Self:
+        """As it is now."""
+        found = os.fstat(opened.fileno())
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+class ReadBefore:
+    """Digests by the state of an adapter's two files, of the last ``capacity`` that were found good. Files that were changed just
+    before they were read are not remembered: another change might have the same time. ``clock``: seconds since the epoch.
+    """
+
+    SETTLED = 2.0
+    """Seconds after which a change has a time of its own on any file system."""
+
+    def __init__(self, capacity: int = 16_384, clock: Callable[[], float] = time.time) -> None:
+        self._capacity = capacity
+        self._clock = clock
+        self._digests: dict[tuple[FileState, ...], bytes] = {}  # what was found last last
+
+    def digest(self, files: tuple[FileState, ...]) -> bytes | None:
+        """Of what lies in these files; None where that is not known."""
+        return self._digests.get(files)
+
+    def remember(self, files: tuple[FileState, ...], digest: bytes) -> None:
+        """What was read from ``files`` just now has this digest, and is good."""
+        if max(max(file.modified, file.changed) for file in files) / 1e9 > self._clock() - self.SETTLED:
+            return
+        self._digests.pop(files, None)
+        self._digests[files] = digest
+        if len(self._digests) > self._capacity:
+            del self._digests[next(iter(self._digests))]
+
+
+# What an adapter is known by: its content, wherever it lies and however it was written down.
+
+_PERSON = b"penstock.lora.1"
+"""Another number wherever the same adapter would get another digest."""
+DIGEST_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StoredUpdate:
+    """Of the layer called ``module``: ``scale * b @ a``, as it is stored."""
+
+    module: str
+    scale: float
+    a: StoredTensor
+    b: StoredTensor
+
+
+def adapter_digest(updates: Iterable[StoredUpdate]) -> bytes:
+    """BLAKE2b-128 of what the updates are: layers, scales, tensors. Their order, what they are called in files, and settings that
+    come to the same do not matter.
+    """
+    state = hashlib.blake2b(digest_size=DIGEST_SIZE, person=_PERSON)
+    for update in sorted(updates, key=lambda each: each.module):
+        name = update.module.encode()
+        state.update(struct.pack("<I", len(name)) + name + struct.pack("<d", update.scale))
+        for tensor in (update.a, update.b):
+            state.update(tensor.dtype_name.ljust(8).encode() + struct.pack("<QQ", *tensor.shape))
+            state.update(tensor.bytes())
+    return state.digest()

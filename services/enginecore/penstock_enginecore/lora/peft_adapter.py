@@ -9,13 +9,26 @@ from pathlib import Path
 import torch
 
 from penstock_enginecore.lora.adapter import LoraAdapter, LowRankUpdate
-from penstock_enginecore.lora.adapter_file_cache import FileState, ReadBefore
-from penstock_enginecore.lora.adapter_files import TENSORS_FILE, AdapterFolder
-from penstock_enginecore.lora.digest import StoredUpdate, adapter_digest
+from penstock_enginecore.lora.adapter_files import (
+    TENSORS_FILE,
+    AdapterFolder,
+    FileState,
+    ReadBefore,
+    StoredUpdate,
+    adapter_digest,
+)
 from penstock_enginecore.lora.errors import LoraError, LoraReason
-from penstock_enginecore.lora.layer_choice import ChosenLayer, choose_layers
-from penstock_enginecore.lora.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, PeftConfig, parse_peft_config
-from penstock_enginecore.lora.peft_names import PeftTensors, is_update, sort_tensors, tensor_name
+from penstock_enginecore.lora.layer_patterns import ChosenLayer, choose_layers
+from penstock_enginecore.lora.peft_format import (
+    CONFIG_FILE,
+    MAX_CONFIG_BYTES,
+    PeftConfig,
+    PeftTensors,
+    is_update,
+    parse_peft_config,
+    sort_tensors,
+    tensor_name,
+)
 from penstock_enginecore.lora.target import AdapterTarget
 from penstock_enginecore.lora.tensor_file import DTYPES, StoredTensor, TensorFile, TensorHeader
 

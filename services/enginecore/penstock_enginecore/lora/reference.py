@@ -12,8 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.utils.hooks import RemovableHandle
 
 from penstock_enginecore.attention.base import IntArray
-from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate, TakeAdapter
-from penstock_enginecore.lora.segments import segments_of_rows
+from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate, TakeAdapter, segments_of_rows
 
 Addition = Callable[[torch.Tensor, torch.Tensor], None]
 """Adds to what a layer has made of ``x`` ``[rows, in features]``, in place: ``[rows, out features]``."""

@@ -1,16 +1,17 @@
-"""The adapters that a worker holds."""
+"""The adapters that a worker holds, and how they are read for the model that it loads."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from transformers import PreTrainedModel
 
 from penstock_common.errors import LONGEST_PATH, FailedPrecondition, RequestFailed, Unavailable, quoted
 from penstock_enginecore.config import LoraConfig
-from penstock_enginecore.lora.adapter import AdaptedForward, LoraAdapter, TakeAdapter
-from penstock_enginecore.lora.adapter_file_cache import ReadBefore
+from penstock_enginecore.lora.adapter import AdaptedForward, AdapterPart, LoraAdapter, OwnFeatures, TakeAdapter
+from penstock_enginecore.lora.adapter_files import ReadBefore
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest
 from penstock_enginecore.lora.errors import LoraError, LoraReason
 from penstock_enginecore.lora.peft_adapter import LoraLimits, adapter_bytes, read_adapter
@@ -156,3 +157,49 @@ def _refused(lora: LoraRequest, error: Exception) -> RequestFailed:
 def _unavailable(lora: LoraRequest, error: Exception) -> RequestFailed:
     why = f"{_called(lora)} cannot be read from {lora.path!r}: {error}"
     return Unavailable(why, field="lora", reason="LORA_UNAVAILABLE")
+
+
+# Reads adapters of the model that a worker loads, and keeps of them what the worker computes.
+
+
+class Onlooker:
+    """Is shown the modules of a model while it is loaded, maybe several times: what it was shown last counts."""
+
+    def loaded(self, module: PreTrainedModel) -> None:
+        """They are whole: neither split nor cut nor packed."""
+
+    def split(self, features: Mapping[str, OwnFeatures]) -> None:
+        """They were split; this rank has these features of linear layers."""
+
+    def cut(self, module: PreTrainedModel) -> None:
+        """The layers of other stages are gone."""
+
+
+class AdapterReader(Onlooker):
+    """A ``ReadAdapter``: of the whole adapter, of which the worker's part is given, under the whole's digest."""
+
+    def __init__(self, make: MakeReader, config: LoraConfig) -> None:
+        self._make = make
+        self._config = config
+        self._read: ReadAdapter | None = None
+        self._part = AdapterPart()
+
+    def loaded(self, module: PreTrainedModel) -> None:
+        """Of this model."""
+        self._read, self._part = self._make(module, self._config), AdapterPart()
+
+    def split(self, features: Mapping[str, OwnFeatures]) -> None:
+        """See ``OwnFeatures``."""
+        self._part = AdapterPart(features, self._part.linears)
+
+    def cut(self, module: PreTrainedModel) -> None:
+        """Of the linear layers that are left."""
+        named: Any = module.named_modules()
+        linears = frozenset(name for name, child in named if isinstance(child, torch.nn.Linear))
+        self._part = AdapterPart(self._part.features, linears)
+
+    def __call__(self, path: str) -> LoraAdapter:
+        """See ``ReadAdapter``. RuntimeError before a model was loaded."""
+        if self._read is None:
+            raise RuntimeError("a model must be loaded before its adapters are read")
+        return self._part.of(self._read(path))

@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_enginecore.lora.row_tiles import TILE_ROWS, RowTiles
-from penstock_enginecore.lora.slot_matrices import PIECE, ROW_ALIGNED, SlotMatrices
+from penstock_enginecore.lora.kernel_operands import PIECE, ROW_ALIGNED, TILE_ROWS, RowTiles, SlotMatrices
 
 RANKS = 16
 COLUMNS = 128

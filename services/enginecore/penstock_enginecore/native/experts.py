@@ -1,9 +1,9 @@
-"""Experts of a mixture that multiply with packed weights, all that a step's tokens are routed to in two calls."""
+"""Mixtures of experts by the kernels: routers, and experts with packed weights."""
 
 import ctypes
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +11,105 @@ import torch
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
 
-from penstock_enginecore.native.ffi_structs import Grouped, Linear
+from penstock_enginecore.models.dtypes import widened
+from penstock_enginecore.native.ffi_structs import Grouped, Linear, Route
 from penstock_enginecore.native.library import NativeLibrary
-from penstock_enginecore.native.weights import VECTORS, PackedWeight, fits_bfloat16, interleaved
+from penstock_enginecore.native.weights import VECTORS, PackedWeight, fits_bfloat16, interleaved, multiply
+
+# Routers by the kernels: a token's experts and their weights do not depend on the tokens beside it.
+
+MAX_EXPERTS = 1024
+"""``kMaxExperts`` of the kernels."""
+_ALWAYS_NORMALIZES = "MixtralTopKRouter"
+_CLASSES = frozenset(
+    {_ALWAYS_NORMALIZES, "FlexOlmoTopKRouter", "OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"}
+)
+"""Those that choose the largest of a softmax over all experts."""
+
+
+class PackedRouter(torch.nn.Module):
+    """Stands for ``router``, whose weight it has packed, with its hooks. ``top``: experts of a token. ``normalize``: whether
+    their weights add up to one.
+    """
+
+    def __init__(self, library: NativeLibrary, router: Any) -> None:
+        super().__init__()
+        self._forward_pre_hooks, self._forward_hooks = router._forward_pre_hooks, router._forward_hooks
+        self._library = library
+        self.packed = PackedWeight(library, router.weight)
+        self.top: int = router.top_k
+        self.normalize: bool = type(router).__name__ == _ALWAYS_NORMALIZES or bool(router.norm_topk_prob)
+
+    @staticmethod
+    def takes(module: torch.nn.Module) -> bool:
+        """Whether ``module`` is a router in float32 on the CPU of a kind that is known."""
+        if type(module).__name__ not in _CLASSES:
+            return False
+        weight: Any = module.weight
+        return weight.dtype == torch.float32 and weight.device.type == "cpu" and len(weight) <= MAX_EXPERTS
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is packed."""
+        return self.packed.num_bytes
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``[..., hidden]`` float32 to logits ``[tokens, experts]``, weights float32 and experts int64 ``[tokens, top]``."""
+        logits = multiply(self._library, self.packed, hidden_states.reshape(-1, self.packed.k))
+        weights = logits.new_empty(len(logits), self.top)
+        experts = torch.empty(len(logits), self.top, dtype=torch.int64)
+        route = Route(
+            *logits.shape,
+            self.top,
+            self.normalize,
+            logits.data_ptr(),
+            logits.stride(0),
+            experts.data_ptr(),
+            weights.data_ptr(),
+        )
+        self._library.call("route", ctypes.byref(route))
+        return logits, weights, experts
+
+
+# The weight of a router, multiplied with by the kernels: a token's experts do not depend on the tokens beside it.
+
+
+class RouterWeight(torch.nn.Parameter):
+    """A weight ``[experts, hidden]`` that is given to ``torch.nn.functional.linear`` by a module that is no linear layer. All
+    else sees the weight as it was.
+    """
+
+    packed: PackedWeight
+    library: NativeLibrary
+
+    @classmethod
+    def of(cls, library: NativeLibrary, weight: torch.Tensor) -> Self:
+        """``weight``: float32, on the CPU."""
+        made = cls(widened(weight.detach()), requires_grad=False)
+        made.library, made.packed = library, PackedWeight(library, weight)
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Products by the kernels."""
+        if func is torch.nn.functional.linear:
+            return _linear(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002 - torch's
+    if not isinstance(weight, RouterWeight):
+        raise TypeError("a router's weight is multiplied with, not multiplied")
+    out = multiply(weight.library, weight.packed, input, apart=True)
+    return out if bias is None else out + bias
+
 
 _SAID = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 """What transformers' ``use_experts_implementation`` says of a class of experts."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from penstock_common.errors import ConfigError
-from penstock_common.observability.histogram import BucketCounts, Buckets
+from penstock_common.observability.metrics import BucketCounts, Buckets
 from penstock_enginecore.parallel.meeting import Meeting
 
 # Gloo's groups of processes of one host, over the loopback interface.

@@ -9,7 +9,7 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
-from penstock_enginecore.lora.adapter_sharding import OwnFeatures
+from penstock_enginecore.lora.adapter import OwnFeatures
 from penstock_enginecore.models.attention_hook import AttentionCall, use_context
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.parallel.collectives import Collectives

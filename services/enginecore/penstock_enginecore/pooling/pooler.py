@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch.nn.functional import normalize
 
-from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
+from penstock_common.types.request import PoolingParams, PoolingTask, Vectors
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.pooling.embedder import Head, PoolingModel, activate
 

@@ -8,22 +8,17 @@ import msgspec
 from penstock.common.v1 import events_pb2, finish_pb2, stats_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
-from penstock_common.lora.registration import LoraAdapter
+from penstock_common.lora_registry import LoraAdapter
 from penstock_common.rpc import outputs as parts
-from penstock_common.rpc import sampling, stats
-from penstock_common.rpc.columns import fill_columns
+from penstock_common.rpc import request, stats
 from penstock_common.rpc.data_parallel import checked
 from penstock_common.rpc.kv_transfer import role_to_proto, source_from_proto, source_to_proto
 from penstock_common.rpc.media import limits_to_proto
-from penstock_common.rpc.request_context import context_from_proto
+from penstock_common.rpc.outputs import fill_columns
+from penstock_common.rpc.request import context_from_proto
 from penstock_common.tensors.outgoing import TensorRef
 from penstock_common.types.media import MultiModalFeature
-from penstock_common.types.outputs import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineReady,
-    UtilityOutput,
-)
+from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, UtilityOutput
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest, ReasoningTokens
 
@@ -40,7 +35,7 @@ def request_from_proto(
     """The request; ``embeds``: the vectors of its prompt, ``features``: its media. Raises Unimplemented for a field of a later
     feature, InvalidArgument when there are no parameters.
     """
-    sampling.refuse_set(message, NOT_SERVED_YET)
+    request.refuse_set(message, NOT_SERVED_YET)
     kind = message.WhichOneof("params")
     if kind is None:
         raise InvalidArgument("sampling_params or pooling_params is required", field="sampling_params")
@@ -53,7 +48,7 @@ def request_from_proto(
         prompt_token_ids=token_ids,
         prompt_embeds=embeds,
         mm_features=list(features),
-        sampling_params=NO_SAMPLING if pooling else sampling.from_proto(message.sampling_params),
+        sampling_params=NO_SAMPLING if pooling else request.from_proto(message.sampling_params),
         pooling_params=pooling,
         lora=_lora(message),
         context=context_from_proto(message),

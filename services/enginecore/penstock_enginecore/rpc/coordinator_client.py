@@ -14,8 +14,8 @@ from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
 from penstock_common.errors import Internal
-from penstock_common.lora.held import LoraHeld
-from penstock_common.rpc import data_parallel, sampling
+from penstock_common.lora_registry import LoraHeld
+from penstock_common.rpc import data_parallel, request
 from penstock_common.rpc import stats as stats_codec
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
@@ -35,7 +35,7 @@ from penstock_common.types.data_parallel import (
 from penstock_common.types.outputs import SchedulerStats
 from penstock_enginecore.config import CoordinatorClientConfig
 from penstock_enginecore.data_parallel.core.driver import ToCoordinator
-from penstock_enginecore.data_parallel.core.events import Named
+from penstock_enginecore.data_parallel.core.group_channels import Named
 from penstock_enginecore.rpc import convert
 
 
@@ -250,7 +250,7 @@ class CoordinatorClient:
     async def _read(self, call: Session) -> None:
         while isinstance(command := await call.read(), pb.EngineCommand):
             if self._on_group is None:
-                sampling.refuse_set(command, ("start_dp_wave", "reconfigure"))
+                request.refuse_set(command, ("start_dp_wave", "reconfigure"))
             elif command.HasField("start_dp_wave"):
                 self._on_group(start_dp_wave_from_proto(command.start_dp_wave, self._rank))
             elif command.HasField("reconfigure"):

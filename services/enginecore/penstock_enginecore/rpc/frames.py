@@ -9,11 +9,16 @@ from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import RequestFailed, ResourceExhausted
 from penstock_common.observability.incidents import incident
 from penstock_common.tensors.outgoing import TensorRef
-from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
-from penstock_common.types.kv_transfer import KvMedium
-from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason, RequestError, UtilityOutput
-from penstock_common.types.token_columns import TokenColumns
+from penstock_common.types.kv_transfer import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent, KvMedium
+from penstock_common.types.outputs import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    Logprobs,
+    RequestError,
+    TokenColumns,
+    UtilityOutput,
+)
 from penstock_enginecore.rpc import convert
 
 # Encoding: what cannot be encoded ends its request alone.

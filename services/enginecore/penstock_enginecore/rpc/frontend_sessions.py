@@ -16,9 +16,8 @@ from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.data_parallel import wave_to_proto
 from penstock_common.rpc.outputs import chunk_to_proto
 from penstock_common.rpc.revision import ANNOUNCED_SINCE, COLUMNS_SINCE
-from penstock_common.tensors.incoming import IncomingTensors
+from penstock_common.tensors.incoming import IncomingTensors, TensorPool
 from penstock_common.tensors.outgoing import Chunk, Outgoing, TensorRef
-from penstock_common.tensors.pool import TensorPool
 from penstock_common.tensors.shared_memory import SegmentReader
 from penstock_common.tensors.sizes import (
     DEFAULT_MAX_MESSAGE_BYTES,

@@ -15,11 +15,11 @@ from penstock_common.config_file import ConfigFile
 from penstock_common.observability.logging import configure, get_logger
 from penstock_common.observability.metrics import count_tasks, service_registry, tell_connected
 from penstock_common.observability.tracer import make_tracer
-from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.guard import PeerGuard
+from penstock_common.rpc.interceptor import CallTelemetry
 from penstock_common.rpc.server import LIVENESS, SERVICES, STARTUP, RpcServer
-from penstock_common.security.certificates import Certificates
+from penstock_common.security.tls import Certificates
 from penstock_common.types.cluster import EngineRegistration
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady
 from penstock_enginecore.config import EngineCoreConfig

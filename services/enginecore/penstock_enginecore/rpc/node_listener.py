@@ -19,7 +19,7 @@ from penstock_common.rpc.first_message import first_message
 from penstock_common.rpc.guard import PeerGuard
 from penstock_common.rpc.port_secret import SecretGuard
 from penstock_common.rpc.server import SERVICES, RpcServer
-from penstock_common.security.certificates import Certificates
+from penstock_common.security.tls import Certificates
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.rpc.internal_ports import checked_secret
 from penstock_enginecore.rpc.loop_thread import LoopThread

@@ -21,7 +21,7 @@ from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, RequestError
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.request import log_refused
-from penstock_enginecore.data_parallel.core.events import Refused
+from penstock_enginecore.data_parallel.core.group_channels import Refused
 from penstock_enginecore.rpc import convert
 from penstock_enginecore.rpc.frontend_sessions import FrontendSession, Sessions
 

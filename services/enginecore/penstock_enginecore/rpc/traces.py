@@ -6,10 +6,9 @@ from typing import Any
 
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.tracing import Headers, Tracer, is_sampled
-from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EventType
+from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EventType, TokenColumns
 from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.token_columns import TokenColumns
-from penstock_enginecore.kv_transfer.core.transfers import Transfer
+from penstock_enginecore.kv_transfer.core.transfer_stats import Transfer
 
 Clock = Callable[[], float]
 

@@ -1,19 +1,106 @@
-"""Rules that change the logits of single rows before a token is chosen: pure functions of rows, token ids and numbers.
+"""Rules that change the logits of single rows before a token is chosen, penalties included, and those of each request.
 
 Order: grammar, allowed tokens, bias, penalties, bans. Bans (bad words, and ends before min_tokens) come before penalties in
 effect, too: nothing lifts a logit of minus infinity. They are last because they give way, see ``lift_bans``.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock_enginecore.sample.penalties import PenaltyEntries
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.structured_output.core.reasoning import ReasoningBudget
 
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyEntries:
+    """The logits to penalize, as parallel arrays: row, token id, what to divide or multiply by, and what to subtract then."""
+
+    rows: IntArray
+    token_ids: IntArray
+    repetition: FloatArray
+    subtracted: FloatArray
+
+
+class TokenCounts:
+    """The distinct tokens of a sequence and their counts in its output, kept up to date token by token.
+
+    Takes memory in proportion to the distinct tokens, not to the vocabulary, and a step costs as much. ``with_prompt``
+    counts the prompt's tokens in, which only the repetition penalty looks at.
+    """
+
+    def __init__(self, token_ids: IntArray, num_prompt_tokens: int, *, with_prompt: bool) -> None:
+        start = 0 if with_prompt else num_prompt_tokens
+        distinct, inverse = np.unique(token_ids[start:], return_inverse=True)
+        self._size = len(distinct)
+        self._token_ids = distinct.astype(np.int64)
+        output = inverse[num_prompt_tokens - start :]
+        self._counts = np.bincount(output, minlength=self._size).astype(np.int64)
+        self._index = dict(zip(distinct.tolist(), range(self._size), strict=True))
+
+    def with_output(self, token_ids: Sequence[int]) -> "TokenCounts":
+        """These counts and those of more output, apart from these."""
+        later = copy(self)
+        later._token_ids, later._counts, later._index = self._token_ids.copy(), self._counts.copy(), self._index.copy()
+        for token_id in token_ids:
+            later.append(token_id)
+        return later
+
+    def append(self, token_id: int) -> None:
+        """Count an output token."""
+        index = self._index.get(token_id)
+        if index is None:
+            index = self._index[token_id] = self._size
+            self._size += 1
+            if index >= len(self._token_ids):
+                self._token_ids = np.resize(self._token_ids, max(16, 2 * self._size))
+                self._counts = np.resize(self._counts, len(self._token_ids))
+            self._token_ids[index] = token_id
+            self._counts[index] = 0
+        self._counts[index] += 1
+
+    @property
+    def token_ids(self) -> IntArray:
+        """The distinct tokens."""
+        return self._token_ids[: self._size]
+
+    @property
+    def counts(self) -> IntArray:
+        """How often each is in the output; 0 for one that is only in the prompt."""
+        return self._counts[: self._size]
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether any penalty does anything."""
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+def join_penalties(by_row: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> PenaltyEntries:
+    """The entries of several rows."""
+    lengths = [len(counts.token_ids) for _, _, counts in by_row]
+
+    def repeated(values: Sequence[float], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
+        return np.repeat(np.array(values, dtype=dtype), lengths)
+
+    counts = np.concatenate([counts.counts for _, _, counts in by_row])
+    frequency = repeated([params.frequency_penalty for _, params, _ in by_row], np.float64)
+    presence = repeated([params.presence_penalty for _, params, _ in by_row], np.float64)
+    return PenaltyEntries(
+        rows=repeated([row for row, _, _ in by_row], np.int64).astype(np.int64),
+        token_ids=np.concatenate([counts.token_ids for _, _, counts in by_row]),
+        repetition=repeated([params.repetition_penalty for _, params, _ in by_row], np.float32).astype(np.float32),
+        subtracted=(frequency * counts + presence * (counts > 0)).astype(np.float32),
+    )
+
 
 NEVER = float("-inf")
 
@@ -139,3 +226,114 @@ def _byte_limits(device: torch.device) -> torch.Tensor:
     """``[256, 8]``: infinity where a bit of the byte is set, lowest first, else minus infinity."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return torch.from_numpy(np.where(bits == 1, np.float32(np.inf), np.float32(-np.inf))).to(device)
+
+
+class BadWords:
+    """Token sequences that must not come out: the last token of one is banned while the rest of it ends the output."""
+
+    def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
+        self._always = sorted({word[0] for word in words if len(word) == 1})
+        # By the last token of the rest, so that few are compared.
+        self._by_token: dict[int, list[tuple[tuple[int, ...], int]]] = defaultdict(list)
+        for word in words:
+            if len(word) > 1:
+                self._by_token[word[-2]].append((word[:-1], word[-1]))
+
+    def banned(self, output: npt.NDArray[np.integer]) -> list[int]:
+        """The tokens that must not follow ``output`` ``[tokens]``."""
+        banned = list(self._always)
+        for rest, last in self._by_token.get(int(output[-1]), ()) if len(output) else ():
+            if len(rest) <= len(output) and tuple(output[-len(rest) :].tolist()) == rest:
+                banned.append(last)
+        return banned
+
+
+class RequestRules:
+    """State of a request's rules. ``token_ids`` are prompt and output so far."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        token_ids: npt.NDArray[np.integer],
+        num_prompt_tokens: int,
+        eos_token_ids: frozenset[int],
+        reasoning_budget: ReasoningBudget | None = None,
+    ) -> None:
+        self.params = params
+        self._reasoning_budget = reasoning_budget
+        self._allowed = np.array(params.allowed_token_ids, dtype=np.int64)
+        self.bias_token_ids = np.array(list(params.logit_bias), dtype=np.int64)
+        self.bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        self.counts: TokenCounts | None = None
+        if has_penalties(params):
+            with_prompt = params.repetition_penalty != 1.0
+            self.counts = TokenCounts(token_ids.astype(np.int64), num_prompt_tokens, with_prompt=with_prompt)
+        self._bad_words = BadWords(params.bad_word_token_ids)
+        self._ends = sorted(set(params.stop_token_ids) | (set() if params.ignore_eos else eos_token_ids))
+
+    @classmethod
+    def create(
+        cls,
+        params: SamplingParams,
+        token_ids: npt.NDArray[np.integer],
+        num_prompt_tokens: int,
+        eos_token_ids: frozenset[int],
+        reasoning_budget: ReasoningBudget | None = None,
+    ) -> Self | None:
+        """The rules of a request, or None when it has none."""
+        listed = params.allowed_token_ids or params.logit_bias or params.bad_word_token_ids
+        if listed or params.min_tokens > 0 or has_penalties(params) or reasoning_budget is not None:
+            return cls(params, token_ids, num_prompt_tokens, eos_token_ids, reasoning_budget)
+        return None
+
+    def behind(self, output: npt.NDArray[np.integer], num_drafts: int) -> Self:
+        """The same rules for the position behind ``output`` ``[tokens]``, of which the last ``num_drafts`` are not known here."""
+        if self.counts is None or not num_drafts:
+            return self
+        later = copy(self)
+        later.counts = self.counts.with_output(output[-num_drafts:].tolist())
+        return later
+
+    def append(self, token_id: int) -> None:
+        """Take note of an output token."""
+        if self.counts is not None:
+            self.counts.append(token_id)
+
+    def allowed(self, output: npt.NDArray[np.integer]) -> IntArray:
+        """The only tokens that may follow ``output``, none if all may. A token that ends the reasoning goes before the others."""
+        forced = self._forced(output)
+        return self._allowed if forced is None else np.array([forced], dtype=np.int64)
+
+    def banned(self, output: npt.NDArray[np.integer]) -> list[int]:
+        """The tokens that must not follow ``output`` ``[tokens]``: ends of bad words, and of a request below min_tokens.
+        None where the reasoning must end.
+        """
+        if self._forced(output) is not None:
+            return []
+        banned = self._bad_words.banned(output)
+        return banned + self._ends if len(output) < self.params.min_tokens else banned
+
+    def _forced(self, output: npt.NDArray[np.integer]) -> int | None:
+        return None if self._reasoning_budget is None else self._reasoning_budget.forced(output)
+
+
+def join_rules(
+    by_row: Sequence[tuple[int, RequestRules, npt.NDArray[np.integer]]], grammar: GrammarRows | None
+) -> LogitRules:
+    """The rules of a step, from those of its rows, with the output tokens of each."""
+    allowed = [(row, only) for row, rules, output in by_row if len(only := rules.allowed(output))]
+    biased = [(row, rules) for row, rules, _ in by_row if len(rules.bias)]
+    counted = [(row, rules.params, c) for row, rules, _ in by_row if (c := rules.counts) and len(c.token_ids)]
+    banned = [(row, np.array(bans, np.int64)) for row, rules, output in by_row if (bans := rules.banned(output))]
+    return LogitRules(
+        grammar=grammar,
+        allowed=Entries.join(allowed) if allowed else None,
+        bias=(
+            Entries.join([(row, rules.bias_token_ids) for row, rules in biased]),
+            np.concatenate([rules.bias for _, rules in biased]),
+        )
+        if biased
+        else None,
+        penalties=join_penalties(counted) if counted else None,
+        banned=Entries.join(banned) if banned else None,
+    )

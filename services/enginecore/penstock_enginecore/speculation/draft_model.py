@@ -9,7 +9,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from tokenizers import Tokenizer
 
+from penstock_common.input_files import read_input
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig
 from penstock_enginecore.core.executor import Progress
@@ -21,11 +23,35 @@ from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
 from penstock_enginecore.pooling.embedder import resolve_task
 from penstock_enginecore.sample.base import FloatArray, RowKinds, SamplingInputs
-from penstock_enginecore.speculation.bandit import Arms
-from penstock_enginecore.speculation.base import DraftStep, Stateless
-from penstock_enginecore.speculation.draft_choice import DraftChoice, num_held
-from penstock_enginecore.speculation.draft_layers import WithLayers
-from penstock_enginecore.speculation.vocabulary import check_vocabulary
+from penstock_enginecore.speculation.base import DraftStep, Stateless, WithLayers
+from penstock_enginecore.speculation.draft_choice import Arms, DraftChoice, num_held
+
+# Whether two checkpoints mean the same by their token ids.
+
+
+def check_vocabulary(model: Path, drafter: Path) -> None:
+    """Raise ModelLoadError with the first token id that stands for something else in the checkpoint that drafts. Checkpoints
+    without a ``tokenizer.json`` are not compared.
+    """
+    files = [folder / "tokenizer.json" for folder in (model, drafter)]
+    if not all(file.is_file() for file in files):
+        return
+    ours, theirs = (_texts(file) for file in files)
+    for token_id in sorted(ours.keys() | theirs.keys()):
+        if ours.get(token_id) != theirs.get(token_id):
+            raise ModelLoadError(
+                f"speculative.model is {str(drafter)!r}, whose token {token_id} is {_said(theirs.get(token_id))}; the model's is "
+                f"{_said(ours.get(token_id))}: what drafts must have the model's vocabulary"
+            )
+
+
+def _texts(file: Path) -> dict[int, str]:
+    return {token_id: text for text, token_id in Tokenizer.from_buffer(read_input(file)).get_vocab().items()}
+
+
+def _said(text: str | None) -> str:
+    return "missing" if text is None else repr(text)
+
 
 _MOST_BEHIND = 512
 """Tokens that a step catches up on, at most, so that a long prompt holds nobody up: what is left comes with the next steps."""

@@ -22,17 +22,54 @@ from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.quantization.weights import open_tensors
 from penstock_enginecore.sample.base import FloatArray, RowKinds, Sampler, SamplingInputs
-from penstock_enginecore.speculation.bandit import Arms
-from penstock_enginecore.speculation.base import DraftStep
-from penstock_enginecore.speculation.draft_choice import DraftChoice, num_held
-from penstock_enginecore.speculation.draft_layers import WithLayers
-from penstock_enginecore.speculation.draft_model import draft_checkpoint
-from penstock_enginecore.speculation.head import read_head
-from penstock_enginecore.speculation.head_config import Kind, read_head_config
-from penstock_enginecore.speculation.head_forward import HeadPass, build_head
-from penstock_enginecore.speculation.native_head import NativeHead
-from penstock_enginecore.speculation.pending_states import PendingStates
-from penstock_enginecore.speculation.vocabulary import check_vocabulary
+from penstock_enginecore.speculation.base import DraftStep, WithLayers
+from penstock_enginecore.speculation.draft_choice import Arms, DraftChoice, num_held
+from penstock_enginecore.speculation.draft_model import check_vocabulary, draft_checkpoint
+from penstock_enginecore.speculation.head import Kind, read_head, read_head_config
+from penstock_enginecore.speculation.head_forward import HeadPass, NativeHead, build_head
+
+# Hidden states of a request's positions that a head has not computed with yet.
+
+
+class PendingStates:
+    """Those of positions ``start`` to ``end``, one behind the other."""
+
+    def __init__(self, start: int) -> None:
+        self.start = self.end = start
+        self._parts: list[torch.Tensor] = []
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def add(self, position: int, states: torch.Tensor) -> None:
+        """``states`` ``[tokens, width]`` from ``position`` on. What was there from then on was of tokens that did not hold; where
+        positions before it are missing, all that is there is of no use.
+        """
+        if not self.start <= position <= self.end:
+            self._parts, self.start, self.end = [], position, position
+        self._cut(position - self.start)
+        shared = states.untyped_storage().nbytes() > 2 * states.nbytes  # a whole step would stay for a few rows of it
+        self._parts.append(states.clone() if shared else states)
+        self.end = position + len(states)
+
+    def take(self, count: int) -> torch.Tensor:
+        """The first ``count``, which are gone then: ``[count, width]``."""
+        whole = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
+        self._parts = [whole[count:]] if count < len(self) else []
+        self.start += count
+        return whole[:count]
+
+    def _cut(self, count: int) -> None:
+        """Keep the first ``count``."""
+        kept: list[torch.Tensor] = []
+        for part in self._parts:
+            if count <= 0:
+                break
+            kept.append(part[:count])
+            count -= len(kept[-1])
+        self._parts = kept
+        self.end = self.start + sum(map(len, kept))
+
 
 _MOST_TOKENS = 512
 """Tokens of a pass of the head, at most: what it takes beside the target's steps stays small."""

@@ -13,7 +13,7 @@ from penstock_enginecore.core.scheduler.output import NewRequestData
 from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.sample.base import SamplingInputs
 from penstock_enginecore.speculation.base import Drafter, DraftRequest, DraftStep
-from penstock_enginecore.speculation.token_index import TokenIndex
+from penstock_enginecore.speculation.ngram import TokenIndex
 
 _WIDTH = 2
 _NEAR = 8

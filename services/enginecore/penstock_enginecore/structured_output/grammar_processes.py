@@ -23,9 +23,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from penstock_common.child_process import end_with_parent, start_python
 from penstock_common.errors import Internal, Unavailable
-from penstock_common.process import cpu_seconds
+from penstock_common.process import cpu_seconds, end_with_parent, start_python
 from penstock_enginecore.config import StructuredOutputConfig
 from penstock_enginecore.structured_output.constraints.source import FIELD
 

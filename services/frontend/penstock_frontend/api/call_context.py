@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument, quoted
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import RequestContext
 from penstock_frontend.call_types import tenant_of_caller
 
 _INT32 = range(-(2**31), 2**31)

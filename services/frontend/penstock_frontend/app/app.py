@@ -12,7 +12,7 @@ from penstock_common.observability.metrics import count_tasks, tell_connected
 from penstock_common.observability.tracer import make_tracer
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.liveness import Liveness
-from penstock_common.security.certificates import Certificates
+from penstock_common.security.tls import Certificates
 from penstock_frontend.app.assembly import assemble
 from penstock_frontend.app.servers import QUIET, Draining, Servers
 from penstock_frontend.calls.adapters import AdapterDirectory

@@ -9,11 +9,11 @@ from starlette.routing import Route
 
 from penstock_common.in_flight import BytesInFlight
 from penstock_common.observability.tracing import Tracer
-from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.guard import CallerGuard, PeerGuard
+from penstock_common.rpc.interceptor import CallTelemetry
 from penstock_common.rpc.server import RpcServer
-from penstock_common.security.certificates import Certificates
 from penstock_common.security.cross_site import caller_rules
+from penstock_common.security.tls import Certificates
 from penstock_frontend.api.access_control import OPERATORS_METHODS, HttpAuthentication, WebCallers, grpc_check
 from penstock_frontend.api.anthropic import messages as anthropic
 from penstock_frontend.api.grpc import admin, inference

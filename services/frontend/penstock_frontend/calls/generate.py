@@ -10,8 +10,7 @@ from penstock_common.config.reread import Reread
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, RequestFailed, Unavailable, quoted
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
-from penstock_common.types.pooling import PoolingTask
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import PoolingTask, RequestContext
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, PoolingRequest, PoolingResult, RequestOutput
 from penstock_frontend.calls.adapters import AdapterCalls
 from penstock_frontend.calls.admission import Admission, Demand, check_deadline, demand_of

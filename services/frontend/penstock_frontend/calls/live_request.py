@@ -12,9 +12,8 @@ import structlog
 from penstock_common.config.reread import Reread
 from penstock_common.config.sections import LogConfig
 from penstock_common.errors import Cancelled, RequestFailed
-from penstock_common.lora.registration import LoraAdapter
-from penstock_common.observability.caller import current_caller
-from penstock_common.observability.logging import get_logger
+from penstock_common.lora_registry import LoraAdapter
+from penstock_common.observability.logging import current_caller, get_logger
 from penstock_common.observability.tracing import Headers, Span, Tracer, current_call, trace_headers
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_frontend.call_types import (

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc import outputs as parts
-from penstock_common.types.pooling import PoolingParams, PoolingTask
+from penstock_common.types.request import PoolingParams, PoolingTask
 from penstock_frontend.call_types import PoolingRequest, PoolingResult, Prompt, ScoreRequest, ScoreResult
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.loop_yield import NUMBERS_PER_TURN, Pace

@@ -15,7 +15,6 @@ from msgspec import Meta
 
 from penstock_common.addresses import split
 from penstock_common.config.checks import ENGINES_DECIDE, check_fields, model_name
-from penstock_common.config.kinds import REREAD
 from penstock_common.config.needs import A_PORT, Need, Needs, When, on
 from penstock_common.config.sections import (
     ClientTlsConfig,
@@ -26,6 +25,7 @@ from penstock_common.config.sections import (
     ServerConfig,
     TracingConfig,
 )
+from penstock_common.config.settings import REREAD
 from penstock_common.config.shared_needs import OF_ALL
 from penstock_common.errors import ConfigError
 from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT

@@ -5,11 +5,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from penstock_common.config.allowed_hosts import AllowedHosts
-from penstock_common.config.allowed_origins import AllowedOrigins
+from penstock_common.config.allowed_hosts import AllowedHosts, AllowedOrigins
 from penstock_common.config.checks import check_fields, check_range, check_reuse_port
 from penstock_common.config.sections import TlsConfig
-from penstock_common.config.sizes import ByteSize
+from penstock_common.config.settings import ByteSize
 
 
 class ResponsesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

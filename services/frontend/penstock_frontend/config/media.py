@@ -8,9 +8,9 @@ import msgspec
 from msgspec import Meta
 
 from penstock_common.config.checks import check_fields
-from penstock_common.config.sizes import ByteSize
-from penstock_common.cores import usable_cores
+from penstock_common.config.settings import ByteSize
 from penstock_common.errors import ConfigError
+from penstock_common.process import usable_cores
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 

@@ -17,8 +17,7 @@ from penstock_common.errors import (
     nearest,
     quoted,
 )
-from penstock_common.lora.registration import LoraAdapter, LoraRegistration
-from penstock_common.lora.registry import LoraRegistry
+from penstock_common.lora_registry import LoraAdapter, LoraRegistration, LoraRegistry
 from penstock_frontend.config.lora import LoraConfig, name_refusal
 
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from penstock_common.errors import DeadlineExceeded, Internal, RequestFailed, ResourceExhausted, Unavailable
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
-from penstock_common.security.certificates import Certificates
+from penstock_common.security.tls import Certificates
 from penstock_common.tenant_room import TenantRoom
 from penstock_common.types.cluster import ClusterView
 from penstock_common.types.data_parallel import FirstRequest, StartWave
-from penstock_common.types.kv_events import KvCacheEvent, of_device
+from penstock_common.types.kv_transfer import KvCacheEvent, of_device
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import FrontendConfig

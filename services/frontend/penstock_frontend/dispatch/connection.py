@@ -9,8 +9,7 @@ import msgspec
 from penstock_common.errors import Unavailable, quoted
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.credentials import ClientCredentials
-from penstock_common.rpc.reconnect import Reconnector
-from penstock_common.rpc.refused import refuses
+from penstock_common.rpc.reconnect import Reconnector, refuses
 from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_common.types.data_parallel import StartWave, rank_name
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, SchedulerStats

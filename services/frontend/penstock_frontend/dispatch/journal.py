@@ -14,9 +14,16 @@ from penstock_common.errors import Internal, RequestFailed, Unavailable
 from penstock_common.observability.incidents import REASON as INCIDENT
 from penstock_common.observability.incidents import incident
 from penstock_common.types.kv_transfer import KvSource
-from penstock_common.types.outputs import Drafts, EngineCoreOutput, FinishReason, RequestError, SpecDecodingStats
+from penstock_common.types.outputs import (
+    Drafts,
+    EngineCoreOutput,
+    FinishReason,
+    NewTokens,
+    RequestError,
+    SpecDecodingStats,
+    TokenColumns,
+)
 from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.token_columns import NewTokens, TokenColumns
 
 
 class EngineFaultError(Exception):

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from penstock_common.errors import DataLoss
-from penstock_common.types.kv_events import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
+from penstock_common.types.kv_transfer import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
 
 FIRST_SEQUENCE = 1 << 20
 """Below it is room for the numbers of the batches that tell a state."""

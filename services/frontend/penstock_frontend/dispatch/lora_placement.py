@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from penstock_common.lora.held import LoraHeld, short
+from penstock_common.lora_registry import LoraHeld, short
 
 # Where LoRA adapters are, and where they should be. Does no I/O.
 

@@ -8,7 +8,7 @@ import msgspec
 
 from penstock_common.errors import Internal, RequestFailed, request_failed
 from penstock_common.rpc.credentials import ClientCredentials
-from penstock_common.security.certificates import Certificates
+from penstock_common.security.tls import Certificates
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
 from penstock_common.types.data_parallel import FirstRequest, PoolGroup, StartDpWave, StartWave
 from penstock_common.types.kv_transfer import EngineRole

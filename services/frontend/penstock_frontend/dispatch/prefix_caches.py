@@ -8,12 +8,10 @@ import msgspec
 
 from penstock_common.block_hash import DIGEST_SIZE, BlockHasher
 from penstock_common.errors import Internal
-from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
-from penstock_common.types.kv_transfer import KvMedium
+from penstock_common.types.kv_transfer import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent, KvMedium
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import EngineCoreRequest, RequestContext
 
 
 class BlockPlaces:

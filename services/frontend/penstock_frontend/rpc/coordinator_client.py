@@ -10,8 +10,7 @@ import msgspec
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
 from penstock_common.errors import FailedPrecondition, Internal, PermissionDenied, RequestFailed, Unavailable
-from penstock_common.lora.gossip import Gossip
-from penstock_common.lora.registry import LoraRegistry
+from penstock_common.lora_registry import Gossip, LoraRegistry
 from penstock_common.observability.logging import get_logger
 from penstock_common.observability.tracing import current_call
 from penstock_common.rpc import cluster
@@ -21,9 +20,8 @@ from penstock_common.rpc.data_parallel import member_to_proto
 from penstock_common.rpc.loras import registrations_from_proto, registrations_to_proto
 from penstock_common.rpc.reconnect import Reconnector
 from penstock_common.rpc.status import DETAILS_KEY, from_rpc_error
-from penstock_common.types.cluster import ClusterView
+from penstock_common.types.cluster import ClusterView, changed_by
 from penstock_common.types.data_parallel import FirstRequest
-from penstock_common.types.view_delta import changed_by
 
 # The view of a stream, of which a coordinator tells at first the whole and then what has changed.
 

@@ -11,12 +11,11 @@ from penstock_common.errors import Internal
 from penstock_common.observability.incidents import incident
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import stats
-from penstock_common.rpc.columns import columns_from_proto
 from penstock_common.rpc.kv_transfer import role_from_proto, source_from_proto, source_to_proto
 from penstock_common.rpc.media import limits_from_proto
-from penstock_common.rpc.request_context import fill_context
-from penstock_common.rpc.sampling import to_proto
-from penstock_common.types.kv_events import KvCacheEvent
+from penstock_common.rpc.outputs import columns_from_proto
+from penstock_common.rpc.request import fill_context, to_proto
+from penstock_common.types.kv_transfer import KvCacheEvent
 from penstock_common.types.outputs import (
     EngineCoreEvent,
     EngineCoreOutput,

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock_common.errors import RequestFailed
-from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.outputs import FinishReason
+from penstock_common.types.outputs import FinishReason, Logprobs
 from penstock_local.console import dim, fail
 from penstock_local.media_files import MediaFile
 from penstock_local.rpc.client import InferenceClient, Piece, ServerUnreachableError, describe_failure, unreachable

@@ -9,8 +9,8 @@ import msgspec
 
 from penstock_common.errors import Unimplemented
 from penstock_common.rpc.outputs import floats
-from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.pooling import Vectors
+from penstock_common.types.outputs import Logprobs
+from penstock_common.types.request import Vectors
 from penstock_common.types.sampling import OutputKind
 from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingPrompt, PoolingRequest, ScoreRequest
 from penstock_frontend.call_types import RequestOutput as Finished

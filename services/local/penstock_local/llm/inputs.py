@@ -10,8 +10,7 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
 from penstock_common.observability.logging import get_logger
-from penstock_common.types.pooling import PoolingParams
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import PoolingParams, RequestContext
 from penstock_common.types.sampling import OutputKind, SamplingParams
 from penstock_frontend.call_types import ChatMessage, ChatRequest, GenerateRequest, PoolingRequest, ScoreRequest, Tool
 from penstock_frontend.in_process_media import UnplacedPrompt, contents_of, unplaced

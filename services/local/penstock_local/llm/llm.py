@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from penstock_common.errors import InvalidArgument, Unavailable
-from penstock_common.types.pooling import PoolingParams, PoolingTask
+from penstock_common.types.request import PoolingParams, PoolingTask
 from penstock_frontend.call_types import ChatRequest
 from penstock_local.llm.batch import Batch, Errors, Job, Shown
 from penstock_local.llm.beam_search import BeamSearch, BeamSearchParams, beam_search_params

@@ -7,8 +7,7 @@ from typing import Any, Self
 import msgspec
 
 from penstock_common.types import outputs
-from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.outputs import RequestError
+from penstock_common.types.outputs import Logprobs, RequestError
 
 
 class FinishReason(enum.StrEnum):

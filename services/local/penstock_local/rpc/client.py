@@ -13,8 +13,7 @@ from penstock_common.errors import PenstockError, RequestFailed, Unimplemented
 from penstock_common.rpc.credentials import is_of_tls
 from penstock_common.rpc.outputs import logprobs_from_proto
 from penstock_common.rpc.status import DETAILS_KEY, from_rpc_error
-from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.outputs import FinishReason
+from penstock_common.types.outputs import FinishReason, Logprobs
 from penstock_local.media_files import MediaFile
 from penstock_local.rpc.connect import ADMIN, PUBLIC, connect, is_http_port, mismatch
 

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from penstock_common.config.sizes import parse_bytes
+from penstock_common.config.settings import parse_bytes
 from penstock_common.errors import ConfigError
 from penstock_common.memory import Memory, check_fits
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock_common.addresses import with_port
-from penstock_common.cores import usable_cores
 from penstock_common.errors import ConfigError
 from penstock_common.memory import host_memory
+from penstock_common.process import usable_cores
 from penstock_local.console import BOLD, GREEN, JoinedLog, paint, say
 from penstock_local.flags import DEFAULT_ADMIN_ADDRESS
 from penstock_local.rpc.client import InferenceClient, ModelInfo

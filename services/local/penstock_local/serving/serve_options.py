@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from penstock_common.addresses import with_port
 from penstock_common.config.checks import check_flags, require
-from penstock_common.config.sizes import ByteSize
+from penstock_common.config.settings import ByteSize
 from penstock_common.errors import ConfigError
 from penstock_common.types.media import MODALITIES
 from penstock_common.types.sampling import MAX_SPECULATIVE_TOKENS

@@ -10,8 +10,8 @@ from typing import Any
 
 from penstock.common.v1 import finish_pb2, stats_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
-from penstock_common.rpc.columns import columns_from_proto, fill_columns
-from penstock_common.types.token_columns import UINT32
+from penstock_common.rpc.outputs import columns_from_proto, fill_columns
+from penstock_common.types.outputs import UINT32
 from tests.fakes.engines.fake_engine import FakeEngine, FakeRequest, FakeSession, logprobs_of
 from tests.fakes.engines.oracle_engine import outputs
 from tests.fakes.engines.oracle_engine.knobs import Fault, Knobs, Point, changed

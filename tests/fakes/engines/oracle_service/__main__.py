@@ -9,7 +9,7 @@ import os
 import sys
 
 from penstock_common.allocator import use_few_arenas
-from penstock_common.config.command_line import from_command_line
+from penstock_common.config.loader import from_command_line
 from penstock_common.config_file import ConfigFile
 from penstock_common.errors import ConfigError
 from penstock_enginecore.app import run

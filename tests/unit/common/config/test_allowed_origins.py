@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from penstock_common.config.allowed_origins import AllowedOrigins
+from penstock_common.config.allowed_hosts import AllowedOrigins
 from penstock_common.errors import ConfigError
 
 

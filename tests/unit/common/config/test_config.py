@@ -9,11 +9,9 @@ import pytest
 from msgspec import Meta
 
 from penstock_common.config.checks import check_fields, check_range
-from penstock_common.config.command_line import from_command_line
-from penstock_common.config.loader import dump, load
+from penstock_common.config.loader import dump, from_command_line, load
 from penstock_common.config.sections import ServerConfig
-from penstock_common.config.settings import settings_of
-from penstock_common.config.sizes import PATTERN, ByteSize, format_bytes, parse_bytes
+from penstock_common.config.settings import PATTERN, ByteSize, format_bytes, parse_bytes, settings_of
 from penstock_common.errors import ConfigError
 
 

@@ -3,10 +3,9 @@
 import msgspec
 import pytest
 
-from penstock_common.config.kinds import is_reread, struct_in
 from penstock_common.config.reread import differences, reread_sections, with_reread
 from penstock_common.config.sections import LogConfig, MetricsConfig
-from penstock_common.config.settings import sections_of
+from penstock_common.config.settings import is_reread, sections_of, struct_in
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_frontend.config import FairnessConfig, FrontendConfig, LimitsConfig, ModelConfig
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from penstock_common.observability.histogram import Histogram
+from penstock_common.observability.metrics import Histogram
 
 BOUNDS = (0.01, 1, 2.5, 10)
 VALUES = st.one_of(st.sampled_from([0.0, 0.01, 1.0, 2.5, 10.0, 11.0]), st.floats(0, 20, width=16))

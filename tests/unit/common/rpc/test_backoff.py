@@ -1,6 +1,6 @@
 import random
 
-from penstock_common.rpc.backoff import Backoff
+from penstock_common.rpc.reconnect import Backoff
 
 
 def test_delays_double_up_to_the_maximum_and_are_shortened_by_at_most_half():

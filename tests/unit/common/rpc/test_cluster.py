@@ -4,12 +4,11 @@ import pytest
 from penstock.common.v1 import control_pb2
 from penstock.coordinator.v1 import messages_pb2
 from penstock_common.errors import InvalidArgument
-from penstock_common.lora.held import MAX_HELD, LoraHeld
+from penstock_common.lora_registry import MAX_HELD, LoraHeld
 from penstock_common.rpc import cluster, stats
-from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
+from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus, changed_by, difference
 from penstock_common.types.kv_transfer import EngineRole
 from penstock_common.types.outputs import KvTransferStats, LoraStats, MediaStats, SchedulerStats, SpecDecodingStats
-from penstock_common.types.view_delta import changed_by, difference
 
 
 @pytest.mark.parametrize("state", list(EngineState))

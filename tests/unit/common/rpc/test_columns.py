@@ -4,8 +4,8 @@ import pytest
 
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import Internal
-from penstock_common.rpc.columns import columns_from_proto, fill_columns
-from penstock_common.types.token_columns import TokenColumns
+from penstock_common.rpc.outputs import columns_from_proto, fill_columns
+from penstock_common.types.outputs import TokenColumns
 
 SINGLE = [(1, 0, [5]), (2**32 - 1, 7, [2**32 - 1]), (3, 2**31, [0])]
 SEVERAL = [(1, 0, [5]), (2, 7, [1, 2, 3]), (3, 9, []), (4, 1, [8])]

@@ -5,8 +5,7 @@ import asyncio
 import grpc
 
 from penstock_common.config.sections import ServerConfig
-from penstock_common.rpc.connections import Connections
-from penstock_common.rpc.server import RpcServer
+from penstock_common.rpc.server import Connections, RpcServer
 from tests.fakes.frontends.frontend_server import eventually
 from tests.fakes.patience import PATIENCE
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from penstock_common.config.sections import ServerConfig
-from penstock_common.rpc.keepalive import Keepalive
+from penstock_common.rpc.channel import Keepalive
 from penstock_common.rpc.server import RpcServer
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

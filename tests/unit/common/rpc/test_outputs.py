@@ -7,17 +7,17 @@ import pytest
 from penstock.common.v1 import events_pb2, tensor_pb2
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc import outputs as parts
-from penstock_common.types.kv_events import (
+from penstock_common.types.kv_transfer import (
     AllBlocksCleared,
     BlockMedia,
     BlockRemoved,
     BlockStored,
     KvCacheEvent,
+    KvMedium,
     of_device,
 )
-from penstock_common.types.kv_transfer import KvMedium
-from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
+from penstock_common.types.outputs import Logprobs
+from penstock_common.types.request import PoolingParams, PoolingTask, Vectors
 
 
 def some_logprobs() -> Logprobs:

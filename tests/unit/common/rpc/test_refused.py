@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from penstock_common.rpc.refused import refuses
+from penstock_common.rpc.reconnect import refuses
 
 
 async def test_a_port_is_refused_only_while_nobody_listens_there() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.common.v1 import sampling_pb2 as pb
 from penstock_common.errors import InvalidArgument
-from penstock_common.rpc import sampling
+from penstock_common.rpc import request
 from penstock_common.types.sampling import (
     JsonWhitespace,
     OutputKind,
@@ -17,7 +17,7 @@ from penstock_common.types.sampling import (
 
 
 def over_the_wire(params: SamplingParams) -> SamplingParams:
-    return sampling.from_proto(pb.SamplingParams.FromString(sampling.to_proto(params).SerializeToString()))
+    return request.from_proto(pb.SamplingParams.FromString(request.to_proto(params).SerializeToString()))
 
 
 def test_parameters_survive_the_wire() -> None:
@@ -80,7 +80,7 @@ def test_the_blanks_of_json_survive_the_wire(whitespace: JsonWhitespace) -> None
 def test_unknown_blanks_are_refused_with_the_known_ones() -> None:
     message = pb.SamplingParams(structured_output={"json_object": True, "json_whitespace": 9})  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="json_whitespace is 9; known: DUMPS, COMPACT, ANY") as error:
-        sampling.from_proto(message)
+        request.from_proto(message)
     assert error.value.field == "sampling_params.structured_output.json_whitespace"
 
 
@@ -91,27 +91,27 @@ def test_blanks_of_json_go_with_json_alone(kind: str, value: Any) -> None:
 
 
 def test_zero_is_told_from_unset() -> None:
-    assert sampling.set_fields(pb.SamplingParams(temperature=0.0, max_tokens=0, logprobs=0)) == {
+    assert request.set_fields(pb.SamplingParams(temperature=0.0, max_tokens=0, logprobs=0)) == {
         "temperature": 0.0,
         "max_tokens": 0,
         "logprobs": 0,
     }
-    assert sampling.set_fields(pb.SamplingParams()) == {}
+    assert request.set_fields(pb.SamplingParams()) == {}
 
 
 def test_top_k_minus_one_means_off() -> None:
-    assert sampling.from_proto(pb.SamplingParams(top_k=-1)).top_k == 0
+    assert request.from_proto(pb.SamplingParams(top_k=-1)).top_k == 0
 
 
 def test_repetition_detection_has_defaults() -> None:
     message = pb.SamplingParams(repetition_detection={"max_pattern_size": 3})
-    assert sampling.from_proto(message).repetition_detection == RepetitionDetection(max_pattern_size=3)
+    assert request.from_proto(message).repetition_detection == RepetitionDetection(max_pattern_size=3)
 
 
 @pytest.mark.parametrize("constraint", [{}, {"json_object": False}])
 def test_an_empty_constraint_is_a_mistake(constraint: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match="structured_output is empty") as error:
-        sampling.set_fields(pb.SamplingParams(structured_output=constraint))
+        request.set_fields(pb.SamplingParams(structured_output=constraint))
     assert error.value.field == "sampling_params.structured_output"
 
 
@@ -123,11 +123,11 @@ def test_a_constraint_is_exactly_one(constraint: dict[str, Any]) -> None:
 
 def test_zero_sequences_are_a_mistake() -> None:
     with pytest.raises(InvalidArgument, match="sampling_params.n is 0"):
-        sampling.set_fields(pb.SamplingParams(n=0))
+        request.set_fields(pb.SamplingParams(n=0))
 
 
 @pytest.mark.parametrize("kind", [4, 99, -1])
 def test_an_unknown_output_kind_is_refused_with_the_known_ones(kind: int) -> None:
     with pytest.raises(InvalidArgument, match=f"output_kind is {kind}; known: DELTA, CUMULATIVE, FINAL") as error:
-        sampling.from_proto(pb.SamplingParams(output_kind=kind))  # type: ignore[arg-type]
+        request.from_proto(pb.SamplingParams(output_kind=kind))  # type: ignore[arg-type]
     assert error.value.field == "sampling_params.output_kind"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock_common.rpc import sockets
+from penstock_common.rpc import server
 
 
 @pytest.fixture
@@ -25,12 +25,12 @@ def port_of(listening: socket.socket) -> int:
 class TestAcceptNoMore:
     def test_connections_are_refused_from_then_on(self, listener: socket.socket) -> None:
         port = port_of(listener)
-        sockets.accept_no_more(port)
+        server.accept_no_more(port)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
 
     def test_who_listened_waits_for_connections_as_before(self, listener: socket.socket) -> None:
-        sockets.accept_no_more(port_of(listener))
+        server.accept_no_more(port_of(listener))
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):
             listener.accept()
@@ -40,13 +40,13 @@ class TestAcceptNoMore:
         with socket.create_connection(("127.0.0.1", port_of(listener))) as client:
             connection, _ = listener.accept()
             with contextlib.closing(connection):
-                sockets.accept_no_more(port_of(listener))
+                server.accept_no_more(port_of(listener))
                 client.sendall(b"word")
                 assert connection.recv(4) == b"word"
 
     def test_other_ports_are_left_alone(self, listener: socket.socket) -> None:
         with socket.create_server(("127.0.0.1", 0)) as other:
-            sockets.accept_no_more(port_of(other))
+            server.accept_no_more(port_of(other))
             socket.create_connection(("127.0.0.1", port_of(listener))).close()
 
 
@@ -55,7 +55,7 @@ def test_the_other_side_reads_to_the_end_when_output_ends(listener: socket.socke
         connection, _ = listener.accept()
         with contextlib.closing(connection):
             connection.sendall(b"last words")
-            sockets.end_output(port_of(listener))
+            server.end_output(port_of(listener))
             client.settimeout(10)
             assert client.recv(100) == b"last words"
             assert client.recv(100) == b""

@@ -12,7 +12,7 @@ from penstock_common.config.sections import ClientTlsConfig, MetricsConfig, Serv
 from penstock_common.metrics_server import MetricsServer
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.server import RpcServer
-from penstock_common.security.certificates import Certificates
+from penstock_common.security.tls import Certificates
 from tests.fakes.network.certificates import Authority, Files, replace
 
 METRIC = "penstock:certificate_expiry_timestamp_seconds"

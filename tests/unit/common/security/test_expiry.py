@@ -8,8 +8,7 @@ from structlog.testing import capture_logs
 
 from penstock_common.config.sections import ClientTlsConfig
 from penstock_common.rpc.credentials import ClientCredentials, is_of_tls
-from penstock_common.security.certificates import Certificates
-from penstock_common.security.expiry import ExpiryWarnings
+from penstock_common.security.tls import Certificates, ExpiryWarnings
 from tests.fakes.network.certificates import Authority
 
 DAY, HOUR = 86_400.0, 3600.0

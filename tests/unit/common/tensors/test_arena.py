@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock_common.errors import FailedPrecondition, InvalidArgument
-from penstock_common.tensors.arena import Arena, ArenaReader
-from penstock_common.tensors.shared_memory import SegmentWriter, remove_orphans
+from penstock_common.tensors.shared_memory import Arena, ArenaReader, SegmentWriter, remove_orphans
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 """The bound on the tensors in chunks of all sessions together."""
 
 from penstock_common.errors import ResourceExhausted
-from penstock_common.tensors.incoming import IncomingTensors
-from penstock_common.tensors.pool import TensorPool
+from penstock_common.tensors.incoming import IncomingTensors, TensorPool
 
 KIB = 1024
 

@@ -4,9 +4,8 @@ import msgspec
 import pytest
 
 from penstock_common.errors import InvalidArgument
-from penstock_common.lora.registration import LoraAdapter
-from penstock_common.types.request import EngineCoreRequest, ReasoningTokens
-from penstock_common.types.request_context import RequestContext
+from penstock_common.lora_registry import LoraAdapter
+from penstock_common.types.request import EngineCoreRequest, ReasoningTokens, RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.rpc.convert import request_from_proto
 from penstock_frontend.rpc.session_messages import add_request

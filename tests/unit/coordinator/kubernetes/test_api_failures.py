@@ -11,9 +11,8 @@ from penstock_common.types.cluster import ClusterView, EngineStatus
 from penstock_coordinator.config import KubernetesConfig
 from penstock_coordinator.kubernetes import api as api_module
 from penstock_coordinator.kubernetes.api import ANNOTATION, KubernetesApi
-from penstock_coordinator.kubernetes.cost_writer import CostWriter
-from penstock_coordinator.kubernetes.errors import KubernetesError
-from penstock_coordinator.kubernetes.failures import Failures
+from penstock_coordinator.kubernetes.deletion_costs import CostWriter
+from penstock_coordinator.kubernetes.errors import Failures, KubernetesError
 from penstock_coordinator.kubernetes.replicas import Replicas
 from tests.fakes.network.kubernetes_api import REASONS, Server, account_at
 

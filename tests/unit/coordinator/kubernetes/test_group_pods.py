@@ -10,9 +10,8 @@ from penstock_common.types.cluster import ClusterView
 from penstock_common.types.data_parallel import GroupView, PoolGroup, RankGroup
 from penstock_coordinator.config import KubernetesConfig
 from penstock_coordinator.kubernetes.api import KubernetesApi
-from penstock_coordinator.kubernetes.failures import Failures
-from penstock_coordinator.kubernetes.group_pods import GroupPods, pods_of
-from penstock_coordinator.kubernetes.replicas import Replicas
+from penstock_coordinator.kubernetes.errors import Failures
+from penstock_coordinator.kubernetes.replicas import GroupPods, Replicas, pods_of
 from tests.fakes.network.kubernetes_api import Server, account_at
 
 CONFIG = KubernetesConfig(stateful_sets={"default": "engines"}, ranks_per_pod={"default": 2}, max_replicas=8)

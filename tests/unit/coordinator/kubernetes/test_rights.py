@@ -1,4 +1,4 @@
-from penstock_coordinator.kubernetes.rights import Right, RightsInUse
+from penstock_coordinator.kubernetes.errors import Right, RightsInUse
 
 PODS, SCALE = Right.PATCH_PODS, Right.PATCH_SCALE
 

@@ -3,9 +3,7 @@
 import msgspec
 import torch
 
-from penstock_enginecore.attention.kv_arena import HEADS, KVArena
-from penstock_enginecore.attention.kv_cache import LayerCaches
-from penstock_enginecore.attention.kv_memory import num_bytes
+from penstock_enginecore.attention.kv_cache import HEADS, KVArena, LayerCaches, num_bytes
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, block_bytes
 
 SPEC = KVCacheSpec(block_size=4, num_kv_heads=2, head_size=8, head_size_v=8, dtype_size=4)

@@ -4,8 +4,7 @@ import msgspec
 import pytest
 import torch
 
-from penstock_enginecore.attention.kv_cache import SLOTS, KVLayout
-from penstock_enginecore.attention.kv_memory import KVMemory, LayoutOf
+from penstock_enginecore.attention.kv_cache import SLOTS, KVLayout, KVMemory, LayoutOf
 from penstock_enginecore.attention.reference import ReferenceAttention
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 

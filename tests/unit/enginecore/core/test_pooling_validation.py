@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from penstock_common.errors import ConfigError, InvalidArgument, RequestFailed
-from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request import EngineCoreRequest, PoolingParams, PoolingTask
 from penstock_enginecore.config import SchedulerConfig
 from penstock_enginecore.core.kv_cache.sizing import size_without_kv_cache
 from penstock_enginecore.core.model_info import ModelInfo

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from penstock_common.errors import InvalidArgument
-from penstock_common.types.pooling import PoolingParams, PoolingTask
+from penstock_common.types.request import PoolingParams, PoolingTask
 from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.pooling_validation import PoolingLimits

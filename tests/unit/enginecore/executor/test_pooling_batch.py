@@ -1,7 +1,6 @@
 """Pooling requests of a step: laid out by adapter, and each with its own tokens."""
 
-from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_common.types.request import NO_SAMPLING
+from penstock_common.types.request import NO_SAMPLING, PoolingParams, PoolingTask
 from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.pooling_runner import PoolingBatch
 from penstock_enginecore.lora.adapter import LoraSegment

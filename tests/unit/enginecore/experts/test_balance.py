@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_enginecore.experts.balance import Move, balance, moves_between, rebalanced
+from penstock_enginecore.experts.balancer import Move, balance, moves_between, rebalanced
 from penstock_enginecore.experts.placement import Placement
 from tests.benchmarks.expert_balance import EXPERTS, RANKS, SLOTS, traffic
 

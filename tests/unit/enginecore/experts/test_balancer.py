@@ -10,14 +10,12 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from penstock_enginecore.config import ExpertParallelConfig
-from penstock_enginecore.experts.balance import balance
-from penstock_enginecore.experts.balancer import ExpertBalancer
+from penstock_enginecore.experts.balancer import ExpertBalancer, ExpertMoves, balance
 from penstock_enginecore.experts.layer import DispatchedExperts
-from penstock_enginecore.experts.moving import ExpertMoves
 from penstock_enginecore.experts.placement import Placement
 from penstock_enginecore.experts.spread import SpreadExperts
+from penstock_enginecore.native.backend import PackedLayers
 from penstock_enginecore.native.library import open_library
-from penstock_enginecore.native.packed_layers import PackedLayers
 from tests.fakes.engines.instruction_sets import runnable
 from tests.fakes.engines.thread_group import thread_group
 

@@ -17,8 +17,7 @@ from penstock_enginecore.config import (
 )
 from penstock_enginecore.experts import loading as loading_module
 from penstock_enginecore.experts.layer import DispatchedExperts
-from penstock_enginecore.experts.reading import ExpertReader
-from penstock_enginecore.experts.shared_model import SharedModel, check_shared
+from penstock_enginecore.experts.loading import ExpertReader, SharedModel, check_shared
 from penstock_enginecore.models import loader as loader_module
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model

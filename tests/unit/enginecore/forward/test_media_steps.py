@@ -13,13 +13,12 @@ from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.forward.backbone import Backbone, BackboneBatch, probe_specs
-from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch, ForwardPass
+from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch, ForwardPass, demands_of
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
 from penstock_enginecore.forward.cuda.attention import TritonAttention
-from penstock_enginecore.forward.cuda.candidate import fused_candidates
+from penstock_enginecore.forward.cuda.decoder import fused_candidates
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
-from penstock_enginecore.forward.media import demands_of
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.forward.native import NativeForward
 from penstock_enginecore.forward.proof import UnsuitableError, distance

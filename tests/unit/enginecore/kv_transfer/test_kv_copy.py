@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock_enginecore.kv_transfer.core.copier import BlockFacts, Copy
+from penstock_enginecore.kv_transfer.core.base import BlockFacts, Copy
 from penstock_enginecore.kv_transfer.kv_copy import Copier, WorkerCopies
 
 

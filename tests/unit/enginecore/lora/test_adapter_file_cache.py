@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock_enginecore.lora import peft_adapter
 from penstock_enginecore.lora.adapter import LoraAdapter
-from penstock_enginecore.lora.adapter_file_cache import FileState, ReadBefore
-from penstock_enginecore.lora.digest import StoredUpdate
+from penstock_enginecore.lora.adapter_files import FileState, ReadBefore, StoredUpdate
 from penstock_enginecore.lora.errors import LoraError
 from penstock_enginecore.lora.peft_adapter import LoraLimits, adapter_bytes, read_adapter
 from penstock_enginecore.lora.target import AdapterTarget

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate
-from penstock_enginecore.lora.adapter_sharding import AdapterPart, OwnFeatures
+from penstock_enginecore.lora.adapter import AdapterPart, LoraAdapter, LoraSegment, LowRankUpdate, OwnFeatures
 from penstock_enginecore.lora.reference import AdaptedModules, head_of
 from penstock_enginecore.lora.target import AdapterTarget
 from penstock_enginecore.parallel.tensor_parallel import split_model

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from penstock_enginecore.lora.digest import DIGEST_SIZE
+from penstock_enginecore.lora.adapter_files import DIGEST_SIZE
 from penstock_enginecore.lora.peft_adapter import LoraLimits, read_adapter
 from penstock_enginecore.lora.target import AdapterTarget
 from tests.fakes.models.adapters import CONFIG, TENSORS, edit_config, edit_tensors, save_adapter

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock_enginecore.lora.errors import LoraError
 from penstock_enginecore.lora.peft_adapter import LoraLimits, read_adapter
-from penstock_enginecore.lora.peft_config import parse_peft_config
+from penstock_enginecore.lora.peft_format import parse_peft_config
 from penstock_enginecore.lora.target import AdapterTarget
 from penstock_enginecore.lora.tensor_file import TensorFile
 from tests.fakes.models.adapters import CONFIG, TENSORS, save_adapter

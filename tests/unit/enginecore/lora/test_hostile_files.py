@@ -9,7 +9,7 @@ import pytest
 
 from penstock_enginecore.lora.adapter_files import AdapterFolder
 from penstock_enginecore.lora.errors import LoraError, LoraReason
-from penstock_enginecore.lora.peft_config import CONFIG_FILE, parse_peft_config
+from penstock_enginecore.lora.peft_format import CONFIG_FILE, parse_peft_config
 from penstock_enginecore.lora.tensor_file import TensorFile
 
 

@@ -11,9 +11,8 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
 from penstock_enginecore.lora.errors import LoraError, LoraReason
-from penstock_enginecore.lora.layer_choice import choose_layers
-from penstock_enginecore.lora.patterns import Patterns
-from penstock_enginecore.lora.peft_config import PeftConfig
+from penstock_enginecore.lora.layer_patterns import Patterns, choose_layers
+from penstock_enginecore.lora.peft_format import PeftConfig
 
 NAMES = [
     *(f"model.layers.{i}.self_attn.{each}_proj" for i in (0, 1, 10) for each in "qkvo"),

@@ -15,7 +15,7 @@ from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.forward.native import NativeForward
 from penstock_enginecore.lora.adapter import AdaptedForward, LoraAdapter
 from penstock_enginecore.models.loader import LoadedModel, load_model
-from penstock_enginecore.native.int8 import round_to_int8
+from penstock_enginecore.native.weights import round_to_int8
 from tests.emulation.build import pretend
 from tests.fakes.engines.instruction_sets import runnable
 from tests.fakes.models.adapted_steps import (

@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 
-from penstock_enginecore.lora import patterns
+from penstock_enginecore.lora import layer_patterns
 from penstock_enginecore.lora.errors import LoraError, LoraReason
-from penstock_enginecore.lora.layer_choice import choose_layers
-from penstock_enginecore.lora.patterns import Patterns
+from penstock_enginecore.lora.layer_patterns import Patterns, choose_layers
 from tests.unit.enginecore.lora.test_layer_choice import NAMES, config_of
 
 IN_LITTLE_MEMORY = """
 import resource, sys
 from pathlib import Path
 from penstock_enginecore.lora.errors import LoraError
-from penstock_enginecore.lora.patterns import Patterns
+from penstock_enginecore.lora.layer_patterns import Patterns
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 limit = pages * resource.getpagesize() + (128 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -34,13 +33,13 @@ except LoraError as e:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The jobs of processes that were started."""
     jobs: list[bytes] = []
-    run = patterns.run_script
+    run = layer_patterns.run_script
 
     def record(file: Path, given: bytes, timeout: float) -> "subprocess.CompletedProcess[bytes]":
         jobs.append(given)
         return run(file, given, timeout)
 
-    monkeypatch.setattr(patterns, "run_script", record)
+    monkeypatch.setattr(layer_patterns, "run_script", record)
     return jobs
 
 
@@ -108,7 +107,7 @@ def test_a_process_that_ends_refuses_the_adapter_if_the_expression_is_to_blame(
     monkeypatch: pytest.MonkeyPatch, ended: int, reason: LoraReason, words: str
 ) -> None:
     result: Any = subprocess.CompletedProcess([], ended, b"")
-    monkeypatch.setattr(patterns, "run_script", lambda *_: result)
+    monkeypatch.setattr(layer_patterns, "run_script", lambda *_: result)
     with pytest.raises(LoraError, match=words) as caught:
         Patterns("file").full("target_modules", ".*", NAMES[0])
     assert caught.value.reason == reason
@@ -118,7 +117,7 @@ def test_a_process_that_cannot_start_says_nothing_against_the_adapter(monkeypatc
     def fail(*_: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(patterns, "run_script", fail)
+    monkeypatch.setattr(layer_patterns, "run_script", fail)
     with pytest.raises(LoraError, match="did not answer.*temporarily unavailable") as caught:
         Patterns("file").full("target_modules", ".*", NAMES[0])
     assert caught.value.reason == LoraReason.UNREADABLE

@@ -12,8 +12,7 @@ from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.forward.base import ForwardPass
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
-from penstock_enginecore.lora.adapter import AdaptedForward, LoraAdapter, LoraSegment, LowRankUpdate
-from penstock_enginecore.lora.segments import segments_of_rows
+from penstock_enginecore.lora.adapter import AdaptedForward, LoraAdapter, LoraSegment, LowRankUpdate, segments_of_rows
 from penstock_enginecore.models.loader import load_model
 from tests.fakes.models.adapted_steps import (
     BLOCK_SIZE,

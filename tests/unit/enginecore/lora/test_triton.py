@@ -12,9 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_enginecore.lora.adapter import LoraSegment, LowRankUpdate
+from penstock_enginecore.lora.kernel_operands import (
+    TILE_ROWS,
+    ProductShape,
+    RowTiles,
+    SlotMatrices,
+    lay_out,
+    most_tiles,
+    pack,
+)
 from penstock_enginecore.lora.reference import PlainAddition
-from penstock_enginecore.lora.row_tiles import TILE_ROWS, RowTiles, lay_out, most_tiles
-from penstock_enginecore.lora.slot_matrices import ProductShape, SlotMatrices, pack
 from tests.fakes.models.interpreted_kernels import interpreted, multiply_bfloat16
 
 kernels = interpreted("triton", "penstock_enginecore.lora")

@@ -6,8 +6,8 @@ import torch
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import EngineCoreConfig, ExecutorConfig, ExpertParallelConfig, ModelConfig
-from penstock_enginecore.config.data_parallel import DataParallelConfig
 from penstock_enginecore.config.engine import CoordinatorClientConfig
+from penstock_enginecore.config.parallel import DataParallelConfig
 from penstock_enginecore.media.towers import Towers, check_towers
 from tests.fakes.models.fake_media_encoder import FakeMediaEncoder
 

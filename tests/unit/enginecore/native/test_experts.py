@@ -13,10 +13,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
-from penstock_enginecore.native.experts import PackedExperts
+from penstock_enginecore.native.backend import PackedLayers
+from penstock_enginecore.native.experts import PackedExperts, RouterWeight
 from penstock_enginecore.native.library import NativeLibrary, open_library
-from penstock_enginecore.native.packed_layers import PackedLayers
-from penstock_enginecore.native.router_weight import RouterWeight
 from tests.fakes.engines.instruction_sets import runnable
 
 HIDDEN, NUM_EXPERTS, TOP = 40, 6, 3

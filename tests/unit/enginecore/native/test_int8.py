@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_enginecore.native.int8 import as_int8, round_linears, round_to_int8
+from penstock_enginecore.native.weights import as_int8, round_linears, round_to_int8
 
 SMALL = float(torch.finfo(torch.float32).tiny)
 

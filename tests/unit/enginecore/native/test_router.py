@@ -10,9 +10,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, 
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from penstock_enginecore.native.backend import PackedLayers
+from penstock_enginecore.native.experts import PackedRouter
 from penstock_enginecore.native.library import NativeLibrary, open_library
-from penstock_enginecore.native.packed_layers import PackedLayers
-from penstock_enginecore.native.router import PackedRouter
 from tests.fakes.engines.instruction_sets import runnable
 
 HIDDEN = 48

@@ -3,18 +3,17 @@
 import msgspec
 import pytest
 
-from penstock_common.types.kv_events import BlockMedia, BlockRemoved, BlockStored
-from penstock_common.types.kv_transfer import KvMedium
-from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.kv_transfer import BlockMedia, BlockRemoved, BlockStored, KvMedium
 from penstock_common.types.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,
     FinishReason,
+    Logprobs,
     PrefillStats,
     SchedulerStats,
+    TokenColumns,
     UtilityOutput,
 )
-from penstock_common.types.token_columns import TokenColumns
 from penstock_enginecore.rpc.convert import outputs_to_proto
 from penstock_enginecore.rpc.frames import split
 

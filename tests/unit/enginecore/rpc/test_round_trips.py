@@ -14,12 +14,11 @@ import pytest
 from penstock.coordinator.v1 import messages_pb2 as coordinator_pb
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import RequestFailed, ResourceExhausted
-from penstock_common.lora.held import LoraHeld
-from penstock_common.lora.registration import LoraRegistration
+from penstock_common.lora_registry import LoraHeld, LoraRegistration
 from penstock_common.rpc import cluster, data_parallel, loras
 from penstock_common.rpc.outputs import error_from_proto, error_to_proto
 from penstock_common.tensors.incoming import IncomingTensors
-from penstock_common.types.cluster import ClusterView, EngineRegistration, EngineStatus
+from penstock_common.types.cluster import ClusterView, EngineRegistration, EngineStatus, ViewDelta
 from penstock_common.types.data_parallel import (
     GroupRegistration,
     GroupView,
@@ -36,36 +35,33 @@ from penstock_common.types.data_parallel import (
     StartWave,
     WaveComplete,
 )
-from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.kv_transfer import AllBlocksCleared, BlockRemoved, BlockStored
 from penstock_common.types.media import MultiModalFeature, TensorData
 from penstock_common.types.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineReady,
     FinishReason,
+    Logprobs,
     MediaStats,
     RequestError,
     SchedulerStats,
+    TokenColumns,
     UtilityOutput,
 )
-from penstock_common.types.pooling import Vectors
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import EngineCoreRequest, RequestContext, Vectors
 from penstock_common.types.sampling import SamplingParams, StructuredOutput
-from penstock_common.types.token_columns import TokenColumns
-from penstock_common.types.view_delta import ViewDelta
 from penstock_coordinator.rpc import convert as coordinator
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig
-from penstock_enginecore.config.nodes import NodesConfig
+from penstock_enginecore.config.executor import NodesConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, NewRequestData, SchedulerOutput
-from penstock_enginecore.kv_transfer.core.copier import BlockFacts, Copy
+from penstock_enginecore.kv_transfer.core.base import BlockFacts, Copy
 from penstock_enginecore.lora.core.request import LoadedLora
-from penstock_enginecore.lora.worker_loads import LoadsAwaited
+from penstock_enginecore.lora.worker_loading import LoadsAwaited
 from penstock_enginecore.media.core.receiver_cache import ReceiverCache
 from penstock_enginecore.rpc import convert, coordinator_client
 from penstock_enginecore.rpc.node_listener import ENGINE_ONLY, NODE_ONLY, shared_config

@@ -11,11 +11,10 @@ from penstock_common.types.outputs import (
     FinishReason,
     PrefillStats,
     RequestError,
+    TokenColumns,
 )
-from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.request_context import RequestContext
-from penstock_common.types.token_columns import TokenColumns
-from penstock_enginecore.kv_transfer.core.transfers import ABANDONED, PART, WHOLE, Transfer
+from penstock_common.types.request import EngineCoreRequest, RequestContext
+from penstock_enginecore.kv_transfer.core.transfer_stats import ABANDONED, PART, WHOLE, Transfer
 from penstock_enginecore.rpc.traces import EngineTraces
 
 PARENT = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}

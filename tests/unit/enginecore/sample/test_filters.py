@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock_enginecore.sample import blocks
+from penstock_enginecore.sample import filters
 from penstock_enginecore.sample.base import DrawSettings, SamplingInputs
-from penstock_enginecore.sample.blocks import largest, peak
-from penstock_enginecore.sample.draw import draw, draw_among
+from penstock_enginecore.sample.filters import draw, draw_among, largest, peak
 from penstock_enginecore.sample.sampler import TorchSampler
 
 sample = TorchSampler().sample
@@ -70,7 +69,7 @@ def test_every_stage_gives_the_exact_token(values: dict[str, float], scale: floa
 def test_a_row_gets_the_same_token_alone_and_beside_others(
     threads: int, rows_at_a_time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "_CPU_SLICE", rows_at_a_time * VOCAB)
+    monkeypatch.setattr(filters, "_CPU_SLICE", rows_at_a_time * VOCAB)
     generator = np.random.default_rng(0)
     scales = torch.from_numpy(generator.choice([0.1, 1.0, 4.0], (48, 1)))
     rows = (torch.randn(48, VOCAB, generator=torch.Generator().manual_seed(2)) * scales).float()

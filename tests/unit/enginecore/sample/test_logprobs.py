@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from penstock_common.types.logprobs import Logprobs
-from penstock_enginecore.sample import blocks
-from penstock_enginecore.sample.logprobs import token_logprobs
+from penstock_common.types.outputs import Logprobs
+from penstock_enginecore.sample import filters
+from penstock_enginecore.sample.sampler import token_logprobs
 
 VOCAB = 5000
 
@@ -19,7 +19,7 @@ def logits(rows: int) -> torch.Tensor:
 def test_the_chosen_token_comes_first_and_the_likeliest_follow(
     count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "_CPU_SLICE", 3 * VOCAB)
+    monkeypatch.setattr(filters, "_CPU_SLICE", 3 * VOCAB)
     rows = logits(4).to(dtype)
     chosen = torch.tensor([0, 17, 4999, int(rows[3].argmax())])
     scored = token_logprobs(rows, chosen, count)

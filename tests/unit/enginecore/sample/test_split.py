@@ -10,8 +10,7 @@ import torch
 
 from penstock_enginecore.parallel.part import SplitVocabulary
 from penstock_enginecore.sample.base import DrawSettings, SampledTokens, SamplingInputs
-from penstock_enginecore.sample.sampler import TorchSampler
-from penstock_enginecore.sample.split import SplitSampler
+from penstock_enginecore.sample.sampler import SplitSampler, TorchSampler
 from tests.fakes.engines.thread_collectives import ThreadCollectives, thread_ranks
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_enginecore.sample.verify import final_runs
+from penstock_enginecore.sample.sampler import final_runs
 
 
 def counted(sampled: list[list[int]], drafts: list[list[int]], num_rows: list[int] | None = None) -> list[int]:

@@ -21,10 +21,8 @@ from penstock_enginecore.models.loader import LoadedModel, load_model
 from penstock_enginecore.models.rope import freeze_rotary
 from penstock_enginecore.speculation import eagle
 from penstock_enginecore.speculation.eagle import Eagle
-from penstock_enginecore.speculation.head import EagleHead
-from penstock_enginecore.speculation.head_config import HeadConfig, Kind
-from penstock_enginecore.speculation.head_forward import HeadForward, build_head
-from penstock_enginecore.speculation.native_head import NativeHead
+from penstock_enginecore.speculation.head import EagleHead, HeadConfig, Kind
+from penstock_enginecore.speculation.head_forward import HeadForward, NativeHead, build_head
 from tests.emulation.build import pretend
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.unit.enginecore.speculation.test_draft_chain import BLOCK_SIZE, CPU, KERNELS, LENGTHS, MAX_LEN, WANTED, Step

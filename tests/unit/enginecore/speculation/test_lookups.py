@@ -8,15 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.scheduler.output import NewRequestData
 from penstock_enginecore.speculation.base import DraftRequest
-from penstock_enginecore.speculation.ngram import Ngram
-from penstock_enginecore.speculation.past_outputs import PastOutputs
+from penstock_enginecore.speculation.ngram import Ngram, TokenIndex
 from penstock_enginecore.speculation.prediction import Predicted
-from penstock_enginecore.speculation.suffix import Suffix
-from penstock_enginecore.speculation.token_index import TokenIndex
+from penstock_enginecore.speculation.suffix import PastOutputs, Suffix
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock_enginecore.speculation.pending_states import PendingStates
+from penstock_enginecore.speculation.eagle import PendingStates
 
 
 def states(*positions: int) -> torch.Tensor:

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from penstock_common.errors import ConfigError, InvalidArgument, ResourceExhausted
-from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.media import EmbedRun, MultiModalFeature, TensorData
-from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
+from penstock_common.types.outputs import Logprobs
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import PoolingParams, PoolingTask, RequestContext, Vectors
 from penstock_common.types.sampling import SamplingParams, StructuredOutput
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ModelConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec

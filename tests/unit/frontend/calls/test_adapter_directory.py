@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock_common.errors import ConfigError
-from penstock_common.lora.registration import LoraAdapter
+from penstock_common.lora_registry import LoraAdapter
 from penstock_frontend.calls.adapters import AdapterDirectory
 from penstock_frontend.config import LoraConfig
 from penstock_frontend.dispatch.adapters import Adapters

@@ -9,9 +9,8 @@ import pytest
 
 from penstock_common.config.reread import Reread
 from penstock_common.errors import ConfigError, DeadlineExceeded, ResourceExhausted
-from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import PoolingParams, PoolingTask, RequestContext
 from penstock_frontend.call_types import (
     ChatMessage,
     ChatRequest,

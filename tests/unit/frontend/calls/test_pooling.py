@@ -12,9 +12,7 @@ from penstock_common.config.reread import Reread
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
 from penstock_common.in_flight import SMALL, BytesInFlight
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason, RequestError
-from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
-from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import EngineCoreRequest, PoolingParams, PoolingTask, RequestContext, Vectors
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.call_types import PoolingRequest
 from penstock_frontend.calls.adapters import AdapterCalls

@@ -10,7 +10,7 @@ from penstock_common.errors import (
     ResourceExhausted,
     Unimplemented,
 )
-from penstock_common.lora.registration import LoraAdapter, LoraRegistration
+from penstock_common.lora_registry import LoraAdapter, LoraRegistration
 from penstock_frontend.config import LoraConfig
 from penstock_frontend.dispatch.adapters import Adapters, LoraSource
 

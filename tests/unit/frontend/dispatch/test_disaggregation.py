@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from penstock_common.types.kv_transfer import EngineRole, KvSource
-from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request import EngineCoreRequest, PoolingParams, PoolingTask
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.config import DisaggregationConfig
 from penstock_frontend.dispatch.disaggregation import Legs

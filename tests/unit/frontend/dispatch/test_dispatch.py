@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from penstock_common.errors import Internal, InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
 from penstock_common.types.kv_transfer import EngineRole, KvSource
-from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import (
     Drafts,
     EngineCoreOutput,
     EngineCoreOutputs,
     FinishReason,
+    Logprobs,
+    NewTokens,
     PrefillStats,
     RequestError,
+    TokenColumns,
 )
-from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import EngineCoreRequest, RequestContext
 from penstock_common.types.sampling import SamplingParams
-from penstock_common.types.token_columns import NewTokens, TokenColumns
 from penstock_frontend.config import DisaggregationConfig, RetriesConfig
 from penstock_frontend.dispatch.disaggregation import Legs
 from penstock_frontend.dispatch.dispatch import Dispatch

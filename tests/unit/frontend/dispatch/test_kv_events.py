@@ -3,7 +3,7 @@
 import pytest
 
 from penstock_common.errors import DataLoss
-from penstock_common.types.kv_events import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
+from penstock_common.types.kv_transfer import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
 from penstock_frontend.dispatch import kv_events
 from penstock_frontend.dispatch.kv_events import FIRST_SEQUENCE, KvEventBatch, KvEventFeed, KvSubscription
 

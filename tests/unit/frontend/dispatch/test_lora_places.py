@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 
 import pytest
 
-from penstock_common.lora.held import LoraHeld, short
+from penstock_common.lora_registry import LoraHeld, short
 from penstock_frontend.config import RoutingPolicy
 from penstock_frontend.dispatch.lora_placement import (
     CACHED,

@@ -8,13 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_common.errors import Internal
-from penstock_common.lora.registration import LoraAdapter
-from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
-from penstock_common.types.kv_transfer import KvMedium
-from penstock_common.types.pooling import PoolingParams
+from penstock_common.lora_registry import LoraAdapter
+from penstock_common.types.kv_transfer import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent, KvMedium
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import EngineCoreRequest, PoolingParams, RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup

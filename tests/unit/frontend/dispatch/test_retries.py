@@ -2,8 +2,7 @@
 
 import pytest
 
-from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import EngineCoreRequest, RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.config import RetriesConfig
 from penstock_frontend.dispatch.journal import Call, JournalEntry

@@ -12,8 +12,7 @@ import pytest
 
 from penstock_common.types.data_parallel import PauseMode, Reconfigure, StartDpWave
 from penstock_coordinator.group import GroupMachine
-from penstock_enginecore.data_parallel.core.actions import Exchange, Forward, Prepare
-from penstock_enginecore.data_parallel.core.rank import Rank
+from penstock_enginecore.data_parallel.core.rank import Exchange, Forward, Prepare, Rank
 from tests.modelcheck import mutations
 from tests.modelcheck.history import BEATS
 from tests.modelcheck.messages import NAMES

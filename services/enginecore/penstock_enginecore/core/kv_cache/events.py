@@ -3,8 +3,14 @@
 from collections.abc import Collection, Iterable, Sequence
 
 from penstock_common.block_hash import media_between
-from penstock_common.types.kv_events import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
-from penstock_common.types.kv_transfer import KvMedium
+from penstock_common.types.kv_transfer import (
+    AllBlocksCleared,
+    BlockMedia,
+    BlockRemoved,
+    BlockStored,
+    KvCacheEvent,
+    KvMedium,
+)
 from penstock_enginecore.core.request import Request
 
 _Open = tuple[type[BlockStored] | type[BlockRemoved] | None, KvMedium, list[bytes]]

@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable
 import msgspec
 
 from penstock_common.block_hash import BlockHasher
-from penstock_common.types.kv_events import KvCacheEvent
-from penstock_common.types.kv_transfer import BlockName, KvMedium
+from penstock_common.types.kv_transfer import BlockName, KvCacheEvent, KvMedium
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool, ComputedBlocks, KVCacheBlock, find_computed_blocks
 from penstock_enginecore.core.kv_cache.events import KvEventLog
 from penstock_enginecore.core.kv_cache.sizing import num_blocks_for

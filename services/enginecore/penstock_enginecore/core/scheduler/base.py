@@ -7,8 +7,7 @@ from typing import Protocol
 import msgspec
 
 from penstock_common.config.targets import load_target
-from penstock_common.types.kv_events import KvCacheEvent
-from penstock_common.types.kv_transfer import KvMedium
+from penstock_common.types.kv_transfer import KvCacheEvent, KvMedium
 from penstock_common.types.outputs import EngineCoreOutputs, LoraStats, RequestError, SchedulerStats
 from penstock_enginecore.config import SchedulerConfig, SpeculativeConfig
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
@@ -17,7 +16,7 @@ from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.kv_transfer.core.base import KVConnector
-from penstock_enginecore.kv_transfer.core.lease_seam import KVLeases
+from penstock_enginecore.kv_transfer.core.leases import KVLeases
 from penstock_enginecore.lora.core.slots import LoraSlots
 
 Clock = Callable[[], float]

@@ -3,16 +3,16 @@
 from collections import defaultdict
 
 from penstock_common.types.kv_transfer import KvSource
-from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,
+    Logprobs,
     PrefillStats,
     RequestError,
     SchedulerStats,
+    TokenColumns,
 )
-from penstock_common.types.pooling import Vectors
-from penstock_common.types.token_columns import TokenColumns
+from penstock_common.types.request import Vectors
 from penstock_enginecore.core.request import Request, log_failed
 
 

@@ -4,11 +4,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.media import Modality, MultiModalFeature, TensorData
-from penstock_common.types.pooling import PoolingParams, Vectors
+from penstock_common.types.outputs import Logprobs
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import PoolingParams, RequestContext, Vectors
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.lora.core.request import LoraRequest

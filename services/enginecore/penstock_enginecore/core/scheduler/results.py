@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from penstock_common.errors import InvalidArgument, PenstockError
 from penstock_common.observability.incidents import STEP_FAILED, incident
-from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.outputs import RequestError
+from penstock_common.types.outputs import Logprobs, RequestError
 from penstock_common.types.sampling import RepetitionDetection
 from penstock_enginecore.core.request import Request, RequestStatus, log_incident
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput

@@ -11,8 +11,7 @@ the worker, which runs steps in order, has the token by then.
 
 from collections.abc import Iterable, Iterator
 
-from penstock_common.types.kv_events import KvCacheEvent
-from penstock_common.types.kv_transfer import KvMedium
+from penstock_common.types.kv_transfer import KvCacheEvent, KvMedium
 from penstock_common.types.outputs import EngineCoreOutputs, EventType, RequestError, SchedulerStats
 from penstock_enginecore.core.request import Hold, Request, RequestStatus, log_incident
 from penstock_enginecore.core.scheduler.base import PauseState, Scheduler, SchedulerContext

@@ -10,7 +10,7 @@ from penstock_enginecore.core.scheduler.client_outputs import ClientOutputs
 from penstock_enginecore.core.scheduler.failure_bisection import StepTrial
 from penstock_enginecore.core.scheduler.token_budget import StepBudget, budget_of
 from penstock_enginecore.core.scheduler.waiting_queue import Rank, WaitingRequests
-from penstock_enginecore.kv_transfer.core.lease_seam import KVLeases
+from penstock_enginecore.kv_transfer.core.leases import KVLeases
 
 
 class SchedulerState:

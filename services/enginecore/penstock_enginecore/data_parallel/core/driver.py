@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Protocol
 
+import msgspec
+
 from penstock_common.errors import FailedPrecondition, Unavailable
 from penstock_common.types.data_parallel import (
     PauseMode,
@@ -20,26 +22,108 @@ from penstock_common.types.outputs import EngineCoreOutputs, RequestError
 from penstock_enginecore.core.collective_errors import CollectiveBroken, UnpreparedError
 from penstock_enginecore.core.scheduler.base import Clock, PauseState, Scheduler
 from penstock_enginecore.core.steps_in_flight import DrainAborts
-from penstock_enginecore.data_parallel.core.actions import (
+from penstock_enginecore.data_parallel.core.group_channels import (
+    Broke,
+    Connected,
+    Gathered,
+    GroupEvent,
+    Links,
+    Named,
+    Refused,
+    SharedExperts,
+)
+from penstock_enginecore.data_parallel.core.rank import (
     AbortCollective,
     Effect,
+    Effects,
     Exchange,
     Forward,
     Hold,
     Join,
     Leave,
+    Phase,
     Prepare,
+    Rank,
     Release,
     ResumeRefused,
     RollBack,
+    pack_row,
+    unpack_row,
 )
-from penstock_enginecore.data_parallel.core.events import Broke, Connected, Gathered, GroupEvent, Named, Refused
-from penstock_enginecore.data_parallel.core.group_channels import Links
-from penstock_enginecore.data_parallel.core.group_state import GroupState
-from penstock_enginecore.data_parallel.core.rank import Effects, Phase, Rank
-from penstock_enginecore.data_parallel.core.row_codec import pack_row, unpack_row
-from penstock_enginecore.data_parallel.core.shared_experts import SharedExperts
-from penstock_enginecore.data_parallel.core.switch_timer import Standstill
+
+# How long a rank computes no steps while the members of its group change.
+
+
+class Standstill:
+    """Times the two ways in which a group changes, each until the new group's first exchange is over and steps may follow.
+
+    A planned change stops steps from the end of the old group's last one, which is where the exchange begins in which all agree
+    to switch. The loss of a group, also in the middle of a planned change, does from when this rank has seen it.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._step_ended_at = 0.0
+        self._switching_since: float | None = None
+        self._lost_at: float | None = None
+        self.num_switches = self.num_recoveries = 0
+        """Planned changes that are over, and losses."""
+        self.switch_seconds = self.recovery_seconds = 0.0
+        """Of all of them together."""
+
+    @property
+    def seconds_since_loss(self) -> float:
+        """Since the rank lost its group; 0 where it has one."""
+        return 0.0 if self._lost_at is None else self._clock() - self._lost_at
+
+    def exchanging(self) -> None:
+        """An exchange begins: the step before it is over."""
+        self._step_ended_at = self._clock()
+
+    def switching(self) -> None:
+        """In that exchange all have agreed to be in the next group."""
+        self._switching_since = self._step_ended_at
+
+    def lost(self) -> None:
+        """The group is lost. Said again before another one has opened, it changes nothing."""
+        self._switching_since = None
+        if self._lost_at is None:
+            self._lost_at = self._clock()
+
+    def opened(self) -> bool:
+        """The first exchange of a group is over. Returns whether one was lost before it."""
+        now = self._clock()
+        if self._switching_since is not None:
+            self.num_switches += 1
+            self.switch_seconds += now - self._switching_since
+        recovered = self._lost_at is not None
+        if self._lost_at is not None:
+            self.num_recoveries += 1
+            self.recovery_seconds += now - self._lost_at
+        self._switching_since = self._lost_at = None
+        return recovered
+
+
+class GroupState(msgspec.Struct, frozen=True, kw_only=True):
+    """``recovery_seconds``: from the loss of a group to the first exchange of the next, all of them together. ``switch_seconds``:
+    from the last step in a group to the end of the first exchange of the next, of planned changes. ``exchange_seconds``: in
+    exchanges, waiting for other ranks among them. ``expert_balance`` and ``num_experts_moved``: None where no experts are shared.
+    """
+
+    epoch: int = 0
+    num_ranks: int = 0
+    rank: int | None = None
+    suspended: bool = True
+    num_dummy_steps: int = 0
+    num_recoveries: int = 0
+    recovery_seconds: float = 0.0
+    num_switches: int = 0
+    switch_seconds: float = 0.0
+    num_exchanges: int = 0
+    exchange_seconds: float = 0.0
+    expert_balance: float | None = None
+    num_experts_moved: int | None = None
+
 
 logger = logging.getLogger(__name__)
 

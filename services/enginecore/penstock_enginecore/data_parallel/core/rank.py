@@ -1,6 +1,7 @@
 """One rank of a data-parallel group whose ranks compute every step together, as a state machine."""
 
 import enum
+import struct
 from collections.abc import Sequence
 from typing import Self
 
@@ -19,21 +20,135 @@ from penstock_common.types.data_parallel import (
     StartWave,
     WaveComplete,
 )
-from penstock_enginecore.data_parallel.core.actions import (
-    AbortCollective,
-    Effect,
-    Exchange,
-    Forward,
-    Hold,
-    Join,
-    Leave,
-    Prepare,
-    Release,
-    ResumeRefused,
-    RollBack,
+
+# What one rank puts into an exchange.
+
+
+class Row(msgspec.Struct, frozen=True, cache_hash=True):
+    """A rank's row of the all-gather. It cannot be taken back: what the rank learns afterwards is in its next one."""
+
+    epoch: int
+    wave: int
+    step: int
+    unfinished: bool
+    """Whether a step would advance a request."""
+    pauses: Pauses
+    """The newest pause or resume that the rank knows."""
+    prepared: int = 0
+    """The epoch that the rank can switch to; 0: none."""
+
+
+# What a rank does beside telling its coordinator.
+
+
+class Exchange(msgspec.Struct, frozen=True):
+    """Enter the exchange with this row; ``Rank.gathered`` gets the result."""
+
+    group: RankGroup
+    row: Row
+
+
+class Forward(msgspec.Struct, frozen=True):
+    """Enter the forward pass, with a dummy batch where there is nothing to compute; ``Rank.stepped`` follows."""
+
+    epoch: int
+    wave: int
+    step: int
+    pauses: Pauses
+    """Under which all ranks compute it."""
+    dummy: bool
+
+
+class AbortCollective(msgspec.Struct, frozen=True):
+    """End the collective that the rank is in, in which others may never come."""
+
+
+class RollBack(msgspec.Struct, frozen=True):
+    """Forget the step in flight: no token and no cached block of it stays."""
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """Requests that come from now on wait; what there is finishes, freezes or ends."""
+
+    mode: PauseMode
+
+
+class Release(msgspec.Struct, frozen=True):
+    """Whatever was held or frozen goes on."""
+
+
+class ResumeRefused(msgspec.Struct, frozen=True):
+    """The pause that a resume would end is not complete."""
+
+    pauses: Pauses
+
+
+class Prepare(msgspec.Struct, frozen=True):
+    """Build this group beside the serving one; ``Rank.prepared`` or ``Rank.prepare_failed`` follows."""
+
+    group: RankGroup
+
+
+class Join(msgspec.Struct, frozen=True):
+    """This group is the rank's own from now on."""
+
+    group: RankGroup
+
+
+class Leave(msgspec.Struct, frozen=True):
+    """The rank is in no group any more: its requests end here, and go on elsewhere."""
+
+
+Effect = (
+    Exchange
+    | Forward
+    | AbortCollective
+    | RollBack
+    | Hold
+    | Release
+    | ResumeRefused
+    | Prepare
+    | Join
+    | Leave
+    | StartWave
+    | WaveComplete
+    | PeerLost
+    | PrepareFailed
+    | RankReport
 )
-from penstock_enginecore.data_parallel.core.consensus import agree
-from penstock_enginecore.data_parallel.core.row import Row
+
+
+# What the ranks of a group agree on in an exchange.
+
+
+class Agreement(msgspec.Struct, frozen=True):
+    """What follows from the rows, for every rank alike."""
+
+    wave: int
+    pauses: Pauses
+    run: bool
+    """Whether all compute a step; otherwise the wave is over."""
+    switch_to: int
+    """The epoch that all switch to now; 0: none."""
+
+
+def agree(rows: Sequence[Row]) -> Agreement:
+    """A pure function of the gathered rows.
+
+    The newest pause or resume that any rank knows is that of all. A pause that waits lets a wave go on until nobody has work.
+    An epoch begins when every rank is prepared for it.
+    """
+    pauses = max(row.pauses for row in rows)
+    prepared = {row.prepared for row in rows}
+    switch_to = prepared.pop() if len(prepared) == 1 else 0
+    stopped = pauses.on and pauses.mode is not PauseMode.WAIT
+    return Agreement(
+        wave=max(row.wave for row in rows),
+        pauses=pauses,
+        run=not stopped and not switch_to and any(row.unfinished for row in rows),
+        switch_to=switch_to,
+    )
+
 
 Effects = tuple[Effect, ...]
 _NO_GROUP = RankGroup()
@@ -309,3 +424,21 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
             return outside, (*left, Leave())
         joined, entered = after._exchange()
         return joined, (*left, Join(group), *entered)
+
+
+# Rows as the bytes of an all-gather: of one length, whatever they say.
+
+_ROW = struct.Struct("<QQQQQBB")
+
+
+def pack_row(row: Row) -> bytes:
+    """The row's bytes."""
+    pauses = row.pauses
+    numbers = (row.epoch, row.wave, row.step, pauses.number, row.prepared)
+    return _ROW.pack(*numbers, pauses.mode, row.unfinished)
+
+
+def unpack_row(data: bytes) -> Row:
+    """The row of these bytes. Raises struct.error, and ValueError for a mode that there is not."""
+    epoch, wave, step, number, prepared, mode, unfinished = _ROW.unpack(data)
+    return Row(epoch, wave, step, bool(unfinished), Pauses(number, PauseMode(mode)), prepared)

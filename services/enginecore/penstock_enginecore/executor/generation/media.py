@@ -13,8 +13,7 @@ from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.core.scheduler.output import EncoderStart, NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.generation.prompt_embeds import PromptVectors, StepVectors, embed_positions
 from penstock_enginecore.executor.generation.step_inputs import StepInputs
-from penstock_enginecore.forward.base import ForwardBatch, ForwardPass
-from penstock_enginecore.forward.upload import to_device
+from penstock_enginecore.forward.base import ForwardBatch, ForwardPass, to_device
 from penstock_enginecore.models.multimodal.base import EncodedItem, EncoderItem, MediaEncoder, RopePositions
 
 # Embeddings of media, kept by the worker from when they are computed until the engine has them forgotten.

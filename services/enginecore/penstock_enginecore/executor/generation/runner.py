@@ -10,13 +10,12 @@ import numpy as np
 import torch
 
 from penstock_enginecore.attention.base import IntArray
-from penstock_enginecore.attention.kv_cache import LayerCaches
-from penstock_enginecore.attention.kv_memory import num_groups
+from penstock_enginecore.attention.kv_cache import LayerCaches, num_groups
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import GraphStats
-from penstock_enginecore.device_memory.kept import KeptMemory
+from penstock_enginecore.cuda_virtual_memory import KeptMemory
 from penstock_enginecore.executor.device import prompt_batch_tokens, step_tokens
 from penstock_enginecore.executor.generation.drafting import Drafting
 from penstock_enginecore.executor.generation.graph_capture import GraphCapture, NewestTokens
@@ -32,8 +31,7 @@ from penstock_enginecore.lora.adapter import AdaptedForward
 from penstock_enginecore.media.towers import Towers
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.sample.base import DrawSettings, LaunchedTokens, SamplingInputs
-from penstock_enginecore.speculation.base import Drafter
-from penstock_enginecore.speculation.draft_layers import model_layers
+from penstock_enginecore.speculation.base import Drafter, model_layers
 from penstock_enginecore.worker.device_thread import Arrival, BeginCopy, Late, begin_copy
 
 

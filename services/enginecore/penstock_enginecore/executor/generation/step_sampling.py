@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.outputs import Logprobs
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput
 from penstock_enginecore.executor.generation.input_batch import InputBatch
@@ -16,8 +16,7 @@ from penstock_enginecore.executor.generation.step_inputs import PromptTargets, S
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
-from penstock_enginecore.sample.logprobs import token_logprobs
-from penstock_enginecore.sample.verify import final_runs
+from penstock_enginecore.sample.sampler import final_runs, token_logprobs
 from penstock_enginecore.worker.device_thread import Arrival
 
 # Log-probabilities of a step, as its output reports them.

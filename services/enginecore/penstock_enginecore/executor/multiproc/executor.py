@@ -20,12 +20,11 @@ from penstock_enginecore.executor.multiproc.nodes import SpreadWorkers
 from penstock_enginecore.executor.multiproc.ring import RingClosed, RingTimeout
 from penstock_enginecore.executor.multiproc.step_watchdog import Overdue
 from penstock_enginecore.executor.multiproc.workers import LAST_MOMENT, MODULE, Workers
-from penstock_enginecore.kv_transfer.block_copies import CopiesAwaited
-from penstock_enginecore.kv_transfer.core.copier import BlockCopier, BlockFacts
-from penstock_enginecore.kv_transfer.kv_copy import Copier
+from penstock_enginecore.kv_transfer.core.base import BlockCopier, BlockFacts
+from penstock_enginecore.kv_transfer.kv_copy import Copier, CopiesAwaited
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, MakeRoom
 from penstock_enginecore.lora.store import SizeAdapter, peft_size, telling_of
-from penstock_enginecore.lora.worker_loads import LoadsAwaited
+from penstock_enginecore.lora.worker_loading import LoadsAwaited
 from penstock_enginecore.parallel.stage_plan import largest_stage
 from penstock_enginecore.worker.device_thread import DeviceThread
 from penstock_enginecore.worker.failures import Failure, WorkersGone

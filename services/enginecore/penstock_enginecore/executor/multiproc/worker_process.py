@@ -20,10 +20,10 @@ from penstock_enginecore.core.utility import UtilityRegistry, extend
 from penstock_enginecore.executor.multiproc.ring import RingClosed, RingReader, RingTimeout, RingWriter
 from penstock_enginecore.executor.multiproc.worker_channel import WorkerReports, open_channel
 from penstock_enginecore.executor.worker import Worker
-from penstock_enginecore.kv_transfer.block_copies import CopiesUnderWay
-from penstock_enginecore.kv_transfer.core.copier import BlockFacts
+from penstock_enginecore.kv_transfer.core.base import BlockFacts
+from penstock_enginecore.kv_transfer.kv_copy import CopiesUnderWay
 from penstock_enginecore.lora.store import MakeReader, peft_reader
-from penstock_enginecore.lora.worker_reading import LoadsUnderWay
+from penstock_enginecore.lora.worker_loading import LoadsUnderWay
 from penstock_enginecore.plugins import load_plugins
 from penstock_enginecore.worker.device_thread import Late
 from penstock_enginecore.worker.failures import Failure

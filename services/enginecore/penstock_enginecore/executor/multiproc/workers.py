@@ -13,7 +13,7 @@ from functools import partial
 
 import msgspec
 
-from penstock_common.child_process import start_python
+from penstock_common.process import start_python
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.executor.multiproc.ring import ANSWERS, CALLS, RingClosed, RingMemory, RingReader, RingWriter

@@ -4,20 +4,35 @@ A step's rows are laid out in tiles of one adapter, in tensors that never move w
 that is in no slot when its step comes is copied on a stream of its own; that step waits for it on the device, others do not.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
+from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.forward.cuda.buffers import CAPTURED, HostSlots, StepShape, VectorLayout
 from penstock_enginecore.forward.cuda.kernel_api import LowRankKernels
-from penstock_enginecore.lora.adapter import BLANK, LoraAdapter, LoraSegment
-from penstock_enginecore.lora.device_slots import DeviceSlots, SlotLimits
-from penstock_enginecore.lora.reference import expect_known
-from penstock_enginecore.lora.row_tiles import TILE_ROWS, RowTiles, lay_out, most_tiles
-from penstock_enginecore.lora.slot_memory import AtOnce, Copies, Image, Place, SideStream, SlotMemory
+from penstock_enginecore.forward.cuda.linear import Linear, Product
+from penstock_enginecore.forward.proof import TOLERANCES, distance
+from penstock_enginecore.lora.adapter import BLANK, LoraAdapter, LoraSegment, LowRankUpdate, segments_of_rows
+from penstock_enginecore.lora.device_slots import (
+    AtOnce,
+    Copies,
+    DeviceSlots,
+    Image,
+    Place,
+    SideStream,
+    SlotLimits,
+    SlotMemory,
+)
+from penstock_enginecore.lora.kernel_operands import TILE_ROWS, RowTiles, lay_out, most_tiles
+from penstock_enginecore.lora.reference import PlainAddition, expect_known, head_of, pooling_layer
+from penstock_enginecore.lora.target import AdapterTarget
+from penstock_enginecore.models.quantization.layers import QuantizedLinear
 
 
 class StepTiles:
@@ -164,3 +179,287 @@ class DeviceAdapters:
             wanted = StepShape(max(shape.tokens, held.tokens), max(shape.requests, held.requests))
             self._large = StepTiles(wanted, self.memory, self._limits.max_loras, self._device)
         return self._large
+
+
+# Adapters in slots of device memory, on a model's own modules.
+
+
+class SlotModules:
+    """What adapters add to linear ``layers`` of ``module``, ``(out, in)`` features by name, behind their bias. ``head``: the name
+    of the layer that gets rows whose logits are wanted, empty where there is none.
+
+    Layers have hooks in steps with adapters alone: others compute as without. As ``AdaptedModules``, with memory that is taken
+    by ``allocate`` and does not grow.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        layers: Mapping[str, tuple[int, int]],
+        head: str,
+        limits: SlotLimits,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: LowRankKernels,
+    ) -> None:
+        self._module = module
+        self._names = list(layers)
+        self._head = head
+        places = [Place({name: features}, name == head) for name, features in layers.items()]
+        self._adapters = DeviceAdapters(places, limits, dtype, device, kernels)
+        self._expected: tuple[int, int] = (0, 0)
+        self._odd: set[str] = set()
+        """Layers that get other rows than those of the step."""
+        self.allocate, self.release = self._adapters.allocate, self._adapters.release
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._adapters
+
+    def prepare(self, adapter: LoraAdapter) -> Callable[[], None]:
+        if odd := self._odd & adapter.updates.keys():
+            raise ValueError(f"{min(odd)} computes other rows than a step's tokens, and takes no update on this device")
+        return self._adapters.prepare(adapter)
+
+    def add(self, adapter: LoraAdapter) -> None:
+        """Between steps. Raises ValueError for an update whose layer is not there or has other features."""
+        self.prepare(adapter)()
+
+    def remove(self, digest: bytes) -> None:
+        """Between steps. KeyError where it is not there."""
+        self._adapters.remove(digest)
+
+    @contextmanager
+    def step(self, segments: Sequence[LoraSegment], rows: IntArray, num_tokens: int) -> Iterator[None]:
+        """What the model computes within is a step of ``segments``, and ``rows`` int64 are those of its ``num_tokens`` tokens
+        whose logits are wanted; without tokens the head alone. Raises LookupError for an adapter that is not there.
+        """
+        shape = StepShape(num_tokens, len(rows))
+        if not segments:
+            if shape.is_large:
+                self._adapters.reserve(shape)
+            yield
+            return
+        with self.tiles(segments, rows, shape), self.hooked():
+            yield
+
+    @contextmanager
+    def tiles(self, segments: Sequence[LoraSegment], rows: IntArray, shape: StepShape) -> Iterator[None]:
+        """As ``step``, of what runs or replays work that was launched within ``hooked``, in a step padded to ``shape``."""
+        self._expected = shape.tokens, shape.requests
+        of_tokens = segments if shape.tokens else ()
+        with self._adapters.step(of_tokens, segments_of_rows(segments, rows), shape):
+            yield
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Layers have their hooks."""
+        with ExitStack() as hooks:
+            for place, name in enumerate(self._names):
+                layer = self._module.get_submodule(name)
+                hooks.callback(layer.register_forward_hook(partial(self._add, place, name)).remove)
+            yield
+
+    def _add(self, place: int, name: str, layer: torch.nn.Module, args: Any, output: torch.Tensor) -> None:  # noqa: ARG002
+        """A forward hook."""
+        x, out = args[0].reshape(-1, args[0].shape[-1]).contiguous(), output.view(-1, output.shape[-1])
+        expected = self._expected[name == self._head]
+        if name == self._head and not expected:
+            return  # a pooler within the layers, whose output nobody reads
+        if len(x) != expected:
+            self._odd.add(name)
+            if self._adapters.updates(place):
+                raise ValueError(f"{name} gets {len(x)} rows of a step with {expected}, and an adapter has it")
+            return
+        self._adapters.add_to(place, x, 1.0, out)
+
+
+# Products of the fused decoder to which adapters add.
+
+Adapt = Callable[[Sequence[Linear], Product], Product]
+"""What computes in place of a product of linear layers."""
+
+
+def unadapted(linears: Sequence[Linear], product: Product) -> Product:  # noqa: ARG001 - an ``Adapt``
+    """The product itself."""
+    return product
+
+
+class AdaptedProduct:
+    """A ``Product``. In a step with adapters it adds theirs behind the product with its bias and scale: a row that has none keeps
+    its bits.
+    """
+
+    def __init__(self, product: Product, add_to: Callable[[torch.Tensor, float, torch.Tensor], None]) -> None:
+        self._product = product
+        self._add_to = add_to
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """That of the product."""
+        return self._product.bias
+
+    @property
+    def out_features(self) -> int:
+        """Those of the product."""
+        return self._product.out_features
+
+    @property
+    def in_features(self) -> int:
+        """Those of the product."""
+        return self._product.in_features
+
+    @property
+    def num_bytes(self) -> int:
+        """Those of the product."""
+        return self._product.num_bytes
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of the product."""
+        return self._product.tensors
+
+    def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._product.product(x, out)
+        self._add_to(x, 1.0, out)
+
+    def affine(self, x: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
+        self._product.affine(x, out, scale)
+        self._add_to(x, scale, out)
+
+    def to(self, device: torch.device) -> None:
+        """Move the weights of the product."""
+        self._product.to(device)
+
+
+class ProductAdapters:
+    """Adapters of the products of a decoder of ``module``, which are named to ``adapt`` and ``adapt_head`` while it is built."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._names = {id(part): name for name, part in module.named_modules()}
+        self._places: list[Place] = []
+        self._adapters: DeviceAdapters | None = None
+
+    def adapt(self, linears: Sequence[Linear], product: Product) -> Product:
+        """An ``Adapt``."""
+        return self._adapted(linears, product, of_rows=False)
+
+    def adapt_head(self, head: Linear, product: Product) -> Product:
+        """As ``adapt``, of the head."""
+        return self._adapted([head], product, of_rows=True)
+
+    def open(
+        self, limits: SlotLimits, dtype: torch.dtype, device: torch.device, kernels: LowRankKernels
+    ) -> DeviceAdapters:
+        """All of them, once the decoder is built."""
+        self._adapters = DeviceAdapters(self._places, limits, dtype, device, kernels)
+        return self._adapters
+
+    def _adapted(self, linears: Sequence[Linear], product: Product, *, of_rows: bool) -> Product:
+        layers = {self._names[id(linear)]: (linear.out_features, linear.in_features) for linear in linears}
+        place = len(self._places)
+        self._places.append(Place(layers, of_rows))
+
+        def add_to(x: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+            if self._adapters is not None:
+                self._adapters.add_to(place, x, scale, out)
+
+        return AdaptedProduct(product, add_to)
+
+
+# The kernels of adapters: proved on their device before they serve, and on a model's modules where they do.
+
+logger = logging.getLogger(__name__)
+
+_PROVED = Place({"one": (160, 1152), "other": (48, 1152)})
+_LIMITS = SlotLimits(max_loras=2, max_rank=24)
+_ROWS = 21
+
+
+def why_not(kernels: LowRankKernels, dtype: torch.dtype, device: torch.device) -> str:
+    """Why ``kernels`` do not add for adapters of a model in ``dtype`` on ``device``; empty where they are proved: they add to
+    some rows what plain torch does, and leave others as they were.
+    """
+    try:
+        difference, untouched = _prove(kernels, dtype, device)
+    except Exception as e:  # of a compiler, or of a driver
+        return f"its kernels for adapters fail: {type(e).__name__}: {e}"
+    if not untouched:
+        return "its kernels for adapters change rows without one"
+    if difference <= TOLERANCES[dtype]:
+        return ""
+    return f"what its kernels add for adapters differs by {difference:.3g}"
+
+
+@torch.inference_mode()
+def _prove(kernels: LowRankKernels, dtype: torch.dtype, device: torch.device) -> tuple[float, bool]:
+    """How far what two adapters add is from plain torch, and whether rows between theirs are what they were."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator).div_(size[-1] ** 0.5)
+
+    updates = [
+        {name: LowRankUpdate(random(rank, width), random(out, rank)) for name, (out, width) in _PROVED.layers.items()}
+        for rank in (8, 24)
+    ]
+    adapters = DeviceAdapters([_PROVED], _LIMITS, dtype, device, kernels)
+    adapters.allocate()
+    for number, own in enumerate(updates):
+        adapters.prepare(LoraAdapter(bytes([number]), own))()
+    x = (30 * random(_ROWS, 1152)).to(device=device, dtype=dtype)
+    found = random(_ROWS, 208).to(device=device, dtype=dtype)
+    before, expected = found.clone(), found.clone()
+    segments = [LoraSegment(b"\0", 1, 18), LoraSegment(b"\1", 19, 20)]
+    with adapters.step(segments, (), StepShape(_ROWS, 1)):
+        adapters.add_to(0, x, 1.0, found)
+    for segment, own in zip(segments, updates, strict=True):
+        rows = slice(segment.first, segment.end)
+        for update, out in zip(own.values(), torch.split(expected, [160, 48], dim=1), strict=True):
+            PlainAddition(update.a.to(device), update.b.to(device))(x[rows], out[rows])
+    untouched = all(torch.equal(found[row], before[row]) for row in (0, 18, 20))
+    return distance(found - before, expected - before), untouched
+
+
+def slot_modules(
+    module: PreTrainedModel, dtype: torch.dtype, device: torch.device, limits: SlotLimits | None
+) -> SlotModules | None:
+    """Slots for adapters of the linear layers of a model in ``dtype`` that runs by its own modules. None where there are no
+    ``limits`` or the device is no GPU, and where kernels cannot be had or fail their proof: plain torch adds for adapters
+    there, which is slow.
+    """
+    if device.type != "cuda" or limits is None:
+        return None
+    try:
+        kernels = _kernels()
+    except ModuleNotFoundError as e:
+        reason = f"kernels cannot be compiled: {e}"
+    else:
+        if not (reason := why_not(kernels, dtype, device)):
+            return adapted_modules(module, dtype, device, limits, kernels)
+    logger.warning("adapters are added by plain torch, which is slower: %s", reason)
+    return None
+
+
+def adapted_modules(
+    module: PreTrainedModel, dtype: torch.dtype, device: torch.device, limits: SlotLimits, kernels: LowRankKernels
+) -> SlotModules:
+    """Slots for adapters of all layers that ``AdapterTarget`` names and that compute in the model's dtype, as quantized ones will
+    once they are dequantized.
+    """
+    named = dict(module.named_modules())
+    last = head_of(module) or pooling_layer(module)
+    head = next((name for name, part in named.items() if part is last), "")
+
+    def computes(name: str) -> bool:
+        layer = named[name]
+        return isinstance(layer, QuantizedLinear) or layer.get_parameter("weight").dtype == dtype
+
+    layers = {name: size for name, size in AdapterTarget.of(module).linears.items() if computes(name)}
+    return SlotModules(module, layers, head, limits, dtype, device, kernels)
+
+
+def _kernels() -> LowRankKernels:
+    # Triton is imported where there is a device for its kernels.
+    from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
+
+    return TritonKernels()

@@ -264,3 +264,192 @@ def _fill(view: Any, values: npt.NDArray[Any], length: int, padding: float) -> N
     """``values`` and then ``padding`` in the first ``length`` numbers of ``view``."""
     view[: len(values)] = values
     view[len(values) : length] = padding
+
+
+# Memory of what flows through the layers of the fused decoder.
+#
+# What attention needs and what the MLP needs are never there at once, so they share memory.
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Numbers of a token: ``attended`` are all query heads, ``qkv`` with keys and values, ``intermediate`` the MLP's."""
+
+    hidden: int
+    qkv: int
+    attended: int
+    intermediate: int
+    vocab: int
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Of a step, each ``[tokens, width]``; ``chosen`` and ``logits`` ``[requests, width]``. ``x`` and ``normed`` may change
+    their parts. ``query`` and ``attended`` share memory with ``gate_up`` and ``gated``.
+    """
+
+    residual: torch.Tensor
+    x: torch.Tensor
+    normed: torch.Tensor
+    qkv: torch.Tensor
+    query: torch.Tensor
+    attended: torch.Tensor
+    gate_up: torch.Tensor
+    gated: torch.Tensor
+    chosen: torch.Tensor
+    logits: torch.Tensor
+
+
+class ActivationBuffers:
+    """For steps of up to ``max_shape``. Zeros at first; later rows of padding hold what was there before, which nobody reads."""
+
+    def __init__(self, max_shape: StepShape, widths: Widths, dtype: torch.dtype, device: torch.device) -> None:
+        tokens, requests = max_shape.tokens, max_shape.requests
+        self.max_shape = max_shape
+        self._widths = widths
+        numbers = ALIGNMENT // dtype.itemsize
+
+        def zeros(size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        def aligned(width: int) -> int:
+            return -(-tokens * width // numbers) * numbers
+
+        self._hidden = [zeros(tokens * widths.hidden) for _ in range(3)]
+        of_attention = [widths.qkv, widths.attended, widths.attended]
+        of_mlp = [2 * widths.intermediate, widths.intermediate]
+        shared = zeros(max(sum(map(aligned, of_attention)), sum(map(aligned, of_mlp))))
+        self._shared = [_parts(shared, [aligned(width) for width in part]) for part in (of_attention, of_mlp)]
+        self._chosen = zeros(requests * widths.hidden)
+        self._logits = zeros(requests * widths.vocab)
+
+    def of(self, shape: StepShape) -> Activations:
+        """The tensors of a step of ``shape``: the same memory each time."""
+        tokens, requests, widths = shape.tokens, shape.requests, self._widths
+
+        def rows(flat: torch.Tensor, count: int, width: int) -> torch.Tensor:
+            return flat[: count * width].view(count, width)
+
+        residual, x, normed = (rows(flat, tokens, widths.hidden) for flat in self._hidden)
+        (qkv, query, attended), (gate_up, gated) = self._shared
+        return Activations(
+            residual,
+            x,
+            normed,
+            rows(qkv, tokens, widths.qkv),
+            rows(query, tokens, widths.attended),
+            rows(attended, tokens, widths.attended),
+            rows(gate_up, tokens, 2 * widths.intermediate),
+            rows(gated, tokens, widths.intermediate),
+            rows(self._chosen, requests, widths.hidden),
+            rows(self._logits, requests, widths.vocab),
+        )
+
+
+def _parts(memory: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+# What steps of the fused decoder run on: tensors for their inputs, and for what flows through the layers.
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What of a KV cache the inputs depend on: its groups, and the most blocks that a sequence fills in one of them."""
+
+    num_groups: int
+    max_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The tensors of steps of ``shape``: the same memory for each of them, where they are padded. ``buffers`` brings inputs."""
+
+    shape: StepShape
+    buffers: InputBuffers
+    inputs: StepInputs
+    activations: Activations
+
+
+class StepMemory:
+    """Tensors of steps: those of padded shapes are allocated once and never move, those of larger ones when a step first needs so
+    much.
+    """
+
+    def __init__(self, cache: CacheShape, widths: Widths, dtype: torch.dtype, device: torch.device) -> None:
+        self.cache = cache
+        self._widths = widths
+        self._dtype = dtype
+        self._device = device
+        self._slots = HostSlots.on(device)
+        self._captured = self._allocate(CAPTURED)
+        self._large: tuple[InputBuffers, ActivationBuffers] | None = None
+        self._steps: dict[StepShape, Step] = {}
+
+    def step(self, shape: StepShape) -> Step:
+        """For a step of ``shape``."""
+        if shape.is_large:
+            return _step(shape, *self._room_for(shape))
+        if shape not in self._steps:
+            self._steps[shape] = _step(shape, *self._captured)
+        return self._steps[shape]
+
+    def _room_for(self, shape: StepShape) -> tuple[InputBuffers, ActivationBuffers]:
+        """That of earlier large steps, if it is enough. What is too small is freed before more is taken."""
+        held = StepShape(0, 0) if self._large is None else self._large[0].max_shape
+        if self._large is None or shape.tokens > held.tokens or shape.requests > held.requests:
+            self._large = None
+            wanted = zip((held.tokens, held.requests), (shape.tokens, shape.requests), strict=True)
+            self._large = self._allocate(StepShape(*(_whole(max(one, other)) for one, other in wanted)))
+        return self._large
+
+    @torch.inference_mode(False)
+    def _allocate(self, shape: StepShape) -> tuple[InputBuffers, ActivationBuffers]:
+        inputs = InputBuffers(shape, self.cache.num_groups, self.cache.max_blocks, self._slots, self._device)
+        return inputs, ActivationBuffers(shape, self._widths, self._dtype, self._device)
+
+
+def _step(shape: StepShape, inputs: InputBuffers, activations: ActivationBuffers) -> Step:
+    return Step(shape, inputs, inputs.of(shape), activations.of(shape))
+
+
+def _whole(count: int) -> int:
+    """The next multiple of the largest padded size, so that steps of slowly growing sizes do not allocate each time."""
+    return -(-count // MAX_CAPTURED_TOKENS) * MAX_CAPTURED_TOKENS
+
+
+# Hidden states that steps give beside their logits, in memory that never moves where steps are replayed.
+
+
+class KeptHidden:
+    """Those of ``layers``, as ``ForwardPass.keep_hidden`` counts them, ``[tokens, layers * width]``."""
+
+    def __init__(self, layers: Sequence[int], width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.layers = tuple(layers)
+        self._width = width
+        with torch.inference_mode(False):
+            self._captured = torch.zeros(CAPTURED.tokens, len(layers) * width, dtype=dtype, device=device)
+        self._rows = self._captured
+
+    def begin(self, num_tokens: int) -> None:
+        """A step of so many tokens, padding included: those of padded shapes have the same memory each time."""
+        fits = num_tokens <= len(self._captured)
+        self._rows = (
+            self._captured[:num_tokens] if fits else self._captured.new_empty(num_tokens, len(self._captured[0]))
+        )
+
+    def put(self, layer: int, states: torch.Tensor) -> None:
+        """What comes into ``layer``: ``[tokens, width]``."""
+        for place, kept in enumerate(self.layers):
+            if kept == layer:
+                self._rows[:, place * self._width : (place + 1) * self._width].copy_(states)
+
+    def put_all(self, states: torch.Tensor) -> None:
+        """Those of all layers, side by side."""
+        self._rows.copy_(states)
+
+    def of(self, num_tokens: int) -> torch.Tensor:
+        """Of the first tokens of the step that ran last, in memory of their own."""
+        rows = self._rows if num_tokens > len(self._captured) else self._captured
+        return rows[:num_tokens].clone()

@@ -5,8 +5,10 @@ of its shape, reads nothing on the host and allocates nothing. What is taken ove
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,23 +17,18 @@ import torch
 
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.attention.factory import create_backend
-from penstock_enginecore.attention.kv_arena import KVArena
-from penstock_enginecore.attention.kv_cache import FLOAT8, LayerCache, LayerCaches
+from penstock_enginecore.attention.kv_cache import FLOAT8, KVArena, LayerCache, LayerCaches
+from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.core.worker_stats import GraphStats
-from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
-from penstock_enginecore.forward.cuda.adapted_products import ProductAdapters, unadapted
-from penstock_enginecore.forward.cuda.adapters import DeviceAdapters
-from penstock_enginecore.forward.cuda.buffers import StepShape, padded_shape
-from penstock_enginecore.forward.cuda.device_tokens import TokenFeedback
-from penstock_enginecore.forward.cuda.families import plan_model
-from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs
-from penstock_enginecore.forward.cuda.hidden_state_capture import KeptHidden
+from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass
+from penstock_enginecore.forward.cuda.adapters import DeviceAdapters, ProductAdapters, unadapted, why_not
+from penstock_enginecore.forward.cuda.buffers import CacheShape, KeptHidden, Step, StepMemory, StepShape, padded_shape
+from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs, cuda_graphs
 from penstock_enginecore.forward.cuda.kernel_api import Kernels, SamplingKernels
-from penstock_enginecore.forward.cuda.latent_layer import latent_specs
-from penstock_enginecore.forward.cuda.layer_trace import Trace, first_difference, traced
-from penstock_enginecore.forward.cuda.layers import AfterLayer, Layers
-from penstock_enginecore.forward.cuda.linear import Dense, Product, empty, merged
-from penstock_enginecore.forward.cuda.steps import CacheShape, Step, StepMemory
+from penstock_enginecore.forward.cuda.layers import AfterLayer, Layers, latent_specs
+from penstock_enginecore.forward.cuda.linear import Dense, Product, empty, keeps, merged
+from penstock_enginecore.forward.cuda.reader import plan_model
+from penstock_enginecore.forward.cuda.sampler import DeviceLauncher, MakeSampling, TokenFeedback, difference
 from penstock_enginecore.forward.modules import (
     NO_ROWS,
     ModulesForward,
@@ -42,11 +39,50 @@ from penstock_enginecore.forward.modules import (
     probe_model,
 )
 from penstock_enginecore.forward.probe import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
-from penstock_enginecore.forward.proof import UnsuitableError
-from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment
+from penstock_enginecore.forward.proof import TOLERANCES, Candidate, UnsuitableError, distance
+from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, segments_of_rows
 from penstock_enginecore.lora.device_slots import SlotLimits
-from penstock_enginecore.lora.segments import segments_of_rows
 from penstock_enginecore.models.loader import LoadedModel
+from penstock_enginecore.models.quantization.scheme import Scheme
+from penstock_enginecore.sample.base import Sampler
+
+# Which layer of a fused decoder computes something else than the model's own.
+
+Trace = list[torch.Tensor]
+"""What the first layer gets, and what each layer puts out: ``[tokens, hidden size]`` each."""
+
+
+@contextmanager
+def traced(layers: Sequence[torch.nn.Module]) -> Iterator[Trace]:
+    """The trace of the forward pass of transformers' modules in the ``with`` block."""
+    trace: Trace = []
+
+    def before(module: torch.nn.Module, args: Any) -> None:  # noqa: ARG001 - torch's signature
+        trace.append(args[0][0].clone())
+
+    def after(module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        trace.append(hidden[0].clone())
+
+    handles = [layers[0].register_forward_pre_hook(before)]
+    handles += [layer.register_forward_hook(after) for layer in layers]
+    try:
+        yield trace
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_difference(found: Trace, expected: Trace, names: Sequence[str]) -> str:
+    """Words that say where ``found`` parts from ``expected``; ``names``: of the layers."""
+    differences = [distance(one, other) for one, other in zip(found, expected, strict=True)]
+    limit = TOLERANCES[expected[0].dtype]
+    if not differences[0] <= limit:
+        return f": the embedding differs by {differences[0]:.3g}"
+    for name, (before, after) in zip(names, itertools.pairwise(differences), strict=True):
+        if not after <= limit:
+            return f": {name} puts out what differs by {after:.3g}, of what differs by {before:.3g}"
+    return f": its layers agree to {max(differences):.3g}, so that its last norm or head differs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,3 +352,79 @@ class FusedForward:
         finally:
             self._after_layer = None
         return trace
+
+
+# The fused decoder as a candidate for models on GPUs, and the choice of tokens there.
+
+logger = logging.getLogger(__name__)
+
+_PROVED_ROWS = 128
+
+
+def fused_candidates(
+    probed: ProbedModel, uses: KernelsConfig, attention_backend: str, lora: SlotLimits | None = None
+) -> list[Candidate[ForwardPass]]:
+    """The whole model by kernels of our own, its steps replayed; none where the device is no GPU, where this use of kernels is
+    turned off, or where another ``attention_backend`` than the best was asked for. ``lora``: steps may have adapters.
+    """
+    if not _is_offered(probed.device, uses, attention_backend):
+        return []
+    return [Candidate("fused decoder", lambda: _build(probed, uses, lora))]
+
+
+def kept_weights(device: torch.device, uses: KernelsConfig, attention_backend: str) -> Callable[[Scheme], bool]:
+    """Which quantized weights linear layers keep, for the fused decoder's products: none where it is not tried."""
+    return keeps if _is_offered(device, uses, attention_backend) else lambda scheme: False  # noqa: ARG005
+
+
+def _is_offered(device: torch.device, uses: KernelsConfig, attention_backend: str) -> bool:
+    return device.type == "cuda" and uses.decoder and attention_backend == "auto"
+
+
+def device_launcher(
+    device: torch.device, uses: KernelsConfig, sampler: Sampler, vocab: int, dtype: torch.dtype
+) -> DeviceLauncher | None:
+    """What chooses tokens on a GPU, once it is proved. None where the device is none, where this use of kernels is turned off,
+    and where the proof fails.
+    """
+    if device.type != "cuda" or not uses.sampler:
+        return None
+    return proved_launcher(device, sampler, vocab, dtype, _sampling_kernels)
+
+
+def proved_launcher(
+    device: torch.device, sampler: Sampler, vocab: int, dtype: torch.dtype, make: MakeSampling
+) -> DeviceLauncher | None:
+    """By the kernels that ``make`` makes, if they choose the tokens that ``sampler`` does; where they do not, the log says so."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(_PROVED_ROWS, vocab, generator=generator)).to(device=device, dtype=dtype)
+    try:
+        launcher = DeviceLauncher(vocab, device, make)
+        reason = difference(launcher, sampler, logits)
+    except Exception as e:  # of a compiler, or of a driver
+        reason = f"{type(e).__name__}: {e}"
+    if not reason:
+        return launcher
+    logger.warning("tokens are waited for, which is slower: choosing them on the device failed its proof: %s", reason)
+    return None
+
+
+def _sampling_kernels(max_rows: int, vocab: int, device: torch.device) -> SamplingKernels:
+    from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
+
+    return TokenSampler(max_rows, vocab, device)
+
+
+def _build(probed: ProbedModel, uses: KernelsConfig, lora: SlotLimits | None) -> FusedForward:
+    if demands := probed.demands:
+        raise UnsuitableError(f"its media have {demands}")
+    # Triton is imported where there is a device for its kernels.
+    try:
+        from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
+    except ModuleNotFoundError as e:
+        raise UnsuitableError(f"its kernels cannot be compiled: {e}") from e
+    graphs = cuda_graphs() if uses.graphs else None
+    kernels = TritonKernels(batch_invariant=uses.batch_invariant)
+    if lora is not None and (reason := why_not(kernels, probed.model.dtype, probed.device)):
+        raise UnsuitableError(reason)
+    return FusedForward(probed, kernels, graphs, lora)

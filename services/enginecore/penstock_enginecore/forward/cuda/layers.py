@@ -1,26 +1,271 @@
-"""The layers of the fused decoder: in which order kernels and products are launched.
+"""The layers of the fused decoder: attention, latent attention (MLA), and the order in which kernels and products are launched.
 
 Norms begin with the add before them, biases of queries, keys and values are left to the prologue: a layer is four products and
 five to seven launches.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from penstock_enginecore.attention.kv_cache import LayerCache
-from penstock_enginecore.forward.cuda.activations import Activations, Widths
-from penstock_enginecore.forward.cuda.adapted_products import Adapt, unadapted
-from penstock_enginecore.forward.cuda.attention_layer import Attention, HeadsAttention
-from penstock_enginecore.forward.cuda.buffers import StepInputs
-from penstock_enginecore.forward.cuda.kernel_api import Kernels, Norm
-from penstock_enginecore.forward.cuda.latent_layer import LatentAttention
-from penstock_enginecore.forward.cuda.linear import Held
+from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+from penstock_enginecore.forward.cuda.adapters import Adapt, unadapted
+from penstock_enginecore.forward.cuda.buffers import Activations, StepInputs, Widths
+from penstock_enginecore.forward.cuda.kernel_api import Kernels, Norm, RotaryTable
+from penstock_enginecore.forward.cuda.linear import Held, Linear, Product, merged
 from penstock_enginecore.forward.cuda.mlp import MLP, GatedMLP, mlp_of
-from penstock_enginecore.forward.cuda.plans import LatentPlan, LayerPlan, ModelPlan
-from penstock_enginecore.forward.cuda.rotary import rotary_table
+from penstock_enginecore.forward.cuda.plans import AttentionPlan, LatentPlan, LayerPlan, ModelPlan
 from penstock_enginecore.forward.proof import UnsuitableError
+from penstock_enginecore.models.quantization.layers import QuantizedLinear
+
+# Tables of rotary positions, made by the model's own modules.
+
+
+def rotary_table(module: Any, max_len: int, device: torch.device, *variant: str, twice: bool = True) -> RotaryTable:
+    """Of positions up to ``max_len``, in float32 whatever the model's dtype. ``variant``: what ``module`` is told besides the
+    positions, for Gemma 3 the kind of layer. ``twice``: whether it gives each number twice, for both halves of a head; complex
+    numbers stand for a cosine and a sine. UnsuitableError where they are not the same.
+    """
+    like = torch.empty(0, dtype=torch.float32, device=device)
+    tables = []
+    made = module(like, torch.arange(max_len, device=device)[None], *variant)
+    if isinstance(made, torch.Tensor) and made.is_complex():  # a number for each pair, of both
+        made, twice = (made.real, made.imag), False
+    for table in made:
+        half = table.shape[-1] // 2 if twice else table.shape[-1]
+        if table.dtype != torch.float32 or (twice and not torch.equal(table[..., :half], table[..., half:])):
+            raise UnsuitableError(f"{type(module).__name__} does not turn halves")
+        tables.append(table[0, :, :half].contiguous())
+    cosines, sines = tables
+    return RotaryTable(cosines, sines)
+
+
+class Attention(Protocol):
+    """Part of a layer."""
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """What it holds of the model's weights."""
+
+    @property
+    def first(self) -> Product:
+        """The product whose output is ``Activations.qkv``."""
+
+    @property
+    def output(self) -> Product:
+        """The last product: of ``Activations.attended``."""
+
+    def run(
+        self,
+        x: torch.Tensor,
+        inputs: StepInputs,
+        activations: Activations,
+        cache: LayerCache,
+        rotary: RotaryTable,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """From ``x`` into ``out``, both ``[tokens, hidden size]``, times ``scale``. Writes new tokens into ``cache``."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsAttention:
+    """Queries, keys and values of one product; keys and values of each head are cached."""
+
+    plan: AttentionPlan
+    first: Product
+    output: Product
+    kernels: Kernels
+
+    @classmethod
+    def of(cls, plan: AttentionPlan, kernels: Kernels, adapt: Adapt = unadapted) -> "HeadsAttention":
+        """Merges the weights that ``plan`` names."""
+        first = adapt(plan.qkv, merged(plan.qkv, kernels))
+        return cls(plan, first, adapt([plan.output], merged([plan.output], kernels)), kernels)
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """Two products."""
+        return self.first, self.output
+
+    def run(
+        self,
+        x: torch.Tensor,
+        inputs: StepInputs,
+        activations: Activations,
+        cache: LayerCache,
+        rotary: RotaryTable,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """Within ``activations``."""
+        plan = self.plan
+        group, keys, values = inputs.groups[cache.group], cache.cache.keys, cache.cache.values
+        heads = (-1, plan.num_heads, plan.head_size)
+        query, attended = activations.query.view(heads), activations.attended.view(heads)
+        self.first.product(x, activations.qkv)
+        self.kernels.prologue(
+            activations.qkv,
+            self.first.bias,
+            plan.norms,
+            rotary,
+            inputs.positions,
+            group.slots,
+            keys,
+            values,
+            query,
+            cache.cache.scales,
+        )
+        self.kernels.attend(query, keys, values, group, plan.params, attended, cache.cache.scales)
+        self.output.affine(activations.attended, out, scale)
+
+
+# The attention of a layer over a latent (MLA), by absorbed projections: queries are brought to the latent's space and attend
+# there, and what they have seen leaves it for the heads' values. So a token of the cache is one vector for all heads.
+#
+# What flows between is allocated, of sizes that the step's shape says.
+
+
+def latent_specs(plan: ModelPlan, specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """``specs`` of the layers' caches, by their names in order: of those that attend over a latent one vector per token, of one
+    head, without values.
+    """
+    found = dict(specs)
+    for name, layer in zip(specs, plan.layers, strict=True):
+        if isinstance(layer.attention, LatentPlan):
+            size = layer.attention.latent + layer.attention.rotary_size
+            found[name] = msgspec.structs.replace(specs[name], num_kv_heads=1, head_size=size, head_size_v=0)
+    return found
+
+
+class HeadWeights:
+    """A matrix for each head: ``weight`` ``[heads, in_features, out_features]``, ``transposed`` with the last two exchanged."""
+
+    def __init__(self, weight: torch.Tensor, kernels: Kernels, *, transposed: bool) -> None:
+        self._weight = weight
+        self._kernels = kernels
+        self._transposed = transposed
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of it."""
+        return self._weight.numel() * self._weight.element_size()
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """It."""
+        return [self._weight]
+
+    def to(self, device: torch.device) -> None:
+        """Move it."""
+        self._weight = self._weight.to(device)
+
+    def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Each head's rows of ``x`` ``[tokens, heads, in_features]`` times its matrix into ``out`` ``[tokens, heads,
+        out_features]``, in both of which tokens and heads may lie apart.
+        """
+        heads = len(self._weight)
+        if not self._kernels.batch_invariant:
+            weight = self._weight.transpose(1, 2) if self._transposed else self._weight
+            torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+            return
+        rows = x.transpose(0, 1).reshape(heads * len(x), -1)
+        ends = torch.arange(1, heads + 1, dtype=torch.int32, device=x.device) * len(x)
+        product = rows.new_empty(len(rows), out.shape[2])
+        self._kernels.grouped_product(rows, self._weight, None, ends, product, transposed=not self._transposed)
+        torch.transpose_copy(product.view(heads, len(x), -1), 0, 1, out=out)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """``first``: of what queries are made of, the latent and what turns; ``up``: from queries of low rank. ``absorb`` brings
+    queries to the latent's space, ``expand`` leaves it.
+    """
+
+    plan: LatentPlan
+    first: Product
+    up: Product | None
+    absorb: HeadWeights
+    expand: HeadWeights
+    output: Product
+    kernels: Kernels
+
+    @classmethod
+    def of(cls, plan: LatentPlan, dtype: torch.dtype, kernels: Kernels, adapt: Adapt = unadapted) -> "LatentAttention":
+        """Merges the weights that ``plan`` names, and copies those that stand between the latent and heads in ``dtype``: an
+        adapter adds nothing to these.
+        """
+        absorb, expand = _by_head(plan, dtype)
+        return cls(
+            plan,
+            adapt(plan.down, merged(plan.down, kernels)),
+            None if plan.up is None else adapt([plan.up], merged([plan.up], kernels)),
+            HeadWeights(absorb, kernels, transposed=False),
+            HeadWeights(expand, kernels, transposed=True),
+            adapt([plan.output], merged([plan.output], kernels)),
+            kernels,
+        )
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """Products and matrices of heads."""
+        return self.first, *(() if self.up is None else (self.up,)), self.absorb, self.expand, self.output
+
+    def run(
+        self,
+        x: torch.Tensor,
+        inputs: StepInputs,
+        activations: Activations,
+        cache: LayerCache,
+        rotary: RotaryTable,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """As of ``Attention``."""
+        plan, kernels = self.plan, self.kernels
+        group, latents, tokens = inputs.groups[cache.group], cache.cache.keys, len(x)
+        product, size = activations.qkv, plan.plain_size + plan.rotary_size
+        self.first.product(x, product)
+        low = None if self.up is None else x.new_empty(tokens, self.up.in_features)
+        kernels.latent_prologue(
+            product,
+            self.first.bias,
+            plan.norms,
+            rotary,
+            inputs.positions,
+            group.slots,
+            latents,
+            low,
+            interleaved=plan.interleaved,
+        )
+        heads = product[:, : plan.num_heads * size]
+        if self.up is not None and low is not None:
+            heads = x.new_empty(tokens, plan.num_heads * size)
+            self.up.affine(low, heads)
+        heads = torch.unflatten(heads, 1, (plan.num_heads, size))
+        query = x.new_empty(tokens, plan.num_heads, plan.latent + plan.rotary_size)
+        kernels.turn_queries(heads, rotary, inputs.positions, group.slots, query, interleaved=plan.interleaved)
+        self.absorb.multiply(heads[:, :, : plan.plain_size], query[:, :, : plan.latent])
+        seen = x.new_empty(tokens, plan.num_heads, plan.latent)
+        kernels.attend_latent(query, latents, group, plan.params.scaling, seen)
+        self.expand.multiply(seen, activations.attended.view(tokens, plan.num_heads, plan.value_size))
+        self.output.affine(activations.attended, out, scale)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _by_head(plan: LatentPlan, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the expansion, the rows that make keys and those that make values: ``[heads, rows, latent]`` each."""
+    linear: Linear = plan.expansion
+    weight = linear.dense(dtype).weight if isinstance(linear, QuantizedLinear) else linear.weight
+    by_head = weight.detach().view(plan.num_heads, plan.plain_size + plan.value_size, plan.latent)
+    keys, values = torch.split(by_head, [plan.plain_size, plan.value_size], dim=1)
+    return keys.contiguous(), values.contiguous()
+
 
 AfterLayer = Callable[[int, torch.Tensor], None]
 """Gets the number of a layer and what it put out, ``[tokens, hidden size]``; -1 and what the first one gets."""

@@ -1,18 +1,141 @@
-"""Products of the fused decoder, into buffers of its own.
+"""Products of the fused decoder, into buffers of its own, also with weights that stay quantized.
 
 A class per way in which weights are kept; ``merged`` makes one product of several linear layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from penstock_enginecore.forward.cuda.kernel_api import Kernels
-from penstock_enginecore.forward.cuda.quantized import quantized_product
+from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, Kernels, QuantizedWeight
 from penstock_enginecore.forward.proof import UnsuitableError
+from penstock_enginecore.models.quantization.awq_gptq import Awq, Gptq, Packed
+from penstock_enginecore.models.quantization.float8 import Float8
 from penstock_enginecore.models.quantization.layers import QuantizedLinear, QuantizedStack
+from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
+from penstock_enginecore.models.quantization.scheme import Scheme
+
+# Products of the fused decoder with weights that stay quantized.
+
+_MIN_WIDTH = 16
+"""Columns that tensor cores multiply at once."""
+_MAX_HALF = 64
+
+
+def keeps(scheme: Scheme) -> bool:
+    """Whether there is a product with weights of ``scheme``, of linear layers and of experts: a tile of its columns must not
+    cross a block of the scales, and columns of a block must follow one another.
+    """
+    if isinstance(scheme, Mxfp4):
+        return True
+    if isinstance(scheme, Float8):
+        width = 0 if isinstance(scheme.granularity, str) else scheme.granularity[1]
+        return width == 0 or (width >= _MIN_WIDTH and width & (width - 1) == 0)
+    if isinstance(scheme, Gptq | Packed) and (scheme.bits != 4 or scheme.act_order):
+        return False
+    return isinstance(scheme, Awq | Gptq | Packed) and (scheme.group_size < 0 or _half(scheme.group_size) >= _MIN_WIDTH)
+
+
+class QuantizedProduct:
+    """Quantized weights, by kernels of our own. As ``Dense``, of which it has the methods."""
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, kernels: Kernels) -> None:
+        self.bias = bias
+        self._weight = weight
+        self._kernels = kernels
+
+    @property
+    def out_features(self) -> int:
+        return self._weight.numbers.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self._weight.in_features
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of numbers, zeros, scales and bias."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Numbers, scales, zeros and bias, as far as there are any."""
+        return [*self._weight.tensors, *([] if self.bias is None else [self.bias])]
+
+    def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._kernels.quantized_product(x, self._weight, None, 1.0, out)
+
+    def affine(self, x: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
+        self._kernels.quantized_product(x, self._weight, self.bias, scale, out)
+
+    def to(self, device: torch.device) -> None:
+        self._weight = self._weight.to(device)
+        if self.bias is not None:
+            self.bias.data = self.bias.data.to(device)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def quantized_product(
+    linears: Sequence[QuantizedLinear], bias: torch.Tensor | None, kernels: Kernels
+) -> QuantizedProduct:
+    """One product of ``linears``, whose rows follow one another. 8-bit floats are held once: those of the layers become parts of
+    the whole. 4-bit levels are packed in another way, beside the layers' own until these are emptied. UnsuitableError where they
+    are not all quantized in one way that there is a product for.
+    """
+    schemes = {linear.scheme for linear in linears}
+    scheme = next(iter(schemes))
+    if len(schemes) == 1 and keeps(scheme):
+        if isinstance(scheme, Float8):
+            return QuantizedProduct(_float8(linears, scheme), bias, kernels)
+        if isinstance(scheme, Awq | Gptq | Packed):
+            return QuantizedProduct(joined([int4_weight(linear.tensors, scheme) for linear in linears]), bias, kernels)
+    named = ", ".join(sorted(each.name for each in schemes))
+    raise UnsuitableError(f"there is no product with weights that are {named}")
+
+
+def _float8(linears: Sequence[QuantizedLinear], scheme: Float8) -> Float8Weight:
+    found = [scheme.by_rows(linear.tensors) for linear in linears]
+    numbers = linears[0].tensors[""].data
+    if len(linears) > 1:
+        numbers = torch.cat([linear.tensors[""] for linear in linears])
+        start = 0
+        for linear in linears:
+            linear.replace("", numbers[start : start + linear.out_features])
+            start += linear.out_features
+    return Float8Weight(numbers, torch.cat([scales for scales, _ in found], dim=1), found[0][1])
+
+
+def int4_weight(tensors: Mapping[str, torch.Tensor], scheme: Awq | Gptq | Packed) -> Int4Weight:
+    """The levels of ``tensors`` of a weight, two in a byte. UnsuitableError for columns that are not in order or do not fit."""
+    found = scheme.integers(tensors)
+    rows, columns = found.levels.shape
+    width = columns if scheme.group_size < 0 else scheme.group_size
+    half = _half(width)
+    in_order = torch.arange(columns, device=found.groups.device) // width
+    if columns % (2 * half) or half < _MIN_WIDTH or not torch.equal(found.groups, in_order):
+        raise UnsuitableError(
+            f"there is no product with {columns} columns, or columns in another order, of {scheme.name}"
+        )
+    lower, upper = found.levels.view(rows, columns // (2 * half), 2, half).unbind(2)
+    numbers = (lower | upper << 4).view(rows, columns // 2)
+    return Int4Weight(numbers, found.zeros.t().to(torch.uint8).contiguous(), found.scales.t().contiguous(), width, half)
+
+
+def joined(weights: Sequence[Int4Weight]) -> Int4Weight:
+    """Their rows one after the other."""
+    numbers = torch.cat([weight.numbers for weight in weights])
+    zeros = torch.cat([weight.zeros for weight in weights], dim=1)
+    scales = torch.cat([weight.scales for weight in weights], dim=1)
+    return Int4Weight(numbers, zeros, scales, weights[0].width, weights[0].half)
+
+
+def _half(width: int) -> int:
+    """Half of the columns that two levels of a byte are taken from: the largest power of two whose double divides ``width``."""
+    return min(_MAX_HALF, (width & -width) // 2)
+
 
 Linear = torch.nn.Linear | QuantizedLinear
 

@@ -1,4 +1,4 @@
-"""Reads a plan of a model's layers from transformers' own loaded modules.
+"""Reads a plan of a model's layers from transformers' own loaded modules, by the model's family.
 
 A plan says where norms stand and what is added to their weights, which linear layers are one product, how a layer turns and
 attends. What a layer asks of attention (scale, window, soft cap) is taken from the call that it made. A module that is not
@@ -7,11 +7,11 @@ by the proof.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from penstock_enginecore.forward.cuda.family import Family
 from penstock_enginecore.forward.cuda.kernel_api import Activation, Norm
 from penstock_enginecore.forward.cuda.linear import Linear
 from penstock_enginecore.forward.cuda.plans import (
@@ -19,15 +19,71 @@ from penstock_enginecore.forward.cuda.plans import (
     ClampedGate,
     ExpertsPlan,
     ExpertsWeight,
+    GroupedRouting,
     LatentPlan,
     LayerPlan,
     MLPPlan,
     ModelPlan,
 )
+from penstock_enginecore.forward.modules import ProbedModel
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models.attention_hook import AttentionCall
 from penstock_enginecore.models.quantization.layers import DOWN, GATE_UP, QuantizedExperts, QuantizedLinear
 from penstock_enginecore.models.rope import query_scale
+
+# How the classes of the families that the fused decoder knows are called and built.
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the classes of a family are called and built. ``sandwich``: norms behind attention and MLP as well. ``merged``: one
+    linear layer for queries, keys and values, and one for gate and up. ``multipliers``: Granite's, of inputs, of what is added,
+    and of logits. ``extras``: parts of a layer that do nothing. ``gpt_oss``: attention with sinks, and experts with biases.
+    ``latent``: attention over a latent (MLA), and DeepSeek's experts. ``deepseek_2``: as DeepSeek-V2 turns, and chooses experts.
+    """
+
+    prefix: str
+    norm_offset: float = 0.0
+    qk_norm: bool = False
+    sandwich: bool = False
+    merged: bool = False
+    rotary_by_type: bool = False
+    multipliers: bool = False
+    embedding: str = "Embedding"
+    extras: tuple[str, ...] = ()
+    gpt_oss: bool = False
+    latent: bool = False
+    deepseek_2: bool = False
+
+
+FAMILIES: Mapping[str, Family] = {
+    "DeepseekV2ForCausalLM": Family("DeepseekV2", latent=True, deepseek_2=True),
+    "DeepseekV3ForCausalLM": Family("DeepseekV3", latent=True),
+    "Glm4MoeLiteForCausalLM": Family("Glm4MoeLite", latent=True),
+    "GemmaForCausalLM": Family("Gemma", norm_offset=1.0, embedding="GemmaTextScaledWordEmbedding"),
+    "GptOssForCausalLM": Family("GptOss", gpt_oss=True),
+    "GraniteForCausalLM": Family("Granite", multipliers=True),
+    "LlamaForCausalLM": Family("Llama"),
+    "MinistralForCausalLM": Family("Ministral"),
+    "MistralForCausalLM": Family("Mistral"),
+    "Qwen2ForCausalLM": Family("Qwen2"),
+    "Qwen3ForCausalLM": Family("Qwen3", qk_norm=True),
+    "Gemma2ForCausalLM": Family("Gemma2", norm_offset=1.0, sandwich=True, embedding="Gemma2TextScaledWordEmbedding"),
+    "Gemma3ForCausalLM": Family(
+        "Gemma3",
+        norm_offset=1.0,
+        qk_norm=True,
+        sandwich=True,
+        rotary_by_type=True,
+        embedding="Gemma3TextScaledWordEmbedding",
+    ),
+    "MixtralForCausalLM": Family("Mixtral"),
+    "Qwen3MoeForCausalLM": Family("Qwen3Moe", qk_norm=True),
+    "SeedOssForCausalLM": Family("SeedOss"),
+    "Phi3ForCausalLM": Family("Phi3", merged=True, extras=("resid_attn_dropout", "resid_mlp_dropout")),
+}
+"""By the name of the class that generates."""
+
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "SiLU": "silu",
@@ -224,3 +280,82 @@ class Reader:
         own = {parameter for parameter, _ in module.named_parameters(recurse=False)}
         if odd := own.difference(parameters):
             raise UnsuitableError(f"{name} has parameters that are not known: {', '.join(sorted(odd))}")
+
+
+# Reads a plan of models with latent attention (MLA): DeepSeek's, and those of the same classes.
+
+
+class LatentReader(Reader):
+    """Their layers attend over a latent, and have experts in groups beside shared ones, or an MLP."""
+
+    def attention(self, attention: Any, call: AttentionCall, rotary: int) -> LatentPlan:
+        """UnsuitableError for what it does besides."""
+        low = attention.q_lora_rank is not None
+        queries = ("q_a_proj", "q_a_layernorm", "q_b_proj") if low else ("q_proj",)
+        parts = (*queries, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+        self.expect(attention, f"{self.family.prefix}Attention", parts)
+        name, params = self.names[attention], call.params
+        if query_scale(attention) is not None:
+            raise UnsuitableError(f"{name} scales queries by position")
+        if (params.sliding_window, params.attention_chunk, params.softcap, params.sinks) != (None,) * 4:
+            raise UnsuitableError(f"{name} attends over its latent with a window, a soft cap or sinks")
+        (_, num_heads, size), size_v = call.query.shape, call.value.shape[2]
+        return LatentPlan(
+            down=(
+                self.linear(attention.q_a_proj if low else attention.q_proj),
+                self.linear(attention.kv_a_proj_with_mqa),
+            ),
+            up=self.linear(attention.q_b_proj) if low else None,
+            expansion=self.linear(attention.kv_b_proj),
+            output=self.linear(attention.o_proj),
+            norms=(self.norm(attention.q_a_layernorm) if low else None, self.norm(attention.kv_a_layernorm)),
+            num_heads=num_heads,
+            latent=int(attention.kv_lora_rank),
+            rotary_size=int(attention.qk_rope_head_dim),
+            plain_size=size - int(attention.qk_rope_head_dim),
+            value_size=size_v,
+            interleaved=self.family.deepseek_2 or bool(attention.config.rope_interleave),
+            rotary=rotary,
+            params=params,
+        )
+
+    def mlp_or_experts(self, mlp: Any) -> MLPPlan | ExpertsPlan:
+        """The first layers have an MLP."""
+        prefix = self.family.prefix
+        kind = f"{prefix}Moe" if self.family.deepseek_2 else f"{prefix}MoE"
+        if type(mlp).__name__ != kind:
+            return self.mlp(mlp)
+        self.expect(mlp, kind, ("gate", "experts", "shared_experts"))
+        gate = mlp.gate
+        self.expect(gate, f"{prefix}TopkRouter", (), ("weight",))
+        experts, gate_up, down = self.experts(mlp.experts, ("act_fn",), ("gate_up_proj", "down_proj"))
+        return ExpertsPlan(
+            router=gate.weight,
+            gate_up=gate_up,
+            down=down,
+            top_k=int(gate.top_k),
+            renormalize=not self.family.deepseek_2 and bool(gate.norm_topk_prob),
+            activation=self.activation(experts, "act_fn"),
+            grouped=self._routing(gate),
+            shared=self.mlp(mlp.shared_experts),
+        )
+
+    def _routing(self, gate: Any) -> GroupedRouting:
+        groups, kept, scale = gate.num_group, gate.topk_group, float(gate.routed_scaling_factor)
+        if not self.family.deepseek_2:
+            return GroupedRouting(lambda: gate.e_score_correction_bias, int(groups), int(kept), scale)
+        if gate.topk_method not in ("greedy", "group_limited_greedy"):
+            raise UnsuitableError(f"{self.names[gate]} chooses experts by {gate.topk_method!r}")
+        if gate.topk_method == "greedy":
+            groups = kept = 1
+        return GroupedRouting(None, int(groups), int(kept), scale)
+
+
+def plan_model(probed: ProbedModel) -> ModelPlan:
+    """The plan of a loaded model. UnsuitableError with the name of what is not known of it."""
+    module: Any = probed.model.module
+    family = FAMILIES.get(type(module).__name__)
+    if family is None:
+        raise UnsuitableError(f"{type(module).__name__} is not one of {', '.join(sorted(FAMILIES))}")
+    reader = LatentReader if family.latent else Reader
+    return reader(family, module).model(probed.calls)

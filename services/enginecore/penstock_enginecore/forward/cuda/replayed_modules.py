@@ -10,21 +10,21 @@ from penstock_enginecore.attention.base import IntArray, StepPlan
 from penstock_enginecore.attention.kv_cache import LayerCache, LayerCaches
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
-from penstock_enginecore.forward.cuda.adapted_modules import SlotModules
+from penstock_enginecore.forward.cuda.adapters import SlotModules
 from penstock_enginecore.forward.cuda.attention import TritonAttention
 from penstock_enginecore.forward.cuda.buffers import (
     CAPTURED,
+    CacheShape,
     HostSlots,
     InputBuffers,
+    KeptHidden,
     StepInputs,
     StepShape,
     padded_shape,
 )
-from penstock_enginecore.forward.cuda.device_tokens import TokenFeedback
 from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs
-from penstock_enginecore.forward.cuda.hidden_state_capture import KeptHidden
 from penstock_enginecore.forward.cuda.kernel_api import SamplingKernels
-from penstock_enginecore.forward.cuda.steps import CacheShape
+from penstock_enginecore.forward.cuda.sampler import TokenFeedback
 from penstock_enginecore.forward.modules import (
     KeptStates,
     ModulesForward,

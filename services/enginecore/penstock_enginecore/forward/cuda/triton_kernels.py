@@ -5,25 +5,34 @@ import torch
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
 from penstock_enginecore.forward.cuda.buffers import MAX_CAPTURED_TOKENS
-from penstock_enginecore.forward.cuda.kernel_api import Activation, GroupInputs, Norm, RotaryTable
+from penstock_enginecore.forward.cuda.kernel_api import (
+    Activation,
+    GroupInputs,
+    Int4Weight,
+    Norm,
+    QuantizedWeight,
+    RotaryTable,
+    StackedWeight,
+)
 from penstock_enginecore.forward.cuda.kernels.activation import gated
 from penstock_enginecore.forward.cuda.kernels.attention import Scratch, attend
 from penstock_enginecore.forward.cuda.kernels.cache import write_cache
 from penstock_enginecore.forward.cuda.kernels.experts import quantized_grouped_product
-from penstock_enginecore.forward.cuda.kernels.float8 import float8_product
-from penstock_enginecore.forward.cuda.kernels.int4 import int4_product
 from penstock_enginecore.forward.cuda.kernels.invariant import (
     invariant_grouped_product,
     invariant_product,
     weighted_sum,
 )
-from penstock_enginecore.forward.cuda.kernels.latent_attention import attend_latent, latent_scratch
-from penstock_enginecore.forward.cuda.kernels.latent_prologue import latent_prologue, turn_queries
+from penstock_enginecore.forward.cuda.kernels.latent_attention import (
+    attend_latent,
+    latent_prologue,
+    latent_scratch,
+    turn_queries,
+)
 from penstock_enginecore.forward.cuda.kernels.norm import add_rms_norm
 from penstock_enginecore.forward.cuda.kernels.prologue import prologue
-from penstock_enginecore.forward.cuda.weights import Int4Weight, QuantizedWeight, StackedWeight
-from penstock_enginecore.lora.row_tiles import RowTiles
-from penstock_enginecore.lora.slot_matrices import SlotMatrices
+from penstock_enginecore.forward.cuda.kernels.quantized import float8_product, int4_product
+from penstock_enginecore.lora.kernel_operands import RowTiles, SlotMatrices
 from penstock_enginecore.lora.triton import add_low_rank
 
 

@@ -1,12 +1,81 @@
-"""Who brings blocks of keys and values into the pool, and takes note of those that leave it."""
+"""Interfaces of KV transfer: connectors, which bring blocks into the pool and note those that leave it, copiers and peers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.request import Request
-from penstock_enginecore.kv_transfer.core.copier import BlockCopier
+
+# Copies of whole blocks between the pool of the workers and other memory.
+
+_BATCH_BYTES = 8 << 20
+"""Of blocks that are copied together: what comes behind them waits for no more."""
+Done = Callable[["Future[Any]"], None]
+Follow = Callable[["Future[Any]", Done], None]
+"""Has something called on the busy loop's thread once a copy is over."""
+
+
+def batch_of(block_bytes: int) -> int:
+    """How many blocks are copied together."""
+    return max(1, _BATCH_BYTES // block_bytes)
+
+
+class Copy(NamedTuple):
+    """A block of the pool and a slot of host memory, in whichever direction."""
+
+    block_id: int
+    slot: int
+
+
+class BlockFacts(NamedTuple):
+    """What a block is, or a worker's part of it. ``num_bytes``: over all layers. ``order``: how numbers lie in it; ``numerics``:
+    what computes them, as far as that is known.
+    """
+
+    num_bytes: int
+    order: str
+    numerics: str
+
+
+class BlockCopier(Protocol):
+    """What an executor offers, to any thread, once the KV cache is there. Copies run on a thread of their own, beside steps, on
+    every worker, each of its part of a block; the same slots at all of them. They begin behind the steps that were started
+    before, and are made in the order of the calls: what a step in flight still writes to a block that is copied to,
+    or from, is there before.
+
+    Whoever asks sees to it that no later step writes a block while it is copied from, and none reads one while it is copied to.
+    Futures raise what went wrong; then nothing is known of a copy's target.
+
+    ``block_bytes``: of a block, over all layers and workers. ``order``: how numbers lie in a block; ``numerics``: what computes
+    them, where that is known: blocks of engines in which both are the same are interchangeable.
+    """
+
+    block_bytes: int
+    order: str
+    numerics: str
+
+    def reserve(self, num_slots: int) -> Future[None]:
+        """Allocate so many slots of host memory, once."""
+
+    def save(self, copies: Sequence[Copy]) -> "Future[None]":
+        """Pool to host."""
+
+    def load(self, copies: Sequence[Copy]) -> "Future[None]":
+        """Host to pool."""
+
+    def read(self, block_ids: Sequence[int]) -> "Future[list[bytes]]":
+        """The bytes of blocks of the pool, those of the workers one behind the other."""
+
+    def write(self, block_ids: Sequence[int], contents: "Sequence[bytes | memoryview]") -> "Future[None]":
+        """Bytes that ``read`` gave, into blocks of the pool."""
+
+    def read_slots(self, slots: Sequence[int]) -> "Future[list[bytes]]":
+        """The bytes of slots of the host."""
+
+    def write_slots(self, slots: Sequence[int], contents: "Sequence[bytes | memoryview]") -> "Future[None]":
+        """Bytes into slots of the host."""
 
 
 class Place(NamedTuple):
@@ -129,3 +198,51 @@ class PluggedConnector(KVConnector, Protocol):
 
     def begin(self, copier: BlockCopier, kv_cache: KVCacheConfig) -> None:
         """The KV cache is there, and no step was: blocks are read and written by ``copier``. Raises ConfigError."""
+
+
+# What brings blocks from other engines, as the connector sees it.
+
+
+class PeerBlock(NamedTuple):
+    """A block that has come, and was checked. ``place``: among those that were asked for. ``data``: its bytes as
+    ``BlockCopier.write`` takes them. They stay as they are until ``done`` was called, once, from any thread; only then more may
+    come in their place.
+    """
+
+    place: int
+    data: "bytes | memoryview"
+    done: Callable[[], None]
+
+
+class PeerTier(Protocol):
+    """The sources of requests. Nothing waits in it, and it raises nothing: what it cannot bring does not come.
+
+    All calls come from the thread of the busy loop. ``arrived`` and ``ended`` are called on another one, and return at once.
+    """
+
+    def opened(self, request: Request) -> None:
+        """A request has come: if it has a source that may be asked, open a pull, which keeps the lease."""
+
+    def closed(self, request: Request) -> None:
+        """Its source is not needed any more: give the lease up, and end the pull and what it fetches. Nothing happens without a
+        pull.
+        """
+
+    def num_blocks(self, request: Request) -> int:
+        """Blocks from the first one on that its source is expected to have, in all groups that are needed behind them: 0 without
+        a source, and once it has failed. Cheap.
+        """
+
+    def fetch(
+        self,
+        request: Request,
+        names: Sequence[BlockName],
+        arrived: Callable[[Sequence[PeerBlock]], None],
+        ended: Callable[[], None],
+    ) -> int:
+        """Ask for blocks, each once, in the order in which they are wanted. Those that come are told in any order and any number
+        at a time, then ``ended`` once, also where none has come. Returns the number of the fetch.
+        """
+
+    def abandon(self, fetch_id: int) -> None:
+        """Nobody wants the rest of it: ``ended`` is called soon, if it was not yet, and nothing arrives behind that."""

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from penstock.kvtransfer.v1 import messages_pb2 as pb
 from penstock_common.errors import FailedPrecondition, InvalidArgument
-from penstock_common.tensors.arena import MAX_SLOTS
+from penstock_common.tensors.shared_memory import MAX_SLOTS
 from penstock_common.tensors.sizes import Buffer
-from penstock_enginecore.kv_transfer.rpc.receiver import Receiver, checked
+from penstock_enginecore.kv_transfer.rpc.transports import Receiver, checked
 
 _KIND = "DRAM"
 _FIRST_WAIT, _LONGEST_WAIT = 0.0001, 0.002

@@ -7,13 +7,19 @@ from penstock.kvtransfer.v1 import messages_pb2 as pb
 from penstock_common.errors import ConfigError
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.outputs import TakeShared
-from penstock_common.tensors.arena import Arena, ArenaReader
-from penstock_common.tensors.shared_memory import ROOT, remove_orphans, shared_memory_id
+from penstock_common.tensors.shared_memory import ROOT, Arena, ArenaReader, remove_orphans, shared_memory_id
 from penstock_common.types.kv_transfer import KvSource
 from penstock_enginecore.config import KvTransferConfig
 from penstock_enginecore.kv_transfer.rpc.nixl import NixlAgent, NixlMemory, NixlReceiver, RemoteAgents, installed_agent
-from penstock_enginecore.kv_transfer.rpc.receiver import Receiver
-from penstock_enginecore.kv_transfer.rpc.transports import GRPC, NIXL, SHARED_MEMORY, GrpcSender, Sender, SlotSender
+from penstock_enginecore.kv_transfer.rpc.transports import (
+    GRPC,
+    NIXL,
+    SHARED_MEMORY,
+    GrpcSender,
+    Receiver,
+    Sender,
+    SlotSender,
+)
 
 log = get_logger()
 

@@ -21,8 +21,7 @@ from penstock_common.observability.tracing import Headers
 from penstock_common.rpc.port_secret import PortSecret
 from penstock_common.rpc.status import from_rpc_error
 from penstock_common.types.kv_transfer import BlockName, KvMedium, KvSource
-from penstock_enginecore.kv_transfer.core.counts import TransferCounts
-from penstock_enginecore.kv_transfer.core.peer import PeerBlock
+from penstock_enginecore.kv_transfer.core.base import PeerBlock
 from penstock_enginecore.kv_transfer.core.pull import (
     Acknowledge,
     Arrived,
@@ -33,9 +32,9 @@ from penstock_enginecore.kv_transfer.core.pull import (
     GiveUp,
     Pull,
 )
-from penstock_enginecore.kv_transfer.core.transfers import ABANDONED, WHOLE, Observe, Transfer, outcome_of
-from penstock_enginecore.kv_transfer.rpc.receiver import Receiver
-from penstock_enginecore.kv_transfer.rpc.window import WINDOW_BYTES
+from penstock_enginecore.kv_transfer.core.transfer_stats import ABANDONED, WHOLE, Observe, Transfer, outcome_of
+from penstock_enginecore.kv_transfer.metrics import TransferCounts
+from penstock_enginecore.kv_transfer.rpc.transports import WINDOW_BYTES, Receiver
 
 CHECKSUM = "checksum"
 """The reason of failures that a peer is left alone for."""

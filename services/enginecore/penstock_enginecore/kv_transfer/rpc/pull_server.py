@@ -16,11 +16,10 @@ from penstock_common.errors import FailedPrecondition, InvalidArgument, NotFound
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.first_message import first_message
 from penstock_common.types.kv_transfer import BlockName
-from penstock_enginecore.kv_transfer.core.counts import TransferCounts
 from penstock_enginecore.kv_transfer.core.leases import LEASE_ID_BYTES, Leases
 from penstock_enginecore.kv_transfer.core.pull import MAX_ASKED, MAX_HASHES
-from penstock_enginecore.kv_transfer.rpc.transports import GRPC, GrpcSender, Sender
-from penstock_enginecore.kv_transfer.rpc.window import Window
+from penstock_enginecore.kv_transfer.metrics import TransferCounts
+from penstock_enginecore.kv_transfer.rpc.transports import GRPC, GrpcSender, Sender, Window
 
 _READ_BYTES = 2 * 1024 * 1024
 """That are read from the pool at once, about. While they are sent the next ones are read; nothing is sent before the first."""

@@ -1,15 +1,59 @@
-"""The ways on which the bytes of blocks go, as the engine sees them that has the blocks."""
+"""The ways on which the bytes of blocks go: at the engine that has them, on their way, and at the one that wants them."""
 
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from penstock.common.v1 import tensor_pb2
 from penstock.kvtransfer.v1 import messages_pb2 as pb
+from penstock_common.errors import InvalidArgument
 from penstock_common.observability.logging import get_logger
+from penstock_common.rpc.outputs import TakeShared, payload, take_chunk, taker
+from penstock_common.tensors.incoming import IncomingTensors
+from penstock_common.tensors.sizes import Buffer
 from penstock_common.types.kv_transfer import BlockName
-from penstock_enginecore.kv_transfer.rpc.window import MESSAGE_BYTES
+
+# Bytes on their way from the engine that has them.
+
+MESSAGE_BYTES = 1024 * 1024
+"""Of blocks in a message, about."""
+WINDOW_BYTES = 32 * 1024 * 1024
+"""That are sent and not acknowledged, at most."""
+
+
+class Window:
+    """How much of a stream was sent, and how much has come. A block larger than the window is sent alone."""
+
+    def __init__(self, limit: int = WINDOW_BYTES) -> None:
+        self._limit = limit
+        self.num_sent = 0
+        self.num_acknowledged = 0
+
+    @property
+    def num_under_way(self) -> int:
+        """Bytes that have not come yet, as far as is known."""
+        return self.num_sent - self.num_acknowledged
+
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes may be sent now."""
+        return not self.num_under_way or self.num_under_way + size <= self._limit
+
+    def sent(self, size: int) -> None:
+        """So many bytes are on their way."""
+        self.num_sent += size
+
+    def acknowledged(self, num_bytes: int) -> None:
+        """So many have come since the begin. Raises InvalidArgument for fewer than before, or more than were sent."""
+        if not self.num_acknowledged <= num_bytes <= self.num_sent:
+            raise InvalidArgument(
+                f"ack.num_bytes is {num_bytes}; between {self.num_acknowledged} and {self.num_sent} bytes may have come",
+                field="ack.num_bytes",
+            )
+        self.num_acknowledged = num_bytes
+
+
+# At the engine that has the blocks.
 
 GRPC = "grpc"
 SHARED_MEMORY = "shared_memory"
@@ -126,3 +170,48 @@ def block_message(fetch_id: int, name: BlockName, data: bytes) -> pb.Block:
         crc32=zlib.crc32(data),
         data=tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_UINT8, shape=(len(data),)),
     )
+
+
+# At the engine that wants them.
+
+
+class Receiver:
+    """Those of one stream. ``shared``: copies what lies in memory that both ends see; None: nothing does. ``closed``: called when
+    nothing more comes.
+    """
+
+    def __init__(
+        self, block_bytes: int, shared: TakeShared | None = None, *, closed: Callable[[], None] = lambda: None
+    ) -> None:
+        self._block_bytes = block_bytes
+        self._chunks = IncomingTensors(max_bytes=block_bytes + MESSAGE_BYTES)
+        self._take = taker(self._chunks)
+        self._shared = shared
+        self._closed = closed
+
+    def chunk(self, message: tensor_pb2.TensorChunk) -> None:
+        """A piece of the block that follows."""
+        take_chunk(self._chunks, message)
+
+    async def data(self, block: pb.Block) -> Buffer | None:
+        """The bytes of a block; None where they are not those that its checksum is of. Raises RequestFailed for a message that is
+        none of the protocol's, and one of a block of another size.
+        """
+        self.check(block)
+        return checked(payload(block.data, self._take, path="block.data", element_bytes=1, shared=self._shared), block)
+
+    def check(self, block: pb.Block) -> None:
+        """Raise InvalidArgument for a message of a block of another size."""
+        if block.data.dtype != tensor_pb2.DATA_TYPE_UINT8 or list(block.data.shape) != [self._block_bytes]:
+            raise InvalidArgument(
+                f"block.data is no uint8 [{self._block_bytes}], which all blocks are", field="block.data"
+            )
+
+    def close(self) -> None:
+        """Nothing more comes. Idempotent."""
+        self._closed()
+
+
+def checked(data: Buffer, block: pb.Block) -> Buffer | None:
+    """The bytes, None where they are not those that the block's checksum is of."""
+    return data if zlib.crc32(data) == block.crc32 else None

@@ -12,7 +12,7 @@ import msgspec
 from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.base import Clock
-from penstock_enginecore.lora.core.memory_reservation import Reservation, Want
+from penstock_enginecore.lora.core.cache import Reservation, Want
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest
 
 

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from penstock_common.lora.registration import LoraAdapter
+from penstock_common.lora_registry import LoraAdapter
 
 MakeRoom: TypeAlias = "Callable[[int, Future[None]], None]"
 """Asks for so many bytes of ``lora.cpu_memory``, on any thread. The future ends on the thread that gives executors their calls,

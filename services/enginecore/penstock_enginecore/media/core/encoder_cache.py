@@ -1,7 +1,14 @@
-"""Whose embeddings the workers keep. A state machine: what is wanted and used goes in, what must go for it comes out."""
+"""Whose embeddings of media the workers keep, how many, and what operators can do about it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock_enginecore.core.model_info import ModelInfo
+from penstock_enginecore.core.scheduler.base import Scheduler
+from penstock_enginecore.core.utility import utility
+
+# A state machine: what is wanted and used goes in, what must go for it comes out.
 
 
 @dataclass(slots=True)
@@ -113,3 +120,38 @@ class EncoderCache:
     def _touch(self, identifier: str) -> _Rows:
         rows = self._items[identifier] = self._items.pop(identifier)
         return rows
+
+
+def encoder_cache_size(configured: int, step_tokens: int, model: ModelInfo) -> int:
+    """As ``multimodal.encoder_cache_size`` says, and the largest item at least; 0 configured: twice the tokens of a step. 0 for a
+    model that takes no media.
+    """
+    if not model.media:
+        return 0
+    return max(configured or 2 * step_tokens, *(info.max_embeds for info in model.media))
+
+
+class HasMedia(Protocol):
+    """What ``MediaControl`` needs of an engine."""
+
+    scheduler: Scheduler
+    reset_receiver_cache: Callable[[], None]
+
+
+class MediaControl:
+    """Utilities of an engine, called as those of ``EngineControl`` are."""
+
+    def __init__(self, engine: HasMedia) -> None:
+        self._engine = engine
+
+    @utility
+    def reset_mm_cache(self) -> None:
+        """Forget the inputs of media that are kept for frontends: what a request needs is sent again. Requests that were added
+        keep theirs.
+        """
+        self._engine.reset_receiver_cache()
+
+    @utility
+    def reset_encoder_cache(self) -> None:
+        """Forget the embeddings of media. Those that running requests need stay until they have passed them."""
+        self._engine.scheduler.reset_encoder_cache()

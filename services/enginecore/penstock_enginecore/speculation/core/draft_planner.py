@@ -5,18 +5,18 @@ have an eighth at most.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from penstock_common.types.outputs import SpecDecodingStats
+from penstock_enginecore.config.speculative import SpeculativeConfig
 from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.resources import StepResource
 from penstock_enginecore.core.scheduler.state import SchedulerState
 from penstock_enginecore.core.scheduler.token_budget import num_tokens_due
-from penstock_enginecore.speculation.core.history import DraftHistory
-from penstock_enginecore.speculation.core.policy import DraftPolicy
-from penstock_enginecore.speculation.core.step_cost import StepCost
+from penstock_enginecore.speculation.core.policy import DraftHistory, DraftPolicy, StepCost
 from penstock_enginecore.structured_output.core.base import allows
 
 _SHARE_BESIDE_PROMPTS = 8
@@ -196,3 +196,21 @@ def _history(request: Request, policy: DraftPolicy, *, forced: bool = False) -> 
     if request.draft_history is None:
         request.draft_history = policy.begin()
     return request.draft_history
+
+
+# What operators are shown of an engine's speculation.
+
+
+def speculation_facts(
+    config: SpeculativeConfig, stats: SpecDecodingStats | None, failure: str | None
+) -> dict[str, Any] | None:
+    """The method, its limit, why it was switched off (empty: it was not) and what it has brought; None without speculation."""
+    if not config.enabled:
+        return None
+    return {
+        "method": config.method,
+        "model": config.model,
+        "num_speculative_tokens": config.num_speculative_tokens,
+        "failure": failure or "",
+        **msgspec.structs.asdict(stats or SpecDecodingStats()),
+    }

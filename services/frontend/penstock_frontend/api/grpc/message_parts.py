@@ -15,9 +15,9 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_common.rpc.media import modality_from_proto, tensor_from_proto
 from penstock_common.rpc.outputs import logprobs_to_proto, prompt_embeds_from_proto
-from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.media import EMBEDS, Modality, TensorData
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.outputs import Logprobs
+from penstock_common.types.request import RequestContext
 from penstock_frontend.api.call_context import context_of_call, deadline_after
 from penstock_frontend.api.media_sources import MAX_FRAMES, source_of_url
 from penstock_frontend.call_types import (

@@ -7,9 +7,9 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc.outputs import prompt_embeds_from_proto
-from penstock_common.rpc.sampling import set_fields
-from penstock_common.types.pooling import PoolingParams, PoolingTask
+from penstock_common.rpc.request import set_fields
 from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_common.types.request import PoolingParams, PoolingTask
 from penstock_frontend.api.grpc import message_parts
 from penstock_frontend.api.grpc.message_parts import (
     add_finish,

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted, quoted
 from penstock_common.tenant_room import TenantRoom
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import RequestContext
 from penstock_frontend.api.call_context import context_of_call, tenant_of_call
 from penstock_frontend.api.http.request_body import Bodies, Body, ClientGone
 from penstock_frontend.api.http.streaming import EventStream, send_json

@@ -17,15 +17,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock_common.addresses import with_port
-from penstock_common.config.allowed_origins import AllowedOrigins
+from penstock_common.config.allowed_hosts import AllowedOrigins
 from penstock_common.errors import ConfigError
 from penstock_common.listening import resolve, take_both_families, warn_of_plaintext
-from penstock_common.observability.caller import Caller, current_caller
 from penstock_common.observability.incidents import incident
-from penstock_common.observability.logging import get_logger
+from penstock_common.observability.logging import Caller, current_caller, get_logger
 from penstock_common.observability.tracing import Span, Tracer, current_call, trace_headers
-from penstock_common.security.certificates import Certificates
-from penstock_common.security.tls import server_context
+from penstock_common.security.tls import Certificates, server_context
 from penstock_frontend.api.http import openapi
 from penstock_frontend.api.http.connection import HttpConnection, connection_class
 from penstock_frontend.config import HttpConfig

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
-from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.outputs import Logprobs
 from penstock_frontend.api.http.endpoint import Answer, Call
 from penstock_frontend.api.http.request_body import Body
 from penstock_frontend.api.http.streaming import EventStream

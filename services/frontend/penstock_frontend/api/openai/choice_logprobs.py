@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.outputs import Logprobs
 from penstock_frontend.call_types import RequestOutput
 from penstock_frontend.processing.outputs.detokenizer import REPLACEMENT, IncrementalDetokenizer
 

@@ -11,7 +11,7 @@ import msgspec
 
 from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.outputs import Logprobs
 from penstock_frontend.api.http.endpoint import Answer, Call
 from penstock_frontend.api.http.request_body import Body
 from penstock_frontend.api.http.streaming import EventStream

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import RequestContext
 from penstock_frontend.api.http.endpoint import Call
 from penstock_frontend.api.openai.body_fields import check_range
 

@@ -15,9 +15,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, OutOfRange, Unavailable, Unimplemented
-from penstock_common.rpc.sampling import refuse_set
-from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
-from penstock_common.types.kv_transfer import EngineRole
+from penstock_common.rpc.request import refuse_set
+from penstock_common.types.kv_transfer import AllBlocksCleared, BlockRemoved, BlockStored, EngineRole, KvCacheEvent
 from penstock_common.types.media import MediaLimits, Modality
 from penstock_frontend.api.call_context import deadline_after
 from penstock_frontend.api.grpc.servicers import ask_all, media_limits, refuses_unserved

@@ -8,10 +8,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc import outputs as parts
-from penstock_common.rpc.sampling import refuse_set
-from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_common.types.request_context import RequestContext
+from penstock_common.rpc.request import refuse_set
+from penstock_common.types.outputs import Logprobs
+from penstock_common.types.request import PoolingParams, PoolingTask, RequestContext
 from penstock_common.types.sampling import OutputKind, SamplingParams, StructuredOutput
 from penstock_frontend.api.call_context import context_of_call, deadline_after, tenant_of_call
 from penstock_frontend.api.vllm.media import Anchor, with_references, with_tensors

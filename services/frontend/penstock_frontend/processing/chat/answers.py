@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from penstock_common.observability.logging import get_logger
-from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.outputs import Logprobs
 from penstock_common.types.request import ReasoningTokens
 from penstock_common.types.sampling import OutputKind
 from penstock_frontend.call_types import Finish, RequestOutput

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.child_process import start_python
 from penstock_common.errors import InvalidArgument, Unavailable
+from penstock_common.process import start_python
 
 # What a frontend and the process that renders clients' chat templates say to each other: JSON behind its length.
 

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock_common.child_process import end_with_parent, limit_memory
 from penstock_common.errors import InvalidArgument
-from penstock_common.process import name_process
+from penstock_common.process import end_with_parent, limit_memory, name_process
 from penstock_frontend.processing.chat.template_process import LENGTH, TemplateAnswer, TemplateJob, framed
 from penstock_frontend.processing.chat.templates import ChatTemplates
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from penstock_common.observability.histogram import Histogram
+from penstock_common.observability.metrics import Histogram
 
 Stage = Literal["fetch", "queue", "process"]
 

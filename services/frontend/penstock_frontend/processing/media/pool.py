@@ -14,11 +14,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from penstock_common.child_process import start_python
 from penstock_common.drain_rate import DrainRate, retry_after
 from penstock_common.errors import ConfigError, ResourceExhausted, Unavailable
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
+from penstock_common.process import start_python
 from penstock_common.types.media import DTYPE_BYTES, Modality, TensorData
 from penstock_frontend.config.media import MediaConfig
 from penstock_frontend.processing.media import sources

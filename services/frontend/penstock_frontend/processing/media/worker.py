@@ -20,8 +20,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.child_process import end_with_parent, limit_memory, limit_resource
-from penstock_common.process import name_process
+from penstock_common.process import end_with_parent, limit_memory, limit_resource, name_process
 from penstock_frontend.processing.media.decode import VideoFrames, decode_image, decode_sound, open_image
 from penstock_frontend.processing.media.families.base import FamilyProcessor, ProcessedItem
 from penstock_frontend.processing.media.worker_messages import (

@@ -1,6 +1,6 @@
 """Log-probabilities as clients read them: each entry with its text, and none twice."""
 
-from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.outputs import Logprobs
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 

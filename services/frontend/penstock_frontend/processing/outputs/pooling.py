@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from penstock_common.errors import Internal, RequestFailed
 from penstock_common.observability.incidents import incident
-from penstock_common.types.outputs import Drafts, EngineCoreOutput, FinishReason
-from penstock_common.types.pooling import Vectors
-from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.token_columns import NewTokens
+from penstock_common.types.outputs import Drafts, EngineCoreOutput, FinishReason, NewTokens
+from penstock_common.types.request import EngineCoreRequest, Vectors
 from penstock_frontend.ports import OutputHandler
 from penstock_frontend.processing.outputs.request_states import RequestStates, failure_of
 

@@ -12,10 +12,10 @@ from penstock_common.types.outputs import (
     EngineCoreOutput,
     EventType,
     FinishReason,
+    NewTokens,
     SpecDecodingStats,
 )
 from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.token_columns import NewTokens
 from penstock_frontend.call_types import Finish, Usage
 from penstock_frontend.metrics import EngineMetrics, EngineSteps, FrontendMetrics
 from penstock_frontend.processing.outputs.collector import OutputCollector

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.outputs import Logprobs
 from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
 
 # Finding the first of several strings in a text that arrives in pieces.

@@ -12,8 +12,7 @@ from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import EngineCoreRequest, RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.call_types import GenerateRequest, MediaPart, MixedPrompt, Prediction
 from penstock_frontend.call_warnings import WarningKind, warn

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.media import EmbedRun, Modality, MultiModalFeature
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.call_types import MediaPart, MixedPrompt
 from penstock_frontend.processing.media.families.base import Family, MediaPreparer, PreparedMedia, Replacement

@@ -9,9 +9,7 @@ import msgspec
 from penstock_common.config.reread import Reread
 from penstock_common.errors import WRONG_MODEL_KIND, ConfigError, InvalidArgument
 from penstock_common.types.media import MultiModalFeature
-from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import EngineCoreRequest, PoolingParams, PoolingTask, RequestContext
 from penstock_frontend.call_types import MediaPart, MixedPrompt, PoolingRequest
 from penstock_frontend.config import LimitsConfig, ModelConfig
 from penstock_frontend.ports import ModelLimits

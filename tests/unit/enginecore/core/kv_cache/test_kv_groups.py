@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from penstock_common.types.kv_transfer import AllBlocksCleared, BlockRemoved, BlockStored
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool, find_computed_blocks
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup

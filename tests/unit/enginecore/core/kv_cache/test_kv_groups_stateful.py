@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from penstock_common.types.kv_transfer import AllBlocksCleared, BlockRemoved, BlockStored
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.request import Request

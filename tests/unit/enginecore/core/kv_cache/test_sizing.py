@@ -5,7 +5,7 @@ import logging
 import msgspec
 import pytest
 
-from penstock_common.config.sizes import parse_bytes
+from penstock_common.config.settings import parse_bytes
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import CacheConfig
 from penstock_enginecore.core.kv_cache.sizing import size_kv_cache

@@ -2,9 +2,15 @@
 
 import pytest
 
-from penstock_common.lora.held import LoraHeld
-from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.outputs import EngineCoreOutputs, EventType, LoraStats, SchedulerStats, SpecDecodingStats
+from penstock_common.lora_registry import LoraHeld
+from penstock_common.types.outputs import (
+    EngineCoreOutputs,
+    EventType,
+    Logprobs,
+    LoraStats,
+    SchedulerStats,
+    SpecDecodingStats,
+)
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.request import Request, RequestStatus

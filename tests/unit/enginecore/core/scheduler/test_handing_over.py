@@ -6,7 +6,7 @@ import pytest
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.outputs import FinishReason, RequestError
-from penstock_common.types.pooling import PoolingParams
+from penstock_common.types.request import PoolingParams
 from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import SpeculativeConfig
 from penstock_enginecore.kv_transfer.core.validation import check_kv_transfer

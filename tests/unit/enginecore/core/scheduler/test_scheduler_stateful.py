@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from penstock_common.errors import Unavailable
-from penstock_common.lora.registration import LoraAdapter
+from penstock_common.lora_registry import LoraAdapter
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
 from penstock_enginecore.config import LoraConfig, SpeculativeConfig

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_common.types.data_parallel import PauseMode, Pauses
-from penstock_enginecore.data_parallel.core.consensus import agree
-from penstock_enginecore.data_parallel.core.row import Row
+from penstock_enginecore.data_parallel.core.rank import Row, agree
 
 PAUSES = [Pauses(0), Pauses(1, PauseMode.WAIT), Pauses(1, PauseMode.KEEP), Pauses(2), Pauses(3, PauseMode.ABORT)]
 ROWS = st.lists(

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from penstock_common.errors import FailedPrecondition
-from penstock_common.lora.registration import LoraAdapter
+from penstock_common.lora_registry import LoraAdapter
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.config import LoraConfig
 from penstock_enginecore.lora.core.request import LoadedLora

@@ -13,20 +13,21 @@ from penstock_common.types.data_parallel import (
     StartWave,
     WaveComplete,
 )
-from penstock_enginecore.data_parallel.core.actions import (
+from penstock_enginecore.data_parallel.core.rank import (
     AbortCollective,
     Exchange,
     Forward,
     Hold,
     Join,
     Leave,
+    Phase,
     Prepare,
+    Rank,
     Release,
     ResumeRefused,
     RollBack,
+    Row,
 )
-from penstock_enginecore.data_parallel.core.rank import Phase, Rank
-from penstock_enginecore.data_parallel.core.row import Row
 
 TWO = RankGroup(1, ("a", "b"))
 THREE = RankGroup(2, ("a", "b", "c"))

@@ -2,8 +2,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from penstock_common.types.data_parallel import PauseMode, Pauses
-from penstock_enginecore.data_parallel.core.row import Row
-from penstock_enginecore.data_parallel.core.row_codec import pack_row, unpack_row
+from penstock_enginecore.data_parallel.core.rank import Row, pack_row, unpack_row
 
 numbers = st.integers(0, 2**64 - 1)
 rows = st.builds(

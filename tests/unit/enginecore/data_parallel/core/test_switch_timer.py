@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock_enginecore.data_parallel.core.switch_timer import Standstill
+from penstock_enginecore.data_parallel.core.driver import Standstill
 
 
 class Hands:

@@ -13,20 +13,19 @@ import torch
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import KernelsConfig, ModelConfig
 from penstock_enginecore.forward.backbone import Backbone, BackboneBatch, probe_specs
-from penstock_enginecore.forward.cuda import adapter_kernels, candidate
-from penstock_enginecore.forward.cuda.adapter_kernels import adapted_modules, slot_modules, why_not
-from penstock_enginecore.forward.cuda.adapters import DeviceAdapters
+from penstock_enginecore.forward.cuda import adapters as adapter_kernels
+from penstock_enginecore.forward.cuda import decoder
+from penstock_enginecore.forward.cuda.adapters import DeviceAdapters, adapted_modules, slot_modules, why_not
 from penstock_enginecore.forward.cuda.attention import TritonAttention
 from penstock_enginecore.forward.cuda.buffers import StepShape
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
-from penstock_enginecore.forward.dummy_step import blank_decodes
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
+from penstock_enginecore.forward.probe import blank_decodes
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.lora.adapter import AdaptedForward, LoraAdapter, LoraSegment, LowRankUpdate
-from penstock_enginecore.lora.device_slots import SlotLimits
-from penstock_enginecore.lora.slot_memory import Place
+from penstock_enginecore.lora.device_slots import Place, SlotLimits
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import load_model
 from penstock_enginecore.pooling.embedder import load_pooling_model
@@ -506,7 +505,7 @@ def test_without_proved_kernels_plain_torch_adds_and_the_log_says_so(
     monkeypatch.setattr(adapter_kernels, "_kernels", missing)
     assert slot_modules(*model, gpu, LIMITS) is None
     assert "which is slower: kernels cannot be compiled: No module named 'triton'" in caplog.text
-    monkeypatch.setattr(candidate, "why_not", lambda *_: "its kernels for adapters fail")
+    monkeypatch.setattr(decoder, "why_not", lambda *_: "its kernels for adapters fail")
     with pytest.raises(UnsuitableError, match="its kernels for adapters fail"):
-        candidate._build(probed, KernelsConfig(graphs=False), LIMITS)
-    assert isinstance(candidate._build(probed, KernelsConfig(graphs=False), None), FusedForward)
+        decoder._build(probed, KernelsConfig(graphs=False), LIMITS)
+    assert isinstance(decoder._build(probed, KernelsConfig(graphs=False), None), FusedForward)

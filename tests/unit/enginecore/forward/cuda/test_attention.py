@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_enginecore.attention.base import AttentionParams, StepPlan
-from penstock_enginecore.attention.kv_arena import HEADS
-from penstock_enginecore.attention.kv_cache import KVCache
+from penstock_enginecore.attention.kv_cache import HEADS, KVCache
 from penstock_enginecore.attention.reference import ReferenceAttention
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.cuda.attention import TritonAttention, why_not

@@ -11,12 +11,12 @@ import torch
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.attention.factory import create_backend
-from penstock_enginecore.attention.kv_arena import KVArena
+from penstock_enginecore.attention.kv_cache import KVArena
 from penstock_enginecore.config import KernelsConfig, ModelConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.build import BuiltForward, ForwardConfig, build_backbone, build_forward
-from penstock_enginecore.forward.cuda import attention_candidate
-from penstock_enginecore.forward.cuda.attention_candidate import Attending, attention_candidates
+from penstock_enginecore.forward.cuda import attention
+from penstock_enginecore.forward.cuda.attention import Attending, attention_candidates
 from penstock_enginecore.models.loader import load_model
 from penstock_enginecore.pooling.embedder import load_pooling_model
 from tests.fakes.models.tiny_models import save_tiny_model
@@ -64,7 +64,7 @@ def test_it_is_offered_where_the_device_is_a_gpu_or_it_is_asked_for() -> None:
 
 
 def test_it_serves_once_it_is_proved(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_candidate, "_kernels", TorchKernels)
+    monkeypatch.setattr(attention, "_kernels", TorchKernels)
     built = build(path)
     assert built.computing == "Triton attention"
     assert isinstance(built.forward.memory, KVArena)
@@ -73,7 +73,7 @@ def test_it_serves_once_it_is_proved(path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_cache_that_it_does_not_take_is_left_to_the_reference(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(attention_candidate, "_kernels", TorchKernels)
+    monkeypatch.setattr(attention, "_kernels", TorchKernels)
     caplog.set_level("INFO")
     built = build(path, block_size=4)
     assert built.computing == "torch"
@@ -104,13 +104,13 @@ class AKeyTooFar(TorchKernels):
 def test_kernels_that_attend_wrongly_are_refuted(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(attention_candidate, "_kernels", AKeyTooFar)
+    monkeypatch.setattr(attention, "_kernels", AKeyTooFar)
     assert build(path).computing == "torch"
     assert "Triton attention not used: its results differ by " in caplog.text
 
 
 def test_models_that_are_pooled_are_offered_it_as_well(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_candidate, "_kernels", TorchKernels)
+    monkeypatch.setattr(attention, "_kernels", TorchKernels)
     model = load_pooling_model(ModelConfig(path=str(path), task="embed"), "embed", CPU, lambda line: None)
     built = build_backbone(model, ForwardConfig(CPU, "triton", USES, num_threads=1, block_size=16))
     assert built.computing == "Triton attention"

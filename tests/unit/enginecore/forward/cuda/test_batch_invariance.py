@@ -13,7 +13,7 @@ from penstock_enginecore.attention.base import AttentionMetadata
 from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.kernel_api import Kernels
-from penstock_enginecore.forward.cuda.quantized import keeps
+from penstock_enginecore.forward.cuda.linear import keeps
 from tests.fakes.models.fused_models import load_probed, save_varied_model
 from tests.fakes.models.interpreted_kernels import interpreted, sum_in_order
 from tests.fakes.models.quantized_models import save_quantized_model

@@ -6,9 +6,17 @@ import torch
 
 from penstock_enginecore.attention.base import AttentionMetadata
 from penstock_enginecore.forward.base import Choice, FedTokens, ForwardBatch
-from penstock_enginecore.forward.cuda.activations import ActivationBuffers, Widths
-from penstock_enginecore.forward.cuda.buffers import HostSlot, HostSlots, InputBuffers, StepShape, padded_shape
-from penstock_enginecore.forward.cuda.steps import CacheShape, StepMemory
+from penstock_enginecore.forward.cuda.buffers import (
+    ActivationBuffers,
+    CacheShape,
+    HostSlot,
+    HostSlots,
+    InputBuffers,
+    StepMemory,
+    StepShape,
+    Widths,
+    padded_shape,
+)
 from penstock_enginecore.sample.base import DrawSettings, PlainDraws
 from tests.fakes.models.recorded_launches import tensors_of
 

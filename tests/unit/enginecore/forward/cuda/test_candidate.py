@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock_enginecore.config import KernelsConfig
-from penstock_enginecore.forward.cuda.candidate import fused_candidates
+from penstock_enginecore.forward.cuda.decoder import fused_candidates
 from penstock_enginecore.forward.modules import ProbedModel
 from penstock_enginecore.forward.proof import UnsuitableError
 from tests.fakes.models.fused_models import load_probed, save_varied_model
@@ -40,8 +40,8 @@ def test_its_kernels_are_batch_invariant_where_that_is_asked_for(
     room = types.ModuleType("triton_kernels")
     room.TritonKernels = TorchKernels  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "penstock_enginecore.forward.cuda.triton_kernels", room)
-    monkeypatch.setattr("penstock_enginecore.forward.cuda.candidate.cuda_graphs", lambda: None)
-    monkeypatch.setattr("penstock_enginecore.forward.cuda.candidate.FusedForward", lambda *args: made.append(args[1]))
+    monkeypatch.setattr("penstock_enginecore.forward.cuda.decoder.cuda_graphs", lambda: None)
+    monkeypatch.setattr("penstock_enginecore.forward.cuda.decoder.FusedForward", lambda *args: made.append(args[1]))
     for asked in (False, True):
         fused_candidates(on_a_gpu, KernelsConfig(batch_invariant=asked), "auto")[0].build()
     assert [kernels.batch_invariant for kernels in made] == [False, True]

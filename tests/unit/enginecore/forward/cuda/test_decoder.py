@@ -14,9 +14,9 @@ from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.forward.base import FedTokens, ForwardBatch, ForwardPass
 from penstock_enginecore.forward.cuda import decoder
 from penstock_enginecore.forward.cuda.decoder import FusedForward
-from penstock_enginecore.forward.cuda.families import plan_model
 from penstock_enginecore.forward.cuda.kernel_api import Norm
 from penstock_enginecore.forward.cuda.plans import ExpertsPlan, LayerPlan, ModelPlan
+from penstock_enginecore.forward.cuda.reader import plan_model
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, probe_model
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from tests.fakes.models.fused_models import CPU, FUSED_FAMILIES, fused, load_probed, prove, save_varied_model

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock_enginecore.forward.cuda.families import plan_model
 from penstock_enginecore.forward.cuda.plans import ClampedGate, ExpertsPlan, MLPPlan, ModelPlan
+from penstock_enginecore.forward.cuda.reader import plan_model
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models import rope
 from tests.fakes.models.fused_models import load_probed, save_varied_model

@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 from penstock_common.errors import ConfigError
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.attention.factory import create_backend
-from penstock_enginecore.attention.kv_cache import FLOAT8, KVScales
-from penstock_enginecore.attention.kv_memory import num_bytes
+from penstock_enginecore.attention.kv_cache import FLOAT8, KVScales, num_bytes
 from penstock_enginecore.config import ModelConfig
-from penstock_enginecore.forward.cuda import attention_candidate
+from penstock_enginecore.forward.cuda import attention
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, probe_model
 from penstock_enginecore.forward.probe import Probe, probe_logits
@@ -112,7 +111,7 @@ def test_tokens_are_those_on_a_rounded_cache(
 ) -> None:
     path, dense = model
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(attention_candidate, "_kernels", TorchKernels)
+    monkeypatch.setattr(attention, "_kernels", TorchKernels)
     engine = build_engine(
         path,
         model={"attention_backend": backend},

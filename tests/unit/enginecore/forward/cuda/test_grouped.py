@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from penstock_enginecore.forward.cuda.decoder import FusedForward
-from penstock_enginecore.forward.cuda.grouped import QuantizedGroups, grouped
-from penstock_enginecore.forward.cuda.linear import empty
-from penstock_enginecore.forward.cuda.quantized import keeps
+from penstock_enginecore.forward.cuda.linear import empty, keeps
+from penstock_enginecore.forward.cuda.mlp import QuantizedGroups, grouped
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models.quantization.layers import QuantizedExperts, QuantizedStack
 from penstock_enginecore.models.quantization.recognition import recognise

@@ -9,10 +9,10 @@ import torch
 from penstock_enginecore.attention.kv_cache import FLOAT8
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.forward.cuda.decoder import FusedForward
-from penstock_enginecore.forward.cuda.families import plan_model
-from penstock_enginecore.forward.cuda.latent_layer import HeadWeights
+from penstock_enginecore.forward.cuda.layers import HeadWeights
+from penstock_enginecore.forward.cuda.linear import keeps
 from penstock_enginecore.forward.cuda.plans import LatentPlan, MLPPlan
-from penstock_enginecore.forward.cuda.quantized import keeps
+from penstock_enginecore.forward.cuda.reader import plan_model
 from penstock_enginecore.forward.modules import probe_model
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models import rope

@@ -6,11 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from penstock_enginecore.forward.cuda.activations import ActivationBuffers, Widths
-from penstock_enginecore.forward.cuda.buffers import HostSlots, InputBuffers, StepInputs, StepShape
-from penstock_enginecore.forward.cuda.families import plan_model
+from penstock_enginecore.forward.cuda.buffers import (
+    ActivationBuffers,
+    HostSlots,
+    InputBuffers,
+    StepInputs,
+    StepShape,
+    Widths,
+)
 from penstock_enginecore.forward.cuda.mlp import mlp_of
 from penstock_enginecore.forward.cuda.plans import ExpertsPlan
+from penstock_enginecore.forward.cuda.reader import plan_model
 from tests.fakes.models.fused_models import CPU, load_probed, save_varied_model
 from tests.fakes.models.torch_kernels import TorchKernels
 

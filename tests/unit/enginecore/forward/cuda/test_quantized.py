@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from penstock_enginecore.forward.cuda.decoder import FusedForward
-from penstock_enginecore.forward.cuda.linear import empty, merged
-from penstock_enginecore.forward.cuda.quantized import QuantizedProduct, keeps
+from penstock_enginecore.forward.cuda.linear import QuantizedProduct, empty, keeps, merged
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models.quantization.awq_gptq import Awq, Gptq, Packed
 from penstock_enginecore.models.quantization.float8 import Float8

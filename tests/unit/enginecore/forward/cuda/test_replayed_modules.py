@@ -11,7 +11,7 @@ import torch
 from penstock_enginecore.config import KernelsConfig, ModelConfig
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.forward.build import BuiltForward, ForwardConfig, build_forward
-from penstock_enginecore.forward.cuda import attention_candidate
+from penstock_enginecore.forward.cuda import attention
 from penstock_enginecore.forward.cuda.attention import TritonAttention
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
@@ -130,10 +130,10 @@ def build(path: Path, monkeypatch: pytest.MonkeyPatch, **uses: Any) -> BuiltForw
     """What serves where steps can be captured."""
     kernels = RecordedKernels()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(attention_candidate, "_kernels", lambda: kernels)
-    monkeypatch.setattr(attention_candidate, "can_capture", lambda device: True)
+    monkeypatch.setattr(attention, "_kernels", lambda: kernels)
+    monkeypatch.setattr(attention, "can_capture", lambda device: True)
     graphs = StepGraphs(lambda: RecordedGraph(kernels, of_modules=True))
-    monkeypatch.setattr(attention_candidate, "make_graphs", lambda: graphs)
+    monkeypatch.setattr(attention, "make_graphs", lambda: graphs)
     model = load_model(ModelConfig(path=str(path)), CPU, lambda line: None)
     config = ForwardConfig(CPU, "triton", KernelsConfig(isa="off", **uses), num_threads=1, block_size=16)
     return build_forward(model, config)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
-from penstock_enginecore.kv_transfer.core.layout import layout_of
+from penstock_enginecore.kv_transfer.assembly import layout_of
 
 GROUPS = (
     KVCacheGroup(layer_names=("0", "2")),

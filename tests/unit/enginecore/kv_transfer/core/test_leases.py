@@ -11,8 +11,7 @@ from penstock_enginecore.core.kv_cache.block_pool import BlockPool, KVCacheBlock
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.request import Request
-from penstock_enginecore.kv_transfer.core.lease_grants import LeasedBlocks
-from penstock_enginecore.kv_transfer.core.leases import Lease, Leases, LeaseState
+from penstock_enginecore.kv_transfer.core.leases import Lease, LeasedBlocks, Leases, LeaseState
 from tests.fakes.patience import PATIENCE
 
 ID, OTHER = b"1" * 16, b"2" * 16

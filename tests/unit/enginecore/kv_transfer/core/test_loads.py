@@ -4,7 +4,7 @@ import pytest
 
 from penstock_common.types.kv_transfer import BlockName
 from penstock_enginecore.kv_transfer.core.base import Place
-from penstock_enginecore.kv_transfer.core.loads import Loads
+from penstock_enginecore.kv_transfer.core.kv_loads import Loads
 
 
 def places(*numbers: int, group: int = 0) -> list[Place]:

@@ -9,10 +9,8 @@ import pytest
 from penstock_common.types.kv_transfer import BlockName
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.request import Request
-from penstock_enginecore.kv_transfer.core.base import Place
-from penstock_enginecore.kv_transfer.core.copier import BlockCopier
-from penstock_enginecore.kv_transfer.core.peer import PeerBlock
-from penstock_enginecore.kv_transfer.core.peer_loads import PeerLoads
+from penstock_enginecore.kv_transfer.core.base import BlockCopier, PeerBlock, Place
+from penstock_enginecore.kv_transfer.core.tiers import PeerLoads
 
 HASHES = [bytes([i]) * 16 for i in range(6)]
 PLACES = [Place(BlockName(0, each), 10 + i) for i, each in enumerate(HASHES)]

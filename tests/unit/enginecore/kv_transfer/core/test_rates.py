@@ -1,7 +1,7 @@
 """Loads are made where they take less time than computing does, as far as anybody knows."""
 
 from penstock_common.types.kv_transfer import KvMedium
-from penstock_enginecore.kv_transfer.core.rates import ComputeRate, LoadRates
+from penstock_enginecore.kv_transfer.core.transfer_stats import ComputeRate, LoadRates
 
 
 def test_what_was_not_measured_takes_no_time():

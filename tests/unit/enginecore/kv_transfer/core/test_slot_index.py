@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_common.types.kv_transfer import BlockName
-from penstock_enginecore.kv_transfer.core.slot_index import SlotIndex
+from penstock_enginecore.kv_transfer.core.host_disk_tiers import SlotIndex
 
 
 def name(number: int) -> BlockName:

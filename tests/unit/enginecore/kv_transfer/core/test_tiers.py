@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 
 from penstock_common.errors import ConfigError
-from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from penstock_common.types.kv_transfer import BlockName, KvMedium
+from penstock_common.types.kv_transfer import AllBlocksCleared, BlockName, BlockRemoved, BlockStored, KvMedium
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.kv_transfer.core.transfers import NOTHING, WHOLE, Transfer
+from penstock_enginecore.kv_transfer.core.transfer_stats import NOTHING, WHOLE, Transfer
 from tests.fakes.engines.engine_harness import (
     Transcript,
     add,

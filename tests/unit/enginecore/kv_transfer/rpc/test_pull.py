@@ -14,14 +14,14 @@ import pytest
 
 from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError
-from penstock_common.tensors.arena import Arena
+from penstock_common.tensors.shared_memory import Arena
 from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_enginecore.config import KvTransferConfig
 from penstock_enginecore.kv_transfer.core.leases import LeaseState
-from penstock_enginecore.kv_transfer.core.transfers import ABANDONED, PART, WHOLE
+from penstock_enginecore.kv_transfer.core.transfer_stats import ABANDONED, PART, WHOLE
 from penstock_enginecore.kv_transfer.rpc import transports
 from penstock_enginecore.kv_transfer.rpc.offers import Offers
-from penstock_enginecore.kv_transfer.rpc.window import MESSAGE_BYTES
+from penstock_enginecore.kv_transfer.rpc.transports import MESSAGE_BYTES
 from tests.fakes.kv_engines import FakeKvEngine, content, names_of
 from tests.fakes.network.certificates import Authority
 from tests.fakes.nixl import NixlNetwork
@@ -90,7 +90,7 @@ def test_blocks_of_several_groups_come_once_each(engine: Make) -> None:
 
 
 def test_more_than_a_window_comes_as_it_is_acknowledged(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock_enginecore.kv_transfer.rpc.window.Window.__init__.__defaults__", (2500,))
+    monkeypatch.setattr("penstock_enginecore.kv_transfer.rpc.transports.Window.__init__.__defaults__", (2500,))
     source, target = engine("a"), engine("b")
     names = names_of("prompt", 30)
     request = target.request(source.grant(names, time.monotonic()))
@@ -351,7 +351,7 @@ def test_a_block_with_a_flipped_bit_is_missing_and_three_leave_the_peer_alone(
 
 
 def test_idle_connections_are_closed(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock_enginecore.kv_transfer.rpc.peers._IDLE", 0.1)
+    monkeypatch.setattr("penstock_enginecore.kv_transfer.rpc.transfer._IDLE", 0.1)
     source, target = engine("a"), engine("b", silence=0.1)
     pull(source, target, names_of("prompt", 2))
     until(lambda: not target.peers._peers)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from penstock_common.errors import FailedPrecondition, ResourceExhausted, Unavailable
-from penstock_common.lora.registration import LoraAdapter
-from penstock_common.types.kv_events import BlockStored
+from penstock_common.lora_registry import LoraAdapter
+from penstock_common.types.kv_transfer import BlockStored
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.config import LoraConfig
 from penstock_enginecore.core.engine_core import EngineCore

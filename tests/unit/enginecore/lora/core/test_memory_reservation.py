@@ -5,8 +5,7 @@ from concurrent.futures import CancelledError, Future
 import pytest
 
 from penstock_common.errors import FailedPrecondition, ResourceExhausted
-from penstock_enginecore.lora.core.cache import LoraCache
-from penstock_enginecore.lora.core.memory_reservation import LoraRoom, NotWantedError, Reservation, Want
+from penstock_enginecore.lora.core.cache import LoraCache, LoraRoom, NotWantedError, Reservation, Want
 
 HELD = b"held"
 

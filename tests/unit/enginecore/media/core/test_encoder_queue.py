@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.core.scheduler.output import EncoderStart, SchedulerOutput
-from penstock_enginecore.media.core.encoder_queue import EncoderQueue
+from penstock_enginecore.media.core.encoder_scheduling import EncoderQueue
 from tests.fakes.engines.fake_encoder import FakeEncoder, make_feature
 
 BLOCKS = 4

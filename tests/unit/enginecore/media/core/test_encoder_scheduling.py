@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from penstock_common.errors import ConfigError
-from penstock_common.types.kv_events import BlockMedia, BlockStored
+from penstock_common.types.kv_transfer import BlockMedia, BlockStored
 from penstock_common.types.media import EmbedRun
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.config import MultimodalConfig, SpeculativeConfig

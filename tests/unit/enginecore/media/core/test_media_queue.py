@@ -1,6 +1,6 @@
 """Who is encoded next of those that wait."""
 
-from penstock_enginecore.media.core.media_queue import MediaLine, Wanted
+from penstock_enginecore.media.core.encoder_scheduling import MediaLine, Wanted
 from tests.fakes.engines.engine_harness import make_request, prepared
 from tests.fakes.engines.fake_encoder import make_feature
 

@@ -5,9 +5,7 @@ from random import Random
 
 import pytest
 
-from penstock_enginecore.speculation.core.history import DraftHistory
-from penstock_enginecore.speculation.core.policy import DraftPolicy
-from penstock_enginecore.speculation.core.step_cost import StepCost
+from penstock_enginecore.speculation.core.policy import DraftHistory, DraftPolicy, StepCost
 
 CPU = {1: 12.8, 2: 12.9, 4: 13.0, 8: 13.3, 12: 15.3, 16: 19.0, 24: 27.5, 32: 33.8, 64: 66.0}
 """Milliseconds of a model on two cores."""

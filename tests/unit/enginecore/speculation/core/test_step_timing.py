@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock_enginecore.speculation.core.step_timing import time_steps
+from penstock_enginecore.speculation.core.policy import time_steps
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 

@@ -9,7 +9,7 @@ import pytest
 
 from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import RequestContext
 from penstock_frontend.call_types import ChatMessage, ChatRequest, ContentPart, Tool, ToolCall
 from penstock_frontend.config import LimitsConfig, ModelConfig
 from penstock_frontend.processing.chat.rendering import ChatRenderer

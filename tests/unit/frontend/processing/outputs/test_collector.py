@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from penstock_common.errors import Unavailable
-from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.outputs import FinishReason
+from penstock_common.types.outputs import FinishReason, Logprobs
 from penstock_common.types.sampling import OutputKind
 from penstock_frontend.call_types import Finish, Usage
 from penstock_frontend.processing.outputs.collector import OutputCollector

@@ -6,11 +6,9 @@ from typing import Any, NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.outputs import EngineCoreOutput, FinishReason, SpecDecodingStats
+from penstock_common.types.outputs import EngineCoreOutput, FinishReason, Logprobs, SpecDecodingStats, TokenColumns
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import OutputKind, SamplingParams
-from penstock_common.types.token_columns import TokenColumns
 from penstock_frontend.call_types import Finish, RequestOutput
 from penstock_frontend.dispatch.journal import Journal
 from penstock_frontend.metrics import FrontendMetrics

@@ -12,10 +12,8 @@ from penstock_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.outputs import EngineCoreOutput, FinishReason, PrefillStats, RequestError
-from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.outputs import EngineCoreOutput, FinishReason, Logprobs, PrefillStats, RequestError
+from penstock_common.types.request import EngineCoreRequest, RequestContext
 from penstock_common.types.sampling import OutputKind, SamplingParams
 from penstock_frontend.call_types import RequestOutput, Usage
 from penstock_frontend.metrics import FrontendMetrics

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.outputs import Logprobs
 from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
 from penstock_frontend.processing.outputs.text import OutputText
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer

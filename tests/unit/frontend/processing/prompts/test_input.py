@@ -10,8 +10,7 @@ from tokenizers import normalizers
 
 from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, NotFound
-from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import EngineCoreRequest, RequestContext
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt
 from penstock_frontend.call_warnings import WarningLog
 from penstock_frontend.config import FairnessConfig, LimitsConfig

@@ -11,10 +11,8 @@ from transformers import AutoProcessor
 
 from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
-from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import EngineCoreRequest, PoolingParams, PoolingTask, RequestContext
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part, PoolingRequest
 from penstock_frontend.config import FairnessConfig, LimitsConfig, ModelConfig
 from penstock_frontend.ports import ModelLimits

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.request_context import RequestContext
+from penstock_common.types.request import EngineCoreRequest, RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.processing.prompts import sampling_params
 

@@ -11,13 +11,262 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
 from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
-from penstock_enginecore.forward.cuda.kernels.attention_decode import decode_pieces, merge_pieces
-from penstock_enginecore.forward.cuda.kernels.attention_prefill import prefill_tiles
 from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, AttentionTiles, attention_tiles
+
+# What the attention kernels share: which work is a program's, what a query sees, and a softmax over pieces of the keys.
+
+
+@triton.jit
+def first_key(position, WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr):
+    """The first position that a query at ``position`` sees; 0 stands for no window, and for no chunk."""
+    first = position * 0
+    if WINDOW > 0:
+        first = tl.maximum(first, position - WINDOW + 1)
+    if ATTENTION_CHUNK > 0:
+        first = tl.maximum(first, position // ATTENTION_CHUNK * ATTENTION_CHUNK)
+    return first
+
+
+@triton.jit
+def find(counts, upto, indices, piece):
+    """The index of who owns the ``piece`` when each owns ``counts`` of them, one after the other, and which of its own it is.
+
+    ``upto``: the running sums of ``counts``.
+    """
+    owner = tl.sum((upto <= piece).to(tl.int32), 0)
+    return owner, piece - tl.sum(tl.where(indices < owner, counts, 0), 0)
+
+
+@triton.jit
+def load_pages(
+    cache, table, stride, head, positions, there,
+    BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Rows ``[positions, PADDED]`` of one head: zeros where nothing is ``there``, which is not read, and beyond ``SIZE``."""
+    blocks = tl.load(table + positions // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+    rows = blocks * stride + (head * BLOCK_SIZE + positions % BLOCK_SIZE) * SIZE
+    numbers = tl.arange(0, PADDED)
+    mask = there[:, None] & (numbers < SIZE)[None, :]
+    return tl.load(cache + rows[:, None] + numbers[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def scores(query, keys, scaling, visible, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """In powers of two: ``2 ** score`` is what the softmax weighs a key with. -inf where it is not ``visible``."""
+    dots = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scaling
+    if SOFTCAP > 0:
+        small = tl.exp(tl.abs(dots) * (-2.0 / SOFTCAP))  # never overflows
+        capped = SOFTCAP * (1.0 - small) / (1.0 + small)
+        dots = tl.where(dots < 0, -capped, capped)
+    return tl.where(visible, dots * 1.4426950408889634, float("-inf"))
+
+
+@triton.jit
+def accumulate(weighed, largest, total, sums, values, PRECISION: tl.constexpr):
+    """Take the next keys into a running softmax: the largest score so far, the weights' total, and the weighted values' sums.
+
+    Keys of which a row sees none change no bit of it, so that it does not matter where the first tile begins.
+    """
+    new = tl.maximum(largest, tl.max(weighed, 1))
+    base = tl.where(new == float("-inf"), 0.0, new)
+    weights = tl.exp2(weighed - base[:, None])
+    shrink = tl.exp2(largest - base)
+    sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision=PRECISION)
+    return new, total * shrink + tl.sum(weights, 1), sums
+
+
+# Attention of requests with one new token: keys in pieces at fixed positions, each the work of a program, and their merge.
+
+
+@triton.jit
+def piece_size(length, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr):
+    """Keys of a piece: ``PIECE``, or the multiple that cuts ``length`` keys into ``MAX_PIECES`` at most."""
+    return tl.maximum(tl.cdiv(tl.cdiv(length, PIECE), MAX_PIECES), 1) * PIECE
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def decode_pieces(
+    query, keys, values, block_table, query_start_loc, seq_lens, sums_out, largest_out, total_out,
+    num_requests, table_stride, key_stride, value_stride, scaling,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_V: tl.constexpr,
+    PADDED: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    ATTENTION_CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, REQUESTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr,
+):  # fmt: skip
+    """Softmax statistics and weighted sums of each piece, for the query heads of one KV head: ``ROWS`` of them with padding."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    requests = tl.arange(0, REQUESTS)
+    there = requests < num_requests
+    begins = tl.load(query_start_loc + requests, mask=there, other=0)
+    ends = tl.load(query_start_loc + requests + 1, mask=there, other=0)
+    lengths = tl.where(ends - begins == 1, tl.load(seq_lens + requests, mask=there, other=0), 0)
+    sizes = piece_size(lengths, PIECE, MAX_PIECES)
+    counts = tl.cdiv(lengths, sizes) - first_key(lengths - 1, WINDOW, ATTENTION_CHUNK) // sizes
+    upto = tl.cumsum(counts, 0)
+    rows = tl.arange(0, ROWS)
+    numbers = tl.arange(0, PADDED)
+    for item in range(tl.program_id(0), tl.sum(counts, 0) * KV_HEADS, tl.num_programs(0)):
+        head = item % KV_HEADS
+        request, nth = find(counts, upto, requests, item // KV_HEADS)
+        length = tl.load(seq_lens + request)
+        token = tl.load(query_start_loc + request).to(tl.int64)
+        first = first_key(length - 1, WINDOW, ATTENTION_CHUNK)
+        size = piece_size(length, PIECE, MAX_PIECES)
+        piece = first // size + nth
+        heads = head * GROUP + rows
+        mine = rows < GROUP
+        q = tl.load(
+            query + (token * HEADS + heads)[:, None] * SIZE + numbers[None, :],
+            mask=mine[:, None] & (numbers < SIZE)[None, :],
+            other=0.0,
+        )
+        largest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        sums = tl.zeros([ROWS, PADDED_V], tl.float32)
+        end = tl.minimum((piece + 1) * size, length)
+        table = block_table + request.to(tl.int64) * table_stride
+        for begin in range(tl.maximum(piece * size, first // BLOCK_N * BLOCK_N), end, BLOCK_N):
+            positions = begin + tl.arange(0, BLOCK_N)
+            visible = (positions >= first) & (positions < end)
+            k = load_pages(keys, table, key_stride, head, positions, visible, BLOCK_SIZE, SIZE, PADDED).to(q.dtype)
+            weighed = scores(q, k, scaling, visible[None, :], SOFTCAP, PRECISION)
+            v = load_pages(values, table, value_stride, head, positions, visible, BLOCK_SIZE, SIZE_V, PADDED_V)
+            largest, total, sums = accumulate(weighed, largest, total, sums, v.to(q.dtype), PRECISION)
+        place = (request.to(tl.int64) * MAX_PIECES + piece) * HEADS + heads
+        sizes_v = tl.arange(0, PADDED_V)
+        tl.store(largest_out + place, largest, mask=mine)
+        tl.store(total_out + place, total, mask=mine)
+        tl.store(
+            sums_out + place[:, None] * SIZE_V + sizes_v[None, :],
+            sums,
+            mask=mine[:, None] & (sizes_v < SIZE_V)[None, :],
+        )
+
+
+@triton.jit
+def merge_pieces(
+    sums_in, largest_in, total_in, query_start_loc, seq_lens, sinks, out, value_scale,
+    HEADS: tl.constexpr, SIZE_V: tl.constexpr, PADDED_V: tl.constexpr, WINDOW: tl.constexpr,
+    ATTENTION_CHUNK: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The output of one head of one request, of its pieces in the order of their positions."""
+    request = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    token = tl.load(query_start_loc + request).to(tl.int64)
+    length = tl.load(seq_lens + request)
+    if (tl.load(query_start_loc + request + 1) - token == 1) & (length > 0):
+        size = piece_size(length, PIECE, MAX_PIECES)
+        numbers = tl.arange(0, PADDED_V)
+        largest = tl.full([], float("-inf"), tl.float32)
+        total = tl.zeros([], tl.float32)
+        if sinks is not None:
+            largest = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+            total += 1.0
+        sums = tl.zeros([PADDED_V], tl.float32)
+        first = first_key(length - 1, WINDOW, ATTENTION_CHUNK) // size
+        last = tl.cdiv(length, size)
+        for begin in range(first // AT_ONCE * AT_ONCE, last, AT_ONCE):
+            pieces = begin + tl.arange(0, AT_ONCE)
+            written = (pieces >= first) & (pieces < last)
+            place = (request * MAX_PIECES + pieces) * HEADS + head
+            of_piece = tl.load(largest_in + place, mask=written, other=float("-inf"))
+            new = tl.maximum(largest, tl.max(of_piece, 0))
+            base = tl.where(new == float("-inf"), 0.0, new)
+            weights = tl.exp2(of_piece - base)
+            shrink = tl.exp2(largest - base)
+            totals = tl.load(total_in + place, mask=written, other=0.0)
+            parts = tl.load(
+                sums_in + place[:, None] * SIZE_V + numbers[None, :],
+                mask=written[:, None] & (numbers < SIZE_V)[None, :],
+                other=0.0,
+            )
+            total = total * shrink + tl.sum(totals * weights, 0)
+            sums = sums * shrink + tl.sum(parts * weights[:, None], 0)
+            largest = new
+        result = sums / total * value_scale
+        place = out + (token * HEADS + head) * SIZE_V + numbers
+        tl.store(place, result.to(out.dtype.element_ty), mask=numbers < SIZE_V)
+
+
+# Attention of requests with several new tokens: tiles of queries, each with the query heads of one KV head side by side.
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def prefill_tiles(
+    query, keys, values, block_table, query_start_loc, seq_lens, sinks, key_ends, out,
+    num_requests, table_stride, key_stride, value_stride, scaling, value_scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_V: tl.constexpr,
+    PADDED: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    ATTENTION_CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, REQUESTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEWEST: tl.constexpr,
+):  # fmt: skip
+    """Tiles of ``BLOCK_M`` rows, of which row i is query ``i // group`` and head ``i % group``; the last may be padding. Of
+    requests with ``FEWEST`` new tokens or more.
+    """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    requests = tl.arange(0, REQUESTS)
+    there = requests < num_requests
+    begins = tl.load(query_start_loc + requests, mask=there, other=0)
+    ends = tl.load(query_start_loc + requests + 1, mask=there, other=0)
+    counts = tl.where(ends - begins >= FEWEST, tl.cdiv(ends - begins, QUERIES), 0)
+    upto = tl.cumsum(counts, 0)
+    num_items = tl.sum(counts, 0) * KV_HEADS
+    rows = tl.arange(0, BLOCK_M)
+    numbers = tl.arange(0, PADDED)
+    sizes_v = tl.arange(0, PADDED_V)
+    for nth in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        item = num_items - 1 - nth  # the last tiles of a prompt see the most keys: they begin first
+        head = item % KV_HEADS
+        request, tile = find(counts, upto, requests, item // KV_HEADS)
+        begin = tl.load(query_start_loc + request)
+        num_queries = tl.load(query_start_loc + request + 1) - begin
+        before = tl.load(seq_lens + request) - num_queries
+        queries = tile * QUERIES + rows // GROUP
+        mine = (rows < QUERIES * GROUP) & (queries < num_queries)
+        heads = head * GROUP + rows % GROUP
+        place = (begin + queries).to(tl.int64) * HEADS + heads
+        q = tl.load(
+            query + place[:, None] * SIZE + numbers[None, :],
+            mask=mine[:, None] & (numbers < SIZE)[None, :],
+            other=0.0,
+        )
+        largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if sinks is not None:
+            largest = tl.load(sinks + heads, mask=mine, other=0.0).to(tl.float32) * 1.4426950408889634
+            total += 1.0
+        sums = tl.zeros([BLOCK_M, PADDED_V], tl.float32)
+        at = before + queries
+        first_of_row = first_key(at, WINDOW, ATTENTION_CHUNK)
+        first = first_key(before + tile * QUERIES, WINDOW, ATTENTION_CHUNK)
+        end = before + tl.minimum((tile + 1) * QUERIES, num_queries)
+        end_of_row = at + 1
+        if key_ends is not None:
+            end_of_row = tl.load(key_ends + begin + queries, mask=mine, other=0)
+            end = tl.max(end_of_row, 0)
+        table = block_table + request.to(tl.int64) * table_stride
+        for start in range(first // BLOCK_N * BLOCK_N, end, BLOCK_N):
+            positions = start + tl.arange(0, BLOCK_N)
+            seen = (positions >= first) & (positions < end)
+            visible = (positions[None, :] < end_of_row[:, None]) & (positions[None, :] >= first_of_row[:, None])
+            visible &= mine[:, None] & seen[None, :]
+            k = load_pages(keys, table, key_stride, head, positions, seen, BLOCK_SIZE, SIZE, PADDED).to(q.dtype)
+            weighed = scores(q, k, scaling, visible, SOFTCAP, PRECISION)
+            v = load_pages(values, table, value_stride, head, positions, seen, BLOCK_SIZE, SIZE_V, PADDED_V)
+            largest, total, sums = accumulate(weighed, largest, total, sums, v.to(q.dtype), PRECISION)
+        result = sums / tl.where(mine, total, 1.0)[:, None] * value_scale
+        tl.store(
+            out + place[:, None] * SIZE_V + sizes_v[None, :],
+            result.to(out.dtype.element_ty),
+            mask=mine[:, None] & (sizes_v < SIZE_V)[None, :],
+        )
+
 
 _ITEMS_PER_REQUEST = 256
 """About how many pieces, of all KV heads, one long decode is cut into: some more than a device has multiprocessors."""

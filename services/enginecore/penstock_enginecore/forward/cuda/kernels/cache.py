@@ -5,7 +5,18 @@ import triton
 import triton.language as tl
 
 from penstock_enginecore.attention.kv_cache import FLOAT8, UNSCALED, KVScales
-from penstock_enginecore.forward.cuda.kernels.rounding import rounded
+
+# From what is computed to what the KV cache holds.
+
+
+@triton.jit
+def rounded(value, inverse_scale, TO: tl.constexpr):
+    """Float32 ``value`` as ``TO``; as an 8-bit float times ``inverse_scale``, at most its largest number. NaN stays NaN."""
+    if tl.float8e4nv == TO:
+        value = value * inverse_scale
+        value = tl.where(value > 448.0, 448.0, tl.where(value < -448.0, -448.0, value))
+    return value.to(TO)
+
 
 _HEADS = 4
 """Heads of a program."""

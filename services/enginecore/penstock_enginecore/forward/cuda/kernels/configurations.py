@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock_enginecore.forward.cuda.weights import Kind
+from penstock_enginecore.forward.cuda.kernel_api import Kind
 
 _TUNED = Path(__file__).with_name("tuned")
 MIN_BLOCK_SIZE = 16

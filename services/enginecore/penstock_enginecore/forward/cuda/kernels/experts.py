@@ -6,12 +6,18 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, Mxfp4Weight, StackedWeight
 from penstock_enginecore.forward.cuda.kernels.configurations import ExpertTiles, expert_tiles
-from penstock_enginecore.forward.cuda.kernels.float8 import MIN_WIDTH, fits, float8_sums
-from penstock_enginecore.forward.cuda.kernels.grouping import find_rows, grid_rows
-from penstock_enginecore.forward.cuda.kernels.int4 import MIN_HALF, int4_sums
-from penstock_enginecore.forward.cuda.kernels.mxfp4 import BLOCK, mxfp4_sums
-from penstock_enginecore.forward.cuda.weights import Float8Weight, Int4Weight, Mxfp4Weight, StackedWeight
+from penstock_enginecore.forward.cuda.kernels.invariant import find_rows, grid_rows
+from penstock_enginecore.forward.cuda.kernels.quantized import (
+    BLOCK,
+    MIN_HALF,
+    MIN_WIDTH,
+    fits,
+    float8_sums,
+    int4_sums,
+    mxfp4_sums,
+)
 
 
 def quantized_grouped_product(

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from penstock_enginecore.attention.kv_cache import FLOAT8, UNSCALED, KVScales
 from penstock_enginecore.forward.cuda.kernel_api import Norm, RotaryTable
-from penstock_enginecore.forward.cuda.kernels.rounding import rounded
+from penstock_enginecore.forward.cuda.kernels.cache import rounded
 
 _HEADS = 4
 """Heads of a program."""

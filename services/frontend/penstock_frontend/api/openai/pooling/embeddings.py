@@ -10,7 +10,7 @@ import msgspec
 from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
 from penstock_common.rpc.outputs import floats
 from penstock_common.types.outputs import EngineCoreOutput
-from penstock_common.types.pooling import PoolingParams, PoolingTask
+from penstock_common.types.request import PoolingParams, PoolingTask
 from penstock_frontend.api.http.endpoint import Answer, Call
 from penstock_frontend.api.http.request_body import Body
 from penstock_frontend.api.openai.body_fields import check_range, shown

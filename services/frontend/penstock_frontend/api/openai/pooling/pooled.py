@@ -10,7 +10,7 @@ import msgspec
 from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_common.rpc.outputs import floats
 from penstock_common.types.outputs import EngineCoreOutput
-from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
+from penstock_common.types.request import PoolingParams, PoolingTask, Vectors
 from penstock_frontend.api.http.endpoint import Answer, Call
 from penstock_frontend.api.http.request_body import Body
 from penstock_frontend.api.openai.body_fields import check_range, shown

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_enginecore.forward.cuda.weights import Float8Weight, Int4Weight, Mxfp4Weight, StackedWeight
+from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, Mxfp4Weight, StackedWeight
 from tests.fakes.models.interpreted_kernels import interpreted, sum_in_order
 from tests.fakes.models.torch_kernels import E2M1, TorchKernels
 
-experts, mxfp4 = interpreted("experts"), interpreted("mxfp4")
+experts, mxfp4 = interpreted("experts"), interpreted("quantized")
 configurations = interpreted("configurations")
 Make = Callable[[int, int, int], StackedWeight]
 

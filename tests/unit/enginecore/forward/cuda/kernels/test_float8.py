@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_enginecore.forward.cuda.weights import Float8Weight
+from penstock_enginecore.forward.cuda.kernel_api import Float8Weight
 from tests.fakes.models.interpreted_kernels import interpreted
 from tests.fakes.models.torch_kernels import TorchKernels
 
-float8 = interpreted("float8")
+float8 = interpreted("quantized")
 
 
 def draw(rows: int, out_features: int, in_features: int, width: int, dtype: torch.dtype) -> tuple[Any, Any, Any]:

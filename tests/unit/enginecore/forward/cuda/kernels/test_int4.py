@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_enginecore.forward.cuda.weights import Int4Weight
+from penstock_enginecore.forward.cuda.kernel_api import Int4Weight
 from tests.fakes.models.interpreted_kernels import interpreted
 from tests.fakes.models.torch_kernels import TorchKernels
 
-int4 = interpreted("int4")
+int4 = interpreted("quantized")
 
 
 def draw(rows: int, out_features: int, blocks: int, width: int, half: int, dtype: torch.dtype) -> tuple[Any, Any, Any]:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from penstock_enginecore.attention.base import AttentionParams
-from penstock_enginecore.forward.cuda.kernel_api import Norm
-from penstock_enginecore.forward.cuda.weights import Float8Weight, Int4Weight
+from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, Norm
 from tests.fakes.models.interpreted_kernels import interpreted, sum_in_order
 from tests.fakes.models.torch_kernels import TorchKernels
 from tests.unit.enginecore.attention.test_backends import PARAMS, make_step
@@ -17,7 +16,7 @@ from tests.unit.enginecore.forward.cuda.kernels.paged import Paged
 
 invariant = interpreted("invariant")
 configurations = interpreted("configurations")
-float8, int4 = interpreted("float8"), interpreted("int4")
+float8 = int4 = interpreted("quantized")
 norm, activation = interpreted("norm"), interpreted("activation")
 IN, OUT, MAX_ROWS = 160, 24, 40
 ALONE = (0, 17, 39)

@@ -11,7 +11,7 @@ from penstock_enginecore.forward.cuda.kernel_api import Norm, RotaryTable
 from tests.fakes.models.interpreted_kernels import interpreted
 from tests.fakes.models.torch_kernels import TorchKernels
 
-kernels = interpreted("latent_prologue")
+kernels = interpreted("latent_attention")
 BLOCK_SIZE, BLOCKS = 16, 3
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_enginecore.sample.base import DrawSettings, SamplingInputs
-from penstock_enginecore.sample.blocks import peak
+from penstock_enginecore.sample.filters import peak
 from penstock_enginecore.sample.random import uniforms
 from penstock_enginecore.sample.sampler import TorchSampler
 from tests.fakes.models.interpreted_kernels import interpreted

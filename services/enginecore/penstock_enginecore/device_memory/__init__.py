@@ -1,1 +1,0 @@
-"""GPU memory for weights and KV cache that can be freed during sleep and mapped again at the same addresses."""

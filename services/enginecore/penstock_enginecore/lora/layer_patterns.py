@@ -1,0 +1,247 @@
+"""Which layers a configuration of PEFT's means: regular expressions, matched as PEFT matches them, by Python's ``re``.
+
+The expressions can be hostile. All but plain names are matched in a process of their own: see ``pattern_process``.
+"""
+
+import json
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock_common.process import run_script
+from penstock_enginecore.lora import pattern_process
+from penstock_enginecore.lora.errors import LoraError, LoraReason
+from penstock_enginecore.lora.peft_format import CONFIG_FILE, PeftConfig
+
+MAX_LENGTH = 4096
+"""Characters of an expression."""
+_SECONDS = 0.5
+"""Processor time for all expressions of an adapter, in seconds. An ordinary one takes less than a millisecond."""
+_BYTES = 64 << 20
+"""Memory for the expressions of a setting, above that of the interpreter. Ordinary ones take less than 1 MiB."""
+_PATIENCE = 60.0
+"""Seconds until the process must have answered, if other processes leave it no processor."""
+_ORDINARY = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.")
+_READ_DIFFERENTLY = re.compile(r"\[\[|--|&&|~~|\|\||\{[^\d,}]")
+"""Python takes these literally today, and warns that some will change. Other dialects read set operations and character classes
+in them, which is what an author means who writes them.
+"""
+
+
+class _Answer(NamedTuple):
+    """What is known of an expression.
+
+    Attributes:
+        asked: Names that were matched against the expression.
+        found: Those that match from start to end, each with the text of the group ``index``.
+        wrong: Why the expression is none. Empty if it is one.
+    """
+
+    asked: frozenset[str]
+    found: Mapping[str, str]
+    wrong: str = ""
+
+
+class Patterns:
+    """Matches the expressions of one adapter. All methods raise LoraError, which names the setting, ``key``."""
+
+    def __init__(self, file: str, names: Iterable[str] = ()) -> None:
+        """Start no process yet.
+
+        Args:
+            file: Name of the file that has the settings, for errors.
+            names: Names that expressions will be matched against. One process answers for all of them.
+        """
+        self._file = file
+        self._names = frozenset(names)
+        self._answers: dict[str, _Answer] = {}
+        self._plain: dict[str, bool] = {}
+        self._left = _SECONDS
+
+    def full(self, key: str, pattern: str, name: str) -> bool:
+        """Return whether ``pattern`` matches all of ``name``."""
+        return self._match(key, pattern, name, _alone) is not None
+
+    def ends(self, key: str, pattern: str, name: str, beside: Iterable[str] = ()) -> bool:
+        """Return whether ``pattern`` matches all of ``name``, or all behind one of its dots.
+
+        Args:
+            key: Name of the setting.
+            pattern: The expression.
+            name: Name of a layer.
+            beside: Other expressions of the setting, which the same process answers for.
+        """
+        if self._is_plain(pattern):  # the usual case, hundreds of names against hundreds of others
+            start = len(name) - len(pattern)
+            if start < 0 or (start and name[start - 1] != "."):
+                return False
+            return all(wanted in (".", found) for wanted, found in zip(pattern, name[start:], strict=True))
+        return self._match(key, pattern, name, _at_end, beside) is not None
+
+    def index(self, key: str, pattern: str, name: str, beside: Iterable[str] = ()) -> int | None:
+        """Return the number of the layer behind the first match of ``pattern`` in ``name``, or None without a match.
+
+        Args:
+            key: Name of the setting.
+            pattern: An expression for the name of a list of layers. If it is empty, any list counts.
+            name: Name of a layer.
+            beside: Other expressions of the setting, which the same process answers for.
+        """
+        found = self._match(key, pattern, name, _in_front_of_index, beside)
+        return None if found is None else int(found)
+
+    def _is_plain(self, pattern: str) -> bool:
+        if pattern not in self._plain:
+            self._plain[pattern] = _ORDINARY.issuperset(pattern)
+        return self._plain[pattern]
+
+    def _match(
+        self, key: str, pattern: str, name: str, around: Callable[[str], str], beside: Iterable[str] = ()
+    ) -> str | None:
+        """Return the text of the group ``index``, or None if ``pattern``, with what is ``around`` it, does not match ``name``."""
+        if self._left <= 0:
+            raise self._slow(key, [pattern])
+        if refused := self._out_of_bounds(key, pattern):
+            raise refused
+        answer = self._answers.get(around(pattern))
+        if answer is None or name not in answer.asked:
+            asked = (each for each in beside if around is not _at_end or not self._is_plain(each))
+            others = [each for each in asked if not self._out_of_bounds(key, each)]
+            # This one comes first: if the process ends, the error names it.
+            answer = self._ask(key, list(dict.fromkeys([pattern, *others])), name, around)
+        if answer.wrong:
+            raise self._refused(key, f"this is no regular expression, {answer.wrong}", pattern[:100])
+        return answer.found.get(name)
+
+    def _out_of_bounds(self, key: str, pattern: str) -> LoraError | None:
+        """Return why an expression is refused before anything is matched, or None."""
+        if len(pattern) > MAX_LENGTH:
+            return self._refused(key, "an expression is too long", pattern[:40], f"at most {MAX_LENGTH} characters")
+        if found := _READ_DIFFERENTLY.search(pattern):
+            return self._refused(key, f"an expression may not have {found[0]!r}", pattern[:100])
+        return None
+
+    def _ask(self, key: str, patterns: list[str], name: str, around: Callable[[str], str]) -> _Answer:
+        """Have ``patterns`` answered. Returns the answer for the first of them."""
+        names = self._names if name in self._names else frozenset([name])
+        wholes = [around(pattern) for pattern in patterns]
+        job = {"expressions": wholes, "names": sorted(names), "seconds": self._left, "bytes": _BYTES}
+        reply = self._run(key, patterns, job)
+        for whole, answer in zip(wholes, reply["answers"], strict=True):
+            wrong = isinstance(answer, str)
+            self._answers[whole] = _Answer(names, {}, answer) if wrong else _Answer(names, answer)
+        self._left -= reply["seconds"]
+        if self._left <= 0:
+            raise self._slow(key, patterns)
+        return self._answers[wholes[0]]
+
+    def _run(self, key: str, patterns: list[str], job: Mapping[str, Any]) -> Mapping[str, Any]:
+        try:
+            ended = run_script(Path(pattern_process.__file__), json.dumps(job).encode(), _PATIENCE)
+        except (OSError, subprocess.TimeoutExpired) as e:
+            raise self._not_run(key, str(e)) from e
+        if ended.returncode == -signal.SIGPROF:
+            self._left = 0.0  # for all expressions that come next, too
+            raise self._slow(key, patterns)
+        if ended.returncode in (-signal.SIGKILL, -signal.SIGTERM):  # by someone else: the expression may be good
+            raise self._not_run(key, f"it was ended by {signal.Signals(-ended.returncode).name}")
+        if ended.returncode:  # a signal, as a rule: the expression has found a defect of the library
+            self._left = 0.0
+            what = f"matching it ended its process (exit code {ended.returncode})"
+            raise self._refused(key, what, _named(patterns))
+        reply: Mapping[str, Any] = json.loads(ended.stdout)
+        if "memory" in reply:
+            self._left = 0.0
+            limit = f"at most {_BYTES >> 20} MiB"
+            raise self._refused(key, "matching it takes too much memory", _named(patterns), limit)
+        return reply
+
+    def _slow(self, key: str, patterns: list[str]) -> LoraError:
+        return self._refused(key, "matching it takes too long", _named(patterns), f"at most {_SECONDS} s")
+
+    def _refused(self, key: str, what: str, pattern: str, limit: str = "") -> LoraError:
+        return LoraError(LoraReason.CONFIG, f"{key}: {what}", self._file, "", repr(pattern), limit)
+
+    def _not_run(self, key: str, why: str) -> LoraError:
+        what = f"{key}: the process that matches expressions did not answer"
+        return LoraError(LoraReason.UNREADABLE, what, self._file, value=why)
+
+
+def _alone(pattern: str) -> str:
+    return pattern
+
+
+def _at_end(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})"
+
+
+def _in_front_of_index(pattern: str) -> str:
+    return rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\..*" if pattern else r".*?\.[^.]*\.(?P<index>\d+)\..*"
+
+
+def _named(patterns: list[str]) -> str:
+    """Return the first expression, and the number of those that were matched along with it."""
+    more = f" and {len(patterns) - 1} more" if len(patterns) > 1 else ""
+    return patterns[0][:100] + more
+
+
+# The layers of a configuration, with their ranks and scales.
+
+_ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenLayer:
+    """``scale``: of ``B A``, whose rank is ``rank``."""
+
+    rank: int
+    scale: float
+
+
+def choose_layers(config: PeftConfig, names: Iterable[str], linear: Iterable[str]) -> dict[str, ChosenLayer]:
+    """Those of ``names`` that ``config`` means; "all-linear" means those of ``linear``. Raises LoraError for an expression that
+    cannot be matched.
+    """
+    names = list(names)
+    choice = _Choice(config, names, frozenset(linear))
+    return {name: choice.layer(name) for name in names if choice.means(name)}
+
+
+class _Choice:
+    def __init__(self, config: PeftConfig, names: Iterable[str], linear: frozenset[str]) -> None:
+        self._config = config
+        targets = config.target_modules
+        self._targets = linear if isinstance(targets, str) and targets.lower() == _ALL_LINEAR else targets
+        self._patterns = Patterns(CONFIG_FILE, names)
+
+    def means(self, name: str) -> bool:
+        config = self._config
+        if config.exclude_modules and self._named("exclude_modules", config.exclude_modules, name):
+            return False
+        if not self._named("target_modules", self._targets, name):
+            return False
+        if config.layers is None or name in self._targets:  # a whole name counts whatever its layer
+            return True
+        patterns = config.layers_patterns or ("",)
+        found = (self._patterns.index("layers_pattern", pattern, name, patterns) for pattern in patterns)
+        return next((index for index in found if index is not None), None) in config.layers
+
+    def layer(self, name: str) -> ChosenLayer:
+        config = self._config
+        rank = config.rank_pattern.get(self._pattern("rank_pattern", config.rank_pattern, name), config.rank)
+        alpha = config.alpha_pattern.get(self._pattern("alpha_pattern", config.alpha_pattern, name), config.alpha)
+        return ChosenLayer(rank, config.scale(rank, alpha))
+
+    def _named(self, key: str, wanted: str | frozenset[str], name: str) -> bool:
+        if isinstance(wanted, str):
+            return self._patterns.full(key, wanted, name)
+        parts = name.split(".")
+        return any(".".join(parts[i:]) in wanted for i in range(len(parts)))
+
+    def _pattern(self, key: str, patterns: Iterable[str], name: str) -> str:
+        """The first that fits, as in PEFT; '' where none does."""
+        return next((each for each in patterns if self._patterns.ends(key, each, name, patterns)), "")

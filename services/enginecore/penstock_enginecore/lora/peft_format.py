@@ -1,0 +1,341 @@
+"""What PEFT writes: settings in ``adapter_config.json``, each honoured or refused, and the names of tensors."""
+
+import logging
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import msgspec
+
+from penstock_common.input_files import MAX_DEPTH
+from penstock_common.nesting import nests_deeper
+from penstock_enginecore.lora.errors import LoraError, LoraReason
+from penstock_enginecore.lora.target import AdapterTarget
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "adapter_config.json"
+MAX_CONFIG_BYTES = 1 << 20
+_MAX_PATTERNS = 4096
+TASK_TYPES = ("CAUSAL_LM", "FEATURE_EXTRACTION", "SEQ_CLS", "TOKEN_CLS")
+_WITHOUT_EFFECT = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "corda_config",
+        "ensure_weight_tying",
+        "eva_config",
+        "inference_mode",
+        "lora_dropout",
+        "lora_ga_config",
+        "loftq_config",
+        "megatron_config",
+        "megatron_core",
+        "merge_weights",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "velora_config",
+    }
+)
+"""Settings of training, of initializations that are looked at by their names, and of variants that have switches of their own."""
+_NOTES = ("_", "unsloth_")
+"""What keys begin with that are no settings of PEFT's: programs that train note down what they are."""
+_HARMLESS_INITS = ("gaussian", "eva", "orthogonal", "mica")
+"""Ways to begin that leave the base model's weights as they are, and B A as the update; besides true and false."""
+_NONE: tuple[Any, ...] = (None, False, [], {}, "")
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    """As the file has them, with PEFT's defaults."""
+
+    peft_type: str
+    r: int = 8
+    lora_alpha: float = 8
+    target_modules: str | list[str] | None = None
+    exclude_modules: str | list[str] | None = None
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    layers_to_transform: int | list[int] | None = None
+    layers_pattern: str | list[str] | None = None
+    task_type: str | None = None
+    init_lora_weights: bool | str | None = True
+    base_model_name_or_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """``rank`` and ``alpha``: of layers that no pattern is for. ``target_modules`` and ``exclude_modules``: a regular expression,
+    or ends of names. ``layers``: numbers of those that are adapted, None for all; ``layers_patterns``: what their list is called.
+    ``base_model``: what it was trained on, empty where the file does not say.
+    """
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    target_modules: str | frozenset[str]
+    exclude_modules: str | frozenset[str]
+    layers: frozenset[int] | None
+    layers_patterns: tuple[str, ...]
+    task_type: str
+    base_model: str
+
+    def scale(self, rank: int, alpha: float) -> float:
+        """What ``B A`` is multiplied with: alpha / rank, or with rsLoRA (Kalajdzievski, 2023) alpha / sqrt(rank)."""
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def parse_peft_config(text: bytes, max_rank: int) -> PeftConfig:
+    """Of the file's content. Raises LoraError for settings that are not honoured, by name, and for ranks below 1."""
+    if len(text) > MAX_CONFIG_BYTES:
+        raise _garbled("it is too large", f"{len(text)} bytes", f"at most {MAX_CONFIG_BYTES}")
+    try:
+        given = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise _garbled("it cannot be read", str(e)) from e
+    if nests_deeper(given, MAX_DEPTH):  # whatever is written into an error must not end in recursion, either
+        raise _garbled("it nests too deeply", "", f"at most {MAX_DEPTH} levels")
+    if not isinstance(given, dict):
+        raise _garbled("it is no JSON object", type(given).__name__)
+    kind = given.get("peft_type")
+    if kind != "LORA":
+        raise _refused(LoraReason.PEFT_TYPE, "peft_type", kind, "only LORA is")
+    for key, value in given.items():
+        _check(key, value)
+    try:
+        settings = msgspec.convert(given, _Settings)
+    except msgspec.ValidationError as e:
+        raise _garbled("a setting is of another type", str(e)) from e
+    _check_init(settings.init_lora_weights)
+    if settings.task_type not in (None, *TASK_TYPES):
+        raise _refused(LoraReason.TASK_TYPE, "task_type", settings.task_type, f"served: {', '.join(TASK_TYPES)}")
+    _check_ranks(settings, max_rank)
+    return _config(settings)
+
+
+def _config(settings: _Settings) -> PeftConfig:
+    if settings.target_modules is None:
+        raise _garbled("target_modules is missing", "", "a list of names, an expression or 'all-linear'")
+    layers = settings.layers_to_transform
+    if layers is not None and isinstance(settings.target_modules, str):
+        raise _garbled("layers_to_transform does not go with an expression for target_modules", repr(layers))
+    names = settings.layers_pattern or []
+    return PeftConfig(
+        rank=settings.r,
+        alpha=settings.lora_alpha,
+        use_rslora=settings.use_rslora,
+        rank_pattern=settings.rank_pattern or {},
+        alpha_pattern=settings.alpha_pattern or {},
+        target_modules=_names(settings.target_modules),
+        exclude_modules=_names(settings.exclude_modules or ()),
+        layers=None if layers is None or layers == [] else frozenset([layers] if isinstance(layers, int) else layers),
+        layers_patterns=tuple([names] if isinstance(names, str) else names),
+        task_type=settings.task_type or "",
+        base_model=settings.base_model_name_or_path or "",
+    )
+
+
+def _names(given: str | list[str] | tuple[()]) -> str | frozenset[str]:
+    return given if isinstance(given, str) else frozenset(given)
+
+
+def _check_ranks(settings: _Settings, max_rank: int) -> None:
+    """Numbers that no layer can have; those that only some layers have are looked at with these."""
+    rank_pattern, alpha_pattern = settings.rank_pattern or {}, settings.alpha_pattern or {}
+    for key, count in (("rank_pattern", len(rank_pattern)), ("alpha_pattern", len(alpha_pattern))):
+        if count > _MAX_PATTERNS:
+            raise _garbled(f"{key} has too many entries", f"{count}", f"at most {_MAX_PATTERNS}")
+    for key, rank in {
+        "r": settings.r,
+        **{f"rank_pattern[{key!r}]": each for key, each in rank_pattern.items()},
+    }.items():
+        if rank < 1:
+            raise _refused(LoraReason.RANK, key, rank, f"from 1 to {max_rank}")
+    alphas = {"lora_alpha": settings.lora_alpha} | {
+        f"alpha_pattern[{key!r}]": each for key, each in alpha_pattern.items()
+    }
+    for key, alpha in alphas.items():
+        if not math.isfinite(alpha):
+            raise _garbled(f"{key} is no finite number", str(alpha))
+
+
+def _check_init(init: bool | str | None) -> None:
+    if not isinstance(init, str) or init.lower() in _HARMLESS_INITS:
+        return
+    raise LoraError(
+        LoraReason.CHANGED_BASE,
+        "init_lora_weights: it was trained on changed weights of the base model",
+        CONFIG_FILE,
+        value=repr(init),
+        limit=f"served: true, false, {', '.join(_HARMLESS_INITS)}",
+        remedy="convert it: save_pretrained with path_initial_model_for_weight_conversion",
+    )
+
+
+def _check(key: str, value: Any) -> None:
+    """Raises for settings that change what is computed."""
+    if key in _Settings.__struct_fields__ or key in _WITHOUT_EFFECT or value in _NONE:
+        return
+    if key.startswith(_NOTES):
+        logger.info("lora: %s: %r is passed over: no setting of PEFT's", CONFIG_FILE, key[:100])
+        return
+    if key == "bias":
+        if value == "none":
+            return
+        raise _refused(LoraReason.BIAS, key, value, "only 'none' is", "train with bias='none'")
+    reason, remedy = _SWITCHES.get(key, (LoraReason.SETTING, ""))
+    raise _refused(reason, key, value, "", remedy)
+
+
+_SWITCHES: Mapping[str, tuple[LoraReason, str]] = {
+    "use_dora": (LoraReason.DORA, "merge it into a copy of the base model, or train without DoRA"),
+    "modules_to_save": (LoraReason.MODULES_TO_SAVE, "train without modules_to_save, or serve the merged model"),
+    "lora_bias": (LoraReason.LORA_BIAS, "train without lora_bias"),
+    "fan_in_fan_out": (LoraReason.FAN_IN_FAN_OUT, "it is for Conv1D layers, which take no adapters"),
+    "target_parameters": (LoraReason.TARGET_PARAMETERS, "target linear layers alone"),
+    "layer_replication": (LoraReason.LAYER_REPLICATION, "serve the merged model"),
+    "trainable_token_indices": (LoraReason.TRAINABLE_TOKENS, "serve the merged model"),
+}
+
+
+def _refused(reason: LoraReason, key: str, value: object, limit: str = "", remedy: str = "") -> LoraError:
+    return LoraError(reason, f"{key} is not served", CONFIG_FILE, value=_short(value), limit=limit, remedy=remedy)
+
+
+def _garbled(what: str, value: str = "", limit: str = "") -> LoraError:
+    return LoraError(LoraReason.CONFIG, what, CONFIG_FILE, value=value, limit=limit)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+# What tensors are called in PEFT's files, and which layers of the model they are of.
+
+_PREFIX = "base_model.model."
+_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+"""What torch's compiler, checkpoints of activations and FSDP put into names of the modules they wrap."""
+_TEXT_MODELS = ("language_model", "text_model")
+"""What transformers calls the text model of a model that takes media."""
+_UPDATE = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+_BASE = re.compile(r"(?P<layer>.+?)(?:\.base_layer)?\.(?P<own>weight|bias)")
+_OTHERS = (
+    (re.compile(r".*\.lora_magnitude_vector\b.*"), LoraReason.DORA, "it is a magnitude, of DoRA"),
+    (re.compile(r".*\.lora_embedding_[AB]\b.*"), LoraReason.EMBEDDING, "it is of an embedding"),
+    (re.compile(r".*\.lora_[AB]\..*bias"), LoraReason.LORA_BIAS, "it is a bias of an update"),
+    (re.compile(r".*\.trainable_tokens_.*"), LoraReason.TRAINABLE_TOKENS, "it is of single tokens' embeddings"),
+    (re.compile(r".*\.modules_to_save\..*"), LoraReason.MODULES_TO_SAVE, "it is of a layer that is replaced"),
+    (re.compile(r".*\.experts\b.*"), LoraReason.EXPERTS, "it is of experts"),
+)
+"""Tensors that are refused for what they are called."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeftTensors:
+    """Names in a file. ``updates``: by layer, in the file's words, and side, A or B. ``copies``: of weights of the base model, by
+    parameter of the model.
+    """
+
+    naming: "Naming"
+    updates: Mapping[str, Mapping[str, str]]
+    copies: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How names of layers in a file become the model's: an adapter that was trained on a model with a head, say, may be served on
+    one without, and one of a model that takes media on its text model. ``rules``: what a name begins with in the file, and what
+    with in the model; the first that fits holds. ``of_media``: in the file, the text model is a part.
+    """
+
+    rules: tuple[tuple[str, str], ...] = (("", ""),)
+    of_media: bool = False
+
+    @classmethod
+    def of(cls, layers: Iterable[str], target: AdapterTarget) -> Self:
+        """By which most of ``layers`` are the model's."""
+        inner = f"{target.prefix}." if target.prefix else ""
+        ways = [cls()]
+        if inner:
+            ways += [cls((("", inner),)), cls(((inner, ""),))]
+        for text in _TEXT_MODELS:
+            for added in dict.fromkeys((inner, "")):  # with a head, and without
+                ways.append(cls(((f"model.{text}.", added), ("lm_head", "lm_head")), of_media=True))
+            # before transformers 4.52, where the text model had the head
+            ways.append(cls(((f"{text}.", ""),), of_media=True))
+            ways.append(cls(((f"{text}.model.", ""),), of_media=True))
+        return max(ways, key=lambda way: sum(way.in_model(layer) in target.linears for layer in layers))
+
+    def in_model(self, layer: str) -> str:
+        """What the model calls it; '' where it has none of that name."""
+        return next((into + layer.removeprefix(of) for of, into in self.rules if layer.startswith(of)), "")
+
+    def in_file(self, layer: str) -> str:
+        """What a file calls it; '' where the model it was trained on had none."""
+        return next((of + layer.removeprefix(into) for of, into in self.rules if layer.startswith(into)), "")
+
+
+def sort_tensors(names: Iterable[str], target: AdapterTarget, file: str) -> PeftTensors:
+    """Which tensor of ``file`` is what. Raises LoraError for those that are nothing that is served."""
+    updates: dict[str, dict[str, str]] = {}
+    others: list[str] = []
+    for name in names:
+        found = _UPDATE.fullmatch(_own_name(name))
+        if found is None:
+            others.append(name)
+            continue
+        sides = updates.setdefault(found["layer"], {})
+        if found["side"] in sides:
+            raise LoraError(
+                LoraReason.SURPLUS_TENSOR, "it is there twice", file, name, f"also as {sides[found['side']]}"
+            )
+        sides[found["side"]] = name
+    naming = Naming.of(updates, target)
+    return PeftTensors(naming, updates, dict(_copy(name, naming, target, file) for name in others))
+
+
+def is_update(name: str) -> bool:
+    """Whether a tensor is called what A and B are called."""
+    return _UPDATE.fullmatch(_own_name(name)) is not None
+
+
+def tensor_name(layer: str, side: str) -> str:
+    """What PEFT calls the tensor of a layer."""
+    return f"{_PREFIX}{layer}.lora_{side}.weight"
+
+
+def without_wrappers(name: str) -> str:
+    """The name that a module has while nothing wraps it or its parents."""
+    return _WRAPPERS.sub("", name)
+
+
+def _own_name(name: str) -> str:
+    return without_wrappers(name).removeprefix(_PREFIX)
+
+
+def _copy(name: str, naming: Naming, target: AdapterTarget, file: str) -> tuple[str, str]:
+    """The parameter of the base model that tensor ``name`` is a copy of, and ``name``. Raises LoraError if it cannot be one."""
+    own = _own_name(name)
+    for pattern, reason, what in _OTHERS:
+        if pattern.fullmatch(own):
+            raise LoraError(reason, what, file, name)
+    found = _BASE.fullmatch(own)
+    parameter = f"{naming.in_model(found['layer'])}.{found['own']}" if found else ""
+    if parameter in target.samples:
+        return parameter, name
+    if found and found["own"] == "bias":
+        raise LoraError(LoraReason.BIAS, "it is a bias of the base model", file, name)
+    layer = naming.in_model(found["layer"]) if found else ""
+    if layer in target.unserved and target.unserved[layer].reason == LoraReason.EMBEDDING:
+        raise LoraError(
+            LoraReason.EMBEDDING, "it is an embedding", file, name, remedy="save with save_embedding_layers=False"
+        )
+    what = "it replaces a layer" if layer in target.linears else "it is no part of an update that is served"
+    raise LoraError(LoraReason.SURPLUS_TENSOR, what, file, name)
