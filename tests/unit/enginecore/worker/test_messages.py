@@ -210,3 +210,19 @@ def test_workers_that_do_not_agree_are_named_with_what_differs() -> None:
         agreed("the KV cache", [{"a": spec}, {"a": msgspec.structs.replace(spec, num_kv_heads=1)}])
     with pytest.raises(WorkersGone, match="b is None and not"):
         agreed("the KV cache", [{"a": spec, "b": spec}, {"a": spec}])
+
+
+# A worker's place among the workers of its engine.
+
+ENGINE = EngineCoreConfig(model=ModelConfig(path="m"))
+
+
+def test_an_engine_of_one_worker_is_the_default() -> None:
+    config = WorkerConfig(engine=ENGINE)
+    assert (config.rank, config.world_size) == (0, 1)
+
+
+@pytest.mark.parametrize(("rank", "world_size", "name"), [(2, 2, "rank"), (-1, 2, "rank"), (0, 0, "world_size")])
+def test_a_rank_that_is_none_is_refused(rank: int, world_size: int, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"worker.{name}"):
+        WorkerConfig(engine=ENGINE, rank=rank, world_size=world_size)

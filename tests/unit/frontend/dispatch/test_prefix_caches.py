@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock_common.errors import Internal
 from penstock_common.lora_registry import LoraAdapter
@@ -17,7 +18,7 @@ from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.request import Request
 from penstock_frontend.dispatch import prefix_caches
-from penstock_frontend.dispatch.prefix_caches import PrefixCaches, with_media
+from penstock_frontend.dispatch.prefix_caches import BlockPlaces, PrefixCaches, PrefixIndex, with_media
 from tests.fakes.systems.media_session import item
 
 SIZE = 4
@@ -296,3 +297,142 @@ def test_media_that_an_engine_has_count_as_if_it_had_their_tokens() -> None:
     first, second = item("a", 1, offset=10, length=20), item("b", 1, offset=40, length=5)
     counts = with_media({"e0": 16, "e1": 64, "e2": 8}, {"e0": [first], "e1": [first, second], "e3": [second]})
     assert counts == {"e0": 16 + 14, "e1": 64, "e2": 8, "e3": 5}
+
+
+# Where an engine has blocks, against sets of them for each medium.
+
+BLOCKS = [bytes([number]) for number in range(4)]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.booleans(),
+            st.sampled_from(KvMedium),
+            st.lists(st.sampled_from(BLOCKS), min_size=1, max_size=4, unique=True),
+        ),
+        max_size=30,
+    )
+)
+def test_a_block_is_nowhere_once_it_has_left_every_medium(changes: list[tuple[bool, KvMedium, list[bytes]]]) -> None:
+    places, held = BlockPlaces(), {medium: set[bytes]() for medium in KvMedium}
+    found: set[bytes] = set()
+    for stored, medium, blocks in changes:
+        if stored:
+            places.stored(medium, blocks, found.__contains__)
+            found.update(blocks)
+            held[medium].update(blocks)
+        else:
+            found.difference_update(places.removed(medium, blocks))
+            held[medium].difference_update(blocks)
+        assert found == set().union(*held.values())
+    assert set(places._media) == set().union(
+        *(blocks for medium, blocks in held.items() if medium is not KvMedium.DEVICE)
+    )
+
+
+def test_nothing_is_kept_of_engines_that_have_blocks_in_their_kv_cache_alone() -> None:
+    places = BlockPlaces()
+    places.stored(KvMedium.DEVICE, BLOCKS, lambda _: False)
+    assert not places._media
+    assert places.removed(KvMedium.DEVICE, BLOCKS) == BLOCKS
+    places.stored(KvMedium.HOST, BLOCKS, lambda _: False)
+    places.clear()
+    assert places.removed(KvMedium.HOST, BLOCKS) == []
+
+
+# The index of cached blocks, against plain sets.
+
+ENGINES = st.sampled_from([f"e{number}" for number in range(5)])
+PROMPTS = st.text("ab", min_size=1, max_size=9)
+"""Every beginning of one is a block."""
+
+
+def blocks_of(prompt: str, first: int = 0) -> list[bytes]:
+    return [prompt[: end + 1].encode() for end in range(first, len(prompt))]
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """``model``: by engine, the blocks that it has, with each all those before it."""
+
+    @initialize(limit=st.sampled_from([0, 3, 10, 1000]), stride=st.sampled_from([1, 2, 3, 16]))
+    def start(self, limit: int, stride: int) -> None:
+        self.usual, prefix_caches._STRIDE = prefix_caches._STRIDE, stride
+        self.limit = limit
+        self.index = PrefixIndex(limit)
+        self.model: dict[str, set[bytes]] = {}
+
+    def size(self) -> int:
+        return sum(map(len, self.model.values()))
+
+    @rule(engine=ENGINES, prompt=PROMPTS, first=st.integers(0, 3))
+    def store(self, engine: str, prompt: str, first: int) -> None:
+        known, left_out = self.model.setdefault(engine, set()), 0
+        parent, blocks = prompt[:first].encode(), blocks_of(prompt, first)
+        for block in blocks:
+            if block in known:
+                continue
+            if self.size() < self.limit and (not parent or parent in known):
+                known.add(block)
+            else:
+                left_out += 1
+        assert self.index.store(engine, blocks, parent) == left_out
+
+    @rule(engine=ENGINES, prompt=PROMPTS)
+    def remove(self, engine: str, prompt: str) -> None:
+        """A block, and before it what stands behind it."""
+        known = self.model.get(engine, set())
+        gone = sorted((block for block in known if block.startswith(prompt.encode())), reverse=True)
+        self.index.remove(engine, [*gone, b"never there"])
+        known.difference_update(gone)
+
+    @rule(engine=ENGINES)
+    def clear(self, engine: str) -> None:
+        self.index.clear(engine)
+        self.model.pop(engine, None)
+
+    @rule(prompt=st.text("ab", max_size=12))
+    def look_up(self, prompt: str) -> None:
+        expected = {}
+        for engine, blocks in self.model.items():
+            missing = [place for place, block in enumerate(blocks_of(prompt)) if block not in blocks]
+            if run := min(missing, default=len(prompt)):
+                expected[engine] = run
+        hashes = iter(blocks_of(prompt))
+        assert self.index.runs(hashes) == expected
+        num_read = len(prompt) - len(list(hashes))
+        assert num_read <= max(expected.values(), default=0) + prefix_caches._STRIDE
+
+    @invariant()
+    def the_size_is_that_of_all_engines_and_within_the_limit(self) -> None:
+        assert len(self.index) == self.size() <= self.limit
+        assert self.index.full == (self.size() >= self.limit)
+        for engine, blocks in self.model.items():
+            assert self.index.num_on(engine) == len(blocks)
+
+    def teardown(self) -> None:
+        prefix_caches._STRIDE = self.usual
+        for engine in self.model:
+            self.index.clear(engine)
+        assert not self.index._holders
+        assert not self.index._bits
+        assert not any(self.index._engines)
+
+
+TestPrefixIndex = IndexMachine.TestCase
+TestPrefixIndex.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_a_prompt_without_a_single_block_is_found_nowhere() -> None:
+    index = PrefixIndex(10)
+    index.store("e", [b"a"])
+    assert index.runs([]) == {}
+
+
+def test_an_engine_beyond_the_64th_is_found_too() -> None:
+    index = PrefixIndex(1000)
+    for number in range(200):
+        index.store(f"e{number}", [b"a"])
+    index.clear("e3")
+    index.store("new", [b"a"])
+    assert index.runs([b"a"]) == {f"e{number}": 1 for number in range(200) if number != 3} | {"new": 1}

@@ -13,6 +13,7 @@ from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import Unavailable
 from penstock_common.rpc.server import RpcServer
 from penstock_local.cli import main
+from penstock_local.commands.status import device_of, drafts_of
 from penstock_local.serving.machine import free_ports
 from tests.fakes.clients.terminal import CTRL_C, Terminal
 
@@ -369,3 +370,54 @@ async def test_a_group_has_a_line(
     assert await server.run("--json") == 0
     told = json.loads(capsys.readouterr().out)["groups"]
     assert [(group["ranks"], group["epoch"]) for group in told] == [(["engine-0", "engine-1"], 7)]
+
+
+# The cell that says where an engine computes.
+
+GIB = 2**30
+GPU = {
+    "device": "cuda:0",
+    "device_name": "NVIDIA H200",
+    "total_memory": 140 * GIB,
+    "used_memory": 100 * GIB,
+    "up": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("workers", "cell"),
+    [
+        ([], ""),
+        ([{"rank": 0, "up": True, "device": ""}], ""),
+        ([{"rank": 0, "up": True, "device": "cpu", "total_memory": 0}], "cpu"),
+        ([{"rank": 0, **GPU}], "NVIDIA H200 100/140 GiB"),
+        ([{"rank": 0, **GPU}, {"rank": 1, **GPU, "used_memory": 120 * GIB}], "2 x NVIDIA H200 120/140 GiB"),
+        (
+            [{"rank": 0, **GPU, "graphs": {"replays": 97, "launched": 3, "tokens": 400, "padding_tokens": 48}}],
+            "NVIDIA H200 100/140 GiB, 97% replayed, 12% padding",
+        ),
+        ([{"rank": 0, **GPU, "graphs": {"replays": 0, "launched": 3}}], "NVIDIA H200 100/140 GiB"),
+        ([{"rank": 0, "up": True, "device": "cpu"}, {"rank": 1, "up": False, "device": "cpu"}], "2 x cpu, down: 1"),
+    ],
+)
+def test_devices_and_the_fullest_ones_memory(workers: list[dict[str, Any]], cell: str) -> None:
+    assert device_of(workers) == cell
+
+
+# The cell that says what an engine's drafts have brought.
+
+COUNTS = {"num_drafts": 10, "num_draft_tokens": 40, "num_accepted_tokens": 15}
+
+
+@pytest.mark.parametrize(
+    ("info", "cell"),
+    [
+        ({}, ""),
+        ({"speculative": None}, ""),
+        ({"speculative": {"method": "ngram", "failure": "", **dict.fromkeys(COUNTS, 0)}}, "ngram -"),
+        ({"speculative": {"method": "suffix", "failure": "", **COUNTS}}, "suffix 2.50 (38%)"),
+        ({"speculative": {"method": "draft_model", "failure": "out of memory", **COUNTS}}, "draft_model off"),
+    ],
+)
+def test_the_cell_has_the_method_the_mean_length_and_the_share_that_held(info: dict[str, Any], cell: str) -> None:
+    assert drafts_of(info).plain == cell

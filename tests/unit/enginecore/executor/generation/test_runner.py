@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,7 +23,7 @@ from penstock_enginecore.core.scheduler.output import (
     NewRequestData,
     SchedulerOutput,
 )
-from penstock_enginecore.executor.generation.runner import GenerationRunner
+from penstock_enginecore.executor.generation.runner import GenerationRunner, fastest_pass
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
 from penstock_enginecore.models.loader import load_model
@@ -204,3 +206,32 @@ def test_what_a_device_chooses_alone_it_chooses_beside_requests_with_rules_if_th
     (biased_token,), one, (constrained,), two = output.sampled_token_ids
     assert (biased_token, constrained) == (7, 3 * 32 + 9)
     assert ((one, two) == ([100], [101])) is batch_invariant
+
+
+# How long a step takes: of as many passes as a worker was told to make, the fastest.
+
+
+class SlowForward:
+    """Takes a minute, the first time two."""
+
+    def __init__(self) -> None:
+        self.specs = {"layer": SimpleNamespace(block_size=16)}
+        self.memory = SimpleNamespace(throwaway=lambda block_size, num_blocks: (block_size, num_blocks))
+        self.now = 0.0
+        self.passes: list[int] = []
+
+    def bind(self, caches: Any) -> None:
+        """There is nothing to attend to."""
+
+    def run(self, batch: Any, rows: Any) -> Any:
+        self.now += 60.0 if self.passes else 120.0
+        self.passes.append(len(batch.token_ids))
+        return SimpleNamespace(logits=torch.zeros(len(rows), 4))
+
+
+@pytest.mark.parametrize("passes", [1, 2, 5])
+def test_a_worker_makes_all_passes_that_it_is_told_to_however_long_they_take(passes: int) -> None:
+    """Workers that share layers wait for each other in each pass: one that stopped by its own clock would leave the others."""
+    forward: Any = SlowForward()
+    assert fastest_pass(forward, 4, passes, lambda: float(forward.now)) == (60.0 if passes > 1 else 120.0)
+    assert forward.passes == [4] * passes

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.activations import ACT2FN
 
 from penstock_common.types.media import TensorData
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models.loader import load_model
 from penstock_enginecore.models.multimodal.base import EncodedItem, EncoderItem, MediaEncoder, to_data
-from penstock_enginecore.models.multimodal.encoder import TowerEncoder
+from penstock_enginecore.models.multimodal.encoder import QuickGELU, TowerEncoder, use_quick_gelu
 from tests.fakes.multimodal_items import image_tensors, item
 from tests.fakes.multimodal_models import save_multimodal_model
 
@@ -280,3 +281,22 @@ def test_what_an_item_came_in_may_be_overwritten_behind_its_first_slice(encoder:
     assert found.rows is not None
     assert expected.rows is not None
     assert torch.equal(found.rows, expected.rows)
+
+
+# The towers' own quick GELU.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bits_are_those_of_transformers(dtype: torch.dtype) -> None:
+    x = (torch.randn(37, 61, generator=torch.Generator().manual_seed(0)) * 8).to(dtype)
+    before = x.clone()
+    assert torch.equal(QuickGELU()(x), ACT2FN["quick_gelu"](x))
+    assert torch.equal(x, before)
+
+
+def test_only_modules_of_its_kind_are_replaced() -> None:
+    inner = torch.nn.ModuleDict({"quick": ACT2FN["quick_gelu"], "other": ACT2FN["gelu"]})
+    tower = torch.nn.ModuleDict({"inner": inner, "outer": ACT2FN["quick_gelu"]})
+    use_quick_gelu(tower)
+    assert type(inner["quick"]) is type(tower["outer"]) is QuickGELU
+    assert type(inner["other"]) is type(ACT2FN["gelu"])

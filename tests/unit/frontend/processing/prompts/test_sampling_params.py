@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from penstock_common.errors import ConfigError, InvalidArgument
-from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
+from penstock_common.types.request import EngineCoreRequest, RequestContext
+from penstock_common.types.sampling import RepetitionDetection, SamplingParams, StructuredOutput
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.prompts import sampling_params
 
@@ -160,3 +161,40 @@ def test_a_bad_sequence_outside_the_vocabulary_is_refused() -> None:
     params = sampling_params.resolve({"bad_word_token_ids": ((1, 2), (256, 3))}, {}, LIMITS)
     with pytest.raises(InvalidArgument, match=r"bad_word_token_ids\[1\] is 256"):
         sampling_params.check_vocabulary(params, 256)
+
+
+# One request as several sequences.
+
+
+def request(**params: Any) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id="r-1",
+        prompt_token_ids=[1, 2],
+        sampling_params=SamplingParams(**params),
+        context=RequestContext(external_request_id="r"),
+    )
+
+
+def test_each_sequence_has_the_next_seed_and_an_id_of_its_own() -> None:
+    children = sampling_params.sequences(request(n=3, seed=7, temperature=0.5))
+    assert [child.request_id for child in children] == ["r-1.0", "r-1.1", "r-1.2"]
+    assert [child.sampling_params.seed for child in children] == [7, 8, 9]
+    assert {child.sampling_params.n for child in children} == {1}
+    assert {child.sampling_params.temperature for child in children} == {0.5}
+    assert {child.context.external_request_id for child in children} == {"r"}
+
+
+def test_a_single_sequence_is_the_request_itself() -> None:
+    single = request(seed=7)
+    assert sampling_params.sequences(single) == [single]
+
+
+def test_the_seed_behind_the_largest_is_the_smallest() -> None:
+    children = sampling_params.sequences(request(n=2, seed=2**63 - 1))
+    assert [child.sampling_params.seed for child in children] == [2**63 - 1, -(2**63)]
+
+
+def test_only_the_first_sequence_computes_the_prompts_log_probabilities() -> None:
+    children = sampling_params.sequences(request(n=3, prompt_logprobs=2, logprobs=1))
+    assert [child.sampling_params.prompt_logprobs for child in children] == [2, None, None]
+    assert [child.sampling_params.logprobs for child in children] == [1, 1, 1]

@@ -1,0 +1,99 @@
+"""Where batch invariance is refused before anything is loaded, and where it is not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from penstock_common.errors import ConfigError
+from penstock_enginecore.config import EngineCoreConfig, ExecutorConfig, KernelsConfig, ModelConfig
+from penstock_enginecore.executor.loading import check_batch_invariant, check_int8, load_runner
+from penstock_enginecore.models.errors import ModelLoadError
+from tests.fakes.models.tiny_models import save_tiny_model
+
+
+def check(
+    device: str = "cuda", backend: str = "auto", task: str = "generate", workers: int = 1, **kernels: Any
+) -> None:
+    config = EngineCoreConfig(
+        model=ModelConfig(path="model", attention_backend=backend),
+        executor=ExecutorConfig(tensor_parallel_size=workers),
+        kernels=KernelsConfig(**{"batch_invariant": True} | kernels),
+    )
+    check_batch_invariant(config, torch.device(device), task)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_model_that_a_decoder_may_serve_is_loaded(device: str) -> None:
+    check(device)
+    check(device, task="embed", batch_invariant=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"decoder": False}, "kernels.decoder is false"),
+        ({"device": "cpu", "isa": "off"}, "kernels.isa is 'off'"),
+        ({"device": "cpu", "attention": False}, "kernels.attention is false"),
+        ({"backend": "triton"}, "model.attention_backend is 'triton', and only with 'auto'"),
+        ({"task": "embed"}, "the model is to embed, and decoders only generate"),
+        ({"workers": 2}, "the executor has 2 workers, and it is a property of one"),
+    ],
+)
+def test_where_no_decoder_is_tried_it_is_refused_with_the_reason(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"kernels.batch_invariant is true but {said}"):
+        check(**changes)
+    check(**changes, batch_invariant=False)
+
+
+@pytest.mark.parametrize("kernels", [{"isa": "off"}, {"attention": False}])
+def test_what_only_cpus_need_is_not_asked_of_gpus(kernels: dict[str, Any]) -> None:
+    check("cuda", **kernels)
+
+
+def test_an_engine_is_told_before_its_weights_are_read() -> None:
+    kernels = KernelsConfig(isa="off", batch_invariant=True)
+    config = EngineCoreConfig(model=ModelConfig(path="/nowhere", task="generate"), kernels=kernels)
+    with pytest.raises(ConfigError, match="kernels.batch_invariant is true but kernels.isa is 'off'"):
+        load_runner(config, torch.device("cpu"), lambda line: None)
+
+
+# What weights of 8-bit integers cannot be had with is said before anything is loaded.
+
+
+def configured(path: Path, *, kernels: Any = None, executor: Any = None, **model: Any) -> EngineCoreConfig:
+    model = {"path": str(path), "quantization": "int8", **model}
+    return msgspec.convert({"model": model, "kernels": kernels or {}, "executor": executor or {}}, EngineCoreConfig)
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "words"),
+    [
+        ({}, "cuda", "model.device is 'cuda', and CPUs alone compute by them"),
+        ({"dtype": "bfloat16"}, "cpu", "model.dtype is 'bfloat16', and they are computed with in float32"),
+        ({"kernels": {"isa": "off"}}, "cpu", "kernels.isa is 'off'"),
+        ({"kernels": {"linear": False}}, "cpu", "kernels.linear is false"),
+        ({"executor": {"tensor_parallel_size": 2}}, "cpu", "the executor has 2 workers"),
+    ],
+)
+def test_settings_that_contradict_it_are_named(
+    settings: dict[str, Any], device: str, words: str, tmp_path: Path
+) -> None:
+    save_tiny_model("llama", tmp_path)
+    with pytest.raises(ConfigError, match=f"model.quantization is 'int8' but {words}.*set it to 'auto'"):
+        check_int8(configured(tmp_path, **settings), torch.device(device))
+
+
+def test_a_checkpoint_that_is_quantized_is_refused(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    check_int8(configured(tmp_path), torch.device("cpu"))
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_bytes())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+    file.write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match="model.quantization is 'int8' but the checkpoint is quantized already"):
+        check_int8(configured(tmp_path), torch.device("cpu"))
+    check_int8(configured(tmp_path, quantization="auto", dtype="bfloat16"), torch.device("cuda"))
