@@ -4,11 +4,15 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from tests import skipped
+
+if TYPE_CHECKING:
+    from tests.fakes.warm_python import WarmPython
 
 _QUICK = "QUICK_TESTS"
 """The variable with which slow tests do not run."""
@@ -41,3 +45,24 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session")
+def warm() -> "Iterator[WarmPython]":
+    """Starts Python processes whose imports are done."""
+    from tests.fakes.warm_python import warm_python  # here: few tests start processes
+
+    with warm_python() as warm:
+        yield warm
+
+
+@pytest.fixture(scope="module")
+def warm_processes(warm: "WarmPython") -> Iterator[None]:
+    """Have engines and services started by ``warm``, in a module of tests that are not about starting them."""
+    from tests.fakes.processes import Service
+    from tests.fakes.warm_python import use
+
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, warm)
+        patch.setattr(Service, "warm", warm)
+        yield

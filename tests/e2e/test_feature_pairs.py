@@ -7,7 +7,7 @@ import pytest
 from tests.pairs.features import GROUPS
 from tests.pairs.table import Tested, Two, name_of, pairs
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio, pytest.mark.usefixtures("warm_processes")]
 TESTED = [two for two, verdict in pairs() if isinstance(verdict, Tested) and two & GROUPS]
 
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -17,6 +17,7 @@ from penstock_common.addresses import with_port
 from penstock_common.rpc.channel import make_channel
 from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
+from tests.fakes.warm_python import Process, WarmPython
 
 START_TIMEOUT = PATIENCE
 KEPT: dict[str, Any] = {"server__max_connection_age": 0, "http__max_connection_age": 0}
@@ -34,6 +35,9 @@ def children() -> set[int]:
 
 class Service:
     """``python -m module`` with these flags, listening on a loopback port that stays the same over restarts."""
+
+    warm: ClassVar[WarmPython | None] = None
+    """Starts the processes, if it is there and there are no ``enter`` words."""
 
     def __init__(
         self, module: str, *words: str, host: str = "127.0.0.1", metrics_flag: str = "", **flags: object
@@ -60,7 +64,7 @@ class Service:
         """Words before the command, for the next start."""
         self._folder = tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name) / "log"
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | Process | None = None
 
     def add_flag(self, key: str, value: object) -> None:
         """One more flag, for the next start."""
@@ -93,7 +97,12 @@ class Service:
 
     async def start(self) -> "Service":
         """Start the process and return at once."""
+        environment = os.environ | self.environment
         with self._log.open("ab") as output:
+            if self.warm is not None and not self.enter:
+                log = output.fileno()
+                self._process = self.warm.start(self.module, self._arguments, {1: log, 2: log}, environment)
+                return self
             self._process = await asyncio.create_subprocess_exec(
                 *self.enter,
                 sys.executable,
@@ -102,7 +111,7 @@ class Service:
                 *self._arguments,
                 stdout=output,
                 stderr=output,
-                env=os.environ | self.environment,
+                env=environment,
             )
         return self
 
@@ -130,13 +139,15 @@ class Service:
     async def ended(self) -> int:
         """Wait until the process has ended by itself. Returns the exit code."""
         assert self._process is not None
+        if isinstance(self._process, Process):
+            return await asyncio.to_thread(self._process.wait)
         return await self._process.wait()
 
     async def kill(self) -> None:
         """SIGKILL, and wait until the process is gone."""
         assert self._process is not None
         self._process.kill()
-        await self._process.wait()
+        await self.ended()
 
     def send_signal(self, number: signal.Signals) -> None:
         """To the running process, and go on at once."""
@@ -148,7 +159,7 @@ class Service:
         assert self._process is not None
         if self.alive:
             self._process.send_signal(signal.SIGTERM)
-        return await self._process.wait()
+        return await self.ended()
 
     async def __aenter__(self) -> "Service":
         return await self.start()

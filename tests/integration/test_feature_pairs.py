@@ -16,6 +16,7 @@ from tests.pairs.models import Checkpoint
 from tests.pairs.running import Pair, sections_of
 from tests.pairs.table import Refused, Tested, Two, name_of, pairs
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
 SLOW = frozenset({Feature.NODES, Feature.STRUCTURED, Feature.TENSOR, Feature.PIPELINE, Feature.FP8_CACHE})
 """Processes, grammars that are compiled in one, threads of workers, and attention by torch."""
 AT_THE_REQUEST = "ranks of a data-parallel group do not sleep yet"
