@@ -70,7 +70,8 @@ class Source:
     """That process. ``strike`` does to it what the test is about, once."""
 
     def __init__(self, path: Path, transport: str, how: str) -> None:
-        context = get_context("spawn")
+        context = get_context("forkserver")  # forks of a process that has imported torch, once
+        context.set_forkserver_preload([__name__])
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=source, args=(path, transport, theirs), daemon=True)
         self.process.start()
