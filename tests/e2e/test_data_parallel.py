@@ -30,7 +30,11 @@ COUNT = 100
 PROMPTS = [[1 + i, 2, 3, 4 + i, 5] for i in range(6)]
 KILLS = int(os.environ.get("PENSTOCK_GROUP_KILLS", "0"))
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.usefixtures("warm_processes"),
+]
 
 
 @pytest.fixture(scope="module")

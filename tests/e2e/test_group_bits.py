@@ -18,7 +18,11 @@ from tests.fakes.systems.rank_group import RankGroup, metric
 from tests.fakes.systems.scored import Scored, alone
 from tests.fakes.systems.streams import Load, Stream, Streams, asks_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.usefixtures("warm_processes"),
+]
 COUNT = 60
 EXPERTS_OF_A_TOKEN = 4
 """Two could be added in one order alone."""

@@ -15,7 +15,11 @@ DEMO_MODEL = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock
 STREAMS, TOKENS = 12, 500
 TEXT = "once upon a time there was a little girl who had a red ball and a big dog and went to the park"
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.usefixtures("warm_processes"),
+]
 
 
 def prompts() -> list[str]:

@@ -12,7 +12,11 @@ from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.systems.cluster import Cluster
 
 STREAMS, TOKENS = 16, 120
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.usefixtures("warm_processes"),
+]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -22,7 +22,7 @@ from tests.fakes.models.tiny_models import save_tiny_model
 from tests.fakes.models.transformers_greedy import greedy_tokens
 from tests.fakes.patience import PATIENCE
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_processes")]
 
 KERNELS: dict[str, dict[str, Any]] = {"decoder": {}, "linear": {"decoder": False}, "modules": {"isa": "off"}}
 CASES = [

@@ -38,6 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "processes": {"executor": {"kind": "multiproc"}},
     "split": {"executor": {"tensor_parallel_size": 2}},
 }
+PROCESSES = ("processes", "split")
 
 
 class Case:
@@ -95,9 +96,11 @@ def test_tokens_are_those_of_transformers_whatever_is_cut(case: Case) -> None:
 
 @llava_soon
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.slow) if way in ("processes", "split") else way for way in WAYS]
+    "way", [pytest.param(way, marks=pytest.mark.slow) if way in PROCESSES else way for way in WAYS]
 )
-def test_tokens_are_those_of_transformers(case: Case, way: str) -> None:
+def test_tokens_are_those_of_transformers(case: Case, way: str, request: pytest.FixtureRequest) -> None:
+    if way in PROCESSES:
+        request.getfixturevalue("warm_processes")
     assert run(case.engine(**WAYS[way]), case.requests()).tokens == case.expected
 
 

@@ -24,7 +24,7 @@ from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.fakes.models.torch_sampling import TorchSampling
 from tests.fakes.models.transformers_greedy import greedy_tokens
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_processes")]
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny/tokenizer.json"
 KERNELS = {"decoder": {}, "linear": {"decoder": False}, "modules": {"isa": "off"}}
