@@ -38,7 +38,7 @@ ASKED, TOKENS = 4, 40
 REGEX = "[a-z ]{900}"
 """Longer than any answer gets."""
 CACHE = {"block_size": 16, "num_blocks": 256}
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_processes")]
 
 
 class Expected(NamedTuple):

@@ -24,7 +24,7 @@ from tests.fakes.engines.worker_threads import Streams, use_threads
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.fakes.models.transformers_greedy import greedy_tokens
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_processes")]
 
 NEW_TOKENS = 10
 PROMPT_LENGTHS = (1, 3, 7, 16, 34)

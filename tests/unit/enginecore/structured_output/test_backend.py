@@ -31,6 +31,7 @@ from tests.fakes.engines.followed import allowed as allowed_by
 from tests.fakes.models.random_schemas import RandomModel, random_schema
 from tests.fakes.patience import deadlines
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
 MODEL = Path(__file__).resolve().parents[4] / "examples/demo_model/penstock-tiny"
 VOCAB_SIZE = 2100
 """Larger than the tokenizer's 2048 tokens, and no multiple of 32."""

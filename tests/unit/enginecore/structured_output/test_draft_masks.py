@@ -21,6 +21,7 @@ from penstock_enginecore.structured_output.vocabulary import token_bytes
 from tests.fakes.engines.followed import TIMEOUT, allowed, follow_here
 from tests.fakes.models.random_schemas import RandomModel, random_schema
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
 MODEL = Path(__file__).resolve().parents[4] / "examples/demo_model/penstock-tiny"
 VOCAB_SIZE = 2100
 EOS = frozenset({1, 5})
