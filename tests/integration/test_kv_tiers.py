@@ -165,6 +165,7 @@ def test_hits_after_a_restart_come_from_the_disk(model: Model, tmp_path: Path) -
     second.shutdown()
 
 
+@pytest.mark.usefixtures("warm_processes")
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_workers_in_processes_keep_their_parts(model: Model, size: int, tmp_path: Path) -> None:
