@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock_common import child_process
+from penstock_common import process as child_process
 from tests.fakes.patience import PATIENCE
 
 IMPORTED = (

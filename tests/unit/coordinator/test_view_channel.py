@@ -251,3 +251,90 @@ class ProtoView:
     @staticmethod
     def of(*engines):
         return pb.ClusterView.FromString(ProtoEncoder().whole(view(*engines), 1))
+
+
+@pytest.mark.parametrize("num_engines", [1, 19, 20, 21, 100, 999, 1000, 4000, 20_000])
+def test_a_pool_never_reports_more_often_than_it_may(num_engines):
+    interval = max(PACE.of_reports(num_engines), 0.01)
+    assert num_engines / interval <= 2000.0 * (1 + 1e-6)
+    assert interval <= max(num_engines / 2000.0 * 1.25, 0.01) * (1 + 1e-6)
+
+
+def test_engines_of_a_small_pool_report_as_they_like():
+    assert PACE.of_reports(0) == PACE.of_reports(19) == 0.0
+
+
+def test_a_pool_that_grows_to_a_thousand_is_told_few_intervals():
+    assert len({PACE.of_reports(n) for n in range(1001)}) < 25
+
+
+def test_views_of_many_engines_come_as_often_as_their_reports():
+    assert PACE.of_views(10) == PACE.of_views(200) == 0.1
+    assert PACE.of_views(1000) == 0.5
+    assert PACE.of_views(4000) == 2.0
+
+
+def test_changes_of_few_members_are_told_at_once_and_of_many_within_a_tenth_of_a_second():
+    assert PACE.of_changes(1) <= 0.0001
+    assert PACE.of_changes(1000) == pytest.approx(0.05)
+    assert PACE.of_changes(100_000) == 0.1
+
+
+@pytest.fixture
+def limiter():
+    limiter = ViewLimiter(PACE, first_at=0.0)
+    assert limiter.due(0.0)
+    limiter.sent(0.0, 1)
+    return limiter
+
+
+def test_the_first_view_is_due_at_once():
+    assert ViewLimiter(PACE, first_at=0.0).due(0.0)
+
+
+def test_a_change_of_members_is_due_at_once(limiter):
+    limiter.members_changed(0.001)
+    assert limiter.due(0.001)
+
+
+def test_loads_wait_for_the_interval(limiter):
+    assert not limiter.due(0.05)
+    assert limiter.due(0.1)
+
+
+def test_who_looks_once_per_interval_and_is_early_by_a_hair_need_not_wait_for_another(limiter):
+    assert limiter.due(0.0999)
+
+
+def test_loads_of_many_engines_wait_longer(limiter):
+    limiter.sent(0.0, 1000)
+    assert limiter.interval == 0.5
+    assert not limiter.due(0.4)
+    assert limiter.due(0.5)
+
+
+def test_members_that_change_one_after_another_are_told_of_together(limiter):
+    limiter.sent(0.0, 1000)
+    limiter.members_changed(0.01)
+    limiter.members_changed(0.04)
+    assert not limiter.due(0.04)
+    assert limiter.waits(0.04) == pytest.approx(0.01)
+    assert limiter.due(0.05)
+    assert limiter.sent(0.05, 1001) == 0.01, "since the first of them"
+    assert limiter.waits(0.05) is None
+
+
+def test_a_change_in_another_view_is_none_in_this_one(limiter):
+    limiter.members_changed(0.001)
+    limiter.only_loads()
+    assert not limiter.due(0.05)
+    assert limiter.waits(0.05) is None
+
+
+def test_after_a_restart_nothing_is_due_before_the_grace_has_passed():
+    limiter = ViewLimiter(PACE, first_at=5.0)
+    limiter.members_changed(1.0)
+    assert not limiter.due(4.9)
+    assert limiter.waits(4.9) is None
+    assert limiter.due(5.0)
+    assert limiter.sent(5.0, 1) == 5.0

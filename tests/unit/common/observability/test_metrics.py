@@ -3,9 +3,12 @@
 import asyncio
 import threading
 
-from prometheus_client import CollectorRegistry
+import prometheus_client
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
 
-from penstock_common.observability.metrics import count_tasks, service_registry, tell_connected
+from penstock_common.observability.metrics import Histogram, count_tasks, service_registry, tell_connected
 
 
 async def test_tasks_of_the_loop_are_counted_from_any_thread_and_leave_the_count_when_they_end() -> None:
@@ -44,3 +47,39 @@ def test_whether_the_coordinator_is_there_is_told_as_it_is_when_asked() -> None:
     assert registry.get_sample_value("penstock:coordinator_connected") == 0
     there[0] = True
     assert registry.get_sample_value("penstock:coordinator_connected") == 1
+
+
+# Our histogram against prometheus_client's.
+
+BOUNDS = (0.01, 1, 2.5, 10)
+VALUES = st.one_of(st.sampled_from([0.0, 0.01, 1.0, 2.5, 10.0, 11.0]), st.floats(0, 20, width=16))
+
+
+@given(st.lists(st.tuples(VALUES, st.integers(1, 4), st.sampled_from("ab"))))
+def test_it_exposes_what_the_librarys_does_for_the_same_observations(
+    observations: list[tuple[float, int, str]],
+) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    mine = Histogram("x_seconds", "text", ["engine"], bounds=BOUNDS, registry=ours)
+    library = prometheus_client.Histogram("x_seconds", "text", ["engine"], buckets=BOUNDS, registry=theirs)
+    for value, count, label in observations:
+        mine.labels(label).observe(value, count)
+        for _ in range(count):
+            library.labels(label).observe(value)
+    for metric in theirs.collect():
+        for sample in metric.samples:
+            if sample.name.endswith("_created"):
+                continue
+            found = ours.get_sample_value(sample.name, sample.labels)
+            assert found is not None
+            assert abs(found - sample.value) < 1e-6
+    bare = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
+    assert [line.rsplit(" ", 1)[0] for line in generate_latest(ours).decode().splitlines()] == [
+        line.rsplit(" ", 1)[0] for line in bare
+    ]
+
+
+def test_a_series_shows_as_zero_once_it_is_asked_for() -> None:
+    registry = CollectorRegistry()
+    Histogram("x", "text", ["engine"], bounds=BOUNDS, registry=registry).labels("a")
+    assert registry.get_sample_value("x_count", {"engine": "a"}) == 0

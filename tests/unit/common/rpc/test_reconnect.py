@@ -1,11 +1,18 @@
+""""""
+
 import asyncio
+import random
+import socket
 
 import pytest
 from structlog.testing import capture_logs
 
 from penstock_common.errors import Unavailable
-from penstock_common.rpc.reconnect import Reconnector
+from penstock_common.rpc.reconnect import Backoff, Reconnector, refuses
 from tests.fakes.patience import PATIENCE
+
+""""""
+
 
 TIMEOUT = PATIENCE
 
@@ -168,3 +175,55 @@ async def test_a_server_that_was_never_there_is_logged_once_whoever_logs_session
             await reconnector.close()
             await running
     assert [line["event"] for line in logged] == ["no connection to the server; trying again"]
+
+
+def test_delays_double_up_to_the_maximum_and_are_shortened_by_at_most_half():
+    backoff = Backoff(initial=0.1, maximum=1.0, rng=random.Random(1))
+    for full in (0.1, 0.2, 0.4, 0.8, 1.0, 1.0):
+        assert full / 2 <= backoff.next() <= full
+
+
+def test_reset_starts_from_the_beginning():
+    backoff = Backoff(initial=0.1, maximum=1.0)
+    for _ in range(5):
+        backoff.next()
+    backoff.reset()
+    assert backoff.next() <= 0.1
+
+
+def test_a_lowered_maximum_holds_at_once():
+    backoff = Backoff(initial=0.1, maximum=10.0)
+    for _ in range(10):
+        backoff.next()
+    backoff.maximum = 0.5
+    assert backoff.next() <= 0.5
+
+
+def test_clients_do_not_come_back_at_the_same_time():
+    assert len({Backoff(initial=1.0, maximum=1.0).next() for _ in range(100)}) > 90
+
+
+# Whether anybody listens at an address.
+
+
+async def test_a_port_is_refused_only_while_nobody_listens_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        assert not await refuses(address, within=10.0)
+    assert await refuses(address, within=10.0)
+
+
+async def test_who_accepts_nothing_refuses_nothing() -> None:
+    """As a network does that swallows everything: the queue of connections is full."""
+    with socket.socket() as listening, socket.socket() as first, socket.socket() as second:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        for client in (first, second):
+            client.setblocking(False)
+            client.connect_ex(listening.getsockname())
+        assert not await refuses(f"127.0.0.1:{listening.getsockname()[1]}", within=0.01)
+
+
+@pytest.mark.parametrize("address", ["nowhere.invalid:1", "127.0.0.1:x", "127.0.0.1"])
+async def test_an_address_that_cannot_be_reached_tells_nothing(address: str) -> None:
+    assert not await refuses(address, within=0.01)

@@ -14,10 +14,16 @@ from penstock_enginecore.forward.cuda.buffers import (
     StepShape,
     Widths,
 )
-from penstock_enginecore.forward.cuda.mlp import mlp_of
+from penstock_enginecore.forward.cuda.decoder import FusedForward
+from penstock_enginecore.forward.cuda.linear import empty, keeps
+from penstock_enginecore.forward.cuda.mlp import QuantizedGroups, grouped, mlp_of
 from penstock_enginecore.forward.cuda.plans import ExpertsPlan
 from penstock_enginecore.forward.cuda.reader import plan_model
-from tests.fakes.models.fused_models import CPU, load_probed, save_varied_model
+from penstock_enginecore.forward.proof import UnsuitableError
+from penstock_enginecore.models.quantization.layers import QuantizedExperts, QuantizedStack
+from penstock_enginecore.models.quantization.recognition import recognise
+from tests.fakes.models.fused_models import CPU, load_probed, prove, save_varied_model
+from tests.fakes.models.quantized_models import FORMATS, save_quantized_model
 from tests.fakes.models.torch_kernels import TorchKernels
 
 SHAPE = StepShape(16, 16)
@@ -69,3 +75,92 @@ def test_experts_compute_what_the_module_does_and_padding_takes_none(
     kernels = TorchKernels(batch_invariant=True)
     mlp_of(plan, 0.5, kernels).run(x, step(num_tokens), activations, kernels, out)
     torch.testing.assert_close(out[:num_tokens], 0.5 * expected)
+
+
+# Products of experts with weights that stay quantized.
+
+EXPERTS, COLUMNS = 3, 64
+NOT_KEPT = ("gptq-desc-act", "gptq-8-bits", "compressed-int4-actorder", "compressed-int8")
+KEPT = [form for form in FORMATS if form not in NOT_KEPT]
+
+
+def stack(form: str, sizes: tuple[int, ...] = (40, 24), columns: int = COLUMNS) -> QuantizedStack:
+    """Experts of matrices of ``sizes`` rows; of MXFP4 one that is as large as they together."""
+    torch.manual_seed(0)
+    scheme = recognise(FORMATS[form].config)
+    if form == "mxfp4":
+        parts, _ = FORMATS[form].pack("x", torch.randn(EXPERTS, columns, sum(sizes)))
+        return QuantizedStack(scheme, [{name.removeprefix("x"): part for name, part in parts.items()}], merged=True)
+    base, projections = ("x" if scheme.dense else "x.weight"), []
+    for size in sizes:
+        packed = [FORMATS[form].pack("x.weight", torch.randn(size, columns))[0] for _ in range(EXPERTS)]
+        names = {name: name.removeprefix(base) for name in packed[0]}
+        projections.append({suffix: torch.stack([each[name] for each in packed]) for name, suffix in names.items()})
+    return QuantizedStack(scheme, projections, merged=False)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("form", KEPT)
+@torch.inference_mode()
+def test_a_product_is_that_of_the_dequantized_weight_and_rows_of_nobody_are_left(form: str, biased: bool) -> None:
+    weight, rows = stack(form), torch.randn(7, COLUMNS)
+    dense = weight.dequantize(torch.float32)
+    dense = dense.transpose(1, 2) if form == "mxfp4" else dense
+    bias = torch.randn(EXPERTS, 64) if biased else None
+    owners, ends = torch.tensor([0, 0, 2, 2, 2, 2]), torch.tensor([2, 2, 6], dtype=torch.int32)
+    expected = torch.einsum("rk,rnk->rn", rows[:6], dense[owners]) + (bias[owners] if bias is not None else 0)
+    product = grouped(weight, bias, TorchKernels(), transposed=form == "mxfp4")
+    torch.testing.assert_close(product.run(rows, ends, owners)[:6], expected)
+    for held in product.held:
+        held.to(torch.device("cpu"))
+    torch.testing.assert_close(weight.dequantize(torch.float32), dense.transpose(1, 2) if form == "mxfp4" else dense)
+
+
+@torch.inference_mode()
+def test_an_odd_number_of_blocks_is_halved_within_them() -> None:
+    weight = stack("mxfp4", columns=96)
+    rows, owners, ends = torch.randn(3, 96), torch.arange(3), torch.tensor([1, 2, 3], dtype=torch.int32)
+    expected = torch.einsum("rk,rkn->rn", rows, weight.dequantize(torch.float32))
+    torch.testing.assert_close(grouped(weight, None, TorchKernels(), transposed=True).run(rows, ends, owners), expected)
+
+
+@torch.inference_mode()
+def test_8_bit_numbers_are_held_once() -> None:
+    weight = stack("fbgemm")
+    product = grouped(weight, None, TorchKernels(), transposed=False)
+    assert isinstance(product, QuantizedGroups)
+    assert len({each[""].untyped_storage().data_ptr() for each in weight.projections}) == 1
+    assert product.num_bytes == EXPERTS * 64 * (COLUMNS + 4)
+    empty(weight)
+    assert sum(parameter.numel() for parameter in weight.parameters()) == 0
+
+
+@pytest.mark.parametrize("form", NOT_KEPT)
+def test_weights_that_no_product_takes_are_refused(form: str) -> None:
+    with pytest.raises(UnsuitableError, match="there is no product with experts' weights that are "):
+        grouped(stack(form), None, TorchKernels(), transposed=False)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "form", "num_bytes"),
+    [
+        # Of each of 2 layers 4 experts of 3 * 32 rows of 64 columns: numbers, 2 scales of 4 bytes a row (1 of down's rows).
+        ("qwen3_moe", "fp8-blocks", 2 * 4 * (3 * 32 * 64 + 4 * (2 * 64 + 64))),
+        # And 4 of 3 * 64 rows of 64: half a byte each, and a byte for each 32 of them.
+        ("gpt_oss", "mxfp4", 2 * 4 * (3 * 64 * 64 // 2 + 3 * 64 * 2)),
+    ],
+)
+def test_the_decoder_is_proved_with_experts_that_stay_quantized_and_holds_them_alone(
+    architecture: str, form: str, num_bytes: int, tmp_path: Path
+) -> None:
+    save_quantized_model(architecture, form, tmp_path, hidden_size=64)
+    probed = load_probed(tmp_path, keeps)
+    kept = [each for each in probed.model.module.modules() if isinstance(each, QuantizedExperts)]
+    assert len(kept) == 2
+    proven = prove(probed, lambda: FusedForward(probed, TorchKernels()))
+    assert proven.serves is not None, proven.reasons
+    held = [held for layer in proven.serves._layers._layers for held in layer.mlp.held]
+    assert sum(each.num_bytes for each in held) == num_bytes
+    assert all(
+        parameter.numel() == 0 for each in kept for parameter in (*each.gate_up.parameters(), *each.down.parameters())
+    )

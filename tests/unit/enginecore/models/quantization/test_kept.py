@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from penstock_enginecore.models.quantization.kept import dequantize_kept
 from penstock_enginecore.models.quantization.layers import DOWN, GATE_UP, QuantizedExperts
 from tests.fakes.models.quantized_models import save_quantized_model
-from tests.unit.enginecore.models.quantization.test_linear import load, logits
+from tests.unit.enginecore.models.quantization.test_layers import load, logits
 
 
 def experts(model: torch.nn.Module) -> list[QuantizedExperts]:

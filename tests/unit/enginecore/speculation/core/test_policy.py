@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from penstock_enginecore.speculation.core.policy import DraftHistory, DraftPolicy, StepCost
+from penstock_enginecore.speculation.core.policy import DraftHistory, DraftPolicy, StepCost, time_steps
 
 CPU = {1: 12.8, 2: 12.9, 4: 13.0, 8: 13.3, 12: 15.3, 16: 19.0, 24: 27.5, 32: 33.8, 64: 66.0}
 """Milliseconds of a model on two cores."""
@@ -160,3 +160,50 @@ def test_rests_double_and_begin_anew_once_a_draft_holds() -> None:
     history.verified(2, 1)
     history.rest()
     assert history.rest_left == 32
+
+
+# Which steps are timed at the start, how often, and what of it counts.
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+
+class SlowWorkers:
+    """Take ``seconds`` by rows, the first time of each twice as long."""
+
+    def __init__(self, seconds: dict[int, float]) -> None:
+        self.now = 0.0
+        self.passes: dict[int, int] = {}
+        self._seconds = seconds
+
+    def step_seconds(self, num_tokens: int, passes: int) -> float:
+        assert num_tokens not in self.passes
+        self.passes[num_tokens] = passes
+        self.now += self._seconds[num_tokens] * (passes + 1)
+        return self._seconds[num_tokens]
+
+
+def timed(workers: SlowWorkers, max_len: int = 100) -> dict[int, float]:
+    return time_steps(workers.step_seconds, ROWS, max_len, lambda: workers.now)
+
+
+def test_what_the_first_pass_takes_does_not_count():
+    seconds = {rows: 0.001 + 0.0002 * rows for rows in ROWS}
+    assert timed(SlowWorkers(seconds)) == pytest.approx(seconds)
+
+
+def test_steps_of_many_rows_are_timed_in_fewer_passes_where_that_takes_long():
+    """100 million parameters on two cores."""
+    workers = SlowWorkers(dict(zip(ROWS, (0.012, 0.012, 0.013, 0.014, 0.021, 0.036, 0.067), strict=True)))
+    assert list(timed(workers)) == list(ROWS)
+    assert workers.now < 0.6
+    assert workers.passes == {1: 3, 2: 3, 4: 3, 8: 3, 16: 2, 32: 2, 64: 2}
+
+
+def test_a_slow_engine_times_a_token_and_starts():
+    workers = SlowWorkers(dict.fromkeys(ROWS, 0.3))
+    assert list(timed(workers)) == [1]
+    assert workers.now < 1.5
+
+
+def test_no_step_is_longer_than_the_model_allows():
+    assert list(timed(SlowWorkers(dict.fromkeys(ROWS, 0.001)), max_len=20)) == [1, 2, 4, 8, 16]
