@@ -1,23 +1,19 @@
-"""Floors, batches and tables of ``make bench-gpu``."""
+"""Floors and batches of ``make bench-gpu``."""
 
-import json
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
-from tests.benchmarks.gpu import names, passes, phases, report
+from tests.benchmarks.gpu import names, passes, phases
 from tests.benchmarks.gpu.batches import decode_batch, prefill_batch, verify_batch
 from tests.benchmarks.gpu.decoder import Decoder
-from tests.benchmarks.gpu.shapes import FULL, LLAMA_1B, LLAMA_8B, SMOKE, Ceilings, DecodeRow, Prefill
+from tests.benchmarks.gpu.shapes import FULL, LLAMA_8B, SMOKE, Ceilings, DecodeRow, Prefill
 from tests.device.phases import Settings
-from tests.device.records import Results
 
 H200 = Ceilings(copy_rate=4.3e12, product_rate=780e12)
 
@@ -38,19 +34,6 @@ def test_floors_of_decode_steps(row: DecodeRow, floor: float):
 
 def test_the_floor_of_a_prompt_is_its_products():
     assert H200.prefill_ms(LLAMA_8B, Prefill(2048)) == pytest.approx(38.1, rel=0.01)
-
-
-def test_a_shape_has_the_parameters_of_its_checkpoint():
-    assert LLAMA_8B.step_weights == pytest.approx(7.5e9, rel=0.01)
-    assert LLAMA_1B.step_weights == pytest.approx(1.236e9, rel=0.01)
-    assert LLAMA_8B.kv_bytes_per_token == 131_072
-
-
-def test_a_shape_writes_a_configuration_that_transformers_reads(tmp_path: Path):
-    config = AutoConfig.from_pretrained(LLAMA_8B.write(tmp_path))
-    assert (config.num_hidden_layers, config.head_dim, config.num_key_value_heads) == (32, 128, 8)
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    assert (tmp_path / "tokenizer.json").is_file()
 
 
 @pytest.mark.parametrize(
@@ -88,83 +71,6 @@ def test_kernels_are_compiled_for_the_sizes_of_the_steps_dealt_out_to_processes(
     [phase] = [phase for phase in phases.PHASES if phase.name == "compile"]
     [stage] = phase.load(Settings("8B", jobs=3))
     assert [row.name for row in stage.rows] == ["decodes of 1, 48, 256", "decodes of 8, 64", "decodes of 32, 128"]
-
-
-MEASURED = Results(
-    session={"shape": "tiny"},
-    found={
-        ("machine", "machine"): {"device": "H200", "torch": "2.11"},
-        ("ceilings", "copy"): {"rate": 4.6e8},
-        ("ceilings", "product"): {"rate": 780e12},
-        ("passes", "decode 1 x 64"): {"ms": 2.0, "computing": "fused decoder", "not_replayed": ""},
-        ("passes", "decode 4 x 64"): {"ms": 4.0, "computing": "fused decoder", "not_replayed": ""},
-        ("passes", "prompt of 64"): {"ms": 8.0, "computing": "fused decoder"},
-        ("passes", "verify 1 x 64, 1 tokens"): {"ms": 2.0},
-        ("passes", "verify 1 x 64, 5 tokens"): {"ms": 3.0},
-        ("passes", "launched 1 x 64"): {"ms": 5.0},
-        ("passes", "idle"): {"ms": 4.0, "idle": 0.034, "streams": 4, "launches": 12.0},
-        ("invariant", "decode 1 x 64"): {"ms": 3.0, "same_bits": True, "computing": "modules"},
-        ("invariant", "decode 4 x 64"): {"ms": 5.0, "same_bits": False, "computing": "fused decoder"},
-        ("engine", "in-process, 1 streams"): {"tokens_per_s": 300.0, "itl_ms": 2.5},
-    },
-    errors={("lora", "build model"): {"error": "RuntimeError: made to fail\nbehind it"}},
-    unrun={("peers", "transformers"): "the budget was over"},
-)
-
-
-def table(results: Results, head: str) -> list[str]:
-    lines = list(report.lines(SMOKE, results))
-    first = lines.index(f"| {head} |") + 2
-    return lines[first : lines.index("", first)]
-
-
-def test_what_was_not_measured_is_called_so():
-    lines = list(report.lines(FULL, Results()))
-    assert "| 64 | 1024 | unmeasured | 6.90 | unmeasured | unmeasured | unmeasured |" in lines
-    assert "Ceilings: unmeasured." in lines
-    assert "Device idle while decoding: unmeasured." in lines
-    assert table(Results(), "load | streams | tokens/s | ms a token | of the floor")[0] == (
-        "| in-process | 1 | unmeasured | unmeasured | unmeasured |"
-    )
-
-
-def test_each_phase_says_what_computed_it():
-    assert table(MEASURED, "phase | computing | graphs") == [
-        "| passes | fused decoder | used |",
-        "| invariant | fused decoder, modules | unmeasured |",
-        "| lora | unmeasured | unmeasured |",
-        "| engine | unmeasured | unmeasured |",
-    ]
-
-
-def test_steps_stand_beside_their_floors_and_one_another():
-    assert table(MEASURED, "streams | context | floor ms | target ms | ms | of the floor | tokens/s") == [
-        "| 1 | 64 | 1.00 | none | 2.00 | 50% | 500 |",
-        "| 4 | 64 | 1.21 | none | 4.00 | 30% | 1000 |",
-    ]
-    assert table(MEASURED, "streams | context | tokens of each | ms | of the floor | beside one token")[:3] == [
-        "| 1 | 64 | 1 | 2.00 | 50% | 1.00x |",
-        "| 1 | 64 | 5 | 3.00 | 33% | 1.50x |",
-        "| 2 | 64 | 1 | unmeasured | unmeasured | unmeasured |",
-    ]
-    assert table(MEASURED, "batch invariant | ms | of the floor | beside the default | same bits") == [
-        "| decode 1 x 64 | 3.00 | 33% | 1.50x | yes |",
-        "| decode 4 x 64 | 5.00 | 24% | 1.25x | NO |",
-        "| prompt of 64 | unmeasured | unmeasured | unmeasured | unmeasured |",
-    ]
-    assert table(MEASURED, "without graphs, streams | context | ms | of the floor | beside graphs") == [
-        "| 1 | 64 | 5.00 | 20% | 2.50x |",
-        "| 4 | 64 | unmeasured | unmeasured | unmeasured |",
-    ]
-
-
-def test_failed_rows_and_those_that_were_not_run_are_listed():
-    lines = list(report.lines(SMOKE, MEASURED))
-    assert lines[-3:] == [
-        "Device idle while decoding: 3.4% at 4 streams, 12 launches a step.",
-        "Failed: lora: build model: RuntimeError: made to fail behind it",
-        "Not run: peers: transformers: the budget was over",
-    ]
 
 
 def test_the_decode_step_that_idleness_is_measured_of_is_also_run_without_graphs():
