@@ -1,1 +1,1 @@
-"""One file for each kind of call, whatever its protocol: generation, chat, pooling, scoring, adapters. Also admission and readiness."""
+"""One file for each kind of call, whatever its protocol: generation, chat, pooling, scoring, adapters, admission, readiness."""

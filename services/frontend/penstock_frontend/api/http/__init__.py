@@ -1,1 +1,1 @@
-"""The HTTP listener: connections, parsing within limits, bodies, endpoints, streams, the OpenAPI document, telemetry, the page at ``/``."""
+"""The HTTP listener: connections, parsing within limits, bodies, endpoints, streams, the OpenAPI document, telemetry, page."""
