@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -211,24 +211,29 @@ class SegmentReader:
             raise InvalidArgument(
                 f"{field}: the segment has {status.st_size} bytes; offset and size say {offset + size}", field=field
             )
-        try:
-            data, done = read_at(file, offset, size)
-        except OSError as e:
-            raise FailedPrecondition(
-                f"{field}: the segment cannot be read: {e.strerror}", field=field, reason=UNREADABLE
-            ) from None
-        if done < size:
-            raise InvalidArgument(f"{field}: the segment ends behind {done} of {size} bytes", field=field)
-        return data
+        with _refused_unreadable(field, "segment"):
+            return _read_at(file, offset, size, field, "segment")
 
 
-def read_at(file: int, offset: int, size: int) -> tuple[bytearray, int]:
-    """``size`` bytes of a file, and how many of them it has. Raises OSError."""
+@contextlib.contextmanager
+def _refused_unreadable(field: str, of: str) -> Iterator[None]:
+    """Raise FailedPrecondition with reason UNREADABLE if the segment or arena (``of``) cannot be opened or read."""
+    try:
+        yield
+    except OSError as e:
+        text = f"{field}: the {of} cannot be read: {e.strerror}"
+        raise FailedPrecondition(text, field=field, reason=UNREADABLE) from None
+
+
+def _read_at(file: int, offset: int, size: int, field: str, of: str) -> bytearray:
+    """Return ``size`` bytes of a segment or arena (``of``). Raises OSError, and InvalidArgument if it ends before."""
     data = bytearray(size)
     view, done = memoryview(data), 0
     while done < size and (count := os.preadv(file, [view[done:]], offset + done)):
         done += count
-    return data, done
+    if done < size:
+        raise InvalidArgument(f"{field}: the {of} ends behind {done} of {size} bytes", field=field)
+    return data
 
 
 def remove_orphans(root: Path = ROOT) -> int:
@@ -369,17 +374,10 @@ class ArenaReader:
         """
         if name != self._name:
             raise InvalidArgument(f"{field}.name is {quoted(name)}; it is not the arena of this stream", field=field)
-        try:
+        with _refused_unreadable(field, "arena"):
             if self._file < 0:
                 self._file = self._open(field)
-            data, done = read_at(self._file, offset, size)
-        except OSError as e:
-            raise FailedPrecondition(
-                f"{field}: the arena cannot be read: {e.strerror}", field=field, reason=UNREADABLE
-            ) from None
-        if done < size:
-            raise InvalidArgument(f"{field}: the arena ends behind {done} of {size} bytes", field=field)
-        return data
+            return _read_at(self._file, offset, size, field, "arena")
 
     def close(self) -> None:
         """Read no more. Idempotent."""

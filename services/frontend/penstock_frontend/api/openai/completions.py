@@ -15,7 +15,6 @@ from penstock_common.types.outputs import Logprobs
 from penstock_frontend.api.http.endpoint import Answer, Call
 from penstock_frontend.api.http.request_body import Body
 from penstock_frontend.api.http.streaming import EventStream
-from penstock_frontend.api.openai import generation as prompts
 from penstock_frontend.api.openai import sampling_fields
 from penstock_frontend.api.openai.body_fields import check_range
 from penstock_frontend.api.openai.choice_logprobs import (
@@ -27,7 +26,17 @@ from penstock_frontend.api.openai.choice_logprobs import (
     ranked,
 )
 from penstock_frontend.api.openai.context import context_of
-from penstock_frontend.api.openai.generation import FINISH_REASONS, Generation, Prompt, PromptOutput, Source
+from penstock_frontend.api.openai.generation import (
+    AS_MANY_AS_FIT,
+    FINISH_REASONS,
+    Generation,
+    Given,
+    Prompt,
+    PromptOutput,
+    Source,
+    prepare,
+    split,
+)
 from penstock_frontend.api.openai.sampling_fields import SamplingFields, StreamOptions, TokenId, predicted_text
 from penstock_frontend.api.openai.usage import UsageCount, UsageInfo, usage_info
 from penstock_frontend.call_types import GenerateRequest, KvParams, RequestOutput, Usage
@@ -165,10 +174,10 @@ class Completions:
         body = await raw.decode(CompletionRequest)
         model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         _check(body)
-        if body.truncate_prompt_tokens == prompts.AS_MANY_AS_FIT:
+        if body.truncate_prompt_tokens == AS_MANY_AS_FIT:
             room = await self._llm.prompt_room(body.max_tokens or DEFAULT_MAX_TOKENS, call.context)
             body.truncate_prompt_tokens = room
-        given = prompts.split(body.prompt, self._limits.now.max_prompts)
+        given = split(body.prompt, self._limits.now.max_prompts)
         self._check_sequences(len(given), body)
         kv = self._kv(len(given), body)
         if body.suffix is not None:
@@ -220,11 +229,11 @@ class _Making:
             token_ids=bool(body.return_token_ids),
             prompt_logprobs=body.prompt_logprobs is not None,
         )
-        self._prompts: Sequence[prompts.Prompt] = ()
+        self._prompts: Sequence[Prompt] = ()
         self._prediction = predicted_text(body.prediction)
         self._kv = kv
 
-    async def sources(self, given: Sequence[prompts.Given]) -> list[Source[RequestOutput]]:
+    async def sources(self, given: Sequence[Given]) -> list[Source[RequestOutput]]:
         """One request per prompt. Raises RequestFailed; when there is no room for all of them, before any is tokenized."""
         tenant = self._context.tenant
         self._llm.check_room(
@@ -238,7 +247,7 @@ class _Making:
         names = _names(body)
         self._prompts = await asyncio.gather(
             *(
-                prompts.prepare(
+                prepare(
                     self._llm,
                     each,
                     field="prompt" if len(given) == 1 else f"prompt[{index}]",
@@ -291,7 +300,7 @@ class _Making:
         if self._options.include_usage:
             yield self._completion([], self._usage.total())
 
-    def _source(self, prompt: prompts.Prompt, request_id: str, values: dict[str, Any]) -> Source[RequestOutput]:
+    def _source(self, prompt: Prompt, request_id: str, values: dict[str, Any]) -> Source[RequestOutput]:
         request = GenerateRequest(
             prompt=prompt.given,
             sampling=values,
@@ -322,7 +331,7 @@ class _Making:
             self._writers[index] = ChoiceWriter(index, prompt, self._style, offsets)
         return self._writers[index]
 
-    def _offsets(self, prompt: prompts.Prompt) -> TextOffsets:
+    def _offsets(self, prompt: Prompt) -> TextOffsets:
         """An echoed prompt is text of its own; without echo it is the context of the output's first token."""
         context = () if self._body.echo else prompt.token_ids or ()
         skip = self._body.skip_special_tokens is not False
@@ -366,7 +375,7 @@ def _check_best_of(body: CompletionRequest) -> None:
         )
 
 
-def _infilled(llm: AsyncLLM, prompt: prompts.Given, suffix: str) -> str:
+def _infilled(llm: AsyncLLM, prompt: Given, suffix: str) -> str:
     """The prompt of a model that fills in what stands between two texts. Raises InvalidArgument, Unimplemented."""
     if not isinstance(prompt, str):
         raise InvalidArgument("suffix is set; prompt must be text then, not token ids", field="prompt")
