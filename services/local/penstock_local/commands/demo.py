@@ -153,18 +153,18 @@ class Demo:
     async def _prefix_caching(self) -> None:
         self._title("Prefix caching: one long text, several questions")
         table = Table("question", "answer", "prompt tokens", "of these cached", box=None, pad_edge=False)
-        hits = 0
+        cached = []
         for question in STORY_QUESTIONS:
             result = await self._whole(chat(question, system=f"Use this story to answer: {STORY}"))
             usage = result.last.usage
             if usage is None:
                 raise DemoFailedError("the last message of the output has no usage")
-            hits += usage.cached_tokens > 0
+            cached.append(usage.cached_tokens)
             table.add_row(question, Text(result.text.strip()), str(usage.prompt_tokens), str(usage.cached_tokens))
         self._console.print(table)
-        # The second question may arrive before the frontend knows which engine has cached the story.
-        if hits < (later := len(STORY_QUESTIONS) - 1) - 1:
-            raise DemoFailedError(f"{hits} of {later} later questions found the story cached")
+        # The second question may arrive before the frontend knows which engine has cached the story; then both engines cache it.
+        if 0 in cached[2:]:
+            raise DemoFailedError(f"a later question did not find the story cached; cached tokens of each: {cached}")
         self._note("the engine that has computed the story gets the later questions too: of these only the end is new")
 
     async def _concurrent(self) -> None:
