@@ -63,6 +63,6 @@ def warm_processes(warm: "WarmPython") -> Iterator[None]:
     from tests.fakes.warm_python import use
 
     with pytest.MonkeyPatch.context() as patch:
-        use(patch, warm)
+        use(warm, patch.setattr)
         patch.setattr(Service, "warm", warm)
         yield

@@ -17,13 +17,12 @@ import struct
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fcntl import F_DUPFD_CLOEXEC, fcntl
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from penstock_common import process as child_process
 from tests.fakes.patience import PATIENCE
@@ -143,10 +142,10 @@ def warm_python() -> Iterator[WarmPython]:
         process.wait()
 
 
-def use(patch: pytest.MonkeyPatch, warm: WarmPython) -> None:
+def use(warm: WarmPython, set_attribute: Callable[[object, str, object], None]) -> None:
     """Have the modules of ``STARTING`` start their processes from ``warm``."""
     for name in STARTING:
-        patch.setattr(importlib.import_module(name), "start_python", warm.start_python)
+        set_attribute(importlib.import_module(name), "start_python", warm.start_python)
 
 
 def _serve(listener: socket.socket) -> Request:
@@ -212,19 +211,18 @@ def main(descriptor: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in IMPORTED:
         importlib.import_module(name)
-    with pytest.MonkeyPatch.context() as patch:
-        use(patch, WarmPython(listener.getsockname()))
-        gc.freeze()  # a collection would copy every page that the forks share
-        request = _serve(listener)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        numpy: Any = sys.modules["numpy"]
-        numpy.random.seed(random.randrange(2**32))
-        os.environ.clear()
-        os.environ.update(request.environ)
-        os.chdir(request.folder)
-        sys.argv = [request.module, *request.arguments]
-        sys.modules.pop(request.module, None)
-        runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+    use(WarmPython(listener.getsockname()), setattr)
+    gc.freeze()  # a collection would copy every page that the forks share
+    request = _serve(listener)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    numpy: Any = sys.modules["numpy"]
+    numpy.random.seed(random.randrange(2**32))
+    os.environ.clear()
+    os.environ.update(request.environ)
+    os.chdir(request.folder)
+    sys.argv = [request.module, *request.arguments]
+    sys.modules.pop(request.module, None)
+    runpy.run_module(request.module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
