@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock_enginecore.native.sampling import NativeSampling
+from penstock_enginecore.native.backend import NativeSampling
 from penstock_enginecore.sample.rules import mask_grammar
 from tests.benchmarks.make_model import SIZES, make_model
 from tests.benchmarks.neighbours import Bench, Row

@@ -30,7 +30,7 @@ import zmq.asyncio
 
 from penstock_common.config.sections import LogConfig, ServerConfig
 from penstock_common.observability.logging import configure
-from penstock_common.rpc.revision import OLDEST_REVISION, PROTOCOL_REVISION
+from penstock_common.rpc.handshake import OLDEST_REVISION, PROTOCOL_REVISION
 from penstock_common.types.outputs import (
     EngineCoreEvent,
     EngineCoreOutput,

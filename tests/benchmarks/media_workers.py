@@ -16,12 +16,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_frontend.call_types import EncodedFile, MediaPart, Url
 from penstock_frontend.config import LimitsConfig, MaxMediaConfig, MediaConfig
-from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.metrics import FrontendMetrics, MediaMetrics
 from penstock_frontend.processing.media.decode import decode_image, open_image
-from penstock_frontend.processing.media.metrics import MediaMetrics
 from penstock_frontend.processing.media.service import MediaService
 from penstock_frontend.processing.media.worker_messages import DecodeLimits
 from tests.fakes.clip_family import ClipFamily

@@ -194,7 +194,7 @@ def time_blocks(model: str) -> float:
     import torch
 
     from penstock_enginecore.config import KernelsConfig, ModelConfig
-    from penstock_enginecore.forward.native_towers import pack_towers
+    from penstock_enginecore.forward.native import pack_towers
     from penstock_enginecore.models.loader import load_model
     from penstock_enginecore.native.backend import open_backend
 

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from penstock_enginecore.sample.base import uniforms
 from penstock_enginecore.sample.filters import draw
-from penstock_enginecore.sample.random import uniforms
 from tests.benchmarks.speculation import WORDS
 
 MODEL = Path("examples/demo_model/penstock-tiny")

@@ -10,7 +10,7 @@ from charts.config_schema import STRUCTS
 from penstock.coordinator.v1 import service_pb2 as coordinator_api
 from penstock.enginecore.v1 import service_pb2 as enginecore_api
 from penstock.inference.v1 import service_pb2 as inference_api
-from penstock_common.config.reread import reread_sections
+from penstock_common.config.settings import reread_sections
 from penstock_common.rpc.server import LIVENESS, STARTUP
 from tests.chart.rendering import AUTOSCALED, BARE, CLAIMED, DEMO, EXPOSED, FETCHED, HUB, SERVICES, release
 

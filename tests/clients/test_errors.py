@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_frontend.config.auth import AuthConfig
+from penstock_frontend.config.limits import AuthConfig
 from tests.clients.running import Client, ended, read
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.fake_inference import BUSY, HOLD, FakeInference

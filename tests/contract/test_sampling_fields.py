@@ -19,7 +19,7 @@ from penstock_enginecore.worker.messages import Execute, decode_call, encode, ex
 from penstock_frontend.api.openai import sampling_fields
 from penstock_frontend.api.openai.chat_completions import ChatCompletionRequest
 from penstock_frontend.api.openai.completions import CompletionRequest
-from penstock_frontend.api.openai.responses.response_body import ResponseBody
+from penstock_frontend.api.openai.responses.response import ResponseBody
 from penstock_frontend.dispatch.journal import Call, JournalEntry
 from penstock_frontend.rpc.session_messages import add_request
 from penstock_local.llm.inputs import sampling_of

@@ -21,8 +21,8 @@ import msgspec
 from penstock.common.v1 import tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.config.sections import ServerConfig
+from penstock_common.tensors.chunks import STALE_AFTER
 from penstock_common.tensors.shared_memory import ROOT, SegmentWriter, owner_of
-from penstock_common.tensors.sizes import STALE_AFTER
 from penstock_common.types.request import EngineCoreRequest
 from tests.fakes.clients.session_client import SessionClient, connected
 from tests.fakes.engines.engine_harness import FakeClock, make_config

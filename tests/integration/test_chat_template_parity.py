@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_frontend.call_types import ChatMessage, ChatRequest, Tool, ToolCall
 from penstock_frontend.config import LimitsConfig, ModelConfig
 from penstock_frontend.processing.chat.rendering import ChatRenderer

@@ -8,7 +8,7 @@ import pytest
 from penstock.common.v1 import stats_pb2
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
-from penstock_common.rpc import first_message
+from penstock_common.rpc import handshake
 from tests.fakes.systems.cluster_members import (
     HELLO,
     TIMEOUT,
@@ -87,7 +87,7 @@ async def test_scale_without_a_cluster_to_change_is_refused_by_the_settings_name
 
 @pytest.mark.parametrize("method", ["FrontendSession", "EngineSession"])
 async def test_a_stream_without_a_first_message_ends(method, monkeypatch):
-    monkeypatch.setattr(first_message, "FIRST_MESSAGE_TIMEOUT", 0.05)
+    monkeypatch.setattr(handshake, "FIRST_MESSAGE_TIMEOUT", 0.05)
     async with running() as coordinator, connected(address_of(coordinator)) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             call = getattr(stub, method)()

@@ -17,7 +17,7 @@ from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.errors import Unavailable
 from penstock_common.rpc.channel import make_channel
-from penstock_common.rpc.revision import PROTOCOL_REVISION
+from penstock_common.rpc.handshake import PROTOCOL_REVISION
 from penstock_common.rpc.server import LIVENESS
 from penstock_common.rpc.status import from_rpc_error
 from penstock_enginecore.config import LoraConfig

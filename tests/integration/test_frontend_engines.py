@@ -15,7 +15,7 @@ from penstock.common.v1 import control_pb2, finish_pb2
 from penstock.coordinator.v1 import service_pb2_grpc as coordinator_grpc
 from penstock_common.errors import Internal, ResourceExhausted, Unavailable
 from penstock_common.rpc.cluster import view_to_proto
-from penstock_common.rpc.revision import PROTOCOL_REVISION
+from penstock_common.rpc.handshake import PROTOCOL_REVISION
 from penstock_common.rpc.server import RpcServer
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
 from penstock_frontend.config import CoordinatorClientConfig, DetectionConfig, HttpConfig

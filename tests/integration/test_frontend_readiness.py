@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock_coordinator.app import Coordinator
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_frontend.config import CoordinatorClientConfig, LimitsConfig
-from penstock_local.rpc.health import SERVICE, serving
+from penstock_local.rpc.connect import SERVICE, serving
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import LOOPBACK, FrontendServer, collect, eventually
 from tests.fakes.models.small_tokenizers import byte_level

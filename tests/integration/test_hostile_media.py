@@ -7,12 +7,11 @@ from collections import Counter
 
 import pytest
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.errors import RequestFailed
 from penstock_frontend.call_types import EncodedFile, MediaPart
 from penstock_frontend.config import LimitsConfig, MediaConfig
-from penstock_frontend.metrics import FrontendMetrics
-from penstock_frontend.processing.media.metrics import MediaMetrics
+from penstock_frontend.metrics import FrontendMetrics, MediaMetrics
 from penstock_frontend.processing.media.service import MediaService
 from tests.fakes.hostile_media import Addresses, hostile
 from tests.fakes.media_family import PlainFamily

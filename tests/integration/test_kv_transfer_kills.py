@@ -25,7 +25,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.kv_transfer import assembly as kv_transfer
 from penstock_enginecore.kv_transfer.rpc import pull_client, pull_server
 from penstock_enginecore.kv_transfer.rpc.offers import Offers
-from penstock_enginecore.rpc.loop_thread import LoopThread
+from penstock_enginecore.rpc.internal_ports import LoopThread
 from tests.fakes.engines.handing_over import go_on, hand_over, tokens_of, undisturbed
 from tests.fakes.engines.transferring_engine import TransferringEngine
 from tests.fakes.models.tiny_models import save_tiny_model

@@ -10,8 +10,8 @@ import pytest
 from penstock.common.v1 import tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.config.sections import ServerConfig
+from penstock_common.tensors.chunks import MAX_TENSOR_BYTES
 from penstock_common.tensors.shared_memory import ROOT, UNREADABLE, SegmentWriter, owner_of
-from penstock_common.tensors.sizes import MAX_TENSOR_BYTES
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest, PoolingParams, PoolingTask, RequestContext

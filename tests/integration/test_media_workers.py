@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.errors import RequestFailed
 from penstock_common.rpc.loop import GrpcEventLoop
 from penstock_frontend.call_types import EncodedFile, MediaPart, Url
 from penstock_frontend.config import LimitsConfig, MediaConfig
-from penstock_frontend.metrics import FrontendMetrics
-from penstock_frontend.processing.media.metrics import MediaMetrics
+from penstock_frontend.metrics import FrontendMetrics, MediaMetrics
 from penstock_frontend.processing.media.service import MediaService
 from tests.fakes.clip_family import ClipFamily
 from tests.fakes.media_family import PlainFamily
@@ -76,10 +75,10 @@ def test_neither_the_frontend_nor_its_workers_load_torch(folder: Path) -> None:
     check = f"""
 import asyncio, sys
 import penstock_frontend.app.app
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_frontend.config import LimitsConfig, MediaConfig
 from penstock_frontend.metrics import FrontendMetrics
-from penstock_frontend.processing.media.metrics import MediaMetrics
+from penstock_frontend.metrics import MediaMetrics
 from penstock_frontend.call_types import EncodedFile, MediaPart
 from penstock_frontend.processing.media.service import MediaService
 from tests.fakes.clip_family import ClipFamily
@@ -174,10 +173,10 @@ def test_all_of_it_works_on_the_frontends_own_event_loop() -> None:
 def test_workers_end_with_a_frontend_that_is_killed(fault: str) -> None:
     program = f"""
 import asyncio
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_frontend.config import LimitsConfig, MediaConfig
 from penstock_frontend.metrics import FrontendMetrics
-from penstock_frontend.processing.media.metrics import MediaMetrics
+from penstock_frontend.metrics import MediaMetrics
 from penstock_frontend.call_types import EncodedFile, MediaPart
 from penstock_frontend.processing.media.service import MediaService
 from tests.fakes.media_family import PlainFamily

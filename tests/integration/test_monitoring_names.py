@@ -19,7 +19,7 @@ from penstock_enginecore.kv_transfer.core.tiers import TierStats
 from penstock_enginecore.kv_transfer.core.transfer_stats import PART, Transfer
 from penstock_enginecore.kv_transfer.metrics import TierCollector, TransferCollector, TransferCounts
 from penstock_enginecore.metrics import EngineCollector
-from penstock_frontend.processing.media.metrics import MediaMetrics
+from penstock_frontend.metrics import MediaMetrics
 from tests.fakes.frontends.frontend_server import collect, failure
 from tests.fakes.network.certificates import Authority
 from tests.fakes.systems.small_system import ADAPTERS, System, started

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock_frontend.api.anthropic.messages_body import MessagesBody
+from penstock_frontend.api.anthropic.protocol import MessagesBody
 from penstock_frontend.api.openai.chat_completions import ChatCompletionRequest
 from penstock_frontend.api.openai.completions import CompletionRequest
 from penstock_frontend.api.openai.pooling.embeddings import EmbeddingRequest
 from penstock_frontend.api.openai.pooling.pooled import ClassificationBody, PoolingBody
 from penstock_frontend.api.openai.pooling.scoring import RerankBody, ScoreBody
-from penstock_frontend.api.openai.responses.response_body import ResponseBody
+from penstock_frontend.api.openai.responses.response import ResponseBody
 from penstock_frontend.api.openai.tokenization import DetokenizeRequest, TokenizeRequest
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import openai_server

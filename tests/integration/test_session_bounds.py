@@ -9,11 +9,11 @@ import pytest
 from penstock.common.v1 import tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
-from penstock_common.rpc import first_message
+from penstock_common.rpc import handshake
 from penstock_common.rpc.channel import make_channel
-from penstock_common.rpc.revision import ANNOUNCED_SINCE
+from penstock_common.rpc.handshake import ANNOUNCED_SINCE
 from penstock_common.rpc.status import from_rpc_error
-from penstock_common.tensors.sizes import MAX_TENSOR_BYTES, MAX_UNANNOUNCED_BYTES
+from penstock_common.tensors.chunks import MAX_TENSOR_BYTES, MAX_UNANNOUNCED_BYTES
 from penstock_enginecore.config import SessionsConfig
 from tests.fakes.engines.engine_harness import make_config
 from tests.fakes.engines.engine_server import EngineServer, wait_until
@@ -134,7 +134,7 @@ async def test_frontends_of_the_last_release_may_send_tensors_and_are_told_a_sma
 async def test_a_session_without_hello_ends(
     server: EngineServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first_message, "FIRST_MESSAGE_TIMEOUT", 0.05)
+    monkeypatch.setattr(handshake, "FIRST_MESSAGE_TIMEOUT", 0.05)
     silent = connect()
     await silent.call.wait_for_connection()
     with pytest.raises(grpc.aio.AioRpcError) as error:

@@ -16,8 +16,8 @@ from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.config.sections import LogConfig
 from penstock_common.errors import Internal
 from penstock_common.rpc.channel import make_channel
-from penstock_common.rpc.revision import PROTOCOL_REVISION
-from penstock_common.tensors.sizes import Limits
+from penstock_common.rpc.handshake import PROTOCOL_REVISION
+from penstock_common.tensors.chunks import Limits
 from penstock_common.types.outputs import EngineCoreOutputs, EventType, TokenColumns
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams

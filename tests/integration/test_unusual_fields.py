@@ -11,11 +11,11 @@ import pytest
 import pytest_asyncio
 
 from penstock.enginecore.v1 import messages_pb2 as pb
-from penstock_frontend.api.anthropic.messages_body import MessagesBody
+from penstock_frontend.api.anthropic.protocol import MessagesBody
 from penstock_frontend.api.ignored_fields import ignored_in
 from penstock_frontend.api.openai.chat_completions import ChatCompletionRequest
 from penstock_frontend.api.openai.completions import CompletionRequest
-from penstock_frontend.api.openai.responses.response_body import ResponseBody
+from penstock_frontend.api.openai.responses.response import ResponseBody
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
 from tests.fakes.frontends.unusual_fields import COMMON, GRAMMAR, SCHEMA, UNUSUAL, UnusualField

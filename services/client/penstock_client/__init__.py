@@ -8,8 +8,7 @@ from penstock.common.v1.media_pb2 import Media
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.common.v1.structured_output_pb2 import StructuredOutput
 from penstock.inference.v1.messages_pb2 import ChatMessage, Model, RoutingHints, Tool, ToolCall, ToolChoice
-from penstock_client.async_client import AsyncClient
-from penstock_client.client import Client
+from penstock_client.client import AsyncClient, Client
 from penstock_client.connection import Keepalive, Tls
 from penstock_client.errors import (
     Cancelled,

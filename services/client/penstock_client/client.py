@@ -1,7 +1,7 @@
-"""The client for threads."""
+"""The clients: ``Client`` for threads, and ``AsyncClient`` for asyncio."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
 
@@ -24,6 +24,7 @@ from penstock_client.requests import (
     whole,
 )
 from penstock_client.results import (
+    AsyncStream,
     ChatOutput,
     Classes,
     Embeddings,
@@ -36,6 +37,9 @@ from penstock_client.results import (
     read_output,
     read_scores,
 )
+
+if TYPE_CHECKING:
+    from penstock.inference.v1.service_pb2_grpc import InferenceServiceAsyncStub
 
 
 class Client(BaseClient):
@@ -171,4 +175,141 @@ class Client(BaseClient):
         try:
             return method(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
         except grpc.RpcError as error:
+            raise of_call(error) from None
+
+
+# The client for asyncio.
+
+
+class AsyncClient(BaseClient):
+    """Client for asyncio: made inside the event loop that its calls run in. Use as an async context manager, or ``close`` it.
+
+    Arguments, results and errors are Client's. Cancelling the task that waits for a call ends the work in the engine.
+    """
+
+    stub: "InferenceServiceAsyncStub"
+    """For what has no method here, such as GenerateSession; give it ``metadata``."""
+
+    def _open(self, connection: Connection) -> None:
+        self._channel = connection.aio_channel()
+        self.stub = service_pb2_grpc.InferenceServiceStub(self._channel)
+
+    async def close(self) -> None:
+        """End the connections, and the calls that still run."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        prompt: MixedPrompt,
+        sampling: SamplingParams | None = None,
+        *,
+        prediction: Prompt | None = None,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Output]:
+        """Continue a text, token ids, or texts and media. Returns the ``n`` sequences, each whole."""
+        stream = self.stream(prompt, whole(sampling), prediction=prediction, timeout=timeout, **options)
+        return sorted([output async for output in stream], key=lambda output: output.index)
+
+    def stream(
+        self,
+        prompt: MixedPrompt,
+        sampling: SamplingParams | None = None,
+        *,
+        prediction: Prompt | None = None,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncStream[pb.GenerateResponse, Output]:
+        """The same, piece by piece; the n sequences interleaved. Leaving the iterator ends the work in the engine."""
+        request = generate_request(prompt, sampling, prediction, options)
+        call = self.stub.Generate(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
+        return AsyncStream(call, read_output)
+
+    async def chat(
+        self,
+        messages: Iterable[pb.ChatMessage],
+        sampling: SamplingParams | None = None,
+        *,
+        prediction: Prompt | None = None,
+        timeout: float | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> list[ChatOutput]:
+        """Answer a conversation through the model's chat template. Returns the ``n`` answers, each whole."""
+        stream = self.stream_chat(messages, whole(sampling), prediction=prediction, timeout=timeout, **options)
+        return sorted([output async for output in stream], key=lambda output: output.index)
+
+    def stream_chat(
+        self,
+        messages: Iterable[pb.ChatMessage],
+        sampling: SamplingParams | None = None,
+        *,
+        prediction: Prompt | None = None,
+        timeout: float | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncStream[pb.ChatResponse, ChatOutput]:
+        """The same, piece by piece. Leaving the iterator ends the work in the engine."""
+        request = chat_request(messages, sampling, prediction, options)
+        call = self.stub.Chat(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
+        return AsyncStream(call, read_chat_output)
+
+    async def embed(
+        self,
+        inputs: Sequence[MixedPrompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        timeout: float | None = None,
+        **options: Unpack[CallOptions],
+    ) -> Embeddings:
+        """One vector for each text, or list of token ids."""
+        request = embed_request(inputs, dimensions, normalize, options)
+        return read_embeddings(await self._call(self.stub.Embed, request, timeout))
+
+    async def classify(
+        self,
+        inputs: Sequence[MixedPrompt],
+        *,
+        use_activation: bool | None = None,
+        timeout: float | None = None,
+        **options: Unpack[CallOptions],
+    ) -> list[Classes]:
+        """The classes of each input."""
+        request = classify_request(inputs, use_activation, options)
+        return read_classes(await self._call(self.stub.Classify, request, timeout))
+
+    async def score(
+        self,
+        query: Prompt,
+        documents: Sequence[Prompt],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[CallOptions],
+    ) -> Scores:
+        """How like the query each document is."""
+        return read_scores(await self._call(self.stub.Score, score_request(query, documents, options), timeout))
+
+    async def tokenize(self, text: str, *, model: str = "", timeout: float | None = None) -> list[int]:
+        """The token ids of a text, special tokens among them."""
+        request = pb.TokenizeRequest(model=model, text=text)
+        return list((await self._call(self.stub.Tokenize, request, timeout)).token_ids)
+
+    async def detokenize(self, token_ids: Iterable[int], *, model: str = "", timeout: float | None = None) -> str:
+        """The text of token ids, without special tokens."""
+        request = pb.DetokenizeRequest(model=model, token_ids=token_ids)
+        return str((await self._call(self.stub.Detokenize, request, timeout)).text)
+
+    async def models(self, *, timeout: float | None = None) -> list[pb.Model]:
+        """The models that are served."""
+        return list((await self._call(self.stub.ListModels, pb.ListModelsRequest(), timeout)).models)
+
+    async def _call(self, method: Callable[..., Any], request: Any, timeout: float | None) -> Any:
+        try:
+            return await method(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
+        except grpc.aio.AioRpcError as error:
             raise of_call(error) from None

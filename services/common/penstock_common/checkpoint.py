@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from penstock_common import input_files
+from penstock_common import files as input_files
 from penstock_common.errors import nearest
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")

@@ -8,9 +8,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from penstock_common.config.loader import ConfigSource
-from penstock_common.config.reread import differences, with_reread
-from penstock_common.observability.incidents import incident
-from penstock_common.observability.logging import get_logger
+from penstock_common.config.settings import differences, with_reread
+from penstock_common.observability.logging import get_logger, incident
 from penstock_common.security.watched import WatchedFiles
 
 T = TypeVar("T", bound=msgspec.Struct)

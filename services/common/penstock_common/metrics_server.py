@@ -15,10 +15,9 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from penstock_common.addresses import with_port
+from penstock_common.addresses import resolve, take_both_families, warn_of_plaintext, with_port
 from penstock_common.config.sections import MetricsConfig
 from penstock_common.errors import ConfigError
-from penstock_common.listening import resolve, take_both_families, warn_of_plaintext
 from penstock_common.observability.logging import get_logger
 from penstock_common.security.cross_site import CallerRules, caller_rules, refusal
 from penstock_common.security.tls import Certificates, server_context

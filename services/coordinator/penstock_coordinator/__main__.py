@@ -3,10 +3,10 @@
 import asyncio
 import sys
 
-from penstock_common.allocator import give_back_large_blocks, use_few_arenas
 from penstock_common.config.loader import from_command_line
 from penstock_common.config_file import ConfigFile
 from penstock_common.errors import ConfigError
+from penstock_common.memory import give_back_large_blocks, use_few_arenas
 from penstock_common.observability.logging import configure
 from penstock_common.process import name_process
 from penstock_coordinator.app import serve

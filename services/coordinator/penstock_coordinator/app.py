@@ -14,7 +14,7 @@ from penstock_common.observability.metrics import count_tasks, service_registry
 from penstock_common.observability.tracer import make_tracer
 from penstock_common.rpc.guard import PeerGuard
 from penstock_common.rpc.interceptor import CallTelemetry
-from penstock_common.rpc.liveness import Liveness
+from penstock_common.rpc.loop import Liveness
 from penstock_common.rpc.reconnect import wait_at_most
 from penstock_common.rpc.server import SERVICES, RpcServer
 from penstock_common.security.tls import Certificates

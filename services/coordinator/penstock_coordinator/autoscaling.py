@@ -7,8 +7,8 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, Unavailable, nearest, quoted
 from penstock_common.types.cluster import ClusterView, EngineStatus
-from penstock_coordinator.broadcast import Broadcast
 from penstock_coordinator.config import ScalingConfig
+from penstock_coordinator.view_channel import Broadcast
 
 # How loaded the engines of each pool are together.
 

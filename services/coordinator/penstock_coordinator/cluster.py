@@ -13,11 +13,10 @@ from penstock_common.observability.logging import get_logger
 from penstock_common.types.cluster import ClusterView, EngineRegistration
 from penstock_common.types.data_parallel import PoolGroup
 from penstock_coordinator.adapters import Adapters
-from penstock_coordinator.broadcast import Broadcast
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_coordinator.groups import Groups
 from penstock_coordinator.membership import Change, Effect, IdTaken, MemberChanged, Membership, SessionEnded, Statuses
-from penstock_coordinator.view_channel import Encoder, Pace, Subscription, ViewReader, Views
+from penstock_coordinator.view_channel import Broadcast, Encoder, Pace, Subscription, ViewReader, Views
 
 # Which frontends are connected and how many requests they hold.
 

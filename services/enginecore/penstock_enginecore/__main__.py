@@ -4,10 +4,10 @@ import os
 import sys
 from functools import partial
 
-from penstock_common.allocator import use_few_arenas
 from penstock_common.config.loader import from_command_line
 from penstock_common.config_file import ConfigFile
 from penstock_common.errors import ConfigError, RequestFailed
+from penstock_common.memory import use_few_arenas
 from penstock_common.security.shared_secret import SharedSecret
 from penstock_enginecore.app import run
 from penstock_enginecore.config import DataParallelConfig, EngineCoreConfig

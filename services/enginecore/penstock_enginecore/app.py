@@ -18,8 +18,8 @@ from penstock_common.metrics_server import MetricsServer
 from penstock_common.observability.logging import configure, get_logger
 from penstock_common.process import name_process
 from penstock_common.security.shared_secret import SharedSecret, load_secret
+from penstock_common.tensors.chunks import MAX_TENSOR_BYTES
 from penstock_common.tensors.shared_memory import remove_orphans, shared_memory_id
-from penstock_common.tensors.sizes import MAX_TENSOR_BYTES
 from penstock_common.types.kv_transfer import EngineRole
 from penstock_common.types.media import MediaLimits
 from penstock_common.types.outputs import EngineReady, LoraLimits
@@ -31,13 +31,12 @@ from penstock_enginecore.core.executor import Executor, Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.data_parallel.group import EngineRank, MakeMeets
-from penstock_enginecore.data_parallel.metrics import GroupCollector
 from penstock_enginecore.idle_memory import idle_memory_given_back
 from penstock_enginecore.kv_transfer.assembly import layout_of, transferring
 from penstock_enginecore.kv_transfer.core.base import BlockCopier
 from penstock_enginecore.kv_transfer.core.host_disk_tiers import BlockStore
 from penstock_enginecore.media.core.encoder_cache import encoder_cache_size
-from penstock_enginecore.metrics import EngineCollector
+from penstock_enginecore.metrics import EngineCollector, GroupCollector
 from penstock_enginecore.numerics_fingerprint import Loaded, config_of, hash_of
 from penstock_enginecore.plugins import load_plugins
 from penstock_enginecore.rpc.io_thread import IoThread

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from penstock_common import allocator
+from penstock_common import memory as allocator
 
 _LOOK = 0.5
 """Seconds between two looks at the engine."""

@@ -16,7 +16,7 @@ import huggingface_hub.errors
 import msgspec
 
 from penstock_common.checkpoint import WEIGHT_FILES, looks_like_a_path
-from penstock_common.input_files import MAX_INDEX_BYTES, opened_input, read_input, read_json, read_tensor_header
+from penstock_common.files import MAX_INDEX_BYTES, opened_input, read_input, read_json, read_tensor_header
 from penstock_common.observability.logging import get_logger
 from penstock_enginecore.config import ModelConfig
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock_common.private_files import write_private
+from penstock_common.files import write_private
 from penstock_common.types.outputs import SchedulerStats
 from penstock_enginecore.config import ErrorDumpConfig
 from penstock_enginecore.core.scheduler.output import SchedulerOutput

@@ -5,10 +5,10 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-from penstock_common.allocator import give_back_large_blocks, use_few_arenas
 from penstock_common.config.loader import from_command_line
 from penstock_common.config_file import ConfigFile
 from penstock_common.errors import ConfigError
+from penstock_common.memory import give_back_large_blocks, use_few_arenas
 from penstock_common.observability.logging import configure
 from penstock_common.process import name_process
 from penstock_common.rpc.loop import GrpcEventLoop

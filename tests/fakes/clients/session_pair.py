@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.tensors.sizes import DEFAULT_MAX_MESSAGE_BYTES
+from penstock_common.tensors.chunks import DEFAULT_MAX_MESSAGE_BYTES
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.rpc.engine_session import EngineSession

@@ -32,12 +32,11 @@ from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.config.sections import ServerConfig, TlsConfig
 from penstock_common.errors import RequestFailed, Unimplemented
+from penstock_common.rpc.handshake import COLUMNS_SINCE, PROTOCOL_REVISION
 from penstock_common.rpc.outputs import fill_columns, take_chunk
-from penstock_common.rpc.revision import COLUMNS_SINCE, PROTOCOL_REVISION
 from penstock_common.rpc.server import RpcServer
-from penstock_common.tensors.incoming import IncomingTensors
+from penstock_common.tensors.chunks import MAX_TENSOR_BYTES, IncomingTensors
 from penstock_common.tensors.shared_memory import SegmentReader, shared_memory_id
-from penstock_common.tensors.sizes import MAX_TENSOR_BYTES
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.outputs import TokenColumns
 from penstock_enginecore.media.core.receiver_cache import ReceiverCache

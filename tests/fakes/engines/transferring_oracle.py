@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from penstock_common.allocator import use_few_arenas
 from penstock_common.config.loader import from_command_line
 from penstock_common.config_file import ConfigFile
+from penstock_common.memory import use_few_arenas
 from penstock_enginecore.app import run
 from penstock_enginecore.config import EngineCoreConfig
 from tests.fakes.engines.fake_copier import FakeCopier

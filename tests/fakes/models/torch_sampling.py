@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from penstock_enginecore.forward.cuda.kernel_api import Draws
-from penstock_enginecore.sample.random import uniforms
+from penstock_enginecore.sample.base import uniforms
 
 
 class TorchSampling:

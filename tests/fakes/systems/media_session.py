@@ -7,11 +7,10 @@ from pathlib import Path
 
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import RequestFailed
+from penstock_common.rpc.handshake import PROTOCOL_REVISION
 from penstock_common.rpc.outputs import take_chunk
-from penstock_common.rpc.revision import PROTOCOL_REVISION
-from penstock_common.tensors.incoming import IncomingTensors
+from penstock_common.tensors.chunks import IncomingTensors, Limits
 from penstock_common.tensors.shared_memory import SegmentReader
-from penstock_common.tensors.sizes import Limits
 from penstock_common.types.media import MultiModalFeature, TensorData
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, RequestError
 from penstock_common.types.request import EngineCoreRequest

@@ -1,5 +1,7 @@
 """Channels against the frontends' end, over real messages: who is slow ends with the coordinator's view as well."""
 
+import asyncio
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -10,7 +12,15 @@ from penstock_common.errors import Internal
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
 from penstock_common.types.data_parallel import GroupView, PoolGroup
 from penstock_coordinator.rpc.servicer import ProtoEncoder
-from penstock_coordinator.view_channel import MAX_DELTAS, Pace, Subscription, ViewChannel, ViewLimiter, ViewReader
+from penstock_coordinator.view_channel import (
+    MAX_DELTAS,
+    Broadcast,
+    Pace,
+    Subscription,
+    ViewChannel,
+    ViewLimiter,
+    ViewReader,
+)
 from penstock_frontend.rpc.coordinator_client import ReceivedView
 
 PACE = Pace(view_interval=0.1, max_reports_per_second=2000.0)
@@ -338,3 +348,20 @@ def test_after_a_restart_nothing_is_due_before_the_grace_has_passed():
     assert limiter.waits(4.9) is None
     assert limiter.due(5.0)
     assert limiter.sent(5.0, 1) == 5.0
+
+
+async def test_a_late_reader_gets_the_newest_value_at_once():
+    values = Broadcast()
+    values.publish("old")
+    values.publish("new")
+    assert await values.newer_than(0) == (2, "new")
+
+
+async def test_readers_wait_for_a_newer_value():
+    values = Broadcast()
+    values.publish("first")
+    readers = [asyncio.create_task(values.newer_than(1)) for _ in range(3)]
+    await asyncio.wait(readers, timeout=0)
+    assert not any(reader.done() for reader in readers)
+    values.publish("second")
+    assert await asyncio.gather(*readers) == [(2, "second")] * 3

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock_common.observability.engine_metrics import EngineLoad
+from penstock_common.observability.metrics import EngineLoad
 from penstock_common.types.outputs import (
     EngineCoreEvent,
     EngineCoreOutput,

@@ -4,7 +4,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -290,3 +290,44 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 def _summary(config_type: type[msgspec.Struct]) -> str:
     """The first paragraph of the struct's docstring, on one line."""
     return " ".join((config_type.__doc__ or "").split("\n\n")[0].split())
+
+
+# Settings that are read anew while a service runs: which they are, who holds them, and what differs between two configurations.
+#
+# They are whole sections: those at the top of a service's configuration that are annotated with ``REREAD`` (``kinds``).
+
+T = TypeVar("T")
+C = TypeVar("C", bound=msgspec.Struct)
+
+
+class Reread(Generic[T]):
+    """A section that may be replaced while the service runs. Who needs it keeps this, and asks for ``now`` at each use."""
+
+    __slots__ = ("now",)
+
+    def __init__(self, now: T) -> None:
+        self.now = now
+
+
+def reread_sections(config_type: type[msgspec.Struct]) -> tuple[str, ...]:
+    """The keys of the sections that a service reads anew, in the order of its configuration."""
+    return tuple(field.name for field in msgspec.structs.fields(config_type) if is_reread(field.type))
+
+
+def with_reread(running: C, given: C) -> C:
+    """What runs once ``running`` has taken from ``given`` what is read anew."""
+    return msgspec.structs.replace(running, **{name: getattr(given, name) for name in reread_sections(type(running))})
+
+
+def differences(one: msgspec.Struct, other: msgspec.Struct) -> dict[str, Any]:
+    """The settings in which two configurations of a service differ, by their dotted keys, with the values of ``other``."""
+    values, others = msgspec.to_builtins(one), msgspec.to_builtins(other)
+    keys = [setting.key for setting in settings_of(type(one))]
+    return {key: value for key in keys if _at(values, key) != (value := _at(others, key))}
+
+
+def _at(values: Mapping[str, Any], key: str) -> Any:
+    value: Any = values
+    for part in key.split("."):
+        value = value[part]
+    return value

@@ -9,7 +9,10 @@ writing are escaped.
 
 import io
 import logging
+import secrets
 import sys
+import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import NamedTuple, TextIO
 from urllib.parse import unquote
@@ -17,6 +20,7 @@ from urllib.parse import unquote
 import structlog
 
 from penstock_common.config.sections import LogConfig
+from penstock_common.errors import Internal
 
 # Where a call came from, for the log.
 
@@ -153,3 +157,52 @@ def _configure_standard_library(
     for package in ("penstock_common", "penstock_enginecore"):
         logging.getLogger(package).setLevel(level)
     logging.getLogger(REQUEST_LOGGER).setLevel(level if config.requests else logging.ERROR + 1)
+
+
+# Warnings about events that a stranger can cause as often as it likes.
+
+
+class LimitedLog:
+    """Writes each event at most once per interval, and counts those that it leaves out. One thread at a time."""
+
+    def __init__(
+        self, logger: logging.Logger, interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``interval_s``: least seconds between two lines of one event. ``clock`` returns seconds."""
+        self._logger = logger
+        self._interval_s = interval_s
+        self._clock = clock
+        self._events: dict[str, tuple[float, int]] = {}
+        """When each event was last written, and how often it was left out since then."""
+
+    def warning(self, event: str, **fields: object) -> None:
+        """Log ``event`` with its fields. The field ``left_out`` says how many of the same event came since the last line."""
+        now = self._clock()
+        written, left_out = self._events.get(event, (now - self._interval_s, 0))
+        if now - written < self._interval_s:
+            self._events[event] = written, left_out + 1
+            return
+        self._events[event] = now, 0
+        self._logger.warning(event, extra={**fields, "left_out": left_out} if left_out else fields)
+
+
+# Failures that should not happen, each under a number of its own: what a client is told, and where operators find the stack.
+
+REASON = "INCIDENT"
+"""Reason of an error whose request would fail the same way elsewhere: it is final."""
+STEP_FAILED = "STEP_FAILED"
+"""Reason of an error whose request alone failed its engine's step: it may be tried on one other engine."""
+
+logger = logging.getLogger(__name__)
+
+
+def incident(error: BaseException, *, request: str, doing: str, reason: str = REASON) -> Internal:
+    """Log an unexpected ``error`` with its stack, once, and return what ends the request that caused it.
+
+    ``request`` is the id to find in the log, ``doing`` what was being done to it ("validating the request"). The client is told
+    the incident's number and no text of ``error``, which may quote other requests.
+    """
+    number = secrets.token_hex(4)
+    fields = {"incident": number, "request": request, "doing": doing, "error": type(error).__name__}
+    logger.error("incident %s: %s failed", number, doing, exc_info=error, extra=fields)
+    return Internal(f"{doing} failed unexpectedly; the service's log has it as incident {number}", reason=reason)

@@ -11,10 +11,8 @@ from penstock.common.v1 import events_pb2, finish_pb2, logprobs_pb2, pooling_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import Internal, InvalidArgument, Unimplemented
 from penstock_common.rpc.kv_transfer import medium_from_proto, medium_to_proto
-from penstock_common.tensors.incoming import IncomingTensors
-from penstock_common.tensors.outgoing import Chunk, TensorRef
+from penstock_common.tensors.chunks import Buffer, Chunk, IncomingTensors, TensorRef
 from penstock_common.tensors.shared_memory import SegmentRef
-from penstock_common.tensors.sizes import Buffer
 from penstock_common.types.kv_transfer import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
 from penstock_common.types.outputs import UINT32, Logprobs, RequestError, TokenColumns
 from penstock_common.types.prompt_embeds import ELEMENT_BYTES, EmbedsDtype, PromptEmbeds

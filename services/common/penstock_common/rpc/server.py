@@ -18,13 +18,12 @@ import msgspec
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # where grpcio-channelz has them from
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock_common.addresses import with_port
+from penstock_common.addresses import resolve, take_both_families, warn_of_plaintext, with_port
 from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError
 from penstock_common.in_flight import BytesInFlight
-from penstock_common.listening import resolve, take_both_families, warn_of_plaintext
 from penstock_common.observability.logging import get_logger
-from penstock_common.rpc import compression, reflection
+from penstock_common.rpc import interceptor, reflection
 from penstock_common.rpc.channel import Keepalive
 from penstock_common.rpc.credentials import server_credentials
 from penstock_common.rpc.interceptor import CallObserver, ErrorInterceptor
@@ -193,7 +192,7 @@ def server_options(config: ServerConfig, keepalive: Keepalive = CLIENTS) -> list
     age = [("grpc.max_connection_age_ms", max(1, int(config.max_connection_age * 1000)))]
     return [
         *OPTIONS,
-        *compression.GZIP_ONLY,
+        *interceptor.GZIP_ONLY,
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT * 1000)),
         *(age if config.max_connection_age else []),
         ("grpc.max_receive_message_length", config.max_message_bytes),
@@ -254,7 +253,7 @@ class RpcServer:
             observer,
             max_response_bytes=limit,
             in_flight=in_flight,
-            max_decompressed_bytes=min(config.max_message_bytes, compression.MAX_DECOMPRESSED_BYTES),
+            max_decompressed_bytes=min(config.max_message_bytes, interceptor.MAX_DECOMPRESSED_BYTES),
         )
         self.server = grpc.aio.server(
             interceptors=[self._calls, errors, *interceptors],
@@ -274,7 +273,7 @@ class RpcServer:
         self.port = self._bind(self.server, self._config.port, credentials, shared=self._config.reuse_port)
         if self._config.health_port >= 0:
             alone = msgspec.structs.replace(self._config, reuse_port=False)
-            self._health_server = grpc.aio.server(options=[*server_options(alone), *compression.NOT_COMPRESSED])
+            self._health_server = grpc.aio.server(options=[*server_options(alone), *interceptor.NOT_COMPRESSED])
             health_pb2_grpc.add_HealthServicer_to_server(self.health, self._health_server)
             self.health_port = self._bind(self._health_server, self._config.health_port, None)
             await self._health_server.start()

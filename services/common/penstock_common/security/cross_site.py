@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from penstock_common.addresses import is_loopback, resolve
 from penstock_common.config.allowed_hosts import AllowedHosts, AllowedOrigins, canonical_host
-from penstock_common.listening import is_loopback, resolve
 
 _HEADERS = frozenset(
     (

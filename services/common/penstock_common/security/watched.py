@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from penstock_common.errors import ConfigError
-from penstock_common.input_files import read_input
+from penstock_common.files import read_input
 from penstock_common.observability.logging import get_logger
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from penstock_common.errors import FailedPrecondition, InvalidArgument, RequestFailed, ResourceExhausted, quoted
 from penstock_common.observability.logging import get_logger
-from penstock_common.tensors.sizes import MAX_TENSOR_BYTES, Buffer
+from penstock_common.tensors.chunks import MAX_TENSOR_BYTES, Buffer
 
 ROOT = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is
 UNREADABLE = "SHARED_MEMORY_UNREADABLE"

@@ -8,7 +8,7 @@ from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
 from penstock_common.addresses import split
 from penstock_common.errors import InvalidArgument, quoted
 from penstock_common.lora_registry import LoraRefusal, LoraRegistration
-from penstock_common.rpc import data_parallel, loras
+from penstock_common.rpc import cluster, data_parallel
 from penstock_common.rpc import stats as stats_codec
 from penstock_common.rpc.kv_transfer import role_from_proto
 from penstock_common.rpc.request import refuse_set
@@ -205,7 +205,7 @@ def subscription(hello: pb.FrontendHello) -> tuple[Subscription, bool]:
 
 def adapters(registrations: Sequence[LoraRegistration], refused: Sequence[LoraRefusal] = ()) -> bytes:
     """The message that tells a frontend of names, in the place of a view."""
-    return pb.ClusterView(loras=loras.registrations_to_proto(registrations, refused)).SerializeToString()
+    return pb.ClusterView(loras=cluster.registrations_to_proto(registrations, refused)).SerializeToString()
 
 
 def from_frontend(report: pb.FrontendReport) -> int | FirstRequest | list[LoraRegistration] | None:
@@ -222,7 +222,7 @@ def from_frontend(report: pb.FrontendReport) -> int | FirstRequest | list[LoraRe
         wave = data_parallel.checked("first_request.wave", first.wave)
         return FirstRequest(data_parallel.member_from_proto(first.rank), first.group_epoch, wave)
     if kind == "loras":
-        return loras.registrations_from_proto(report.loras)
+        return cluster.registrations_from_proto(report.loras)
     if kind == "notification":
         check_shutdown_complete(report.notification)
         return None

@@ -13,17 +13,16 @@ from penstock_common.config.sections import PeersConfig
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.cluster import delta_to_proto, groups_to_proto, view_to_proto
-from penstock_common.rpc.first_message import first_message
+from penstock_common.rpc.handshake import first_message
 from penstock_common.types.cluster import DEFAULT_POOL, ClusterView, ViewDelta
 from penstock_common.types.data_parallel import FirstRequest
 from penstock_coordinator.adapters import AdapterLink
-from penstock_coordinator.broadcast import Broadcast
 from penstock_coordinator.cluster import Cluster
 from penstock_coordinator.groups import Outbox, Rank
 from penstock_coordinator.kubernetes.replicas import Replicas
 from penstock_coordinator.metrics import ViewMetrics
 from penstock_coordinator.rpc import convert
-from penstock_coordinator.view_channel import EncodedView, ViewReader
+from penstock_coordinator.view_channel import Broadcast, EncodedView, ViewReader
 
 # Views as the bytes that streams send, and a server that sends bytes as they are.
 

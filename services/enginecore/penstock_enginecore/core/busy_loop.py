@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from penstock_common.errors import Internal, RequestFailed, Unavailable
-from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import incident
 from penstock_common.types.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,

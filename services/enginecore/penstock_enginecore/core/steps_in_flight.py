@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from penstock_common.errors import PenstockError
-from penstock_common.observability.incidents import STEP_FAILED
+from penstock_common.observability.logging import STEP_FAILED
 from penstock_common.types.outputs import SchedulerStats
 from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.core.executor import Executor

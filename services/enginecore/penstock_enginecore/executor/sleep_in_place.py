@@ -7,8 +7,7 @@ import torch
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.cuda_virtual_memory import CudaDriver, Driver, KeptMemory
 from penstock_enginecore.executor.generation.runner import GenerationRunner
-from penstock_enginecore.executor.loading import read_again
-from penstock_enginecore.executor.model_runner import ModelRunner
+from penstock_enginecore.executor.loading import ModelRunner, read_again
 
 logger = logging.getLogger(__name__)
 

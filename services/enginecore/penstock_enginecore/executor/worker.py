@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock_common import private_files
+from penstock_common import files
 from penstock_common.errors import Internal, InvalidArgument
 from penstock_common.process import usable_cores
 from penstock_common.security.shared_secret import load_secret
@@ -22,14 +22,13 @@ from penstock_enginecore.core.utility import utility
 from penstock_enginecore.core.worker_stats import GraphStats, WorkerStats
 from penstock_enginecore.executor.device import resolve_device, settle
 from penstock_enginecore.executor.generation.graph_capture import sizes_to_capture
-from penstock_enginecore.executor.loading import load_runner
+from penstock_enginecore.executor.loading import ModelRunner, load_runner
 from penstock_enginecore.executor.memory import (
     check_kv_cache_memory,
     cpu_kv_cache_bytes,
     cuda_kv_cache_bytes,
     encoder_cache_bytes,
 )
-from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.sleep_in_place import KeptSleep, kept_sleep
 from penstock_enginecore.kernel_cache.opening import open_cache
 from penstock_enginecore.kv_transfer.core.base import BlockFacts
@@ -229,7 +228,7 @@ class Worker:
             with tempfile.TemporaryDirectory(dir=path.parent) as private:
                 written = Path(private, path.name)
                 profiler.export_chrome_trace(str(written))
-                written.chmod(private_files.MODE)
+                written.chmod(files.MODE)
                 written.replace(path)
         except OSError as e:
             raise Internal(f"profiler.directory: {path} cannot be written: {e}") from e

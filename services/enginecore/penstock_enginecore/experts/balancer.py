@@ -9,8 +9,8 @@ import msgspec
 import torch
 
 from penstock_enginecore.config import ExpertParallelConfig
+from penstock_enginecore.experts.layer import SpreadExperts
 from penstock_enginecore.experts.placement import Placement
-from penstock_enginecore.experts.spread import SpreadExperts
 
 # Where experts go so that ranks have as much to do as each other: the policy, without state and without luck.
 #

@@ -13,10 +13,9 @@ from penstock_enginecore.config import ExpertParallelConfig
 from penstock_enginecore.core.collective_errors import CollectiveBroken, UnpreparedError
 from penstock_enginecore.data_parallel.core.group_channels import GroupLink
 from penstock_enginecore.experts.balancer import ExpertBalancer
-from penstock_enginecore.experts.layer import EMPTY, DispatchedExperts
+from penstock_enginecore.experts.layer import EMPTY, DispatchedExperts, SpreadExperts
 from penstock_enginecore.experts.loading import ExpertReader
 from penstock_enginecore.experts.placement import Placement, check_slots
-from penstock_enginecore.experts.spread import SpreadExperts
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.parallel.group_collectives import GroupCollectives
 

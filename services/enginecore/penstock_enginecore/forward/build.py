@@ -20,8 +20,7 @@ from penstock_enginecore.forward.cuda.decoder import FusedForward, device_launch
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, in_cache_dtype, probe_model
-from penstock_enginecore.forward.native import NativeForward, decoder_candidate, linear_candidate
-from penstock_enginecore.forward.native_towers import pack_towers
+from penstock_enginecore.forward.native import NativeForward, decoder_candidate, linear_candidate, pack_towers
 from penstock_enginecore.forward.probe import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
 from penstock_enginecore.forward.proof import Proven, first_proven
 from penstock_enginecore.forward.stage import StageConfig, StageForward, cut
@@ -29,7 +28,7 @@ from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.models.dtypes import settle
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, first_line
-from penstock_enginecore.models.quantization.kept import dequantize_kept
+from penstock_enginecore.models.quantization.loading import dequantize_kept
 from penstock_enginecore.native.backend import NativeBackend, open_backend
 from penstock_enginecore.parallel.part import Part, SplitVocabulary
 from penstock_enginecore.pooling.embedder import PoolingModel

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from penstock_common.errors import ConfigError
-from penstock_common.private_files import open_private
+from penstock_common.files import open_private
 from penstock_common.types.kv_transfer import BlockName
 from penstock_enginecore.kv_transfer.core.host_disk_tiers import Content
 from penstock_enginecore.worker.device_thread import DeviceThread

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock_common.observability.engine_metrics import LABELS
-from penstock_common.observability.metrics import BucketCounts, Buckets
+from penstock_common.observability.metrics import LABELS, BucketCounts, Buckets
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import EngineReady
 from penstock_enginecore.kv_transfer.core.leases import Leases, LeaseState

@@ -10,11 +10,15 @@ import torch
 
 from penstock_enginecore.lora.adapter import LoraAdapter, LowRankUpdate
 from penstock_enginecore.lora.adapter_files import (
+    DTYPES,
     TENSORS_FILE,
     AdapterFolder,
     FileState,
     ReadBefore,
+    StoredTensor,
     StoredUpdate,
+    TensorFile,
+    TensorHeader,
     adapter_digest,
 )
 from penstock_enginecore.lora.errors import LoraError, LoraReason
@@ -30,7 +34,6 @@ from penstock_enginecore.lora.peft_format import (
     tensor_name,
 )
 from penstock_enginecore.lora.target import AdapterTarget
-from penstock_enginecore.lora.tensor_file import DTYPES, StoredTensor, TensorFile, TensorHeader
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.multimodal.base import MediaEncoder
 from penstock_enginecore.models.multimodal.composite import Composite
 from penstock_enginecore.models.placement import check_weights_fit, place, read_to
+from penstock_enginecore.models.quantization.layers import Scheme
 from penstock_enginecore.models.quantization.loading import QuantizedCheckpoint, load_quantized, read_kv_scales
-from penstock_enginecore.models.quantization.scheme import Scheme
 from penstock_enginecore.models.quantization.weights import StoredTensor, open_tensors
 from penstock_enginecore.models.rope import freeze_rotary, install_query_scales, longest_sequence
 from penstock_enginecore.models.support import check_positions, check_supported, quantization_of

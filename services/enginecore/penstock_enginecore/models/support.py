@@ -16,8 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.models.attention_hook import AttentionCall, use_context
 from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.quantization.layers import Scheme
 from penstock_enginecore.models.quantization.recognition import recognise
-from penstock_enginecore.models.quantization.scheme import Scheme
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _HARMLESS_EXTRAS = frozenset(

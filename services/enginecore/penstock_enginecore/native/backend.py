@@ -1,20 +1,67 @@
 """The CPU kernels as one backend: which parts of a model's work they are to do, and what does it."""
 
+import ctypes
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from penstock_common.allocator import give_back_free
+from penstock_common.memory import give_back_free
 from penstock_enginecore.attention.base import AttentionBackend
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.native.attention import NativeAttention
 from penstock_enginecore.native.experts import PackedExperts, PackedRouter, RouterWeight
+from penstock_enginecore.native.ffi_structs import Mask, Sampling
 from penstock_enginecore.native.library import KernelsError, NativeLibrary, find_library, open_library
 from penstock_enginecore.native.linear import PackedLinear
-from penstock_enginecore.native.sampling import NativeSampling
+from penstock_enginecore.sample.rules import GrammarRows
+
+# Masks of grammars, the likeliest token, and the draw from a whole distribution, by the kernels.
+
+
+class NativeSampling:
+    """Does what ``sample.blocks.peak`` and ``sample.draw.draw`` do, in one pass by all threads."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._library = library
+
+    def takes(self, logits: torch.Tensor) -> bool:
+        """Whether the kernels read logits like these."""
+        return logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.is_contiguous()
+
+    def mask(self, logits: torch.Tensor, grammar: GrammarRows) -> None:
+        """Leave only the tokens whose bits are set, in place: what ``sample.rules.mask_grammar`` does."""
+        bitmask = np.ascontiguousarray(grammar.bitmask)
+        rows = np.ascontiguousarray(grammar.rows)
+        if len(rows):
+            mask = Mask(
+                len(rows), logits.shape[1], logits.data_ptr(), rows.ctypes.data, bitmask.ctypes.data, bitmask.shape[1]
+            )
+            self._library.call("mask", ctypes.byref(mask))
+
+    def sample(
+        self, logits: torch.Tensor, temperature: npt.NDArray[np.float32], uniforms: npt.NDArray[np.float64]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Largest value ``[rows]`` and a column, int64 ``[rows]``: the first that has it or, where ``temperature`` is not 0
+        and the value finite, the one that ``uniforms`` draws.
+        """
+        peaks, columns = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
+        uniforms = np.ascontiguousarray(uniforms)
+        sampling = Sampling(
+            *logits.shape,
+            logits.data_ptr(),
+            temperature.ctypes.data,
+            uniforms.ctypes.data,
+            peaks.data_ptr(),
+            columns.data_ptr(),
+        )
+        self._library.call("sample", ctypes.byref(sampling))
+        return peaks, columns
+
 
 # Layers that the kernels take over in models that the decoder does not know.
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock_common import addresses
-from penstock_common.observability.limited_log import LimitedLog
-from penstock_common.security import challenge
-from penstock_common.security.challenge import ProofError
+from penstock_common.observability.logging import LimitedLog
+from penstock_common.security import shared_secret
+from penstock_common.security.shared_secret import ProofError
 
 # The side that listens: strangers have to prove themselves, all at the same time.
 
@@ -63,7 +63,7 @@ class Admission:
         listener.setblocking(False)
         self._listener, self._key, self._selector = listener, key, selector
         self._port = port
-        self._proof_bytes = claim_bytes + challenge.PROOF_BYTES
+        self._proof_bytes = claim_bytes + shared_secret.PROOF_BYTES
         self._unproven: dict[socket.socket, _Unproven] = {}
         """Oldest first."""
         self._paused_until: float | None = None
@@ -141,7 +141,7 @@ class Admission:
             self._unproven[connection] = _Unproven(peer, time.monotonic() + PROOF_WITHIN)
 
     def _go_on(self, connection: socket.socket, stranger: _Unproven) -> Admitted | None:
-        expected = self._proof_bytes if stranger.nonce else challenge.HELLO_BYTES
+        expected = self._proof_bytes if stranger.nonce else shared_secret.HELLO_BYTES
         more = connection.recv(expected - len(stranger.heard))
         if not more:
             raise ConnectionResetError("it closed the connection before it had proven itself")
@@ -151,10 +151,10 @@ class Admission:
         heard = bytes(stranger.heard)
         stranger.heard.clear()
         if stranger.nonce:
-            claim = challenge.checked_claim(self._key, stranger.hello, stranger.nonce, heard)
+            claim = shared_secret.checked_claim(self._key, stranger.hello, stranger.nonce, heard)
             return Admitted(self._forget(connection), claim)
-        nonce = challenge.new_nonce()
-        reply = challenge.reply(self._key, heard, nonce)
+        nonce = shared_secret.new_nonce()
+        reply = shared_secret.reply(self._key, heard, nonce)
         if connection.send(reply) < len(reply):
             raise ConnectionResetError("it does not read")
         stranger.hello, stranger.nonce = heard, nonce
@@ -202,10 +202,10 @@ def introduce(connection: socket.socket, key: bytes, claim: bytes, wait: WaitRea
         ProofError: The listener does not know the key.
         OSError: The connection broke or was closed.
     """
-    nonce = challenge.new_nonce()
-    send_small(connection, challenge.hello(nonce))
-    reply = read_exactly(connection, challenge.REPLY_BYTES, wait)
-    send_small(connection, challenge.proof(key, nonce, reply, claim))
+    nonce = shared_secret.new_nonce()
+    send_small(connection, shared_secret.hello(nonce))
+    reply = read_exactly(connection, shared_secret.REPLY_BYTES, wait)
+    send_small(connection, shared_secret.proof(key, nonce, reply, claim))
 
 
 def read_exactly(connection: socket.socket, count: int, wait: WaitReadable) -> bytes:

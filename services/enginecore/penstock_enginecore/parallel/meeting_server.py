@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass, field
 
 from penstock_common import addresses
-from penstock_common.observability.limited_log import LimitedLog
+from penstock_common.observability.logging import LimitedLog
 from penstock_common.security.shared_secret import NO_SECRET, SharedSecret
 from penstock_enginecore.parallel.handshake import Admission, give_up_after, send_small
 from penstock_enginecore.parallel.meeting import ANSWER, GET, MAX_KEY_BYTES, MAX_VALUE_BYTES, PURPOSE, REQUEST, SET

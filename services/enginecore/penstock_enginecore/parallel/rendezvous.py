@@ -16,8 +16,7 @@ import time
 from collections.abc import Iterable
 
 from penstock_common import addresses
-from penstock_common.security.challenge import ProofError
-from penstock_common.security.shared_secret import SECRET_SETTING
+from penstock_common.security.shared_secret import SECRET_SETTING, ProofError
 from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.parallel.handshake import Admission, Admitted, give_up_after, introduce, send_small
 from penstock_enginecore.parallel.meeting import Meeting, MeetingStore

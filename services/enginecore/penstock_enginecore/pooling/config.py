@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from penstock_common.input_files import read_json
+from penstock_common.files import read_json
 from penstock_enginecore.models.errors import ModelLoadError
 
 PoolingMode = Literal["cls", "mean", "lasttoken"]

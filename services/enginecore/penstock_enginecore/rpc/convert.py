@@ -13,10 +13,9 @@ from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import request, stats
 from penstock_common.rpc.data_parallel import checked
 from penstock_common.rpc.kv_transfer import role_to_proto, source_from_proto, source_to_proto
-from penstock_common.rpc.media import limits_to_proto
 from penstock_common.rpc.outputs import fill_columns
-from penstock_common.rpc.request import context_from_proto
-from penstock_common.tensors.outgoing import TensorRef
+from penstock_common.rpc.request import context_from_proto, limits_to_proto
+from penstock_common.tensors.chunks import TensorRef
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, UtilityOutput
 from penstock_common.types.prompt_embeds import PromptEmbeds

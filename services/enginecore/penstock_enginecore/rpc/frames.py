@@ -7,8 +7,8 @@ import msgspec
 
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import RequestFailed, ResourceExhausted
-from penstock_common.observability.incidents import incident
-from penstock_common.tensors.outgoing import TensorRef
+from penstock_common.observability.logging import incident
+from penstock_common.tensors.chunks import TensorRef
 from penstock_common.types.kv_transfer import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent, KvMedium
 from penstock_common.types.outputs import (
     EngineCoreOutput,

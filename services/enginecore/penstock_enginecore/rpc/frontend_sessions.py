@@ -11,21 +11,23 @@ import msgspec
 
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import ResourceExhausted
-from penstock_common.observability.incidents import incident
-from penstock_common.observability.logging import get_logger
+from penstock_common.observability.logging import get_logger, incident
 from penstock_common.rpc.data_parallel import wave_to_proto
+from penstock_common.rpc.handshake import ANNOUNCED_SINCE, COLUMNS_SINCE
 from penstock_common.rpc.outputs import chunk_to_proto
-from penstock_common.rpc.revision import ANNOUNCED_SINCE, COLUMNS_SINCE
-from penstock_common.tensors.incoming import IncomingTensors, TensorPool
-from penstock_common.tensors.outgoing import Chunk, Outgoing, TensorRef
-from penstock_common.tensors.shared_memory import SegmentReader
-from penstock_common.tensors.sizes import (
+from penstock_common.tensors.chunks import (
     DEFAULT_MAX_MESSAGE_BYTES,
     MAX_TENSOR_BYTES,
     MAX_UNANNOUNCED_BYTES,
     Buffer,
+    Chunk,
+    IncomingTensors,
     Limits,
+    Outgoing,
+    TensorPool,
+    TensorRef,
 )
+from penstock_common.tensors.shared_memory import SegmentReader
 from penstock_common.types.data_parallel import StartWave
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
 from penstock_enginecore.config import SessionsConfig

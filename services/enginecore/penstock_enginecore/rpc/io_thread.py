@@ -28,7 +28,7 @@ from penstock_enginecore.data_parallel.core.driver import ToCoordinator
 from penstock_enginecore.data_parallel.group import EngineRank
 from penstock_enginecore.rpc.coordinator_client import CoordinatorClient
 from penstock_enginecore.rpc.frontend_sessions import Sessions
-from penstock_enginecore.rpc.loop_thread import LoopThread
+from penstock_enginecore.rpc.internal_ports import LoopThread
 from penstock_enginecore.rpc.servicer import EngineCoreServicer
 from penstock_enginecore.rpc.traces import EngineTraces
 

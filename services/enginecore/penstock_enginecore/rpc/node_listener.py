@@ -15,14 +15,12 @@ from penstock_common.addresses import with_port
 from penstock_common.errors import AlreadyExists, FailedPrecondition, InvalidArgument, RequestFailed, Unavailable
 from penstock_common.observability.logging import get_logger
 from penstock_common.observability.metrics import service_version
-from penstock_common.rpc.first_message import first_message
-from penstock_common.rpc.guard import PeerGuard
-from penstock_common.rpc.port_secret import SecretGuard
+from penstock_common.rpc.guard import PeerGuard, SecretGuard
+from penstock_common.rpc.handshake import first_message
 from penstock_common.rpc.server import SERVICES, RpcServer
 from penstock_common.security.tls import Certificates
 from penstock_enginecore.config import EngineCoreConfig
-from penstock_enginecore.rpc.internal_ports import checked_secret
-from penstock_enginecore.rpc.loop_thread import LoopThread
+from penstock_enginecore.rpc.internal_ports import LoopThread, checked_secret
 
 ENGINE_ONLY = frozenset(
     (

@@ -6,11 +6,10 @@ from weakref import WeakValueDictionary
 from penstock.common.v1 import tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument, ResourceExhausted, Unimplemented
-from penstock_common.rpc.media import modality_from_proto, tensor_from_proto
 from penstock_common.rpc.outputs import prompt_embeds_from_proto, taker
-from penstock_common.tensors.incoming import IncomingTensors
+from penstock_common.rpc.request import modality_from_proto, tensor_from_proto
+from penstock_common.tensors.chunks import MAX_TENSOR_BYTES, Buffer, IncomingTensors
 from penstock_common.tensors.shared_memory import SegmentReader
-from penstock_common.tensors.sizes import MAX_TENSOR_BYTES, Buffer
 from penstock_common.types.media import EmbedRun, MultiModalFeature, TensorData
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_enginecore.media.core.receiver_cache import ReceivedFeature, SessionFeatures

@@ -10,13 +10,11 @@ import grpc
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable, Unimplemented
-from penstock_common.observability.incidents import incident
-from penstock_common.observability.logging import get_logger
+from penstock_common.observability.logging import get_logger, incident
 from penstock_common.rpc import stats
 from penstock_common.rpc.data_parallel import MAX_NUMBER, start_dp_wave_from_proto
-from penstock_common.rpc.first_message import first_message
+from penstock_common.rpc.handshake import OLDEST_REVISION, PROTOCOL_REVISION, first_message
 from penstock_common.rpc.outputs import take_chunk
-from penstock_common.rpc.revision import OLDEST_REVISION, PROTOCOL_REVISION
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, RequestError
 from penstock_enginecore.core.busy_loop import BusyLoop

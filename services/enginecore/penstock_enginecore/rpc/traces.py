@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import incident
 from penstock_common.observability.tracing import Headers, Tracer, is_sampled
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EventType, TokenColumns
 from penstock_common.types.request import EngineCoreRequest

@@ -23,8 +23,7 @@ from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.quantization.weights import open_tensors
 from penstock_enginecore.sample.base import FloatArray, RowKinds, Sampler, SamplingInputs
 from penstock_enginecore.speculation.base import DraftStep, WithLayers
-from penstock_enginecore.speculation.draft_choice import Arms, DraftChoice, num_held
-from penstock_enginecore.speculation.draft_model import check_vocabulary, draft_checkpoint
+from penstock_enginecore.speculation.draft_model import Arms, DraftChoice, check_vocabulary, draft_checkpoint, num_held
 from penstock_enginecore.speculation.head import Kind, read_head, read_head_config
 from penstock_enginecore.speculation.head_forward import HeadPass, NativeHead, build_head
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from penstock_common.input_files import read_json
+from penstock_common.files import read_json
 from penstock_enginecore.models.attention_hook import ATTENTION_NAME
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.quantization.weights import open_tensors

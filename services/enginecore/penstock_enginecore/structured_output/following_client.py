@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from penstock_common.errors import Internal, InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
-from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import incident
 from penstock_enginecore.config import StructuredOutputConfig
 from penstock_enginecore.structured_output.compiling_client import TOO_COSTLY, over_budget
 from penstock_enginecore.structured_output.constraints.source import FIELD

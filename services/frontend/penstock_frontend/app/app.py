@@ -11,7 +11,7 @@ from penstock_common.observability.logging import configure, get_logger
 from penstock_common.observability.metrics import count_tasks, tell_connected
 from penstock_common.observability.tracer import make_tracer
 from penstock_common.rpc.credentials import ClientCredentials
-from penstock_common.rpc.liveness import Liveness
+from penstock_common.rpc.loop import Liveness
 from penstock_common.security.tls import Certificates
 from penstock_frontend.app.assembly import assemble
 from penstock_frontend.app.servers import QUIET, Draining, Servers

@@ -5,8 +5,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from penstock_common.config.reread import Reread
 from penstock_common.config.sections import LogConfig
+from penstock_common.config.settings import Reread
 from penstock_common.in_flight import BytesInFlight
 from penstock_common.observability.tracing import Tracer
 from penstock_frontend.call_warnings import WarningLog
@@ -25,20 +25,18 @@ from penstock_frontend.config import (
 )
 from penstock_frontend.dispatch.adapters import Adapters
 from penstock_frontend.dispatch.kv_transfer_params import KvGateway
-from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.metrics import FrontendMetrics, MediaMetrics
 from penstock_frontend.ports import EngineClient, OutputHandler
-from penstock_frontend.processing.chat.control_tokens import find_control_tokens
-from penstock_frontend.processing.chat.reasoning import reasoning_of
-from penstock_frontend.processing.chat.rendering import ChatRenderer
+from penstock_frontend.processing.chat.rendering import ChatRenderer, find_control_tokens
 from penstock_frontend.processing.chat.template_process import TemplateProcess
 from penstock_frontend.processing.chat.templates import ChatTemplates, given_template, load_chat_templates
 from penstock_frontend.processing.media.families.base import Family
 from penstock_frontend.processing.media.families.checkpoint import load_family
-from penstock_frontend.processing.media.metrics import MediaMetrics
 from penstock_frontend.processing.media.service import MediaService
 from penstock_frontend.processing.outputs.pooling import PooledOutputs, SplitOutputs
 from penstock_frontend.processing.outputs.processor import OutputProcessor
 from penstock_frontend.processing.parsers import registry
+from penstock_frontend.processing.parsers.reasoning_tags import reasoning_of
 from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.pooling import PoolingInputs, load_labels
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer, load_model_files, read_json, resolve

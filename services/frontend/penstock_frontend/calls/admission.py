@@ -4,10 +4,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from penstock_common.config.reread import Reread
-from penstock_common.drain_rate import DrainRate, retry_after
+from penstock_common.bounded_queue import DrainRate, TenantRoom, retry_after
+from penstock_common.config.settings import Reread
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
-from penstock_common.tenant_room import TenantRoom
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_frontend.call_types import (
     ChatRequest,

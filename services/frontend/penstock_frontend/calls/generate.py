@@ -6,10 +6,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import msgspec
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, RequestFailed, Unavailable, quoted
-from penstock_common.observability.incidents import incident
-from penstock_common.observability.logging import get_logger
+from penstock_common.observability.logging import get_logger, incident
 from penstock_common.types.request import PoolingTask, RequestContext
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, PoolingRequest, PoolingResult, RequestOutput
 from penstock_frontend.calls.adapters import AdapterCalls

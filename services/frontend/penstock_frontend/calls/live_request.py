@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from penstock_common.config.reread import Reread
 from penstock_common.config.sections import LogConfig
+from penstock_common.config.settings import Reread
 from penstock_common.errors import Cancelled, RequestFailed
 from penstock_common.lora_registry import LoraAdapter
 from penstock_common.observability.logging import current_caller, get_logger

@@ -15,7 +15,7 @@ from penstock_frontend.calls.adapters import AdapterCalls
 from penstock_frontend.loop_yield import SEQUENCES_PER_TURN, Pace
 from penstock_frontend.ports import EngineClient
 from penstock_frontend.processing.outputs.pooling import PooledOutputs, PooledState
-from penstock_frontend.processing.prompts.media_text import media_tokens
+from penstock_frontend.processing.prompts.mixed_prompt import media_tokens
 from penstock_frontend.processing.prompts.pooling import AS_MANY_AS_FIT, PoolingInputs, answer_bytes
 
 

@@ -1,6 +1,5 @@
 """Configuration of a frontend process: a struct per section, all of them in ``FrontendConfig``."""
 
-from penstock_frontend.config.auth import AuthConfig, JwtConfig
 from penstock_frontend.config.frontend import (
     CoordinatorClientConfig,
     DetectionConfig,
@@ -10,7 +9,7 @@ from penstock_frontend.config.frontend import (
     RetriesConfig,
 )
 from penstock_frontend.config.http import HttpConfig, ResponsesConfig
-from penstock_frontend.config.limits import LimitsConfig, MaxMediaConfig
+from penstock_frontend.config.limits import AuthConfig, JwtConfig, LimitsConfig, MaxMediaConfig
 from penstock_frontend.config.lora import LoraConfig
 from penstock_frontend.config.media import MediaConfig
 from penstock_frontend.config.routing import DisaggregationConfig, RoutingConfig, RoutingPolicy

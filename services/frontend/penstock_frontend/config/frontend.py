@@ -29,9 +29,8 @@ from penstock_common.config.settings import REREAD
 from penstock_common.config.shared_needs import OF_ALL
 from penstock_common.errors import ConfigError
 from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT
-from penstock_frontend.config.auth import AuthConfig
 from penstock_frontend.config.http import HttpConfig
-from penstock_frontend.config.limits import LimitsConfig
+from penstock_frontend.config.limits import AuthConfig, LimitsConfig
 from penstock_frontend.config.lora import LoraConfig, check_aliases
 from penstock_frontend.config.media import MediaConfig
 from penstock_frontend.config.routing import DisaggregationConfig, RoutingConfig

@@ -6,11 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from penstock_common.bounded_queue import TenantRoom
 from penstock_common.errors import DeadlineExceeded, Internal, RequestFailed, ResourceExhausted, Unavailable
-from penstock_common.observability.incidents import incident
-from penstock_common.observability.logging import get_logger
+from penstock_common.observability.logging import get_logger, incident
 from penstock_common.security.tls import Certificates
-from penstock_common.tenant_room import TenantRoom
 from penstock_common.types.cluster import ClusterView
 from penstock_common.types.data_parallel import FirstRequest, StartWave
 from penstock_common.types.kv_transfer import KvCacheEvent, of_device

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
-from penstock_common.observability.incidents import STEP_FAILED, incident
-from penstock_common.observability.logging import get_logger
+from penstock_common.observability.logging import STEP_FAILED, get_logger, incident
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import DisaggregationConfig, RetriesConfig

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from penstock_common.observability.engine_metrics import EngineLoad
+from penstock_common.observability.metrics import EngineLoad
 from penstock_common.types.cluster import ClusterView, EngineStatus
 from penstock_common.types.data_parallel import PoolGroup
 from penstock_common.types.media import MODALITIES, MediaLimits, Modality

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import msgspec
 
 from penstock_common.errors import Internal, RequestFailed, Unavailable
-from penstock_common.observability.incidents import REASON as INCIDENT
-from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import REASON as INCIDENT
+from penstock_common.observability.logging import incident
 from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.outputs import (
     Drafts,

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock_common.errors import Internal, RequestFailed
-from penstock_common.observability.incidents import incident
-from penstock_common.observability.logging import get_logger
+from penstock_common.observability.logging import get_logger, incident
 from penstock_common.types.kv_transfer import KvCacheEvent, KvMedium
 from penstock_common.types.outputs import EngineReady
 from penstock_frontend.dispatch.connection import EngineConnection

@@ -15,9 +15,9 @@ from penstock_common.observability.logging import get_logger
 from penstock_common.observability.tracing import current_call
 from penstock_common.rpc import cluster
 from penstock_common.rpc.channel import make_channel
+from penstock_common.rpc.cluster import registrations_from_proto, registrations_to_proto
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials, advised
 from penstock_common.rpc.data_parallel import member_to_proto
-from penstock_common.rpc.loras import registrations_from_proto, registrations_to_proto
 from penstock_common.rpc.reconnect import Reconnector
 from penstock_common.rpc.status import DETAILS_KEY, from_rpc_error
 from penstock_common.types.cluster import ClusterView, changed_by

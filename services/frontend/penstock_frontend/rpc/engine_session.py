@@ -13,17 +13,25 @@ import msgspec
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
-from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import incident
 from penstock_common.rpc import stats
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 from penstock_common.rpc.data_parallel import start_wave_from_proto, wave_to_proto
+from penstock_common.rpc.handshake import COLUMNS_SINCE, OLDEST_REVISION, PROTOCOL_REVISION
 from penstock_common.rpc.outputs import Place, chunk_to_proto, take_chunk, taker
-from penstock_common.rpc.revision import COLUMNS_SINCE, OLDEST_REVISION, PROTOCOL_REVISION
 from penstock_common.rpc.status import from_rpc_error
-from penstock_common.tensors.incoming import IncomingTensors
-from penstock_common.tensors.outgoing import Chunk, Outgoing, TensorRef, no_tensors
-from penstock_common.tensors.sizes import DEFAULT_MAX_MESSAGE_BYTES, MAX_TENSOR_BYTES, Buffer, Limits
+from penstock_common.tensors.chunks import (
+    DEFAULT_MAX_MESSAGE_BYTES,
+    MAX_TENSOR_BYTES,
+    Buffer,
+    Chunk,
+    IncomingTensors,
+    Limits,
+    Outgoing,
+    TensorRef,
+    no_tensors,
+)
 from penstock_common.types.data_parallel import StartDpWave, StartWave
 from penstock_common.types.outputs import (
     EngineCoreOutput,

@@ -5,8 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from penstock_common.tensors.chunks import Buffer
 from penstock_common.tensors.shared_memory import PROBE_BYTES, ROOT, SegmentRef, SegmentWriter, shared_memory_id
-from penstock_common.tensors.sizes import Buffer
 from penstock_common.types.outputs import EngineReady
 
 Transport = Literal["inline", "chunks", "shared_memory"]

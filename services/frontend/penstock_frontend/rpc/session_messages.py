@@ -8,13 +8,12 @@ import msgspec
 from penstock.common.v1 import finish_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import Internal
-from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import incident
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import stats
 from penstock_common.rpc.kv_transfer import role_from_proto, source_from_proto, source_to_proto
-from penstock_common.rpc.media import limits_from_proto
 from penstock_common.rpc.outputs import columns_from_proto
-from penstock_common.rpc.request import fill_context, to_proto
+from penstock_common.rpc.request import fill_context, limits_from_proto, to_proto
 from penstock_common.types.kv_transfer import KvCacheEvent
 from penstock_common.types.outputs import (
     EngineCoreEvent,

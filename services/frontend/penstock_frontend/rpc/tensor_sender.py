@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
-from penstock_common.rpc.media import tensor_to_proto
 from penstock_common.rpc.outputs import Place
-from penstock_common.tensors.outgoing import TensorRef
+from penstock_common.rpc.request import tensor_to_proto
+from penstock_common.tensors.chunks import Buffer, Limits, TensorRef
 from penstock_common.tensors.shared_memory import UNREADABLE, SegmentRef
-from penstock_common.tensors.sizes import Buffer, Limits
 from penstock_common.types.media import MultiModalFeature, TensorData
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, FinishReason
 from penstock_common.types.request import EngineCoreRequest

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Self
 import msgspec
 
 from penstock_common.errors import ConfigError, InvalidArgument, RequestFailed, nearest, quoted
-from penstock_common.private_files import open_private
+from penstock_common.files import open_private
 
 
 def is_url(path: str) -> bool:

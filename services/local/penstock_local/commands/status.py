@@ -23,7 +23,7 @@ from penstock_common.types.kv_transfer import EngineRole
 from penstock_local.console import fail
 from penstock_local.rpc.admin import AdminClient, Cluster, LostEngine
 from penstock_local.rpc.client import of_operators_api, one_line
-from penstock_local.rpc.health import SERVICE, serving
+from penstock_local.rpc.connect import SERVICE, serving
 
 _GIB = 2**30
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, Self
 
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
-from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import incident
 from penstock_common.types.outputs import RequestError
 from penstock_common.types.sampling import OutputKind
 from penstock_local.llm.calls import Calls, Prepared, pieces

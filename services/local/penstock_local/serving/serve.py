@@ -18,7 +18,7 @@ from penstock_common.process import usable_cores
 from penstock_local.console import BOLD, GREEN, JoinedLog, paint, say
 from penstock_local.flags import DEFAULT_ADMIN_ADDRESS
 from penstock_local.rpc.client import InferenceClient, ModelInfo
-from penstock_local.rpc.health import SERVICE
+from penstock_local.rpc.connect import SERVICE
 from penstock_local.serving.machine import LOOPBACK, free_ports, visible_gpus
 from penstock_local.serving.plan import check, check_configs, engine_spec, needs_secret, num_internal_ports, plan
 from penstock_local.serving.serve_options import ServeOptions

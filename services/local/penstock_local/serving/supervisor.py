@@ -21,8 +21,7 @@ from penstock_common.errors import PenstockError
 from penstock_common.types.cluster import ClusterView
 from penstock_common.types.data_parallel import engine_of
 from penstock_local.console import fail, say
-from penstock_local.rpc.connect import VARIABLES
-from penstock_local.rpc.health import cluster_view, wait_until_serving
+from penstock_local.rpc.connect import VARIABLES, cluster_view, wait_until_serving
 from penstock_local.settings import of_environment
 
 _TAIL_LINES = 12

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock_frontend.api.anthropic.message import opened
+from penstock_frontend.api.anthropic.protocol import opened
 from tests.fakes.clients.agents.recorded import Answer, Turn
 
 

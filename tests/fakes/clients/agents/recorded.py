@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock_frontend.api.anthropic.message import opened
+from penstock_frontend.api.anthropic.protocol import opened
 
 FOLDER = Path(__file__).parent
 PROGRAMS = sorted(file.stem for file in FOLDER.glob("*.json"))

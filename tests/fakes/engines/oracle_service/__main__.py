@@ -8,10 +8,10 @@ fast it is.
 import os
 import sys
 
-from penstock_common.allocator import use_few_arenas
 from penstock_common.config.loader import from_command_line
 from penstock_common.config_file import ConfigFile
 from penstock_common.errors import ConfigError
+from penstock_common.memory import use_few_arenas
 from penstock_enginecore.app import run
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.steps_in_flight import EngineDeadError

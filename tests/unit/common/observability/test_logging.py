@@ -1,6 +1,7 @@
 """Logs of a process, in a process of its own: they are set up once for all of it."""
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from penstock_common.observability.logging import LimitedLog, incident
 from tests.fakes.patience import PATIENCE
 
 PROGRAM = """
@@ -160,3 +162,50 @@ def test_another_configuration_holds_for_loggers_that_are_in_use() -> None:
     at_debug = ["ours at debug", "ours at info", "library at debug", "library at info", "a request"]
     assert [[json.loads(line)["event"] for line in part.splitlines()] for part in as_json] == [at_info, at_debug, []]
     assert [re.sub(r"^\S+ \[info\] ", "", line).split(" [")[0] for line in as_text.splitlines()] == at_info
+
+
+# Warnings that a stranger can cause: each event once per interval, and how often it was left out.
+
+
+def test_an_event_is_written_once_per_interval_with_the_number_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    now = [100.0]
+    log = LimitedLog(logging.getLogger("limited"), 10.0, lambda: now[0])
+    for number in range(1000):
+        log.warning("refused", peer=number)
+    log.warning("another", peer="x")
+    now[0] += 9.9
+    log.warning("refused", peer="too early")
+    now[0] += 0.2
+    log.warning("refused", peer="later")
+    found = [(each.message, each.__dict__["peer"], each.__dict__.get("left_out")) for each in caplog.records]
+    assert found == [("refused", 0, None), ("another", "x", None), ("refused", "later", 1000)]
+
+
+def raised() -> Exception:
+    try:
+        raise RuntimeError("the token of somebody else")
+    except RuntimeError as e:
+        return e
+
+
+def test_an_incident_has_a_number_that_the_log_and_the_client_share(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        told = incident(raised(), request="r1", doing="validating the request")
+    (record,) = caplog.records
+    number = record.__dict__["incident"]
+    assert re.fullmatch(r"[0-9a-f]{8}", number)
+    assert number in told.message
+    assert record.__dict__["request"] == "r1"
+
+
+def test_the_stack_is_in_the_log_and_the_errors_text_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        told = incident(raised(), request="r1", doing="validating the request")
+    assert "in raised" in caplog.text
+    assert "somebody" not in told.message
+    assert (told.code, told.reason) == ("INTERNAL", "INCIDENT")
+
+
+def test_two_incidents_have_different_numbers() -> None:
+    first, second = (incident(raised(), request="r1", doing="x").message for _ in range(2))
+    assert first != second

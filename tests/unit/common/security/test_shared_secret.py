@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from penstock_common.errors import ConfigError
-from penstock_common.security.shared_secret import NO_SECRET, SharedSecret, check_internal_port, load_secret
+from penstock_common.security import shared_secret
+from penstock_common.security.shared_secret import NO_SECRET, ProofError, SharedSecret, check_internal_port, load_secret
 
 TEXT = "0123456789abcdef" * 2
 
@@ -91,3 +92,82 @@ def test_other_ports_need_the_secret_or_tls(host: str) -> None:
         assert named in str(refused.value)
     with pytest.raises(ConfigError, match=r"set parallel\.secret_file, or bind to a loopback address"):
         check_internal_port(host, field="data_parallel.address", has_secret=False)
+
+
+# Mutual proofs over a connection: who passes, and what is worth nothing elsewhere.
+
+SECRET = SharedSecret(b"s" * 32)
+KEY = SECRET.key("mesh")
+OTHERS = [SharedSecret(b"o" * 32).key("mesh"), SECRET.key("store"), NO_SECRET.key("mesh")]
+
+
+class Connection:
+    """One handshake; ``key`` is that of the side that connects."""
+
+    def __init__(self, key: bytes = KEY) -> None:
+        self.key = key
+        self.connecting, self.listening = shared_secret.new_nonce(), shared_secret.new_nonce()
+        self.hello = shared_secret.hello(self.connecting)
+        self.reply = shared_secret.reply(KEY, self.hello, self.listening)
+
+    def proof(self, claim: bytes = b"") -> bytes:
+        return shared_secret.proof(self.key, self.connecting, self.reply, claim)
+
+    def claim_in(self, proof: bytes) -> bytes:
+        return shared_secret.checked_claim(KEY, self.hello, self.listening, proof)
+
+
+@pytest.mark.parametrize("claim", [b"", b"\0\0\0\7"])
+def test_two_that_know_the_key_agree_on_the_claim(claim: bytes) -> None:
+    connection = Connection()
+    assert (len(connection.hello), len(connection.reply)) == (shared_secret.HELLO_BYTES, shared_secret.REPLY_BYTES)
+    proof = connection.proof(claim)
+    assert len(proof) == len(claim) + shared_secret.PROOF_BYTES
+    assert connection.claim_in(proof) == claim
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_listener_with_another_secret_or_purpose_gets_no_proof(other: bytes) -> None:
+    with pytest.raises(ProofError, match="listener does not know the secret"):
+        Connection(other).proof()
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_peer_with_another_secret_or_purpose_does_not_pass(other: bytes) -> None:
+    connection = Connection()
+    theirs = shared_secret.reply(other, connection.hello, connection.listening)
+    forged = shared_secret.proof(other, connection.connecting, theirs, b"claim")
+    with pytest.raises(ProofError, match="peer does not know the secret"):
+        connection.claim_in(forged)
+
+
+def test_a_proof_is_worth_nothing_on_another_connection() -> None:
+    first, second = Connection(), Connection()
+    with pytest.raises(ProofError):
+        second.claim_in(first.proof())
+    again = Connection()  # the same hello once more: the listener's nonce is another one
+    again.hello = first.hello
+    with pytest.raises(ProofError):
+        again.claim_in(first.proof())
+
+
+def test_a_listeners_proof_is_worth_nothing_when_it_is_sent_back() -> None:
+    connection = Connection()
+    mirrored = shared_secret.reply(KEY, shared_secret.hello(connection.listening), connection.connecting)
+    for shown in (connection.reply[shared_secret.NONCE_BYTES :], mirrored[shared_secret.NONCE_BYTES :]):
+        with pytest.raises(ProofError):
+            connection.claim_in(shown)
+
+
+def test_a_proof_holds_for_its_claim_alone() -> None:
+    connection = Connection()
+    proof = connection.proof(b"rank1")
+    for changed in (b"rank2" + proof[5:], proof[5:], b"rank" + proof, proof[:-1] + b"\0\0", b""):
+        with pytest.raises(ProofError):
+            connection.claim_in(changed)
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n" + b" " * 24, b"\0" * 40, b"penstok1"])
+def test_another_protocol_is_told_apart(said: bytes) -> None:
+    with pytest.raises(ProofError, match="another protocol"):
+        shared_secret.reply(KEY, said, shared_secret.new_nonce())

@@ -10,9 +10,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
+from penstock_common.addresses import warn_of_plaintext
 from penstock_common.config.sections import ClientTlsConfig, MetricsConfig, ServerConfig, TlsConfig
 from penstock_common.errors import ConfigError
-from penstock_common.listening import warn_of_plaintext
 from penstock_common.metrics_server import MetricsServer
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import ClientCredentials, advised, is_of_tls

@@ -11,9 +11,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from penstock_enginecore.config import ExpertParallelConfig
 from penstock_enginecore.experts.balancer import ExpertBalancer, ExpertMoves, balance
-from penstock_enginecore.experts.layer import DispatchedExperts
+from penstock_enginecore.experts.layer import DispatchedExperts, SpreadExperts
 from penstock_enginecore.experts.placement import Placement
-from penstock_enginecore.experts.spread import SpreadExperts
 from penstock_enginecore.native.backend import PackedLayers
 from penstock_enginecore.native.library import open_library
 from tests.fakes.engines.instruction_sets import runnable

@@ -12,9 +12,8 @@ from penstock_common.errors import ConfigError
 from penstock_enginecore.experts import dispatch as dispatch_module
 from penstock_enginecore.experts import layer as layer_module
 from penstock_enginecore.experts.dispatch import AllGather, make_dispatch, register_dispatch
-from penstock_enginecore.experts.layer import DispatchedExperts
+from penstock_enginecore.experts.layer import DispatchedExperts, SpreadExperts
 from penstock_enginecore.experts.placement import Placement
-from penstock_enginecore.experts.spread import SpreadExperts
 from penstock_enginecore.native.experts import weighted_sum
 from tests.fakes.engines.thread_group import thread_group
 

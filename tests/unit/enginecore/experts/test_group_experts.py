@@ -15,9 +15,8 @@ from penstock_enginecore.config import ExpertParallelConfig
 from penstock_enginecore.core.collective_errors import CollectiveBroken, UnpreparedError
 from penstock_enginecore.experts.balancer import ExpertMoves
 from penstock_enginecore.experts.group_experts import GroupExperts, regrouped
-from penstock_enginecore.experts.layer import EMPTY, DispatchedExperts
+from penstock_enginecore.experts.layer import EMPTY, DispatchedExperts, SpreadExperts
 from penstock_enginecore.experts.placement import Placement
-from penstock_enginecore.experts.spread import SpreadExperts
 from penstock_enginecore.models.errors import ModelLoadError
 from tests.fakes.engines.thread_group import thread_group
 from tests.fakes.patience import PATIENCE

@@ -15,11 +15,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
+from penstock_enginecore.lora.adapter_files import TensorFile
 from penstock_enginecore.lora.errors import LoraError
 from penstock_enginecore.lora.peft_adapter import LoraLimits, read_adapter
 from penstock_enginecore.lora.peft_format import parse_peft_config
 from penstock_enginecore.lora.target import AdapterTarget
-from penstock_enginecore.lora.tensor_file import TensorFile
 from tests.fakes.models.adapters import CONFIG, TENSORS, save_adapter
 from tests.fakes.models.tiny_models import tiny_config
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock_enginecore.lora.adapter_files import AdapterFolder
+from penstock_enginecore.lora.adapter_files import AdapterFolder, TensorFile
 from penstock_enginecore.lora.errors import LoraError, LoraReason
 from penstock_enginecore.lora.peft_format import CONFIG_FILE, parse_peft_config
-from penstock_enginecore.lora.tensor_file import TensorFile
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from penstock_enginecore.models import loader
 from penstock_enginecore.models.checkpoint import left_over
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import load_model
-from penstock_enginecore.models.quantization.scheme import Scheme
+from penstock_enginecore.models.quantization.layers import Scheme
 from penstock_enginecore.pooling.embedder import load_pooling_model
 from tests.fakes.models.quantized_models import save_quantized_model
 from tests.fakes.models.tiny_models import save_tiny_model, tiny_config

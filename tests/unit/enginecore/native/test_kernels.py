@@ -16,13 +16,11 @@ from penstock_enginecore.attention.kv_cache import SLOTS, KVCache
 from penstock_enginecore.models.dtypes import NarrowWeight
 from penstock_enginecore.native import library as library_module
 from penstock_enginecore.native.attention import PAIRS, TILES, NativeAttention
-from penstock_enginecore.native.backend import PackedLayers
+from penstock_enginecore.native.backend import NativeSampling, PackedLayers
 from penstock_enginecore.native.library import KernelsError, NativeLibrary, open_library
 from penstock_enginecore.native.linear import PackedLinear
-from penstock_enginecore.native.sampling import NativeSampling
 from penstock_enginecore.native.weights import PackedWeight, multiply, round_to_int8
-from penstock_enginecore.sample.base import DrawSettings, SamplingInputs
-from penstock_enginecore.sample.random import uniforms
+from penstock_enginecore.sample.base import DrawSettings, SamplingInputs, uniforms
 from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules, mask_grammar
 from penstock_enginecore.sample.sampler import TorchSampler
 from tests.fakes.engines.instruction_sets import runnable

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from penstock_common import addresses
-from penstock_common.security import challenge
-from penstock_common.security.challenge import ProofError
-from penstock_common.security.shared_secret import SharedSecret
+from penstock_common.security import shared_secret
+from penstock_common.security.shared_secret import ProofError, SharedSecret
 from penstock_enginecore.parallel import handshake as module
 from penstock_enginecore.parallel.handshake import MAX_UNPROVEN, Admission
 from tests.fakes.network.introductions import connected, introduced, is_closed
@@ -148,16 +147,16 @@ def test_who_says_something_else_is_closed(port: Port, stranger: Callable[[], so
 
 
 def test_a_forged_and_a_replayed_proof_are_refused(port: Port, stranger: Callable[[], socket.socket]) -> None:
-    nonce = challenge.new_nonce()
+    nonce = shared_secret.new_nonce()
 
     def shown(make: Callable[[bytes], bytes]) -> tuple[socket.socket, bytes]:
         connection = stranger()
-        connection.sendall(challenge.hello(nonce))
-        proof = make(connection.recv(challenge.REPLY_BYTES, socket.MSG_WAITALL))
+        connection.sendall(shared_secret.hello(nonce))
+        proof = make(connection.recv(shared_secret.REPLY_BYTES, socket.MSG_WAITALL))
         connection.sendall(proof)
         return connection, proof
 
-    _, heard = shown(lambda reply: challenge.proof(KEY, nonce, reply, b"real"))
+    _, heard = shown(lambda reply: shared_secret.proof(KEY, nonce, reply, b"real"))
     port.wait_for([b"real"])
     for wrong in (heard, b"real" + bytes(32), b"fake" + heard[4:]):
         connection, _ = shown(lambda _, wrong=wrong: wrong)  # type: ignore[misc]
@@ -166,25 +165,25 @@ def test_a_forged_and_a_replayed_proof_are_refused(port: Port, stranger: Callabl
 
 
 def test_a_proof_may_come_byte_by_byte(port: Port, stranger: Callable[[], socket.socket]) -> None:
-    connection, nonce = stranger(), challenge.new_nonce()
+    connection, nonce = stranger(), shared_secret.new_nonce()
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for byte in challenge.hello(nonce):
+    for byte in shared_secret.hello(nonce):
         connection.send(bytes([byte]))
-    reply = connection.recv(challenge.REPLY_BYTES, socket.MSG_WAITALL)
-    for byte in challenge.proof(KEY, nonce, reply, b"slow"):
+    reply = connection.recv(shared_secret.REPLY_BYTES, socket.MSG_WAITALL)
+    for byte in shared_secret.proof(KEY, nonce, reply, b"slow"):
         connection.send(bytes([byte]))
     port.wait_for([b"slow"])
 
 
-@pytest.mark.parametrize("said", [b"", challenge.hello(bytes(32))[:39], challenge.hello(bytes(32))])
+@pytest.mark.parametrize("said", [b"", shared_secret.hello(bytes(32))[:39], shared_secret.hello(bytes(32))])
 def test_who_does_not_go_on_is_closed_when_its_time_is_over(
     stranger: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
     monkeypatch.setattr(module, "PROOF_WITHIN", 0.1)
     connection = stranger()
     connection.sendall(said)
-    if len(said) == challenge.HELLO_BYTES:
-        connection.recv(challenge.REPLY_BYTES, socket.MSG_WAITALL)
+    if len(said) == shared_secret.HELLO_BYTES:
+        connection.recv(shared_secret.REPLY_BYTES, socket.MSG_WAITALL)
     assert is_closed(connection)
 
 

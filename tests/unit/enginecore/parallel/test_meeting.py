@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from penstock_common.security.challenge import ProofError
-from penstock_common.security.shared_secret import SharedSecret
+from penstock_common.security.shared_secret import ProofError, SharedSecret
 from penstock_enginecore.parallel import meeting_server
 from penstock_enginecore.parallel.meeting import (
     GET,

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from penstock_common.security import challenge
+from penstock_common.security import shared_secret
 from penstock_common.security.shared_secret import SharedSecret
 from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.parallel import rendezvous as module
@@ -196,7 +196,7 @@ def test_who_knows_the_secret_and_not_the_token_does_not_get_in(ranks: Ranks, me
     first = ranks.start(0, 2)
     token, address = said_at_the_store(meeting, 0)
     for key in (key_of(meeting, 0, bytes(TOKEN_BYTES)), key_of(meeting, 1, token), meeting.store_key):
-        with pytest.raises(challenge.ProofError):
+        with pytest.raises(shared_secret.ProofError):
             introduced(address, key, CLAIM.pack(1))
     ranks.start(1, 2).result(PATIENCE)
     first.result(PATIENCE)
@@ -205,13 +205,13 @@ def test_who_knows_the_secret_and_not_the_token_does_not_get_in(ranks: Ranks, me
 def test_a_proof_that_was_heard_before_is_worth_nothing(ranks: Ranks, meeting: Meeting) -> None:
     first = ranks.start(0, 3)
     token, address = said_at_the_store(meeting, 0)
-    nonce, key = challenge.new_nonce(), key_of(meeting, 0, token)
+    nonce, key = shared_secret.new_nonce(), key_of(meeting, 0, token)
     heard = b""
     with connected(address) as eavesdropped, connected(address) as again:
         for connection in (eavesdropped, again):
-            connection.sendall(challenge.hello(nonce))
-            reply = connection.recv(challenge.REPLY_BYTES, socket.MSG_WAITALL)
-            heard = heard or challenge.proof(key, nonce, reply, CLAIM.pack(1))
+            connection.sendall(shared_secret.hello(nonce))
+            reply = connection.recv(shared_secret.REPLY_BYTES, socket.MSG_WAITALL)
+            heard = heard or shared_secret.proof(key, nonce, reply, CLAIM.pack(1))
         again.sendall(heard)
         assert is_closed(again)
     for each in [ranks.start(1, 3), ranks.start(2, 3), first]:

@@ -18,13 +18,13 @@ from penstock.worker.v1 import messages_pb2 as pb
 from penstock.worker.v1 import service_pb2_grpc
 from penstock_common.config.sections import ServerConfig, TlsConfig
 from penstock_common.errors import ConfigError, Unauthenticated
-from penstock_common.rpc import first_message
+from penstock_common.rpc import handshake
 from penstock_common.rpc.channel import make_channel
-from penstock_common.rpc.port_secret import NONCE_KEY, PROOF_KEY, TOKEN_KEY, PortSecret
+from penstock_common.rpc.guard import NONCE_KEY, PROOF_KEY, TOKEN_KEY, PortSecret
 from penstock_common.rpc.status import from_rpc_error
 from penstock_common.security.shared_secret import SharedSecret
 from penstock_enginecore.config import EngineCoreConfig, ExecutorConfig, ModelConfig, NodesConfig, ParallelConfig
-from penstock_enginecore.rpc.internal_ports import checked_secret
+from penstock_enginecore.rpc.internal_ports import LoopThread, checked_secret
 from penstock_enginecore.rpc.node_client import NodeClient
 from penstock_enginecore.rpc.node_listener import PORT_PURPOSE, NodeListener
 from tests.fakes.kv_engines import FakeKvEngine, content, names_of
@@ -178,7 +178,7 @@ async def test_an_answer_to_another_nonce_proves_nothing(secret: Secret) -> None
 
 @pytest.mark.asyncio
 async def test_a_session_without_attach_ends(listen: Listen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_message, "FIRST_MESSAGE_TIMEOUT", 0.05)
+    monkeypatch.setattr(handshake, "FIRST_MESSAGE_TIMEOUT", 0.05)
     listener, _ = listen(None)
     async with make_channel(f"127.0.0.1:{listener.port}") as channel:
         call = service_pb2_grpc.WorkerServiceStub(channel).NodeSession()
@@ -247,3 +247,29 @@ async def test_a_stranger_pulls_nothing(secret: Secret) -> None:
                 await call.read()
         assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert await asyncio.to_thread(lambda: source.transfer.num_pulls) == (0, 0)
+
+
+# A loop in a thread of its own.
+
+
+def test_what_still_runs_ends_with_the_loop() -> None:
+    ended: list[str] = []
+
+    async def forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("task")
+
+    async def begin() -> asyncio.Task[None]:
+        task = asyncio.create_task(forever())
+        await asyncio.sleep(0)
+        return task
+
+    thread = LoopThread("test")
+    thread.start()
+    task = thread.run(begin())
+    thread.stop()
+    assert ended == ["task"]
+    assert task.cancelled()
+    assert thread.loop.is_closed()

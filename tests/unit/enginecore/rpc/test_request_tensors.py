@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.common.v1 import tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import RequestFailed
-from penstock_common.tensors.incoming import IncomingTensors
+from penstock_common.tensors.chunks import IncomingTensors
 from penstock_common.tensors.shared_memory import SegmentReader, SegmentWriter, owner_of
 from penstock_enginecore.media.core.receiver_cache import ReceiverCache
 from penstock_enginecore.rpc.request_tensors import FeatureReader

@@ -15,9 +15,9 @@ from penstock.coordinator.v1 import messages_pb2 as coordinator_pb
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import RequestFailed, ResourceExhausted
 from penstock_common.lora_registry import LoraHeld, LoraRegistration
-from penstock_common.rpc import cluster, data_parallel, loras
+from penstock_common.rpc import cluster, data_parallel
 from penstock_common.rpc.outputs import error_from_proto, error_to_proto
-from penstock_common.tensors.incoming import IncomingTensors
+from penstock_common.tensors.chunks import IncomingTensors
 from penstock_common.types.cluster import ClusterView, EngineRegistration, EngineStatus, ViewDelta
 from penstock_common.types.data_parallel import (
     GroupRegistration,
@@ -374,7 +374,7 @@ def test_a_change_of_a_view_arrives_whole() -> None:
 
 def test_what_names_of_adapters_mean_arrives_whole() -> None:
     sent = whole(LoraRegistration)
-    assert lost([sent], loras.registrations_from_proto(loras.registrations_to_proto([sent]))) == []
+    assert lost([sent], cluster.registrations_from_proto(cluster.registrations_to_proto([sent]))) == []
 
 
 def test_what_a_rank_reports_arrives_whole() -> None:

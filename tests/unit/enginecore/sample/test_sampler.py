@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_enginecore.sample.base import DrawSettings, SamplingInputs
-from penstock_enginecore.sample.random import uniforms
+from penstock_enginecore.sample.base import DrawSettings, SamplingInputs, uniforms
 from penstock_enginecore.sample.rules import Entries, LogitRules
 from penstock_enginecore.sample.sampler import TorchSampler, final_runs
 

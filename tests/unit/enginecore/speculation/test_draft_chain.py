@@ -19,8 +19,7 @@ from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
 from penstock_enginecore.forward.native import NativeForward
 from penstock_enginecore.models.loader import load_model
-from penstock_enginecore.sample.base import DrawSettings, SamplingInputs
-from penstock_enginecore.sample.random import uniforms
+from penstock_enginecore.sample.base import DrawSettings, SamplingInputs, uniforms
 from penstock_enginecore.speculation import draft_model
 from penstock_enginecore.speculation.base import DraftRequest, DraftStep
 from penstock_enginecore.speculation.draft_model import DraftModel

@@ -22,10 +22,9 @@ from tokenizers import Tokenizer
 from penstock_common.errors import Internal, InvalidArgument, Unavailable, Unimplemented
 from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig, StructuredOutputConfig
-from penstock_enginecore.structured_output.backend import XgrammarBackend
+from penstock_enginecore.structured_output.backend import XgrammarBackend, token_bytes
 from penstock_enginecore.structured_output.core.base import bitmask_words
 from penstock_enginecore.structured_output.factory import make_grammar_backend
-from penstock_enginecore.structured_output.vocabulary import token_bytes
 from tests.fakes.engines.followed import TIMEOUT, Followed, Walk, follow, follow_here
 from tests.fakes.engines.followed import allowed as allowed_by
 from tests.fakes.models.random_schemas import RandomModel, random_schema

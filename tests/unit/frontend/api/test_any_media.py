@@ -11,14 +11,14 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 
 from penstock.common.v1 import media_pb2
 from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
-from penstock_frontend.api.anthropic.messages_body import ConversationBody
+from penstock_frontend.api.anthropic.protocol import ConversationBody
 from penstock_frontend.api.anthropic.turns import turns_of
 from penstock_frontend.api.grpc.message_parts import media_part
 from penstock_frontend.api.openai.body_fields import decode
 from penstock_frontend.api.openai.chat_completions import ChatCompletionRequest
 from penstock_frontend.api.openai.conversation import messages_of, options_of
 from penstock_frontend.api.openai.responses import input_items
-from penstock_frontend.api.openai.responses.response_body import ResponseBody
+from penstock_frontend.api.openai.responses.response import ResponseBody
 from penstock_frontend.api.vllm.messages import generate_request
 
 SECRET = "c2VjcmV0"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.errors import ConfigError, DeadlineExceeded, ResourceExhausted
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import PoolingParams, PoolingTask, RequestContext

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
 from penstock_common.in_flight import SMALL, BytesInFlight
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason, RequestError

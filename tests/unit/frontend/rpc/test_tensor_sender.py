@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_common.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from penstock_common.tensors.sizes import Limits
+from penstock_common.tensors.chunks import Limits
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_enginecore.media.core.receiver_cache import CACHE_FULL, NOT_CACHED, ReceiverCache

@@ -14,10 +14,9 @@ from penstock_enginecore.core.kv_cache.block_pool import BlockPool, ComputedBloc
 from penstock_enginecore.core.kv_cache.events import KvEventLog
 from penstock_enginecore.core.kv_cache.sizing import num_blocks_for
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
-from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.request import Request, span_around
 from penstock_enginecore.kv_transfer.core.base import Place
 from penstock_enginecore.kv_transfer.core.plan import LoadPlan, Lookup, plan_load
-from penstock_enginecore.media.core.places import span_around
 
 
 class PrefixCacheStats(msgspec.Struct):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from penstock_common.errors import InvalidArgument, PenstockError
-from penstock_common.observability.incidents import STEP_FAILED, incident
+from penstock_common.observability.logging import STEP_FAILED, incident
 from penstock_common.types.outputs import Logprobs, RequestError
 from penstock_common.types.sampling import RepetitionDetection
 from penstock_enginecore.core.request import Request, RequestStatus, log_incident

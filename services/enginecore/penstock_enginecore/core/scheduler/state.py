@@ -1,16 +1,190 @@
-"""The requests of a scheduler, and the state that its parts share."""
+"""The requests of a scheduler, the state that its parts share, and what clients are told."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from penstock_common.errors import InvalidArgument, quoted
+from penstock_common.types.kv_transfer import KvSource
+from penstock_common.types.outputs import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    Logprobs,
+    PrefillStats,
+    RequestError,
+    SchedulerStats,
+    TokenColumns,
+)
+from penstock_common.types.request import Vectors
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
-from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.request import Request, log_failed
 from penstock_enginecore.core.scheduler.base import PauseState, SchedulerContext
-from penstock_enginecore.core.scheduler.client_outputs import ClientOutputs
 from penstock_enginecore.core.scheduler.failure_bisection import StepTrial
 from penstock_enginecore.core.scheduler.token_budget import StepBudget, budget_of
 from penstock_enginecore.core.scheduler.waiting_queue import Rank, WaitingRequests
 from penstock_enginecore.kv_transfer.core.leases import KVLeases
+
+# What the scheduler tells each client, until the step is over.
+
+
+class _ForClient:
+    """What one client is told. ``whole``: ids of requests that have an output of their own, which no row may go before."""
+
+    __slots__ = ("finished", "outputs", "tokens", "whole")
+
+    def __init__(self) -> None:
+        self.outputs: list[EngineCoreOutput] = []
+        self.tokens: TokenColumns | None = None
+        self.whole: set[str] = set()
+        self.finished: list[str] = []
+
+
+class ClientOutputs:
+    """Collects outputs per client: one ``EngineCoreOutputs`` per step and client.
+
+    New tokens and nothing else go in columns, for clients that number their requests.
+    """
+
+    def __init__(self) -> None:
+        self._clients: defaultdict[str, _ForClient] = defaultdict(_ForClient)
+        self._told_loras: dict[str, int] = {}
+        """By client, the version of the adapters that it was last told the engine holds."""
+
+    def __bool__(self) -> bool:
+        return bool(self._clients)
+
+    def add_tokens(
+        self,
+        request: Request,
+        new_token_ids: list[int],
+        *,
+        logprobs: Logprobs | None = None,
+        prompt_logprobs: Logprobs | None = None,
+        num_drafts: int = 0,
+    ) -> None:
+        """Tell the request's client about new tokens, already in the request. Hot: once per request and step.
+
+        ``num_drafts``: drafted tokens that the step verified for it. Raises OverflowError for a token id that has no 32 bits.
+        """
+        client = self._clients[request.client_id]
+        plain = request.prefill_reported and not request.events and logprobs is None and prompt_logprobs is None
+        if not plain or not request.number or request.request_id in client.whole:
+            output = self._add_whole(request, new_token_ids, logprobs, prompt_logprobs)
+            if num_drafts and request.spec_stats is not None:
+                output.spec_decoding_stats = request.spec_stats.copy()  # it grows while this is on its way
+            return
+        if client.tokens is None:
+            client.tokens = TokenColumns()
+        client.tokens.add(request.number, _offset(request, new_token_ids), new_token_ids, num_drafts)
+
+    def add_end(
+        self,
+        request: Request,
+        new_token_ids: list[int],
+        *,
+        error: RequestError | None = None,
+        logprobs: Logprobs | None = None,
+        prompt_logprobs: Logprobs | None = None,
+        num_nans: int = 0,
+        pooled: Vectors | None = None,
+    ) -> None:
+        """Tell the request's client that it has ended, with its last tokens if there are new ones."""
+        output = self._add_whole(request, new_token_ids, logprobs, prompt_logprobs)
+        output.num_nans_in_logits = num_nans
+        output.finish_reason = request.status.finish_reason
+        output.stop_reason = request.stop_reason
+        output.pooling_output = pooled
+        output.spec_decoding_stats = request.spec_stats
+        if error is not None:
+            output.error = error
+            log_failed(request.request_id, request.context.external_request_id, error)
+        self._clients[request.client_id].finished.append(request.request_id)
+
+    def add_source(self, request: Request, source: KvSource) -> None:
+        """Say on the request's last output, which is there already, who keeps its blocks."""
+        self._last(request).kv_source = source
+
+    def add_answer(self, request: Request, answer: str) -> None:
+        """Likewise what a plugin's connector says of it, if that is anything."""
+        if answer:
+            self._last(request).kv_transfer_params = answer
+
+    def _last(self, request: Request) -> EngineCoreOutput:
+        outputs = reversed(self._clients[request.client_id].outputs)
+        return next(output for output in outputs if output.request_id == request.request_id)
+
+    def _add_whole(
+        self,
+        request: Request,
+        new_token_ids: list[int],
+        logprobs: Logprobs | None,
+        prompt_logprobs: Logprobs | None,
+    ) -> EngineCoreOutput:
+        """An output with all that there is to say of the request."""
+        output = EngineCoreOutput(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            offset=_offset(request, new_token_ids),
+            new_token_ids=new_token_ids,
+            new_logprobs=logprobs,
+            new_prompt_logprobs=prompt_logprobs,
+        )
+        if request.events:
+            output.events = request.take_events()
+        if not request.prefill_reported and request.num_cached_tokens >= 0:
+            request.prefill_reported = True
+            output.prefill_stats = _prefill_stats(request)
+        client = self._clients[request.client_id]
+        client.outputs.append(output)
+        client.whole.add(request.request_id)
+        return output
+
+    def forget(self, client_id: str) -> None:
+        """Drop what was meant for a client that has gone."""
+        self._clients.pop(client_id, None)
+        self._told_loras.pop(client_id, None)
+
+    def take(self, stats: SchedulerStats, timestamp: float) -> dict[str, EngineCoreOutputs]:
+        """Everything since the last call, by client id. ``timestamp``: monotonic seconds."""
+        clients, self._clients = self._clients, defaultdict(_ForClient)
+        return {
+            client_id: EngineCoreOutputs(
+                outputs=client.outputs,
+                tokens=client.tokens,
+                scheduler_stats=self._for_client(client_id, stats),
+                timestamp=timestamp,
+                finished_requests=client.finished,
+            )
+            for client_id, client in clients.items()
+        }
+
+    def _for_client(self, client_id: str, stats: SchedulerStats) -> SchedulerStats:
+        """The statistics without what the client was told of adapters before."""
+        if stats.lora is None or stats.lora.held is None:
+            return stats
+        version = stats.lora.held.version
+        if self._told_loras.get(client_id) == version:
+            return stats.without_held()
+        self._told_loras[client_id] = version
+        return stats
+
+
+def _prefill_stats(request: Request) -> PrefillStats:
+    num_prompt_tokens = request.num_prompt_tokens
+    num_cached_tokens = min(request.num_cached_tokens, num_prompt_tokens)
+    if not request.loaded_tokens:
+        return PrefillStats(num_prompt_tokens=num_prompt_tokens, num_cached_tokens=num_cached_tokens)
+    host, disk, peer = (min(count, num_cached_tokens) for count in request.loaded_tokens)
+    return PrefillStats(
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=num_cached_tokens,
+        num_host_tokens=host,
+        num_disk_tokens=disk,
+        num_peer_tokens=peer,
+    )
+
+
+def _offset(request: Request, new_token_ids: list[int]) -> int:
+    return len(request.all_token_ids) - request.num_prompt_tokens - len(new_token_ids)
 
 
 class SchedulerState:

@@ -5,9 +5,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-from penstock_common.drain_rate import DrainRate, retry_after
+from penstock_common.bounded_queue import DrainRate, TenantRoom, retry_after
 from penstock_common.errors import ResourceExhausted
-from penstock_common.tenant_room import TenantRoom
 from penstock_enginecore.config import SchedulerConfig
 from penstock_enginecore.core.request import Hold, Request
 

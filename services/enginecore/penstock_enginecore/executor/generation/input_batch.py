@@ -18,8 +18,7 @@ from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequest
 from penstock_enginecore.executor.generation.prompt_embeds import vector_positions
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, PromptTargets, StepInputs
 from penstock_enginecore.lora.adapter import ordered_by_adapter, segments_of
-from penstock_enginecore.sample.base import DrawSettings, PlainDraws, RowKinds, SamplingInputs
-from penstock_enginecore.sample.random import UniformsAhead, uniforms
+from penstock_enginecore.sample.base import DrawSettings, PlainDraws, RowKinds, SamplingInputs, UniformsAhead, uniforms
 from penstock_enginecore.sample.rules import GrammarRows, LogitRules, RequestRules, join_rules
 
 # How rows of logits are sampled.

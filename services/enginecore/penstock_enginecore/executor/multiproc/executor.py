@@ -15,10 +15,9 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import WorkerStats
-from penstock_enginecore.executor.multiproc.calls import Calls, agreed
+from penstock_enginecore.executor.multiproc.calls import Calls, Overdue, agreed
 from penstock_enginecore.executor.multiproc.nodes import SpreadWorkers
 from penstock_enginecore.executor.multiproc.ring import RingClosed, RingTimeout
-from penstock_enginecore.executor.multiproc.step_watchdog import Overdue
 from penstock_enginecore.executor.multiproc.workers import LAST_MOMENT, MODULE, Workers
 from penstock_enginecore.kv_transfer.core.base import BlockCopier, BlockFacts
 from penstock_enginecore.kv_transfer.kv_copy import Copier, CopiesAwaited

@@ -21,9 +21,8 @@ from penstock_common.process import name_process
 from penstock_common.security.shared_secret import SharedSecret, check_internal_port, load_secret
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
-from penstock_enginecore.executor.multiproc.calls import Oldest
+from penstock_enginecore.executor.multiproc.calls import Oldest, Overdue
 from penstock_enginecore.executor.multiproc.ring import RingClosed, RingTimeout
-from penstock_enginecore.executor.multiproc.step_watchdog import Overdue
 from penstock_enginecore.executor.multiproc.workers import MODULE, Hear, Workers
 from penstock_enginecore.parallel.meeting_server import MeetingServer
 from penstock_enginecore.rpc.node_client import NodeClient

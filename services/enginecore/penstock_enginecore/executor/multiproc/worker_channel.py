@@ -13,8 +13,8 @@ import msgspec
 from penstock_common.observability.metrics import Buckets
 from penstock_common.process import end_with_parent
 from penstock_enginecore.core.worker_stats import WorkerStats
+from penstock_enginecore.executor.multiproc.calls import DUMP_STACKS
 from penstock_enginecore.executor.multiproc.ring import RingMemory, RingReader, RingWriter
-from penstock_enginecore.executor.multiproc.step_watchdog import DUMP_STACKS
 from penstock_enginecore.worker.messages import Start, decode_call
 
 

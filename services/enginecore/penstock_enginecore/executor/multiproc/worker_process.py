@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from penstock_common.allocator import use_few_arenas
+from penstock_common.memory import use_few_arenas
 from penstock_common.observability.logging import configure
 from penstock_common.process import name_process
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig

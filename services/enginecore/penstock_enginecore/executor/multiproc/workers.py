@@ -16,8 +16,8 @@ import msgspec
 from penstock_common.process import start_python
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
+from penstock_enginecore.executor.multiproc.calls import Overdue, read_stacks
 from penstock_enginecore.executor.multiproc.ring import ANSWERS, CALLS, RingClosed, RingMemory, RingReader, RingWriter
-from penstock_enginecore.executor.multiproc.step_watchdog import Overdue, read_stacks
 from penstock_enginecore.parallel import collectives
 from penstock_enginecore.worker.failures import WorkersGone
 from penstock_enginecore.worker.messages import Node, Start, WorkerConfig

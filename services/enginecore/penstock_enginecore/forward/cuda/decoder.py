@@ -43,7 +43,7 @@ from penstock_enginecore.forward.proof import TOLERANCES, Candidate, UnsuitableE
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, segments_of_rows
 from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.models.loader import LoadedModel
-from penstock_enginecore.models.quantization.scheme import Scheme
+from penstock_enginecore.models.quantization.layers import Scheme
 from penstock_enginecore.sample.base import Sampler
 
 # Which layer of a fused decoder computes something else than the model's own.

@@ -13,9 +13,8 @@ from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models.quantization.awq_gptq import Awq, Gptq, Packed
 from penstock_enginecore.models.quantization.float8 import Float8
-from penstock_enginecore.models.quantization.layers import QuantizedLinear, QuantizedStack
+from penstock_enginecore.models.quantization.layers import QuantizedLinear, QuantizedStack, Scheme
 from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
-from penstock_enginecore.models.quantization.scheme import Scheme
 
 # Products of the fused decoder with weights that stay quantized.
 

@@ -15,8 +15,7 @@ from penstock_enginecore.forward.cuda.buffers import (
     draw_values,
 )
 from penstock_enginecore.forward.cuda.kernel_api import Draws, SamplingKernels
-from penstock_enginecore.sample.base import DrawSettings, LaunchedTokens, PlainDraws, Sampler, SamplingInputs
-from penstock_enginecore.sample.random import uniforms
+from penstock_enginecore.sample.base import DrawSettings, LaunchedTokens, PlainDraws, Sampler, SamplingInputs, uniforms
 
 MakeSampling = Callable[[int, int, torch.device], SamplingKernels]
 """Makes kernels with memory for so many rows of a vocabulary on a device."""

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from penstock.kvtransfer.v1 import messages_pb2 as pb
 from penstock_common.errors import FailedPrecondition, InvalidArgument
+from penstock_common.tensors.chunks import Buffer
 from penstock_common.tensors.shared_memory import MAX_SLOTS
-from penstock_common.tensors.sizes import Buffer
 from penstock_enginecore.kv_transfer.rpc.transports import Receiver, checked
 
 _KIND = "DRAM"

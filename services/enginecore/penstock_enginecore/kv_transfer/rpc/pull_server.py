@@ -14,7 +14,7 @@ from penstock.kvtransfer.v1 import service_pb2_grpc
 from penstock_common.block_hash import DIGEST_SIZE
 from penstock_common.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from penstock_common.observability.logging import get_logger
-from penstock_common.rpc.first_message import first_message
+from penstock_common.rpc.handshake import first_message
 from penstock_common.types.kv_transfer import BlockName
 from penstock_enginecore.kv_transfer.core.leases import LEASE_ID_BYTES, Leases
 from penstock_enginecore.kv_transfer.core.pull import MAX_ASKED, MAX_HASHES

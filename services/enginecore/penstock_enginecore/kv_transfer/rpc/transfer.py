@@ -14,9 +14,8 @@ from penstock_common.addresses import with_port
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import ClientCredentials
-from penstock_common.rpc.guard import PeerGuard
+from penstock_common.rpc.guard import PeerGuard, SecretGuard
 from penstock_common.rpc.interceptor import CallObserver
-from penstock_common.rpc.port_secret import SecretGuard
 from penstock_common.rpc.server import SERVICES, RpcServer
 from penstock_common.security.tls import Certificates
 from penstock_common.types.kv_transfer import BlockName, KvMedium, KvSource
@@ -28,8 +27,7 @@ from penstock_enginecore.kv_transfer.core.transfer_stats import Transfer
 from penstock_enginecore.kv_transfer.rpc.pull_client import CHECKSUM, Post, PullClient, PullSettings
 from penstock_enginecore.kv_transfer.rpc.pull_server import PullServicer, PullSource
 from penstock_enginecore.kv_transfer.rpc.transports import MESSAGE_BYTES
-from penstock_enginecore.rpc.internal_ports import checked_secret
-from penstock_enginecore.rpc.loop_thread import LoopThread
+from penstock_enginecore.rpc.internal_ports import LoopThread, checked_secret
 
 # The sources of an engine's requests: a pull of each, over one connection to each engine.
 

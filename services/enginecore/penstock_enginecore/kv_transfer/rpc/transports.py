@@ -10,8 +10,7 @@ from penstock.kvtransfer.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.outputs import TakeShared, payload, take_chunk, taker
-from penstock_common.tensors.incoming import IncomingTensors
-from penstock_common.tensors.sizes import Buffer
+from penstock_common.tensors.chunks import Buffer, IncomingTensors
 from penstock_common.types.kv_transfer import BlockName
 
 # Bytes on their way from the engine that has them.

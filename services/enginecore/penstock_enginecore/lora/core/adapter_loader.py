@@ -10,18 +10,17 @@ from itertools import islice
 
 import msgspec
 
-from penstock_common.drain_rate import DrainRate
+from penstock_common.bounded_queue import DrainRate
 from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
 from penstock_common.lora_registry import MAX_HELD, LoraAdapter, LoraHeld, short
-from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import incident
 from penstock_common.types.outputs import MAX_WAITING_NAMES, LoraStats, RequestError
 from penstock_enginecore.config import LoraConfig
 from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.scheduler.base import Clock, Scheduler
 from penstock_enginecore.core.utility import utility
-from penstock_enginecore.lora.core.cache import LoraCache, LoraRoom, NotWantedError, Want
-from penstock_enginecore.lora.core.pending_loads import Call, HeldLora, Load, Loads
+from penstock_enginecore.lora.core.cache import Call, HeldLora, Load, Loads, LoraCache, LoraRoom, NotWantedError, Want
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, LoraUse, PartlyLoadedError
 from penstock_enginecore.lora.core.slots import LoraSlots
 

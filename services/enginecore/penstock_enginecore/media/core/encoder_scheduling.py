@@ -6,13 +6,12 @@ from typing import NamedTuple
 from penstock_common.errors import ConfigError, InvalidArgument
 from penstock_common.types.media import EMBEDS, MultiModalFeature
 from penstock_common.types.outputs import MediaStats, RequestError
-from penstock_enginecore.core.request import Hold, Request
+from penstock_enginecore.core.request import Hold, Request, embeds_from, embeds_span, span_around
 from penstock_enginecore.core.scheduler.output import EncoderStart, SchedulerOutput
 from penstock_enginecore.core.scheduler.resources import StepResource
 from penstock_enginecore.core.scheduler.state import SchedulerState
 from penstock_enginecore.core.scheduler.waiting_queue import FairQueue
 from penstock_enginecore.media.core.encoder_cache import EncoderCache
-from penstock_enginecore.media.core.places import embeds_from, embeds_span, span_around
 
 # Which item the workers' towers are at. It follows ``MediaEncoder.advance`` without asking anybody.
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock_common.input_files import read_json
+from penstock_common.files import read_json
 from penstock_enginecore.models.errors import ModelLoadError
 
 _LEVELS = 256

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock_enginecore.models.quantization.scheme import FLOATS, INT32, Part, Shape, expect, matrix, pieces
+from penstock_enginecore.models.quantization.layers import FLOATS, INT32, Part, Shape, expect, matrix, pieces
 
 # What the formats have in common, once their packing is undone.
 

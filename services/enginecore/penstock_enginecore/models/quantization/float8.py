@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from penstock_enginecore.models.quantization.scheme import FLOATS, Part, Shape, expect, pieces
+from penstock_enginecore.models.quantization.layers import FLOATS, Part, Shape, expect, pieces
 
 _SCALES = FLOATS | {"F8_E8M0"}
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock_enginecore.models.quantization.scheme import Part, Shape, expect, pieces
+from penstock_enginecore.models.quantization.layers import Part, Shape, expect, pieces
 
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """What each 4 bits mean (e2m1)."""

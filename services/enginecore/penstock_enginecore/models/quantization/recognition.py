@@ -9,8 +9,8 @@ from typing import Any
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.quantization.awq_gptq import Awq, Gptq, Packed
 from penstock_enginecore.models.quantization.float8 import Float8
+from penstock_enginecore.models.quantization.layers import Scheme
 from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
-from penstock_enginecore.models.quantization.scheme import Scheme
 
 _ABSENT: tuple[Any, ...] = (None, {}, [], "")
 

@@ -11,9 +11,9 @@ import msgspec
 import torch
 from safetensors import safe_open
 
-from penstock_common.input_files import MAX_INDEX_BYTES, read_json
+from penstock_common.files import MAX_INDEX_BYTES, read_json
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.quantization.scheme import Scheme
+from penstock_enginecore.models.quantization.layers import Scheme
 
 _BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I32": 4, "I64": 8}
 _PLAIN = "BF16, F16, F32"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
-from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import incident
 from penstock_common.types.outputs import RequestError
 from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.core.request import Hold, Request, RequestStatus

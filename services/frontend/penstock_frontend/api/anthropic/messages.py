@@ -10,8 +10,15 @@ from starlette.routing import Route
 from penstock_common.errors import RequestFailed
 from penstock_common.types.sampling import OutputKind
 from penstock_frontend.api.anthropic import errors
-from penstock_frontend.api.anthropic.message import AssistantMessage, MessageWriter, StreamEvent, TokenCount
-from penstock_frontend.api.anthropic.messages_body import ConversationBody, MessagesBody, check
+from penstock_frontend.api.anthropic.protocol import (
+    AssistantMessage,
+    ConversationBody,
+    MessagesBody,
+    MessageWriter,
+    StreamEvent,
+    TokenCount,
+    check,
+)
 from penstock_frontend.api.anthropic.turns import (
     Turns,
     choice_of,

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
-from penstock_frontend.api.anthropic.message import opened
-from penstock_frontend.api.anthropic.messages_body import (
+from penstock_frontend.api.anthropic.protocol import (
     BlockBody,
     ClientToolBody,
     ConversationBody,
@@ -15,6 +14,7 @@ from penstock_frontend.api.anthropic.messages_body import (
     ToolUseChoiceBody,
     TurnBody,
     blocks_of,
+    opened,
 )
 from penstock_frontend.api.media_sources import source_of_base64, source_of_url
 from penstock_frontend.api.openai.conversation import effort_kwargs

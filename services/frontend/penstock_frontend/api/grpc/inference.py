@@ -9,13 +9,12 @@ import grpc
 from penstock.common.v1 import finish_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2, service_pb2_grpc
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.errors import InvalidArgument, NotFound, RequestFailed, ResourceExhausted, quoted
-from penstock_common.observability.incidents import incident
-from penstock_common.observability.logging import peer_address
+from penstock_common.observability.logging import incident, peer_address
 from penstock_common.rpc.interceptor import check_response_size
-from penstock_common.rpc.media import limits_to_proto
 from penstock_common.rpc.outputs import error_to_proto
+from penstock_common.rpc.request import limits_to_proto
 from penstock_common.types.outputs import RequestError
 from penstock_common.types.request import PoolingTask
 from penstock_frontend.api.call_context import tenant_of_message

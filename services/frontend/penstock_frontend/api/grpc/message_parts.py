@@ -13,8 +13,8 @@ import msgspec
 from penstock.common.v1 import finish_pb2, logprobs_pb2, media_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
-from penstock_common.rpc.media import modality_from_proto, tensor_from_proto
 from penstock_common.rpc.outputs import logprobs_to_proto, prompt_embeds_from_proto
+from penstock_common.rpc.request import modality_from_proto, tensor_from_proto
 from penstock_common.types.media import EMBEDS, Modality, TensorData
 from penstock_common.types.outputs import Logprobs
 from penstock_common.types.request import RequestContext

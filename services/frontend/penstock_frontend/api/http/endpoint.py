@@ -11,9 +11,9 @@ import msgspec
 from starlette.datastructures import Headers, QueryParams
 from starlette.types import Receive, Scope, Send
 
-from penstock_common.config.reread import Reread
+from penstock_common.bounded_queue import TenantRoom
+from penstock_common.config.settings import Reread
 from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted, quoted
-from penstock_common.tenant_room import TenantRoom
 from penstock_common.types.request import RequestContext
 from penstock_frontend.api.call_context import context_of_call, tenant_of_call
 from penstock_frontend.api.http.request_body import Bodies, Body, ClientGone

@@ -11,8 +11,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock_frontend.api.anthropic.errors import MessagesError
-from penstock_frontend.api.anthropic.message import AssistantMessage, StreamEvent, TokenCount
-from penstock_frontend.api.anthropic.messages_body import ConversationBody, MessagesBody
+from penstock_frontend.api.anthropic.protocol import (
+    AssistantMessage,
+    ConversationBody,
+    MessagesBody,
+    StreamEvent,
+    TokenCount,
+)
 from penstock_frontend.api.http.endpoint import PLAIN_TEXT
 from penstock_frontend.api.http.page import ClusterState
 from penstock_frontend.api.openai.chat_completions import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
@@ -32,8 +37,7 @@ from penstock_frontend.api.openai.pooling.pooled import ClassificationBody, Clas
 from penstock_frontend.api.openai.pooling.scoring import Ranking, RerankBody, ScoreBody, ScoreList
 from penstock_frontend.api.openai.response_format import ResponseFormat
 from penstock_frontend.api.openai.responses import response
-from penstock_frontend.api.openai.responses.response import Event
-from penstock_frontend.api.openai.responses.response_body import ResponseBody
+from penstock_frontend.api.openai.responses.response import Event, ResponseBody
 from penstock_frontend.api.openai.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
 
 PATH = "/openapi.json"

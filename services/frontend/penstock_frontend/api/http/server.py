@@ -16,12 +16,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock_common.addresses import with_port
+from penstock_common.addresses import resolve, take_both_families, warn_of_plaintext, with_port
 from penstock_common.config.allowed_hosts import AllowedOrigins
 from penstock_common.errors import ConfigError
-from penstock_common.listening import resolve, take_both_families, warn_of_plaintext
-from penstock_common.observability.incidents import incident
-from penstock_common.observability.logging import Caller, current_caller, get_logger
+from penstock_common.observability.logging import Caller, current_caller, get_logger, incident
 from penstock_common.observability.tracing import Span, Tracer, current_call, trace_headers
 from penstock_common.security.tls import Certificates, server_context
 from penstock_frontend.api.http import openapi

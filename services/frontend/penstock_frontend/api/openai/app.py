@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_frontend.api.anthropic import errors as anthropic
 from penstock_frontend.api.anthropic.models import AnthropicModels
 from penstock_frontend.api.http.endpoint import REQUEST_ID, Endpoint, Gate, Handler, id_headers

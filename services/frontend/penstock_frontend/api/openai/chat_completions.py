@@ -15,7 +15,6 @@ from penstock_frontend.api.http.request_body import Body
 from penstock_frontend.api.http.streaming import EventStream
 from penstock_frontend.api.openai import sampling_fields
 from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, shown
-from penstock_frontend.api.openai.chat_tools import ToolBody, ToolChoiceObject, choice_of, tools_of
 from penstock_frontend.api.openai.choice_logprobs import (
     BytesOf,
     ChatLogprobs,
@@ -28,9 +27,13 @@ from penstock_frontend.api.openai.conversation import (
     CONVERSATION,
     MediaIoBody,
     MessageBody,
+    ToolBody,
+    ToolChoiceObject,
+    choice_of,
     effort_kwargs,
     messages_of,
     options_of,
+    tools_of,
 )
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.generation import AS_MANY_AS_FIT, FINISH_REASONS, Generation, Source

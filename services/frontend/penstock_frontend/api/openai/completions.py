@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.outputs import Logprobs
 from penstock_frontend.api.http.endpoint import Answer, Call

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from penstock_common.errors import InvalidArgument, RequestFailed, excerpt
-from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import incident
 
 _STATUS = {
     "INVALID_ARGUMENT": 400,

@@ -8,8 +8,14 @@ import msgspec
 from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
 from penstock_frontend.api.http.endpoint import Answer, Call
 from penstock_frontend.api.http.request_body import Body
-from penstock_frontend.api.openai.chat_tools import ToolBody, tools_of
-from penstock_frontend.api.openai.conversation import MediaIoBody, MessageBody, messages_of, options_of
+from penstock_frontend.api.openai.conversation import (
+    MediaIoBody,
+    MessageBody,
+    ToolBody,
+    messages_of,
+    options_of,
+    tools_of,
+)
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.sampling_fields import TokenId
 from penstock_frontend.api.tools import ToolChoice

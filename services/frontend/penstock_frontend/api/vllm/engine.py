@@ -13,7 +13,7 @@ import msgspec
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.errors import InvalidArgument, OutOfRange, Unavailable, Unimplemented
 from penstock_common.rpc.request import refuse_set
 from penstock_common.types.kv_transfer import AllBlocksCleared, BlockRemoved, BlockStored, EngineRole, KvCacheEvent

@@ -8,7 +8,7 @@ import msgspec
 from penstock_frontend.call_types import ChatMessage, ContentPart
 from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.processing.media.families.base import Family
-from penstock_frontend.processing.prompts.media_text import A
+from penstock_frontend.processing.prompts.mixed_prompt import A
 
 INVALID = "INVALID_JSON"
 """The key under which the model sees arguments that are no JSON object, as Anthropic's documentation has it."""

@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock_common.errors import ConfigError, InvalidArgument, excerpt
-from penstock_common.input_files import read_input
+from penstock_common.files import read_input
 from penstock_common.observability.logging import get_logger
 from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.prompts.tokenizer import read_json, resolve

@@ -14,16 +14,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from penstock_common.drain_rate import DrainRate, retry_after
+from penstock_common.bounded_queue import DrainRate, retry_after
 from penstock_common.errors import ConfigError, ResourceExhausted, Unavailable
-from penstock_common.observability.incidents import incident
-from penstock_common.observability.logging import get_logger
+from penstock_common.observability.logging import get_logger, incident
 from penstock_common.process import start_python
 from penstock_common.types.media import DTYPE_BYTES, Modality, TensorData
 from penstock_frontend.config.media import MediaConfig
+from penstock_frontend.metrics import MediaMetrics
 from penstock_frontend.processing.media import sources
 from penstock_frontend.processing.media.families.base import FamilyProcessor, ProcessedItem
-from penstock_frontend.processing.media.metrics import MediaMetrics
 from penstock_frontend.processing.media.worker_messages import (
     LENGTH,
     Answer,

@@ -16,10 +16,10 @@ from penstock_common.in_flight import BytesInFlight, Held
 from penstock_common.types.media import DTYPE_BYTES, LARGEST_NUMBER, Modality, TensorData
 from penstock_frontend.call_types import EncodedFile, Features, Frames, MediaPart, Url
 from penstock_frontend.config import MediaConfig
+from penstock_frontend.metrics import MediaMetrics
 from penstock_frontend.processing.media import sources
 from penstock_frontend.processing.media.data_urls import DataUrlError, decode_data_url, is_data_url, parse_data_url
 from penstock_frontend.processing.media.http_client import Fetcher, Resolver
-from penstock_frontend.processing.media.metrics import MediaMetrics
 from penstock_frontend.processing.media.sniff import FORMATS, is_of
 
 # Tensors that clients have processed themselves: what must be so whatever the model is.

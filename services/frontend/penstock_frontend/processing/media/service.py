@@ -8,16 +8,16 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, RequestFailed
 from penstock_common.in_flight import BytesInFlight
 from penstock_common.types.media import Modality, TensorData
 from penstock_frontend.call_types import Features, Frames, MediaPart
 from penstock_frontend.config import LimitsConfig, MediaConfig
+from penstock_frontend.metrics import MediaMetrics
 from penstock_frontend.processing.media import sources
 from penstock_frontend.processing.media.families.base import Family, PreparedMedia, ProcessedItem
 from penstock_frontend.processing.media.http_client import Resolver
-from penstock_frontend.processing.media.metrics import MediaMetrics
 from penstock_frontend.processing.media.pool import Job, WorkerPool
 from penstock_frontend.processing.media.reader import Arguments, Content, Counted, MediaReader, arguments_of, identifier
 from penstock_frontend.processing.media.worker_messages import TooLarge, Unreadable

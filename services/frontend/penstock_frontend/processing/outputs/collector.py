@@ -6,7 +6,7 @@ from penstock_common.errors import RequestFailed
 from penstock_common.types.outputs import Logprobs
 from penstock_common.types.sampling import OutputKind
 from penstock_frontend.call_types import Finish, RequestOutput
-from penstock_frontend.processing.outputs.text import TextDelta
+from penstock_frontend.processing.outputs.detokenizer import TextDelta
 
 
 class OutputCollector:

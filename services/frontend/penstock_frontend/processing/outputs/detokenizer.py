@@ -1,7 +1,10 @@
-"""Tokens to text, one token at a time, without ever splitting a character."""
+"""From tokens to the text of one request: detokenization, stop strings, and what may be shown."""
 
+from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from penstock_common.types.outputs import Logprobs
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -100,3 +103,234 @@ class IncrementalDetokenizer:
                 self._read, self._known = 0, ""
                 return new
         return ""
+
+
+# Holds the output of one request as text and tokens, finds stop strings, and says what may be shown.
+
+# Finding the first of several strings in a text that arrives in pieces.
+
+
+class StopMatch(NamedTuple):
+    """``stop`` was found; ``end`` is the index in the fed piece just behind it."""
+
+    stop: str
+    end: int
+
+
+class StopMatcher:
+    """An Aho-Corasick automaton over the stop strings: constant time per character, however many there are.
+
+    The stop string that is complete first wins; of several that end at the same character, the longest. So the result
+    does not depend on how the text was cut into pieces.
+    """
+
+    __slots__ = ("_depth", "_fail", "_found", "_goto", "_state")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """``stops``: at least one, none empty."""
+        self._goto: list[dict[str, int]] = [{}]
+        self._depth = [0]
+        self._found: list[str] = [""]
+        for stop in stops:
+            self._insert(stop)
+        self._fail = self._link()
+        self._state = 0
+
+    @property
+    def partial(self) -> int:
+        """Length of the longest end of the text so far that a stop string begins with."""
+        return self._depth[self._state]
+
+    def feed(self, text: str) -> StopMatch | None:
+        """The first stop string that is complete within ``text``, given everything fed before."""
+        state, goto, fail, found = self._state, self._goto, self._fail, self._found
+        for index, char in enumerate(text):
+            while state and char not in goto[state]:
+                state = fail[state]
+            state = goto[state].get(char, 0)
+            if found[state]:
+                self._state = 0
+                return StopMatch(found[state], index + 1)
+        self._state = state
+        return None
+
+    def _insert(self, stop: str) -> None:
+        state = 0
+        for depth, char in enumerate(stop, start=1):
+            following = self._goto[state].get(char)
+            if following is None:
+                following = len(self._goto)
+                self._goto[state][char] = following
+                self._goto.append({})
+                self._depth.append(depth)
+                self._found.append("")
+            state = following
+        self._found[state] = stop
+
+    def _link(self) -> list[int]:
+        """Failure links, breadth first; a state also finds what its link finds, unless it ends a longer stop string."""
+        fail = [0] * len(self._goto)
+        queue = deque(self._goto[0].values())
+        while queue:
+            state = queue.popleft()
+            for char, following in self._goto[state].items():
+                link = fail[state]
+                while link and char not in self._goto[link]:
+                    link = fail[link]
+                fail[following] = self._goto[link].get(char, 0)
+                self._found[following] = self._found[following] or self._found[fail[following]]
+                queue.append(following)
+        return fail
+
+
+class TextDelta(NamedTuple):
+    """What became final: text and the tokens that carry it. ``stop``: the stop string that ended the output, or ``""``.
+
+    ``logprobs`` has one position per token; None without tokens, or when log-probabilities were not asked for.
+    """
+
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    stop: str = ""
+    logprobs: Logprobs | None = None
+
+
+class OutputText:
+    """Turns new tokens into what a client may see of them.
+
+    Text is released once no stop string can swallow it any more, a token once all of its text is released. So the pieces
+    of a stream joined together are the text of the whole output. A stop string cuts both: of the tokens those remain
+    whose text ends before the cut, or all up to the one that completed the stop string when it is included.
+    Log-probabilities go with their tokens.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_ends",
+        "_include_stop",
+        "_length",
+        "_logprobs",
+        "_min_tokens",
+        "_released",
+        "_stops",
+        "_text",
+        "_tokens",
+        "num_tokens",
+    )
+
+    def __init__(
+        self,
+        detokenizer: IncrementalDetokenizer | None,
+        *,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """Without a detokenizer there is no text, and tokens are released at once."""
+        self._detokenizer = detokenizer
+        self._stops = StopMatcher(stops) if stops else None
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._text = ""  # held back
+        self._tokens: deque[int] = deque()  # held back
+        self._logprobs: Logprobs | None = None  # of the held tokens, and of those that are still to be looked at
+        self._ends: deque[int] = deque()  # where the text of the held tokens ends, as far as it is settled
+        self._length = 0  # of all text so far
+        self._released = 0  # of it
+        self.num_tokens = 0
+        """Output tokens so far, those of a stop string included."""
+
+    def add(
+        self,
+        token_ids: Sequence[int],
+        *,
+        logprobs: Logprobs | None = None,
+        ended: bool = False,
+        stop_token: bool = False,
+    ) -> TextDelta:
+        """Take the next tokens and their log-probabilities, which are kept and must not be changed afterwards.
+
+        ``ended``: there are no more; ``stop_token``: the last of them stopped the output.
+
+        The token that stopped an output is one of its tokens; its text is shown only with ``include_stop``.
+        Tokens after a stop string are dropped.
+        """
+        if self._detokenizer is None:
+            self.num_tokens += len(token_ids)
+            return TextDelta(token_ids=token_ids, logprobs=logprobs)
+        detokenizer = self._detokenizer
+        if not ended and logprobs is None and self._nothing_held():
+            return self._add_free(token_ids, detokenizer)
+        self._keep(logprobs)
+        silent = stop_token and not self._include_stop
+        last = len(token_ids) - 1
+        for index, token_id in enumerate(token_ids):
+            self.num_tokens += 1
+            self._tokens.append(token_id)
+            text = "" if silent and index == last else detokenizer.push(token_id)
+            if (stop := self._grow(text, settled=not detokenizer.pending)) is not None:
+                return stop
+        if not ended:
+            return self._release(self._length - (self._stops.partial if self._stops else 0))
+        if (stop := self._grow(detokenizer.flush(), settled=True)) is not None:
+            return stop
+        return self._release(self._length)
+
+    def _nothing_held(self) -> bool:
+        return self._stops is None and not self._tokens and self._logprobs is None
+
+    def _add_free(self, token_ids: Sequence[int], detokenizer: IncrementalDetokenizer) -> TextDelta:
+        """What most outputs are, with less work: tokens whose text is released with them, but those whose character goes on."""
+        text, settled = "", 0
+        for number, token_id in enumerate(token_ids, start=1):
+            text += detokenizer.push(token_id)
+            if not detokenizer.pending:
+                settled = number
+        self.num_tokens += len(token_ids)
+        self._length += len(text)
+        self._released = self._length
+        if settled == len(token_ids):
+            return TextDelta(text, token_ids)
+        self._tokens.extend(token_ids[settled:])
+        return TextDelta(text, token_ids[:settled])
+
+    def _grow(self, text: str, *, settled: bool) -> TextDelta | None:
+        """Take in new text; the cut if a stop string is complete. ``settled``: every token's text is there."""
+        before = self._length
+        self._text += text
+        self._length += len(text)
+        if settled:
+            self._ends.extend([self._length] * (len(self._tokens) - len(self._ends)))
+        if self._stops is None or self.num_tokens <= self._min_tokens:
+            return None
+        match = self._stops.feed(text)
+        if match is None:
+            return None
+        end = before + match.end
+        if self._include_stop:
+            self._ends = deque([end] * len(self._tokens))
+            return self._release(end)._replace(stop=match.stop)
+        return self._release(end - len(match.stop))._replace(stop=match.stop)
+
+    def _release(self, upto: int) -> TextDelta:
+        count = upto - self._released
+        text, self._text = self._text[:count], self._text[count:]
+        self._released = upto
+        tokens = []
+        while self._ends and self._ends[0] <= upto:
+            self._ends.popleft()
+            tokens.append(self._tokens.popleft())
+        return TextDelta(text, tokens, logprobs=self._take_logprobs(len(tokens)))
+
+    def _keep(self, logprobs: Logprobs | None) -> None:
+        if self._logprobs is None:
+            self._logprobs = logprobs
+        elif logprobs is not None:
+            self._logprobs.extend(logprobs)
+
+    def _take_logprobs(self, count: int) -> Logprobs | None:
+        held = self._logprobs
+        if held is None or count == 0:
+            return None
+        self._logprobs = held.slice(count, len(held)) if len(held) > count else None
+        return held.slice(0, count) if len(held) > count else held

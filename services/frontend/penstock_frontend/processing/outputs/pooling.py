@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from penstock_common.errors import Internal, RequestFailed
-from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import incident
 from penstock_common.types.outputs import Drafts, EngineCoreOutput, FinishReason, NewTokens
 from penstock_common.types.request import EngineCoreRequest, Vectors
 from penstock_frontend.ports import OutputHandler

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.prompt_embeds import PromptEmbeds
@@ -19,11 +19,17 @@ from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.config import FairnessConfig, LimitsConfig, LoraConfig
 from penstock_frontend.dispatch.adapters import Adapters
 from penstock_frontend.ports import ModelLimits
-from penstock_frontend.processing.chat.reasoning import Reasoning
 from penstock_frontend.processing.media.families.base import MediaPreparer
+from penstock_frontend.processing.parsers.reasoning_tags import Reasoning
 from penstock_frontend.processing.prompts import sampling_params
-from penstock_frontend.processing.prompts.media_text import MediaInputs, PlacedMedia, check_beside_media, check_media
-from penstock_frontend.processing.prompts.mixed_prompt import JoinedPrompt, join_parts
+from penstock_frontend.processing.prompts.mixed_prompt import (
+    JoinedPrompt,
+    MediaInputs,
+    PlacedMedia,
+    check_beside_media,
+    check_media,
+    join_parts,
+)
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 # Prompts that begin with the token of a text's beginning, which the tokenizer adds, too.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.errors import WRONG_MODEL_KIND, ConfigError, InvalidArgument
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.request import EngineCoreRequest, PoolingParams, PoolingTask, RequestContext
@@ -20,7 +20,7 @@ from penstock_frontend.processing.prompts.input import (
     longest_text,
     warn_of_double_bos,
 )
-from penstock_frontend.processing.prompts.media_text import media_tokens, no_media_with
+from penstock_frontend.processing.prompts.mixed_prompt import media_tokens, no_media_with
 from penstock_frontend.processing.prompts.tokenizer import Cut, Tokenizer, cut, read_json, resolve
 
 # Pooling requests on their way in: inputs and pairs to token ids, one engine request per input.

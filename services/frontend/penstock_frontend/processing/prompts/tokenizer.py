@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import tokenizers
 
-from penstock_common import input_files
+from penstock_common import files
 from penstock_common.errors import ConfigError, Unimplemented
 from penstock_frontend.config import ModelConfig
 
@@ -523,7 +523,7 @@ def resolve(config: ModelConfig) -> Path:
 def _load_backend(folder: Path, path: str) -> tokenizers.Tokenizer:
     file = folder / "tokenizer.json"
     try:
-        return tokenizers.Tokenizer.from_buffer(input_files.read_input(file))
+        return tokenizers.Tokenizer.from_buffer(files.read_input(file))
     except FileNotFoundError:
         return _convert_tokenizer(folder, path)
     except Exception as e:  # tokenizers raises nothing narrower
@@ -550,7 +550,7 @@ def _first_line(error: Exception) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file; empty when there is no file. Raises ConfigError."""
     try:
-        data = input_files.read_json(path)
+        data = files.read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as e:

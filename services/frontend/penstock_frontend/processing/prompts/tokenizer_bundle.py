@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock_common.errors import NotFound
-from penstock_common.input_files import read_input
+from penstock_common.files import read_input
 from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.prompts.sampling_params import SAMPLING_DEFAULTS, model_defaults
 from penstock_frontend.processing.prompts.tokenizer import read_json, resolve

@@ -4,8 +4,7 @@ import torch
 
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.rpc.outputs import prompt_embeds_to_proto
-from penstock_common.tensors.incoming import IncomingTensors
-from penstock_common.tensors.outgoing import TensorRef
+from penstock_common.tensors.chunks import IncomingTensors, TensorRef
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput

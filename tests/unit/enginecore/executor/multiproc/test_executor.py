@@ -16,7 +16,7 @@ from penstock_common.errors import FailedPrecondition, RequestFailed, ResourceEx
 from penstock_enginecore.config import EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
-from penstock_enginecore.executor.multiproc import step_watchdog as overdue
+from penstock_enginecore.executor.multiproc import calls as overdue
 from penstock_enginecore.executor.multiproc.executor import MultiprocExecutor
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, PartlyLoadedError
 from penstock_enginecore.worker.failures import WorkerError, WorkersGone

@@ -10,10 +10,9 @@ from penstock_enginecore.forward.cuda.linear import QuantizedProduct, empty, kee
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models.quantization.awq_gptq import Awq, Gptq, Packed
 from penstock_enginecore.models.quantization.float8 import Float8
-from penstock_enginecore.models.quantization.layers import QuantizedLinear
+from penstock_enginecore.models.quantization.layers import QuantizedLinear, Scheme
 from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
 from penstock_enginecore.models.quantization.recognition import recognise
-from penstock_enginecore.models.quantization.scheme import Scheme
 from tests.fakes.models.fused_models import load_probed, prove
 from tests.fakes.models.quantized_models import FORMATS, save_quantized_model
 from tests.fakes.models.torch_kernels import TorchKernels

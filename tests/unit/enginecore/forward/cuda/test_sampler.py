@@ -9,8 +9,7 @@ import torch
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.forward.cuda.decoder import device_launcher, proved_launcher
 from penstock_enginecore.forward.cuda.sampler import DeviceLauncher
-from penstock_enginecore.sample.base import DrawSettings, PlainDraws, SamplingInputs
-from penstock_enginecore.sample.random import uniforms
+from penstock_enginecore.sample.base import DrawSettings, PlainDraws, SamplingInputs, uniforms
 from penstock_enginecore.sample.sampler import TorchSampler
 from tests.fakes.models.torch_sampling import TorchSampling
 

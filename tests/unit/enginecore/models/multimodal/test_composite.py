@@ -14,8 +14,8 @@ from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models.dtypes import NarrowWeight
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
-from penstock_enginecore.models.multimodal.families.factory import family_of
-from penstock_enginecore.models.quantization.kept import dequantize_kept
+from penstock_enginecore.models.multimodal.composite import family_of
+from penstock_enginecore.models.quantization.loading import dequantize_kept
 from tests.fakes.models.quantized_models import FORMATS, is_quantized
 from tests.fakes.multimodal_items import features, image_tensors, item
 from tests.fakes.multimodal_models import save_multimodal_model

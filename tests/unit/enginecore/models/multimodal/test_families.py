@@ -13,7 +13,7 @@ from penstock_common.types.media import Modality
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models.loader import LoadedModel, load_model
 from penstock_enginecore.models.multimodal.base import EncodedItem, EncoderItem, MediaEncoder
-from penstock_enginecore.models.multimodal.families.factory import _FAMILIES
+from penstock_enginecore.models.multimodal.composite import _FAMILIES
 from tests.fakes.multimodal_items import (
     VIDEO_FAMILIES,
     Tensors,

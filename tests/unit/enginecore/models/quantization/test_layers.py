@@ -13,8 +13,8 @@ from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
-from penstock_enginecore.models.quantization.kept import dequantize_kept
 from penstock_enginecore.models.quantization.layers import QuantizedLinear
+from penstock_enginecore.models.quantization.loading import dequantize_kept
 from tests.fakes.models.quantized_models import save_quantized_model
 
 CPU = torch.device("cpu")

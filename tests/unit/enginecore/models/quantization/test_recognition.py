@@ -10,9 +10,9 @@ from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.quantization import recognition
 from penstock_enginecore.models.quantization.awq_gptq import Awq, Gptq, Packed
 from penstock_enginecore.models.quantization.float8 import Float8
+from penstock_enginecore.models.quantization.layers import Scheme
 from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
 from penstock_enginecore.models.quantization.recognition import recognise
-from penstock_enginecore.models.quantization.scheme import Scheme
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}

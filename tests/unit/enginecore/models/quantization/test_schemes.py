@@ -5,12 +5,12 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from penstock_enginecore.models.quantization import scheme as scheme_module
+from penstock_enginecore.models.quantization import layers as scheme_module
 from penstock_enginecore.models.quantization.awq_gptq import Gptq, Packed
 from penstock_enginecore.models.quantization.float8 import Float8
+from penstock_enginecore.models.quantization.layers import Scheme, pieces
 from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
 from penstock_enginecore.models.quantization.recognition import recognise
-from penstock_enginecore.models.quantization.scheme import Scheme, pieces
 from tests.fakes.models.quantized_models import FORMATS, Levels, into_words
 
 LINEAR = [form for form in FORMATS if form != "mxfp4"]

@@ -12,11 +12,11 @@ import xgrammar
 from tokenizers import Tokenizer
 
 from penstock_common.types.sampling import JsonWhitespace, StructuredOutput
+from penstock_enginecore.structured_output.backend import token_bytes
 from penstock_enginecore.structured_output.constraints.json_grammar import INDENT, MAX_INDENT
 from penstock_enginecore.structured_output.constraints.source import grammar_source
 from penstock_enginecore.structured_output.core.base import bitmask_words
 from penstock_enginecore.structured_output.matcher import XgrammarGrammar
-from penstock_enginecore.structured_output.vocabulary import token_bytes
 from tests.fakes.models.random_schemas import random_schema
 from tests.fakes.models.schema_values import random_value
 

@@ -1,6 +1,6 @@
 import pytest
 
-from penstock_frontend.api.anthropic.messages_body import SourceBody
+from penstock_frontend.api.anthropic.protocol import SourceBody
 from penstock_frontend.api.anthropic.turns import image_of
 from penstock_frontend.call_types import Url
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.errors import InvalidArgument
 from penstock_frontend.api.http.endpoint import Answer, Call, Endpoint, Gate, PlainText
 from penstock_frontend.api.http.request_body import Bodies, Body

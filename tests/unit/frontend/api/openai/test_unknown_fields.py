@@ -9,12 +9,12 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from penstock_common.errors import InvalidArgument
-from penstock_frontend.api.anthropic.messages_body import MessagesBody
+from penstock_frontend.api.anthropic.protocol import MessagesBody
 from penstock_frontend.api.openai import unknown_fields
 from penstock_frontend.api.openai.chat_completions import ChatCompletionRequest
 from penstock_frontend.api.openai.completions import CompletionRequest
 from penstock_frontend.api.openai.pooling.scoring import RerankBody
-from penstock_frontend.api.openai.responses.response_body import ResponseBody
+from penstock_frontend.api.openai.responses.response import ResponseBody
 from penstock_frontend.api.openai.unknown_fields import FieldPolicy, client_of, find_unknown
 from penstock_frontend.call_types import Principal, current_principal
 

@@ -13,8 +13,7 @@ from penstock_common.types.sampling import OutputKind
 from penstock_frontend.call_types import Finish, Usage
 from penstock_frontend.processing.chat.answers import ChatOutput, ChatOutputs
 from penstock_frontend.processing.outputs.collector import OutputCollector
-from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
-from penstock_frontend.processing.outputs.text import OutputText
+from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer, OutputText
 from penstock_frontend.processing.parsers.base import AnswerParser
 from penstock_frontend.processing.parsers.hermes import HermesToolParser
 from penstock_frontend.processing.parsers.reasoning_tags import Qwen3ReasoningParser

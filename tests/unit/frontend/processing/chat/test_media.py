@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.media import Modality
 from penstock_frontend.call_types import ChatMessage, ChatRequest, ContentPart, MediaPart, MixedPrompt, Tool

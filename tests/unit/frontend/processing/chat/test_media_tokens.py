@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.call_types import ChatMessage, ChatRequest, ContentPart
 from penstock_frontend.config import FairnessConfig, LimitsConfig, ModelConfig

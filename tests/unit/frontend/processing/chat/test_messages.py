@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.media import Modality
 from penstock_frontend.call_types import ChatMessage, ChatRequest, MediaPart, ToolCall

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from penstock_common.errors import ConfigError, ResourceExhausted, Unavailable
 from penstock_frontend.config import MediaConfig
-from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.metrics import FrontendMetrics, MediaMetrics
 from penstock_frontend.processing.media import pool as worker_process
 from penstock_frontend.processing.media.families.base import ProcessedItem
-from penstock_frontend.processing.media.metrics import MediaMetrics
 from penstock_frontend.processing.media.pool import FairQueue, Job, WorkerPool
 from penstock_frontend.processing.media.worker_messages import TooLarge, Unreadable
 from tests.fakes.media_family import RATE, PlainFamily

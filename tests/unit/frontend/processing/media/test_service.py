@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -23,9 +23,8 @@ from penstock_common.errors import (
 from penstock_common.types.media import EMBEDS, Modality, TensorData
 from penstock_frontend.call_types import EncodedFile, Features, Frame, Frames, MediaPart, Source, Url
 from penstock_frontend.config import LimitsConfig, MaxMediaConfig, MediaConfig
-from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.metrics import FrontendMetrics, MediaMetrics
 from penstock_frontend.processing.media.families.base import MediaPreparer, PreparedMedia, ProcessedItem
-from penstock_frontend.processing.media.metrics import MediaMetrics
 from penstock_frontend.processing.media.service import MediaService, MediaStore
 from tests.fakes.media_family import PlainFamily
 from tests.fakes.media_files import image_file, png, sound_file

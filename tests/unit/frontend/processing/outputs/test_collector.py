@@ -9,7 +9,7 @@ from penstock_common.types.outputs import FinishReason, Logprobs
 from penstock_common.types.sampling import OutputKind
 from penstock_frontend.call_types import Finish, Usage
 from penstock_frontend.processing.outputs.collector import OutputCollector
-from penstock_frontend.processing.outputs.text import TextDelta
+from penstock_frontend.processing.outputs.detokenizer import TextDelta
 
 FINISH = Finish(FinishReason.STOP, None, Usage(1, 0, 3))
 

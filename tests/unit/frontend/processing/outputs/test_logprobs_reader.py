@@ -4,7 +4,7 @@ import pytest
 
 from penstock_common.types.outputs import Logprobs
 from penstock_common.types.sampling import SamplingParams
-from penstock_frontend.processing.outputs.logprobs_reader import LogprobsReader
+from penstock_frontend.processing.outputs.processor import LogprobsReader
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 from tests.fakes.models import small_tokenizers
 

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_common.types.outputs import Logprobs
-from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
-from penstock_frontend.processing.outputs.text import OutputText, StopMatcher
+from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer, OutputText, StopMatcher
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 from tests.fakes.models import small_tokenizers
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import normalizers
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.errors import InvalidArgument, NotFound
 from penstock_common.types.request import EngineCoreRequest, RequestContext
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from transformers import AutoProcessor
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest, PoolingParams, PoolingTask, RequestContext

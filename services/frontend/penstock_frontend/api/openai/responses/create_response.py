@@ -20,12 +20,13 @@ from penstock_frontend.api.openai.conversation import options_of
 from penstock_frontend.api.openai.generation import Generation, Source
 from penstock_frontend.api.openai.responses import input_items, response
 from penstock_frontend.api.openai.responses.input_items import SERVED, choice_of, tools_of
-from penstock_frontend.api.openai.responses.response import Event, Response
-from penstock_frontend.api.openai.responses.response_body import (
+from penstock_frontend.api.openai.responses.response import (
+    Event,
     FormatBody,
     InputItem,
     InputPart,
     ReasoningBody,
+    Response,
     ResponseBody,
     TextBody,
     check,

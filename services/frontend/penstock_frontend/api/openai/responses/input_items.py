@@ -7,11 +7,19 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_frontend.api.openai import sampling_fields
-from penstock_frontend.api.openai.chat_tools import MODES, check_syntax, mode_of
-from penstock_frontend.api.openai.conversation import CONVERSATION, MediaOptions, effort_kwargs, is_media, media_of
+from penstock_frontend.api.openai.conversation import (
+    CONVERSATION,
+    MODES,
+    MediaOptions,
+    check_syntax,
+    effort_kwargs,
+    is_media,
+    media_of,
+    mode_of,
+)
 from penstock_frontend.api.openai.errors import undecodable
 from penstock_frontend.api.openai.response_format import Constraint
-from penstock_frontend.api.openai.responses.response_body import (
+from penstock_frontend.api.openai.responses.response import (
     AllowedToolBody,
     FormatBody,
     FunctionTool,

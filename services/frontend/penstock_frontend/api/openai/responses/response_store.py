@@ -10,8 +10,7 @@ from penstock_common.errors import InvalidArgument, NotFound, Unimplemented, quo
 from penstock_frontend.api.http.endpoint import Answer, Call
 from penstock_frontend.api.http.request_body import Body
 from penstock_frontend.api.openai.responses import response
-from penstock_frontend.api.openai.responses.response import DeletedResponse, ItemList, Response
-from penstock_frontend.api.openai.responses.response_body import InputItem
+from penstock_frontend.api.openai.responses.response import DeletedResponse, InputItem, ItemList, Response
 from penstock_frontend.call_types import ChatMessage
 from penstock_frontend.config import ResponsesConfig
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from penstock_common.errors import ConfigError
 from penstock_common.types.media import EMBEDS, Modality, TensorData
-from penstock_frontend.processing.media.families import arguments, tensors
+from penstock_frontend.processing.media.families import base, tensors
 from penstock_frontend.processing.media.families.base import FamilyProcessor, ProcessedItem, Replacement
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.tensors import MediaProcessor
@@ -161,7 +161,7 @@ class AudioProcessor(MediaProcessor):
 
     def audio(self, samples: npt.NDArray[np.float32], kwargs: Mapping[str, Any]) -> ProcessedItem:
         """One clip. Takes no arguments."""
-        arguments.check_names(kwargs, ())
+        base.check_names(kwargs, ())
         self._windows.check(len(samples))
         return self._windows.item(self._in_windows(samples) if self._windows.rows_of_window else self._masked(samples))
 

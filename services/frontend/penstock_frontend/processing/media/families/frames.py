@@ -7,7 +7,7 @@ import numpy as np
 from PIL.Image import Image, Resampling
 
 from penstock_common.types.media import TensorData
-from penstock_frontend.processing.media.families import arguments, tensors
+from penstock_frontend.processing.media.families import base, tensors
 from penstock_frontend.processing.media.families.base import ProcessedItem
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 
@@ -30,7 +30,7 @@ class Sampling(NamedTuple):
         given = len(timestamps)
         if not timestamps or timestamps[-1] > _LONGEST:
             raise ValueError(f"it has {given} frames up to {timestamps[-1:]} s; a video has some, up to {_LONGEST} s")
-        count = arguments.whole_number(kwargs, "num_frames", most=self.max_frames)
+        count = base.whole_number(kwargs, "num_frames", most=self.max_frames)
         if (fps := kwargs.get("fps")) is not None:
             if count is not None:
                 raise ValueError(
@@ -72,7 +72,7 @@ class FrameVideos(NamedTuple):
 
     def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
         """Of frames of any size. Takes ``fps`` and ``num_frames``. Raises ValueError."""
-        arguments.check_names(kwargs, ("fps", "num_frames"))
+        base.check_names(kwargs, ("fps", "num_frames"))
         indices = Sampling(1, self.max_frames).indices(timestamps, kwargs)
         height, width = self.size
         seen = [frames[index].resize((width, height), Resampling(self.resample)) for index in indices]

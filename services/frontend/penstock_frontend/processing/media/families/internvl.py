@@ -5,7 +5,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from penstock_common.types.media import EmbedRun, Modality, TensorData
-from penstock_frontend.processing.media.families import arguments, tensors
+from penstock_frontend.processing.media.families import base as arguments
+from penstock_frontend.processing.media.families import tensors
 from penstock_frontend.processing.media.families.base import FamilyProcessor, ProcessedItem, Replacement
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.frames import frame_videos

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from penstock_common.errors import ConfigError
 from penstock_common.types.media import EmbedRun, Modality, TensorData
-from penstock_frontend.processing.media.families import arguments, tensors
+from penstock_frontend.processing.media.families import base as arguments
+from penstock_frontend.processing.media.families import tensors
 from penstock_frontend.processing.media.families.base import ProcessedItem, Replacement
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.single_images import ImageFamily

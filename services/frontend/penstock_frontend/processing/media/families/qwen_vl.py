@@ -11,7 +11,8 @@ from PIL.Image import Image, Resampling
 
 from penstock_common.errors import ConfigError
 from penstock_common.types.media import Modality, TensorData
-from penstock_frontend.processing.media.families import arguments, tensors
+from penstock_frontend.processing.media.families import base as arguments
+from penstock_frontend.processing.media.families import tensors
 from penstock_frontend.processing.media.families.base import FamilyProcessor, ProcessedItem, Replacement
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.frames import Sampling, interval

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_enginecore.sample.base import DrawSettings, SamplingInputs
+from penstock_enginecore.sample.base import DrawSettings, SamplingInputs, uniforms
 from penstock_enginecore.sample.filters import peak
-from penstock_enginecore.sample.random import uniforms
 from penstock_enginecore.sample.sampler import TorchSampler
 from tests.fakes.models.interpreted_kernels import interpreted
 from tests.fakes.models.torch_sampling import TorchSampling

@@ -5,8 +5,7 @@ import pytest
 
 from penstock_common.errors import InvalidArgument, NotFound
 from penstock_common.types.media import TensorData
-from penstock_frontend.api.openai.responses.response import MessageItem, OutputText, Response
-from penstock_frontend.api.openai.responses.response_body import ReasoningBody, TextBody
+from penstock_frontend.api.openai.responses.response import MessageItem, OutputText, ReasoningBody, Response, TextBody
 from penstock_frontend.api.openai.responses.response_store import ResponseStore, Running
 from penstock_frontend.call_types import (
     ChatMessage,

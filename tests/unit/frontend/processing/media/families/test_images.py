@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor
 from transformers.models.smolvlm import processing_smolvlm as smolvlm
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.types.media import TensorData
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part

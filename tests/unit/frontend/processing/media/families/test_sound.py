@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoProcessor, WhisperFeatureExtractor
 from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.types.media import TensorData
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.call_types import EncodedFile, GenerateRequest, MediaPart, MixedPrompt, Part

@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import AutoProcessor
 from transformers.video_utils import VideoMetadata
 
-from penstock_common.config.reread import Reread
+from penstock_common.config.settings import Reread
 from penstock_common.types.media import TensorData
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part

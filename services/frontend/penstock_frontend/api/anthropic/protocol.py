@@ -1,0 +1,428 @@
+"""What ``/v1/messages`` reads and writes: bodies, the message, its streaming events, and their writer."""
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument, Unimplemented, quoted
+from penstock_common.types.outputs import FinishReason
+from penstock_frontend.api.openai import sampling_fields
+from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, shown
+from penstock_frontend.api.openai.errors import undecodable
+from penstock_frontend.api.openai.sampling_fields import SamplingFields
+from penstock_frontend.call_types import Finish
+from penstock_frontend.processing.chat.answers import Block, BlockKind, BlockPiece, Blocks, ChatOutput
+
+# The answer to ``/v1/messages``: the message, its streaming events, and the writer that makes both.
+
+
+class TextBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="text"):
+    """Text."""
+
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
+    """What the model thought. ``signature`` has it where the client wants it omitted, and is empty otherwise."""
+
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
+    """A call of a tool."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts. ``input_tokens`` has what was computed of the input, ``cache_read_input_tokens`` what was cached."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer. ``stop_sequence``: the one that ended it."""
+
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    model: str
+    content: Sequence[ContentBlock]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: Usage
+
+
+class TokenCount(msgspec.Struct, frozen=True):
+    """Tokens of the prompt that a conversation becomes."""
+
+    input_tokens: int
+
+
+class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """What all events have; some have nothing else."""
+
+    type: str
+
+
+class MessageStart(StreamEvent, frozen=True, kw_only=True):
+    """``message_start``: the message without content."""
+
+    message: AssistantMessage
+
+
+class BlockStart(StreamEvent, frozen=True, kw_only=True):
+    """``content_block_start``: a block without text."""
+
+    index: int
+    content_block: ContentBlock
+
+
+class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="text_delta"):
+    """More of a text."""
+
+    text: str
+
+
+class ThinkingDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="thinking_delta"):
+    """More of what the model thinks."""
+
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="signature_delta"):
+    """The signature of what the model thought."""
+
+    signature: str
+
+
+class JsonDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="input_json_delta"):
+    """More of a call's input, as JSON text."""
+
+    partial_json: str
+
+
+class BlockDelta(StreamEvent, frozen=True, kw_only=True):
+    """``content_block_delta``."""
+
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | JsonDelta
+
+
+class BlockStop(StreamEvent, frozen=True, kw_only=True):
+    """``content_block_stop``."""
+
+    index: int
+
+
+class EndDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """Why the message ended."""
+
+    stop_reason: str | None
+    stop_sequence: str | None
+
+
+class MessageDelta(StreamEvent, frozen=True, kw_only=True):
+    """``message_delta``: the end, and the counts of all of it."""
+
+    delta: EndDelta
+    usage: Usage
+
+
+# Thinking that a client does not want to show travels in the signature of its block, and comes back with the history.
+# The text is encoded, not encrypted. Clients treat signatures as opaque and send them back unchanged.
+
+_PREFIX = "penstock.thinking."
+
+
+def sealed(thinking: str) -> str:
+    """Return the signature of a block whose thinking is omitted."""
+    return _PREFIX + base64.b64encode(thinking.encode()).decode()
+
+
+def opened(signature: str) -> str:
+    """Return the thinking in a signature; empty if another server made the signature."""
+    if not signature.startswith(_PREFIX):
+        return ""
+    try:
+        return base64.b64decode(signature.removeprefix(_PREFIX), validate=True).decode()
+    except ValueError:  # not ours, or cut off
+        return ""
+
+
+# The writer of a message.
+
+_REASONS: Mapping[FinishReason, str] = {
+    FinishReason.STOP: "end_turn",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.REPETITION: "end_turn",
+}
+_NOTHING = Usage(input_tokens=0, cache_read_input_tokens=0, output_tokens=0)
+
+
+class MessageWriter:
+    """Makes events of outputs, and a message of all of them."""
+
+    def __init__(self, message_id: str, model: str, *, parallel_calls: bool, thinking: bool = True) -> None:
+        """``thinking``: whether it is shown; otherwise only its signature has it."""
+        self._blocks = Blocks(parallel_calls=parallel_calls)
+        self._thinking = thinking
+        self._end = EndDelta(stop_reason=None, stop_sequence=None)
+        self._begun = AssistantMessage(
+            id=message_id, model=model, content=(), stop_reason=None, stop_sequence=None, usage=_NOTHING
+        )
+        self._usage = _NOTHING
+
+    def begin(self, input_tokens: int) -> StreamEvent:
+        """The first event, with the tokens of the prompt: how many of them were cached is told at the end."""
+        usage = msgspec.structs.replace(_NOTHING, input_tokens=input_tokens)
+        return MessageStart(type="message_start", message=msgspec.structs.replace(self._begun, usage=usage))
+
+    def take(self, output: ChatOutput) -> Iterator[StreamEvent]:
+        """The events of a piece of output, those of the message's end among them."""
+        for piece in self._blocks.push(output):
+            yield from self._events(piece)
+        if output.finish is not None:
+            self._finish(output.finish)
+            yield MessageDelta(type="message_delta", delta=self._end, usage=self._usage)
+            yield StreamEvent(type="message_stop")
+
+    def whole(self) -> AssistantMessage:
+        """The message, once it has ended."""
+        return msgspec.structs.replace(
+            self._begun,
+            content=[self._content(block) for block in self._blocks.all],
+            stop_reason=self._end.stop_reason,
+            stop_sequence=self._end.stop_sequence,
+            usage=self._usage,
+        )
+
+    def _finish(self, finish: Finish) -> None:
+        sequence = finish.stop_reason if isinstance(finish.stop_reason, str) else None
+        reason = "stop_sequence" if sequence is not None else _REASONS.get(finish.reason, "end_turn")
+        if reason == "end_turn" and self._blocks.has(BlockKind.CALL):
+            reason = "tool_use"
+        self._end = EndDelta(stop_reason=reason, stop_sequence=sequence)
+        usage = finish.usage
+        self._usage = Usage(
+            input_tokens=usage.prompt_tokens - usage.cached_tokens,
+            cache_read_input_tokens=usage.cached_tokens,
+            output_tokens=usage.completion_tokens,
+        )
+
+    def _events(self, piece: BlockPiece) -> Iterator[StreamEvent]:
+        block = piece.block
+        omitted = block.kind is BlockKind.REASONING and not self._thinking
+        if piece.begins:
+            begun = _empty(block)
+            yield BlockStart(type="content_block_start", index=block.index, content_block=begun)
+        if piece.text and not omitted:
+            yield _delta(block, _more(block, piece.text))
+        if piece.ends:
+            if block.kind is BlockKind.REASONING:
+                yield _delta(block, SignatureDelta(signature=sealed(block.text) if omitted else ""))
+            yield BlockStop(type="content_block_stop", index=block.index)
+
+    def _content(self, block: Block) -> ContentBlock:
+        match block.kind:
+            case BlockKind.TEXT:
+                return TextBlock(text=block.text)
+            case BlockKind.REASONING if self._thinking:
+                return ThinkingBlock(thinking=block.text)
+            case BlockKind.REASONING:
+                return ThinkingBlock(thinking="", signature=sealed(block.text))
+            case BlockKind.CALL:
+                return ToolUseBlock(id=block.call_id, name=block.name, input=_input(block.text))
+
+
+def _delta(block: Block, delta: TextDelta | ThinkingDelta | SignatureDelta | JsonDelta) -> StreamEvent:
+    return BlockDelta(type="content_block_delta", index=block.index, delta=delta)
+
+
+def _more(block: Block, text: str) -> TextDelta | ThinkingDelta | JsonDelta:
+    match block.kind:
+        case BlockKind.TEXT:
+            return TextDelta(text=text)
+        case BlockKind.REASONING:
+            return ThinkingDelta(thinking=text)
+        case BlockKind.CALL:
+            return JsonDelta(partial_json=text)
+
+
+def _empty(block: Block) -> ContentBlock:
+    """Return the block as a stream begins it."""
+    match block.kind:
+        case BlockKind.TEXT:
+            return TextBlock(text="")
+        case BlockKind.REASONING:
+            return ThinkingBlock(thinking="")
+        case BlockKind.CALL:
+            return ToolUseBlock(id=block.call_id, name=block.name, input={})
+
+
+def _input(arguments: str) -> dict[str, object]:
+    """A call's arguments as an object. A model may have been cut off, or have written none: then it is empty."""
+    try:
+        found = msgspec.json.decode(arguments or "{}")
+    except msgspec.DecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# The bodies of ``/v1/messages`` and ``/v1/messages/count_tokens``.
+
+_INT32_MAX = 2**31 - 1
+_THINKING = ("enabled", "adaptive", "disabled")
+
+
+class SourceBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What an image is: ``base64`` with its type and file, or ``url``. Documents are ``text``, or ``content``: blocks of it."""
+
+    type: str
+    media_type: str = ""
+    data: str = ""
+    url: str = ""
+    content: Any = None
+
+
+class BlockBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A block of a message's content. ``signature``: has the thinking of a block that omits it."""
+
+    type: str
+    text: str = ""
+    thinking: str = ""
+    signature: str = ""
+    id: str = ""
+    name: str = ""
+    input: Any = None
+    tool_use_id: str = ""
+    content: Any = None
+    is_error: bool | None = None
+    source: SourceBody | str | None = None
+    title: str | None = None
+    context: str | None = None
+    tool_name: str = ""
+
+
+class TurnBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn."""
+
+    role: str
+    content: str | list[BlockBody]
+
+
+class ClientToolBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool that the client runs. ``type``: null or ``custom``; tools that Anthropic runs or defines have others, and are left
+    out.
+    """
+
+    name: str = ""
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class ToolUseChoiceBody(msgspec.Struct, frozen=True, kw_only=True):
+    """``auto``, ``any``, ``none``, or ``tool`` with its name."""
+
+    type: str
+    name: str = ""
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the model thinks first, where its template lets a client say so, and for how many tokens at most. ``display``:
+    ``omitted`` hides the thinking in its signature.
+    """
+
+    type: str
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class AnswerFormatBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The form of the answer: ``json_schema``."""
+
+    type: str
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfigBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What the answer is to be like. ``effort`` is a variable of the chat template."""
+
+    effort: str | None = None
+    format: AnswerFormatBody | None = None
+
+
+class ConversationBody(SamplingFields, kw_only=True):
+    """What both bodies have. The common fields of completions are vLLM's here, and change no count."""
+
+    messages: list[TurnBody]
+    system: str | list[BlockBody] | None = None
+    tools: list[ClientToolBody] | None = None
+    tool_choice: ToolUseChoiceBody | None = None
+    thinking: ThinkingBody | None = None
+    output_config: OutputConfigBody | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesBody(ConversationBody, kw_only=True):
+    """The body of a call for a message."""
+
+    max_tokens: int
+
+
+def check(body: ConversationBody) -> None:
+    """Raise InvalidArgument or Unimplemented for what can be said of the body without the domain."""
+    refuse_fields(
+        body,
+        "prompt_logprobs",
+        "truncate_prompt_tokens",
+        "return_token_ids",
+        "add_special_tokens",
+        "kv_transfer_params",
+    )
+    sampling_fields.check(body)
+    if body.n not in (None, 1):
+        raise Unimplemented(f"n is {shown(body.n)}; only 1 is served", field="n")
+    if body.thinking is not None:
+        if body.thinking.type not in _THINKING:
+            raise Unimplemented(
+                f"thinking.type is {quoted(body.thinking.type)}; known: {', '.join(_THINKING)}", field="thinking.type"
+            )
+        budget = body.thinking.budget_tokens
+        check_range("thinking.budget_tokens", budget, 1, _INT32_MAX)
+        if None not in (budget, body.thinking_token_budget) and budget != body.thinking_token_budget:
+            raise InvalidArgument(
+                f"thinking.budget_tokens is {budget} and thinking_token_budget is {body.thinking_token_budget}; they are "
+                "two names of the same, so set one",
+                field="thinking.budget_tokens",
+            )
+        if budget is not None and body.thinking.type == "disabled":
+            raise InvalidArgument(
+                f"thinking.budget_tokens is {budget} beside thinking.type 'disabled'; leave it out, or set thinking.type to "
+                "'enabled'",
+                field="thinking.budget_tokens",
+            )
+    if isinstance(body, MessagesBody):
+        check_range("max_tokens", body.max_tokens, 1, _INT32_MAX)
+
+
+def blocks_of(content: Any, path: str) -> str | list[BlockBody] | None:
+    """The content of a block as blocks; of tools that Anthropic runs it has another form. Raises InvalidArgument."""
+    try:
+        return msgspec.convert(content, str | list[BlockBody] | None)
+    except msgspec.ValidationError as e:
+        raise undecodable(e, path) from None
