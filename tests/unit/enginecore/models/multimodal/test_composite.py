@@ -14,7 +14,7 @@ from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models.dtypes import NarrowWeight
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
-from penstock_enginecore.models.multimodal.composite import family_of
+from penstock_enginecore.models.multimodal.composite import _FAMILIES, family_of
 from penstock_enginecore.models.quantization.loading import dequantize_kept
 from tests.fakes.models.quantized_models import FORMATS, is_quantized
 from tests.fakes.multimodal_items import features, image_tensors, item
@@ -164,6 +164,11 @@ def test_a_tower_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
 def test_families_that_are_not_served_are_refused_with_the_reason(kind: str, said: str) -> None:
     with pytest.raises(ModelLoadError, match=said):
         family_of(AutoConfig.for_model(kind))
+
+
+@pytest.mark.parametrize("kind", sorted(_FAMILIES))
+def test_every_family_that_is_named_is_found(kind: str) -> None:
+    family_of(AutoConfig.for_model(kind))
 
 
 QUANTIZED = [("fp8-blocks", ""), ("fp8-tensor", ""), ("compressed-int4", "language_model"), ("awq", "language_model")]
