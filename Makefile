@@ -61,8 +61,9 @@ $(VENV)/.deps: constraints.txt requirements-dev.txt $(wildcard services/*/pyproj
 	@$(PIP) install -q -r requirements-dev.txt -c constraints.txt 2> >(grep -v "is ignored: it is neither" >&2)
 	@touch $@
 
-$(VENV)/.ready: $(VENV)/.deps $(shell find protos -name '*.proto') protos/hatch_build.py $(wildcard services/enginecore/csrc/*) services/enginecore/hatch_build.py
-	@echo "setup: generating stubs, compiling kernels and installing penstock"
+$(VENV)/.ready: $(VENV)/.deps $(shell find protos -name '*.proto') protos/hatch_build.py $(wildcard services/enginecore/csrc/*) services/enginecore/hatch_build.py \
+		services/client/build_sync_client.py services/client/penstock_client/async_client.py
+	@echo "setup: generating stubs and the client for threads, compiling kernels and installing penstock"
 	@$(PIP) install -q --no-deps --no-build-isolation --force-reinstall ./protos $(foreach d,$(DISTS),-e services/$(d)) \
 		2> >(grep -v "is ignored: it is neither" >&2)
 	@touch $@

@@ -8,7 +8,7 @@ from penstock.common.v1.media_pb2 import Media
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.common.v1.structured_output_pb2 import StructuredOutput
 from penstock.inference.v1.messages_pb2 import ChatMessage, Model, RoutingHints, Tool, ToolCall, ToolChoice
-from penstock_client.client import AsyncClient, Client
+from penstock_client.async_client import AsyncClient, AsyncStream
 from penstock_client.connection import Keepalive, Tls
 from penstock_client.errors import (
     Cancelled,
@@ -25,7 +25,8 @@ from penstock_client.errors import (
     Unimplemented,
 )
 from penstock_client.requests import audio, image, message, video
-from penstock_client.results import AsyncStream, ChatOutput, Classes, Embeddings, Logprob, Output, Scores, Stream, Usage
+from penstock_client.results import ChatOutput, Classes, Embeddings, Logprob, Output, Scores, Usage
+from penstock_client.sync_client import Client, Stream
 
 __all__ = [
     "AsyncClient",

@@ -1,6 +1,8 @@
 """The Python client against a real server on loopback: answers, errors, cancelled calls, retries, connections that end."""
 
 import asyncio
+import re
+import runpy
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -197,3 +199,11 @@ def test_settings_of_connections_have_limits(tmp_path: Path) -> None:
         Tls(certificate="tls.crt")
     with pytest.raises(FileNotFoundError, match="absent.pem"):
         Client(tls=Tls(ca=tmp_path / "absent.pem"))
+
+
+def test_the_client_for_threads_is_that_of_the_source() -> None:
+    service = Path(__file__).parents[3] / "services" / "client"
+    build = runpy.run_path(str(service / "build_sync_client.py"))
+    source, made = (service / "penstock_client" / f"{kind}_client.py" for kind in ("async", "sync"))
+    assert made.read_text() == build["synchronous"](source.read_text()), "run `make setup`"
+    assert not re.search(r"\basync\b|\bawait\b|aio_", made.read_text())

@@ -1,9 +1,11 @@
-"""The clients: ``Client`` for threads, and ``AsyncClient`` for asyncio."""
+"""The client for asyncio. ``build_sync_client.py`` makes ``sync_client.py`` of it, the same for threads."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack
 
 import grpc
+from grpc.aio import EOF
 
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.inference.v1 import messages_pb2 as pb
@@ -24,13 +26,11 @@ from penstock_client.requests import (
     whole,
 )
 from penstock_client.results import (
-    AsyncStream,
     ChatOutput,
     Classes,
     Embeddings,
     Output,
     Scores,
-    Stream,
     read_chat_output,
     read_classes,
     read_embeddings,
@@ -42,149 +42,58 @@ if TYPE_CHECKING:
     from penstock.inference.v1.service_pb2_grpc import InferenceServiceAsyncStub
 
 
-class Client(BaseClient):
-    """Calls a Penstock server; made for many calls at once, from many threads. Use as a context manager, or ``close`` it.
+Response = TypeVar("Response")
+Piece = TypeVar("Piece")
+
+
+class AsyncStream(AsyncIterator[Piece], Generic[Response, Piece]):
+    """Pieces of an answer. Leaving the loop, or the ``with``, cancels the call; so does letting go of the stream.
+
+    Cancelling the task that waits for a piece cancels the call as well. Raises PenstockError where the call fails.
+    """
+
+    def __init__(self, call: Any, read: Callable[[Response], Piece]) -> None:
+        self._call = call
+        self._read = read
+        self._closed = False
+
+    async def __anext__(self) -> Piece:
+        if self._closed:
+            raise StopAsyncIteration
+        try:
+            response: Any = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise of_call(error) from None
+        if response is EOF:
+            raise StopAsyncIteration
+        return self._read(response)
+
+    def close(self) -> None:
+        """Cancel the call, unless it has ended. Does nothing the second time."""
+        self._closed = True
+        self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._call.cancel()
+
+
+class AsyncClient(BaseClient):
+    """Calls a Penstock server, many calls at once. Use as a context manager, or ``close`` it.
+
+    ``Client`` is for threads. ``AsyncClient`` has the same methods for asyncio: make it inside the event loop that its calls
+    run in; cancelling the task that waits for a call ends the work in the engine.
 
     ``timeout`` of a call is its deadline, in seconds from its start: it covers the queue, every retry and the whole stream.
     Calls that fail as UNAVAILABLE before anything of their answer came are tried again by the channel, up to four times in all.
     Every call raises PenstockError when it has failed, and ValueError for a timeout that is none.
-    """
-
-    stub: service_pb2_grpc.InferenceServiceStub
-    """For what has no method here, such as GenerateSession; give it ``metadata``."""
-
-    def _open(self, connection: Connection) -> None:
-        self._channel = connection.channel()
-        self.stub = service_pb2_grpc.InferenceServiceStub(self._channel)
-
-    def close(self) -> None:
-        """End the connections, and the calls that still run."""
-        self._channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def generate(
-        self,
-        prompt: MixedPrompt,
-        sampling: SamplingParams | None = None,
-        *,
-        prediction: Prompt | None = None,
-        timeout: float | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> list[Output]:
-        """Continue a text, token ids, or texts and media. Returns the ``n`` sequences, each whole."""
-        stream = self.stream(prompt, whole(sampling), prediction=prediction, timeout=timeout, **options)
-        return sorted(stream, key=lambda output: output.index)
-
-    def stream(
-        self,
-        prompt: MixedPrompt,
-        sampling: SamplingParams | None = None,
-        *,
-        prediction: Prompt | None = None,
-        timeout: float | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> Stream[pb.GenerateResponse, Output]:
-        """The same, piece by piece; the n sequences interleaved. Leaving the iterator ends the work in the engine."""
-        request = generate_request(prompt, sampling, prediction, options)
-        call = self.stub.Generate(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
-        return Stream(call, read_output)
-
-    def chat(
-        self,
-        messages: Iterable[pb.ChatMessage],
-        sampling: SamplingParams | None = None,
-        *,
-        prediction: Prompt | None = None,
-        timeout: float | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> list[ChatOutput]:
-        """Answer a conversation through the model's chat template. Returns the ``n`` answers, each whole."""
-        stream = self.stream_chat(messages, whole(sampling), prediction=prediction, timeout=timeout, **options)
-        return sorted(stream, key=lambda output: output.index)
-
-    def stream_chat(
-        self,
-        messages: Iterable[pb.ChatMessage],
-        sampling: SamplingParams | None = None,
-        *,
-        prediction: Prompt | None = None,
-        timeout: float | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> Stream[pb.ChatResponse, ChatOutput]:
-        """The same, piece by piece. Leaving the iterator ends the work in the engine."""
-        request = chat_request(messages, sampling, prediction, options)
-        call = self.stub.Chat(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
-        return Stream(call, read_chat_output)
-
-    def embed(
-        self,
-        inputs: Sequence[MixedPrompt],
-        *,
-        dimensions: int | None = None,
-        normalize: bool | None = None,
-        timeout: float | None = None,
-        **options: Unpack[CallOptions],
-    ) -> Embeddings:
-        """One vector for each text, or list of token ids."""
-        request = embed_request(inputs, dimensions, normalize, options)
-        return read_embeddings(self._call(self.stub.Embed, request, timeout))
-
-    def classify(
-        self,
-        inputs: Sequence[MixedPrompt],
-        *,
-        use_activation: bool | None = None,
-        timeout: float | None = None,
-        **options: Unpack[CallOptions],
-    ) -> list[Classes]:
-        """The classes of each input."""
-        request = classify_request(inputs, use_activation, options)
-        return read_classes(self._call(self.stub.Classify, request, timeout))
-
-    def score(
-        self,
-        query: Prompt,
-        documents: Sequence[Prompt],
-        *,
-        timeout: float | None = None,
-        **options: Unpack[CallOptions],
-    ) -> Scores:
-        """How like the query each document is."""
-        return read_scores(self._call(self.stub.Score, score_request(query, documents, options), timeout))
-
-    def tokenize(self, text: str, *, model: str = "", timeout: float | None = None) -> list[int]:
-        """The token ids of a text, special tokens among them."""
-        request = pb.TokenizeRequest(model=model, text=text)
-        return list(self._call(self.stub.Tokenize, request, timeout).token_ids)
-
-    def detokenize(self, token_ids: Iterable[int], *, model: str = "", timeout: float | None = None) -> str:
-        """The text of token ids, without special tokens."""
-        request = pb.DetokenizeRequest(model=model, token_ids=token_ids)
-        return str(self._call(self.stub.Detokenize, request, timeout).text)
-
-    def models(self, *, timeout: float | None = None) -> list[pb.Model]:
-        """The models that are served."""
-        return list(self._call(self.stub.ListModels, pb.ListModelsRequest(), timeout).models)
-
-    def _call(self, method: Callable[..., Any], request: Any, timeout: float | None) -> Any:
-        try:
-            return method(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
-        except grpc.RpcError as error:
-            raise of_call(error) from None
-
-
-# The client for asyncio.
-
-
-class AsyncClient(BaseClient):
-    """Client for asyncio: made inside the event loop that its calls run in. Use as an async context manager, or ``close`` it.
-
-    Arguments, results and errors are Client's. Cancelling the task that waits for a call ends the work in the engine.
     """
 
     stub: "InferenceServiceAsyncStub"
