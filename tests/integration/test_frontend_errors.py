@@ -1,7 +1,6 @@
 """Wrong input on every public RPC: the status and the field, and a server that goes on."""
 
 import asyncio
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,38 +35,9 @@ def ids(*token_ids: int) -> pb.TokenIds:
         (make_request(request_id="r" * 257), "request_id"),
         (make_request(cache_salt="s" * 257), "cache_salt"),
         (make_request(temperature=-1), "sampling_params.temperature"),
-        (make_request(temperature=math.nan), "sampling_params.temperature"),
-        (make_request(temperature=math.inf), "sampling_params.temperature"),
-        (make_request(top_p=0), "sampling_params.top_p"),
-        (make_request(top_p=math.nan), "sampling_params.top_p"),
-        (make_request(top_k=-5), "sampling_params.top_k"),
-        (make_request(min_p=2), "sampling_params.min_p"),
-        (make_request(max_tokens=0), "sampling_params.max_tokens"),
-        (make_request(max_tokens=2, min_tokens=3), "sampling_params.min_tokens"),
         (make_request(min_tokens=1000), "sampling_params.min_tokens"),
-        (make_request(stop=[""]), "sampling_params.stop[0]"),
-        (make_request(stop=["x"] * 65), "sampling_params.stop"),
-        (make_request(stop=["x" * 1000]), "sampling_params.stop[0]"),
         (make_request(stop_token_ids=[VOCAB]), "sampling_params.stop_token_ids[0]"),
-        (make_request(stream_interval=0), "sampling_params.stream_interval"),
-        (make_request(truncate_prompt_tokens=0), "sampling_params.truncate_prompt_tokens"),
-        (make_request(n=129), "sampling_params.n"),
-        (make_request(n=0), "sampling_params.n"),
-        (make_request(presence_penalty=-3), "sampling_params.presence_penalty"),
-        (make_request(frequency_penalty=2.5), "sampling_params.frequency_penalty"),
-        (make_request(repetition_penalty=0), "sampling_params.repetition_penalty"),
-        (make_request(logprobs=-2), "sampling_params.logprobs"),
-        (make_request(prompt_logprobs=-2), "sampling_params.prompt_logprobs"),
-        (make_request(logit_bias={1: 101}), "sampling_params.logit_bias"),
-        (make_request(logit_bias={VOCAB: 1}), "sampling_params.logit_bias"),
-        (make_request(allowed_token_ids=[VOCAB]), "sampling_params.allowed_token_ids[0]"),
         (make_request(bad_words=["x", ""]), "sampling_params.bad_words[1]"),
-        (
-            make_request(repetition_detection={"max_pattern_size": 1001}),
-            "sampling_params.repetition_detection.max_pattern_size",
-        ),
-        (make_request(structured_output={}), "sampling_params.structured_output"),
-        (make_request(structured_output={"regex": ""}), "sampling_params.structured_output.regex"),
         (make_request(structured_output={"choice": {}}), "sampling_params.structured_output"),
         (make_request(output_kind=99), "sampling_params.output_kind"),
         (make_request(routing=pb.RoutingHints(data_parallel_rank=5)), "routing.data_parallel_rank"),
