@@ -11,10 +11,15 @@ import pytest_asyncio
 from smg_grpc_proto.generated import vllm_engine_pb2
 
 from penstock.inference.v1 import messages_pb2
+from penstock_client import SamplingParams
 from penstock_common.errors import InvalidArgument, PermissionDenied, RequestFailed, Unimplemented
 from penstock_frontend.config import LimitsConfig, MaxMediaConfig, MediaConfig
+from penstock_local.bench.dataset import Prompt
+from penstock_local.bench.load import Load
+from penstock_local.bench.options import BenchOptions
+from penstock_local.commands.chat import Turn
 from penstock_local.media_files import MediaFile
-from penstock_local.rpc.client import ChatMessage, InferenceClient, LoadClient
+from penstock_local.rpc.client import client_of, with_media
 from tests.fakes.clients.vllm_client import VllmClient
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import collect, failure
@@ -319,17 +324,20 @@ async def test_metrics_have_each_series_once(served: Served) -> None:
 async def test_the_command_sends_media_before_its_text(served: Served) -> None:
     file = MediaFile(modality="image", name="cat.png", data=IMAGE)
     address = f"127.0.0.1:{served.api.server.frontend.port}"
-    async with InferenceClient(address) as client:
-        pieces = [piece async for piece in client.generate("what is it?", media=[file], max_tokens=1)]
+    async with client_of(address) as client:
+        one = SamplingParams(max_tokens=1)
+        pieces = [piece async for piece in client.stream(with_media("what is it?", [file]), one)]
         assert pieces[-1].usage is not None
         (start, *image) = served.last_prompt()[: ROWS + 1]
         assert (start, image) == (0, [served.token_id] * ROWS)  # behind the special token that begins a text
-        message = ChatMessage(role="user", content="what is it?", media=(file,))
-        assert [piece async for piece in client.chat([message], sampling={"max_tokens": 1})]
+        message = Turn(role="user", content="what is it?", media=(file,)).message()
+        assert [piece async for piece in client.stream_chat([message], one)]
         assert served.rows_of_last() == ROWS
-    async with LoadClient(address, channels=1) as load:
-        answer = load.generate([20, 21], images=[IMAGE, IMAGE], model="", deadline=None, sampling={"max_tokens": 1})
-        assert [piece.prompt_tokens async for piece in answer][-1] == 2 * ROWS + 2
+        load = Load(
+            BenchOptions(address=address, requests=1), [client], iter([Prompt([20, 21], 1, images=[IMAGE, IMAGE])])
+        )
+        await load.run()
+        assert [record.prompt_tokens for record in load.records] == [2 * ROWS + 2]
     assert served.last_prompt() == [*[served.token_id] * 2 * ROWS, 20, 21]
 
 

@@ -10,7 +10,7 @@ from grpc.aio import EOF
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
-from penstock_client.connection import BaseClient, Connection
+from penstock_client.connection import BaseClient
 from penstock_client.errors import of_call
 from penstock_client.requests import (
     CallOptions,
@@ -99,8 +99,8 @@ class AsyncClient(BaseClient):
     stub: "InferenceServiceAsyncStub"
     """For what has no method here, such as GenerateSession; give it ``metadata``."""
 
-    def _open(self, connection: Connection) -> None:
-        self._channel = connection.aio_channel()
+    def _open(self, channel: Any) -> None:
+        self._channel = channel or self._connection.aio_channel()
         self.stub = service_pb2_grpc.InferenceServiceStub(self._channel)
 
     async def close(self) -> None:

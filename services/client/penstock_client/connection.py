@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -137,9 +138,11 @@ class BaseClient(ABC):
         timeout: float | None = None,
         keepalive: Keepalive | None = None,
         options: Sequence[tuple[str, str | int]] = (),
+        channel: grpc.Channel | grpc.aio.Channel | None = None,
     ) -> None:
+        """``channel``: one of yours, which the client closes; ``tls``, ``keepalive`` and ``options`` are then not used."""
         self._connection = Connection(address, key, tls, keepalive or Keepalive(), timeout, options)
-        self._open(self._connection)
+        self._open(channel)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -147,5 +150,5 @@ class BaseClient(ABC):
         return self._connection.metadata
 
     @abstractmethod
-    def _open(self, connection: Connection) -> None:
-        """Make the channel and the stub. Raises OSError."""
+    def _open(self, channel: Any) -> None:
+        """Make the stub, and the channel unless there is one. Raises OSError."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from penstock.common.v1.media_pb2 import Media, MediaFrame, MediaFrames
 from penstock.common.v1.pooling_pb2 import PoolingParams
@@ -12,14 +12,15 @@ from penstock.inference.v1.messages_pb2 import ChatMessage, ContentPart
 
 Prompt = str | Sequence[int]
 """A text, or token ids that are used as they are."""
-MixedPrompt = Prompt | Sequence[str | Media]
-"""The same, or texts and media one after the other."""
+MixedPrompt = Prompt | Sequence[str | Sequence[int] | Media]
+"""The same, or texts, token ids and media one after the other."""
 
 
 class CallOptions(TypedDict, total=False):
     """Fields of every request; what is left out the server decides."""
 
     model: str
+    lora: str
     request_id: str
     routing: pb.RoutingHints | None
 
@@ -111,12 +112,17 @@ def _input(given: MixedPrompt) -> pb.PoolingInput:
     return pb.PoolingInput(token_ids=pb.TokenIds(ids=given))  # type: ignore[arg-type]  # _mixed has looked
 
 
-def _mixed(given: Sequence[int] | Sequence[str | Media]) -> pb.MixedPrompt | None:
-    """Texts and media as a prompt; None for token ids."""
+def _mixed(given: Sequence[int] | Sequence[str | Sequence[int] | Media]) -> pb.MixedPrompt | None:
+    """Texts, token ids and media as a prompt; None for token ids alone."""
     if not given or isinstance(given[0], int):
         return None
-    parts = [pb.PromptPart(text=part) if isinstance(part, str) else pb.PromptPart(media=part) for part in given]  # type: ignore[arg-type]
-    return pb.MixedPrompt(parts=parts)
+    return pb.MixedPrompt(parts=map(_part, given))
+
+
+def _part(given: Any) -> pb.PromptPart:
+    if isinstance(given, Media):
+        return pb.PromptPart(media=given)
+    return pb.PromptPart(text=given) if isinstance(given, str) else pb.PromptPart(token_ids=pb.TokenIds(ids=given))
 
 
 # Images, sound and video of prompts and messages.

@@ -2,11 +2,14 @@
 
 import mimetypes
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from penstock_common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock_client import Media
 
 Modality = Literal["image", "audio"]
 _URLS = ("http://", "https://", "data:")
@@ -19,6 +22,14 @@ class MediaFile(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     data: bytes = b""
     url: str = ""
+
+    def message(self) -> "Media":
+        """As requests have it."""
+        from penstock_client import Media  # imports gRPC
+
+        if self.url:
+            return Media(modality=self.modality, url=self.url)
+        return Media(modality=self.modality, data=self.data)
 
 
 def read_media(name: str, modality: Modality, *, of: str) -> MediaFile:

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from penstock_client import Model
 from penstock_common.errors import ConfigError
 from penstock_frontend.config import FrontendConfig, ModelConfig
 from penstock_local import flags
 from penstock_local.bench.dataset import random_dataset
 from penstock_local.bench.options import BenchOptions
 from penstock_local.cli import build_parser
-from penstock_local.commands.chat import Conversation
+from penstock_local.commands.chat import Conversation, Turn
 from penstock_local.media_files import MediaFile, data_url, read_media
-from penstock_local.rpc.client import ChatMessage, ModelInfo
 from tests.unit.local.serving.test_plan import read, specs
 
 
@@ -107,11 +107,11 @@ def test_an_image_goes_with_the_next_message_alone(tmp_path: Path) -> None:
 
 
 def test_a_message_without_media_is_as_it_was() -> None:
-    message = ChatMessage(role="user", content="hi").message()
+    message = Turn(role="user", content="hi").message()
     assert (message.content, len(message.parts)) == ("hi", 0)
 
 
-MODEL = ModelInfo(name="m", max_model_len=4096, num_engines=1, vocab_size=100)
+MODEL = Model(name="m", max_model_len=4096, num_engines=1, vocab_size=100)
 
 
 def test_random_prompts_have_images_that_repeat() -> None:

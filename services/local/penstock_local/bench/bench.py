@@ -1,6 +1,7 @@
 """``penstock bench`` from its options to its exit code."""
 
 import asyncio
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from penstock_client import AsyncClient, Model
 from penstock_common.errors import ConfigError, RequestFailed, nearest
 from penstock_local.bench import plot
 from penstock_local.bench.dataset import Dataset, make_dataset
@@ -29,11 +31,11 @@ from penstock_local.bench.report import (
 )
 from penstock_local.console import fail, say
 from penstock_local.rpc.client import (
-    InferenceClient,
-    LoadClient,
-    ModelInfo,
     ServerUnreachableError,
+    client_of,
     describe_failure,
+    make_client,
+    pools,
     unreachable,
 )
 
@@ -54,8 +56,9 @@ async def bench(options: BenchOptions) -> int:
         _check_writable(options.json, flag="--json")
     try:
         model, dataset = await _prepare(options)
-        async with LoadClient(options.address, channels=options.channels) as client:
-            load = Load(options, client, dataset.prompts)
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(make_client(options.address)) for _ in range(options.channels)]
+            load = Load(options, clients, dataset.prompts)
             run = _describe(options, model, dataset)
             say(f"{run.model} at {options.address}, {run.engines}: {options.load}; {run.about}")
             await load.warm_up()
@@ -76,18 +79,18 @@ async def bench(options: BenchOptions) -> int:
     return EXIT_FAILED if report.failures else 0
 
 
-async def _prepare(options: BenchOptions) -> tuple[ModelInfo, Dataset]:
+async def _prepare(options: BenchOptions) -> tuple[Model, Dataset]:
     """The model to measure, and what it is asked. Raises ConfigError, and what the server fails with."""
-    async with InferenceClient(options.address) as client:
+    async with client_of(options.address) as client:
         model = await _model(options, client)
 
         async def count_tokens(text: str) -> int:
-            return await client.count_tokens(text, model=options.model)
+            return len(await client.tokenize(text, model=options.model))
 
         return model, await make_dataset(options, model, count_tokens)
 
 
-async def _model(options: BenchOptions, client: InferenceClient) -> ModelInfo:
+async def _model(options: BenchOptions, client: AsyncClient) -> Model:
     """The model to measure. Raises ConfigError when the server does not serve it, and what the server fails with."""
     models = {model.name: model for model in await client.models()}
     if not models:
@@ -96,7 +99,7 @@ async def _model(options: BenchOptions, client: InferenceClient) -> ModelInfo:
         if named and named not in models:
             raise ConfigError(f"{flag} {named}: {options.address} serves {', '.join(models)}{nearest(named, models)}")
     name = options.lora or options.model or next(iter(models))
-    if models[name].pools:
+    if pools(models[name]):
         serves = ", ".join(models[name].capabilities)
         raise ConfigError(
             f"{name} at {options.address} does not generate text, which is what is measured; it serves {serves}"
@@ -104,7 +107,7 @@ async def _model(options: BenchOptions, client: InferenceClient) -> ModelInfo:
     return models[name]
 
 
-def _describe(options: BenchOptions, model: ModelInfo, dataset: Dataset) -> Run:
+def _describe(options: BenchOptions, model: Model, dataset: Dataset) -> Run:
     return Run(
         options=options,
         model=model.name,

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from penstock_client import Model
 from penstock_common.errors import ConfigError
 from penstock_local.bench.options import BenchOptions
 from penstock_local.bench.report import schema_problem
-from penstock_local.rpc.client import ModelInfo
 
 CountTokens = Callable[[str], Awaitable[int]]
 """How many tokens a text has, by the server's tokenizer. Raises what the server fails with."""
@@ -43,7 +43,7 @@ class Dataset(msgspec.Struct, frozen=True):
     about: str
 
 
-def check_lengths(longest: int, model: ModelInfo, *, flags: str) -> None:
+def check_lengths(longest: int, model: Model, *, flags: str) -> None:
     """Raise ConfigError, naming ``flags``, when the model takes no sequences of ``longest`` tokens."""
     if model.max_model_len and longest > model.max_model_len:
         raise ConfigError(
@@ -51,7 +51,7 @@ def check_lengths(longest: int, model: ModelInfo, *, flags: str) -> None:
         )
 
 
-def random_ids(model: ModelInfo) -> range:
+def random_ids(model: Model) -> range:
     """The ids that random prompts are drawn from. Raises ConfigError when the server does not say how many there are."""
     if model.vocab_size <= FIRST_ID:
         raise ConfigError(f"the server says that {model.name} has {model.vocab_size} token ids; use --prompts FILE")
@@ -168,7 +168,7 @@ class _Conversation(msgspec.Struct, frozen=True):
     conversations: list[_Turn] = []
 
 
-async def sharegpt(options: BenchOptions, model: ModelInfo, count_tokens: CountTokens) -> Dataset:
+async def sharegpt(options: BenchOptions, model: Model, count_tokens: CountTokens) -> Dataset:
     """As many conversations as there are requests, in an order that the seed chooses; over and over where too few fit.
 
     ``--output-len`` stands for the lengths of the answers where it is given. Raises ConfigError for a file that is none, with
@@ -258,7 +258,7 @@ def image_file(rng: random.Random, width: int, height: int) -> bytes:
 # Prompts of random token ids.
 
 
-def random_dataset(options: BenchOptions, model: ModelInfo) -> Dataset:
+def random_dataset(options: BenchOptions, model: Model) -> Dataset:
     """Prompts and outputs of the lengths asked for, prompts behind the prefix that all share, if there is to be one.
 
     Raises ConfigError when the model cannot take them.
@@ -289,7 +289,7 @@ def _random_prompts(options: BenchOptions, ids: range) -> Iterator[Prompt]:
 # The idea and the names are those of ``vllm bench serve --dataset-name prefix_repetition``.
 
 
-def prefix_repetition(options: BenchOptions, model: ModelInfo) -> Dataset:
+def prefix_repetition(options: BenchOptions, model: Model) -> Dataset:
     """Every prefix as often as the others. Raises ConfigError when the model cannot take the lengths."""
     prefix, suffix = options.prefix_repetition_prefix_len, options.prefix_repetition_suffix_len
     longest = prefix + suffix + options.prefix_repetition_output_len
@@ -418,7 +418,7 @@ def _parse_schema(text: str, *, where: str) -> _SchemaLine:
     return line
 
 
-async def make_dataset(options: BenchOptions, model: ModelInfo, count_tokens: CountTokens) -> Dataset:
+async def make_dataset(options: BenchOptions, model: Model, count_tokens: CountTokens) -> Dataset:
     """Raises ConfigError when a file or lengths cannot be right, and what the server fails to count tokens with."""
     if options.prompts:
         return prompts_file(options)

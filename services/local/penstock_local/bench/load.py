@@ -5,13 +5,14 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from penstock_client import AsyncClient, SamplingParams, image
 from penstock_common.errors import PenstockError, RequestFailed
 from penstock_local.bench.dataset import Prompt
 from penstock_local.bench.options import BenchOptions
 from penstock_local.bench.report import Record
-from penstock_local.rpc.client import LoadClient
+from penstock_local.rpc.client import explained
 
 UNREACHABLE = "UNREACHABLE"
 UNFINISHED = "CANCELLED"
@@ -22,9 +23,9 @@ _WINDOW = 8
 
 
 class Load:
-    """One run. The counters are for the progress bar."""
+    """One run, whose requests go to the clients in turn. The counters are for the progress bar."""
 
-    def __init__(self, options: BenchOptions, client: LoadClient, prompts: Iterator[Prompt]) -> None:
+    def __init__(self, options: BenchOptions, clients: Sequence[AsyncClient], prompts: Iterator[Prompt]) -> None:
         self.records: list[Record] = []
         """Every request that was sent, in order."""
         self.num_tokens = 0
@@ -38,7 +39,7 @@ class Load:
         self.cpu_seconds = 0.0
         """Processor time of this client during the run."""
         self._options = options
-        self._client = client
+        self._clients = itertools.cycle(clients)
         self._prompts = prompts
         self._samples: deque[tuple[float, int]] = deque([(0.0, 0)], maxlen=_WINDOW)
 
@@ -143,23 +144,23 @@ class Load:
         sampling = {"temperature": 0.0, "ignore_eos": not self._options.may_end, **self._options.sampling}
         if prompt.schema:
             sampling["structured_output"] = {"json_schema": prompt.schema}
-        pieces = self._client.generate(
-            prompt.text,
-            images=prompt.images,
-            model=self._options.model,
-            lora=self._options.lora,
-            deadline=self._options.timeout,
-            sampling={**sampling, "max_tokens": prompt.max_tokens},
+        options, began, clock = self._options, self.began, time.perf_counter
+        pieces = next(self._clients).stream(
+            [*map(image, prompt.images), prompt.text] if prompt.images else prompt.text,
+            SamplingParams(**sampling, max_tokens=prompt.max_tokens),
+            model=options.model,
+            lora=options.lora,
+            timeout=options.timeout,
         )
-        began, clock = self.began, time.perf_counter
-        async for piece in pieces:
-            if piece.num_tokens:
-                record.times.append(clock() - began)
-                record.sizes.append(piece.num_tokens)
-                self.num_tokens += piece.num_tokens
-            if prompt.schema:
-                record.text += piece.text
-            if piece.ended:
-                record.prompt_tokens, record.cached_tokens = piece.prompt_tokens, piece.cached_tokens
-                record.accepted_draft_tokens = piece.accepted_draft_tokens
-                record.rejected_draft_tokens = piece.rejected_draft_tokens
+        async with explained(options.address), pieces:
+            async for piece in pieces:
+                if piece.token_ids:
+                    record.times.append(clock() - began)
+                    record.sizes.append(len(piece.token_ids))
+                    self.num_tokens += len(piece.token_ids)
+                if prompt.schema:
+                    record.text += piece.text
+                if piece.usage is not None:
+                    record.prompt_tokens, record.cached_tokens = piece.usage.prompt_tokens, piece.usage.cached_tokens
+                    record.accepted_draft_tokens = piece.usage.accepted_draft_tokens
+                    record.rejected_draft_tokens = piece.usage.rejected_draft_tokens

@@ -12,20 +12,27 @@ from typing import Any
 
 import msgspec
 
+from penstock_client import AsyncClient, ChatMessage, ChatOutput, Model, SamplingParams, message
 from penstock_common.errors import WRONG_MODEL_KIND, ConfigError, PenstockError, RequestFailed, Unimplemented, nearest
-from penstock_common.types.outputs import FinishReason
 from penstock_local.commands.generate import describe_end
 from penstock_local.commands.markdown_view import AnswerWriter
 from penstock_local.console import BOLD, DIM, dim, fail, use_color
 from penstock_local.media_files import MediaFile, Modality, read_media
-from penstock_local.rpc.client import (
-    ChatMessage,
-    InferenceClient,
-    Piece,
-    ServerUnreachableError,
-    describe_failure,
-    unreachable,
-)
+from penstock_local.rpc.client import ServerUnreachableError, describe_failure, explained, make_client, unreachable
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of a conversation. ``role``: system, user or assistant. ``media``: what stands before the content."""
+
+    role: str
+    content: str
+    media: tuple[MediaFile, ...] = ()
+
+    def message(self) -> ChatMessage:
+        """As requests have it."""
+        if self.media:
+            return message(self.role, *(file.message() for file in self.media), self.content)
+        return ChatMessage(role=self.role, content=self.content)
 
 
 class SaveError(PenstockError):
@@ -37,14 +44,14 @@ class Conversation:
 
     def __init__(self, system: str = "") -> None:
         self.system = system
-        self._turns: list[ChatMessage] = []
+        self._turns: list[Turn] = []
         self._media: list[MediaFile] = []
         self._saved: set[Path] = set()
 
     @property
-    def messages(self) -> Sequence[ChatMessage]:
+    def messages(self) -> Sequence[Turn]:
         """Everything a request sends."""
-        head = [ChatMessage(role="system", content=self.system)] if self.system else []
+        head = [Turn(role="system", content=self.system)] if self.system else []
         return [*head, *self._turns]
 
     @property
@@ -63,12 +70,12 @@ class Conversation:
 
     def ask(self, text: str) -> None:
         """Add a turn of the user."""
-        self._turns.append(ChatMessage(role="user", content=text, media=tuple(self._media)))
+        self._turns.append(Turn(role="user", content=text, media=tuple(self._media)))
         self._media.clear()
 
     def answer(self, text: str) -> None:
         """Add a turn of the model."""
-        self._turns.append(ChatMessage(role="assistant", content=text))
+        self._turns.append(Turn(role="assistant", content=text))
 
     def take_back_answer(self) -> bool:
         """Drop what the model said last, so that the last turn is the user's. Returns whether there is one to answer."""
@@ -77,11 +84,11 @@ class Conversation:
         return bool(self._turns)
 
     @property
-    def turns(self) -> Sequence[ChatMessage]:
+    def turns(self) -> Sequence[Turn]:
         """The turns so far, for ``restore``."""
         return tuple(self._turns)
 
-    def restore(self, turns: Sequence[ChatMessage]) -> None:
+    def restore(self, turns: Sequence[Turn]) -> None:
         """Go back to these turns."""
         self._turns = list(turns)
 
@@ -210,9 +217,8 @@ class Answer(msgspec.Struct, kw_only=True):
     """What has come of an answer."""
 
     text: str = ""
-    last: Piece | None = None
+    last: ChatOutput | None = None
     """Its last piece; None when the answer was stopped before it ended."""
-    num_tokens: int = 0
     seconds: float = 0.0
     """From the request to the last piece."""
 
@@ -230,20 +236,18 @@ def chat(options: ChatOptions) -> int:
             sys.stderr.write("\n")
             return 130
         finally:
-            runner.run(client.__aexit__())
+            runner.run(client.close())
 
 
-async def _connect(address: str) -> InferenceClient:
+async def _connect(address: str) -> AsyncClient:
     """A client inside the running event loop, where its channel belongs."""
-    return InferenceClient(address)
+    return make_client(address)
 
 
 class Chat:
     """The loop of a conversation: read a message or a command, act on it."""
 
-    def __init__(
-        self, options: ChatOptions, client: InferenceClient, runner: asyncio.Runner, reader: LineReader
-    ) -> None:
+    def __init__(self, options: ChatOptions, client: AsyncClient, runner: asyncio.Runner, reader: LineReader) -> None:
         self._options = options
         self._client = client
         self._runner = runner
@@ -277,10 +281,14 @@ class Chat:
 
     def _greet(self) -> None:
         """Name the model and the server. Raises what the server failed with."""
-        models = self._runner.run(self._client.models())
+        models = self._runner.run(self._models())
         self._model = self._model or next((model.name for model in models), "")
         if self._reader.interactive:
-            _note(f"{self._model} at {self._client.address}; /help lists what you can do, Ctrl-D leaves")
+            _note(f"{self._model} at {self._options.address}; /help lists what you can do, Ctrl-D leaves")
+
+    async def _models(self) -> Sequence[Model]:
+        async with explained(self._options.address):
+            return await self._client.models()
 
     def _turn(self) -> bool:
         """One message or command. Returns False when the user leaves."""
@@ -360,7 +368,7 @@ class Chat:
             fail("there is no message to answer yet")
         return True
 
-    def _answer(self, before: Sequence[ChatMessage]) -> None:
+    def _answer(self, before: Sequence[Turn]) -> None:
         """Ask the server, show the answer, keep it. Without an answer the turns are again those ``before``.
 
         Raises what the server failed with when another message would fail as well, or the messages come from a pipe.
@@ -390,16 +398,15 @@ class Chat:
         started = time.monotonic()
         stdout = AnswerWriter()
         options = self._options
-        pieces = self._client.chat(
-            self._conversation.messages, model=options.model, lora=options.lora, sampling=options.sampling
-        )
+        messages = [turn.message() for turn in self._conversation.messages]
+        sampling = SamplingParams(**options.sampling)
         try:
-            async for piece in pieces:
-                stdout.write(piece)
-                answer.text += piece.text
-                answer.num_tokens += piece.num_tokens
-                if piece.finish_reason is not None:
-                    answer.last = piece
+            async with explained(options.address):
+                async for piece in self._client.stream_chat(messages, sampling, model=options.model, lora=options.lora):
+                    stdout.write(piece)
+                    answer.text += piece.content
+                    if piece.finish_reason is not None:
+                        answer.last = piece
         finally:
             answer.seconds = time.monotonic() - started
             stdout.end()
@@ -409,7 +416,7 @@ class Chat:
             return
         if self._options.verbose:
             sys.stderr.write(dim(describe_end([answer.last], seconds=answer.seconds)) + "\n")
-        elif answer.last.finish_reason is FinishReason.LENGTH:
+        elif answer.last.finish_reason == "length":
             _note("[the answer was cut: it reached --max-tokens, or the model's longest sequence]")
 
 

@@ -10,12 +10,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from penstock_client import AsyncClient, Model, Output, SamplingParams
 from penstock_common.errors import PenstockError
-from penstock_common.types.outputs import FinishReason
 from penstock_local.commands.generate import describe_end
 from penstock_local.console import JoinedLog
 from penstock_local.rpc.admin import AdminClient
-from penstock_local.rpc.client import InferenceClient, ModelInfo, Piece
 from penstock_local.serving.machine import LOOPBACK, free_ports
 from penstock_local.serving.serve import serve_while
 from penstock_local.serving.serve_options import ServeOptions
@@ -67,7 +66,7 @@ class Result(msgspec.Struct, frozen=True):
     """A whole output: its text, its last message and the seconds from request to end."""
 
     text: str
-    last: Piece
+    last: Output
     seconds: float
 
     @property
@@ -93,12 +92,12 @@ async def demo(model: str) -> int:
 
     finished = False
 
-    async def work(client: InferenceClient, served: ModelInfo, log: JoinedLog) -> None:
+    async def work(client: AsyncClient, served: Model, log: JoinedLog) -> None:
         nonlocal finished
         log.muted = True  # the screen is for the answers; the end of a failing service's log is shown all the same
         try:
             async with AdminClient(f"{LOOPBACK}:{admin_port}") as admin:
-                await Demo(client, admin, Console(highlight=False)).show(served)
+                await Demo(client, admin, Console(highlight=False)).show(served, options.client_address)
         finally:
             log.muted = False
         finished = True
@@ -110,15 +109,15 @@ async def demo(model: str) -> int:
 class Demo:
     """The parts of the demo, one after the other, on one terminal and one server."""
 
-    def __init__(self, client: InferenceClient, admin: AdminClient, console: Console) -> None:
+    def __init__(self, client: AsyncClient, admin: AdminClient, console: Console) -> None:
         self._client = client
         self._admin = admin
         self._console = console
 
-    async def show(self, model: ModelInfo) -> None:
+    async def show(self, model: Model, address: str) -> None:
         """Show all parts."""
         self._console.print(
-            f"\n{model.name} is up: {model.num_engines} engines behind one gRPC address, {self._client.address}",
+            f"\n{model.name} is up: {model.num_engines} engines behind one gRPC address, {address}",
             style="bold green",
         )
         await self._streaming()
@@ -180,7 +179,7 @@ class Demo:
     async def _follow(self, requests: "_Requests", index: int) -> None:
         async for piece in self._generate(CONCURRENT_PROMPTS[index], max_tokens=60):
             requests.texts[index] += piece.text
-            requests.tokens[index] += piece.num_tokens
+            requests.tokens[index] += len(piece.token_ids)
 
     async def _watch_loads(self, requests: "_Requests") -> None:
         while True:
@@ -204,12 +203,12 @@ class Demo:
             text += last.text
             if echo:
                 self._console.print(Text(last.text), end="", soft_wrap=True)
-        if last is None or last.finish_reason in (None, FinishReason.ABORT, FinishReason.ERROR):
+        if last is None or last.finish_reason in (None, "abort", "error"):
             raise DemoFailedError(f"the output for {readable(prompt)!r} did not end normally")
         return Result(text, last, loop.time() - started)
 
-    def _generate(self, prompt: str, **sampling: Any) -> AsyncIterator[Piece]:
-        return self._client.generate(prompt, **{"temperature": 0.0, "max_tokens": 80, **sampling})
+    def _generate(self, prompt: str, **sampling: Any) -> AsyncIterator[Output]:
+        return self._client.stream(prompt, SamplingParams(**{"temperature": 0.0, "max_tokens": 80, **sampling}))
 
     def _title(self, text: str) -> None:
         self._console.print()

@@ -4,37 +4,39 @@ import itertools
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from penstock_common.errors import RequestFailed
-from penstock_common.types.outputs import FinishReason, Logprobs
+from penstock_client import ChatOutput, Logprob, Output, SamplingParams
+from penstock_common.errors import ConfigError, RequestFailed
 from penstock_local.console import dim, fail
 from penstock_local.media_files import MediaFile
-from penstock_local.rpc.client import InferenceClient, Piece, ServerUnreachableError, describe_failure, unreachable
+from penstock_local.rpc.client import ServerUnreachableError, client_of, describe_failure, unreachable, with_media
 
 _HEADER = ("token", "logprob", "rank", "likeliest")
+Logprobs = Sequence[Sequence[Logprob]]
+"""Of each position the chosen token and the likeliest ones."""
+Piece = Output | ChatOutput
 
 
 def logprobs_table(logprobs: Logprobs) -> Iterator[str]:
     """Lines: a header, then one per position with the chosen token, its numbers, and the likeliest tokens with theirs."""
-    rows = [_HEADER, *(_row(logprobs, position) for position in range(len(logprobs)))]
+    texts = any(entry.token for entries in logprobs for entry in entries)
+
+    def token(entry: Logprob) -> str:
+        """The text in quotes, so that spaces show, or the id where the server gives no texts."""
+        return repr(entry.token) if texts else str(entry.token_id)
+
+    def row(chosen: Logprob, *likeliest: Logprob) -> tuple[str, str, str, str]:
+        others = "  ".join(f"{token(entry)} {entry.logprob:.2f}" for entry in likeliest)
+        return token(chosen), f"{chosen.logprob:.4f}", str(chosen.rank), others
+
+    rows = [_HEADER, *(row(*entries) for entries in logprobs)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for token, logprob, rank, likeliest in rows:
-        yield f"{token:<{widths[0]}}  {logprob:>{widths[1]}}  {rank:>{widths[2]}}  {likeliest}".rstrip()
-
-
-def _row(logprobs: Logprobs, position: int) -> tuple[str, str, str, str]:
-    first, end = logprobs.offsets[position : position + 2]
-    likeliest = (f"{_token(logprobs, entry)} {logprobs.logprobs[entry]:.2f}" for entry in range(first + 1, end))
-    return _token(logprobs, first), f"{logprobs.logprobs[first]:.4f}", str(logprobs.ranks[first]), "  ".join(likeliest)
-
-
-def _token(logprobs: Logprobs, entry: int) -> str:
-    """The text in quotes, so that spaces show, or the id where the server gives no texts."""
-    return repr(logprobs.tokens[entry]) if logprobs.tokens else str(logprobs.token_ids[entry])
+    for name, logprob, rank, likeliest in rows:
+        yield f"{name:<{widths[0]}}  {logprob:>{widths[1]}}  {rank:>{widths[2]}}  {likeliest}".rstrip()
 
 
 EXIT_FAILED = 1
@@ -56,27 +58,30 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Mapping[str, Any] = {}
     """Fields of SamplingParams; the server chooses those that are missing."""
 
+    def __post_init__(self) -> None:
+        if self.timeout is not None and not self.timeout > 0:
+            raise ConfigError(f"--timeout is {self.timeout:g}; it must be above 0 s")
 
-class Sequence:
+
+class Continuation:
     """One of the outputs of a prompt, as far as it has come."""
 
     def __init__(self) -> None:
         self.text = ""
-        self.last: Piece | None = None
+        self.last: Output | None = None
         """The latest piece."""
-        self.logprobs = Logprobs()
+        self.logprobs: list[Sequence[Logprob]] = []
 
     @property
     def ended(self) -> bool:
         """Whether nothing more comes of it."""
         return self.last is not None and self.last.finish_reason is not None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: Output) -> None:
         """Take the next piece."""
         self.text += piece.text
         self.last = piece
-        if piece.logprobs is not None:
-            self.logprobs.extend(piece.logprobs)
+        self.logprobs += piece.logprobs or ()
 
 
 async def generate(options: GenerateOptions) -> int:
@@ -86,17 +91,16 @@ async def generate(options: GenerateOptions) -> int:
     complete. Log-probabilities that were asked for follow as a table on standard error.
     """
     started = time.monotonic()
-    sequences = [Sequence() for _ in range(max(options.sampling.get("n", 1), 1))]
+    sequences = [Continuation() for _ in range(max(options.sampling.get("n", 1), 1))]
     num_written = 0
     try:
-        async with InferenceClient(options.address) as client:
-            async for piece in client.generate(
-                options.prompt,
+        async with client_of(options.address) as client:
+            async for piece in client.stream(
+                with_media(options.prompt, options.media),
+                SamplingParams(**options.sampling),
                 model=options.model,
                 lora=options.lora,
-                media=options.media,
-                deadline=options.timeout,
-                **options.sampling,
+                timeout=options.timeout,
             ):
                 sequences[piece.index].add(piece)
                 if len(sequences) == 1:
@@ -137,12 +141,12 @@ def describe_end(ends: Collection[Piece], *, seconds: float) -> str:
 def _reason(end: Piece) -> str:
     if end.finish_reason is None:
         return "no finish reason"
-    if end.finish_reason is FinishReason.STOP and end.stopped_at is not None:
-        return f"stop at {end.stopped_at!r}"
-    return end.finish_reason.name.lower()
+    if end.finish_reason == "stop" and end.stop_reason is not None:
+        return f"stop at {end.stop_reason!r}"
+    return end.finish_reason
 
 
-def _write_ended(sequences: list[Sequence], start: int) -> int:
+def _write_ended(sequences: list[Continuation], start: int) -> int:
     """Write those from ``start`` on that are complete, up to the first that is not. Returns how many."""
     ended = list(itertools.takewhile(lambda sequence: sequence.ended, sequences[start:]))
     for number, sequence in enumerate(ended, start=start + 1):
@@ -150,9 +154,9 @@ def _write_ended(sequences: list[Sequence], start: int) -> int:
     return len(ended)
 
 
-def _write_about(sequences: list[Sequence], *, seconds: float) -> None:
+def _write_about(sequences: list[Continuation], *, seconds: float) -> None:
     for number, sequence in enumerate(sequences, start=1):
-        if len(sequence.logprobs):
+        if sequence.logprobs:
             title = f"[{number}]\n" if len(sequences) > 1 else ""
             sys.stderr.write(title + "\n".join(logprobs_table(sequence.logprobs)) + "\n")
     ends = [sequence.last for sequence in sequences if sequence.last is not None]
@@ -164,7 +168,7 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _end_line(sequences: list[Sequence]) -> bool:
+def _end_line(sequences: list[Continuation]) -> bool:
     """Close the line of a single output that has been begun. Returns whether anything came at all."""
     if len(sequences) == 1 and sequences[0].last is not None:
         _write("\n")

@@ -10,7 +10,7 @@ import msgspec
 from penstock_common.errors import ConfigError, PenstockError, RequestFailed
 from penstock_local.commands.models import size_text
 from penstock_local.console import fail
-from penstock_local.rpc.admin import AdminClient, ListedAdapter, LoraCalls
+from penstock_local.rpc.admin import AdminClient, ListedAdapter
 from penstock_local.rpc.client import of_operators_api
 
 EXIT_FAILED = 1
@@ -87,9 +87,8 @@ def path_of(text: str) -> str:
 async def lora(options: LoraOptions) -> int:
     """Do what is asked for. Returns the exit code."""
     async with AdminClient(options.admin_address) as admin:
-        calls = LoraCalls(admin, deadline=_TIMEOUT)
         try:
-            text = await _done(calls, options)
+            text = await _done(admin, options)
         except PenstockError as e:
             taken = isinstance(e, RequestFailed) and e.reason == "LORA_NAME_TAKEN"
             fail(f"{of_operators_api(e)}{'; --inplace sets it' if taken else ''}")
@@ -98,21 +97,23 @@ async def lora(options: LoraOptions) -> int:
     return 0
 
 
-async def _done(calls: LoraCalls, options: LoraOptions) -> str:
+async def _done(admin: AdminClient, options: LoraOptions) -> str:
     """What to print once it is done."""
     name = options.name
     match options.action:
         case "load":
-            loaded = await calls.load(name, options.path, inplace=options.inplace, pinned=options.pin)
+            loaded = await admin.load_lora(
+                name, options.path, inplace=options.inplace, pinned=options.pin, deadline=_TIMEOUT
+            )
             return f"{name}: loaded from {options.path}, rank {loaded.rank}, {size_text(loaded.num_bytes)}\n"
         case "unload":
-            await calls.unload(name)
+            await admin.unload_lora(name, deadline=_TIMEOUT)
             return f"{name}: unloaded\n"
         case "pin":
-            await calls.pin(name, pinned=not options.unpin)
+            await admin.pin_lora(name, pinned=not options.unpin, deadline=_TIMEOUT)
             return f"{name}: {'not ' if options.unpin else ''}pinned\n"
         case _:
-            adapters = await calls.list()
+            adapters = await admin.list_loras(deadline=_TIMEOUT)
             return f"{msgspec.json.encode(adapters).decode()}\n" if options.json else _table(adapters)
 
 

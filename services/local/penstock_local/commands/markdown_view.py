@@ -10,8 +10,8 @@ from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.text import Text
 
+from penstock_client import ChatOutput
 from penstock_local.console import use_color
-from penstock_local.rpc.client import Piece
 
 _FENCES = ("```", "~~~")
 
@@ -131,17 +131,17 @@ class AnswerWriter:
         self._line_open = False
         self._reasoned = False
 
-    def write(self, piece: Piece) -> None:
+    def write(self, piece: ChatOutput) -> None:
         """Show the next piece."""
         if piece.reasoning and sys.stdout.isatty():
             self._reason(piece.reasoning)
-        if piece.text:
+        if piece.content:
             self._close_reasoning()
             if self._rendered:
                 self._answer = self._answer or MarkdownView(sys.stdout)
-                self._answer.write(piece.text)
+                self._answer.write(piece.content)
             else:
-                self._put(piece.text)
+                self._put(piece.content)
         for call in piece.tool_calls:
             self._end_views()
             self._put(f"[calls {call.name}({call.arguments})]\n")

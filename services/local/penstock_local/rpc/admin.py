@@ -1,21 +1,21 @@
 """A thin client of ``penstock.admin.v1``."""
 
 import json
-from collections.abc import Awaitable
+from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 import grpc
 import msgspec
 
-from penstock.admin.v1 import messages_pb2, service_pb2_grpc
 from penstock.admin.v1 import messages_pb2 as pb
+from penstock.admin.v1 import service_pb2_grpc
+from penstock_client.errors import of_call
 from penstock_common.rpc.cluster import engine_from_proto
 from penstock_common.rpc.data_parallel import pool_group_from_proto
-from penstock_common.rpc.status import from_rpc_error
 from penstock_common.types.cluster import EngineStatus
 from penstock_common.types.data_parallel import PoolGroup
 from penstock_local.rpc.client import call_failure
-from penstock_local.rpc.connect import ADMIN, connect
+from penstock_local.rpc.connect import ADMIN, connect, metadata
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,13 +70,16 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdminClient:
-    """Asks a frontend about its cluster, and for changes of it. Use as an async context manager."""
+    """Asks a frontend about its cluster, and for changes of it. Use as an async context manager.
+
+    ``deadline``: seconds that a call has. Calls raise RequestFailed, ServerUnreachableError, WrongAddressError and
+    TlsMismatchError.
+    """
 
     def __init__(self, address: str) -> None:
         self.address = address
         self._channel = connect(address, prefix=ADMIN)
-        self.stub = service_pb2_grpc.AdminServiceStub(self._channel)
-        """For what has no method here."""
+        self._stub = service_pb2_grpc.AdminServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -85,11 +88,8 @@ class AdminClient:
         await self._channel.close()
 
     async def engine_loads(self) -> list[EngineLoad]:
-        """Every engine of the cluster, by id. Raises RequestFailed."""
-        try:
-            response = await self.stub.GetCluster(messages_pb2.GetClusterRequest())
-        except grpc.aio.AioRpcError as e:
-            raise from_rpc_error(e) from None
+        """Every engine of the cluster, by id."""
+        response = await self._call(self._stub.GetCluster, pb.GetClusterRequest(), None)
         loads = [
             EngineLoad(engine_id=engine.engine_id, num_requests=engine.num_running_reqs + engine.num_waiting_reqs)
             for engine in response.engines
@@ -97,11 +97,8 @@ class AdminClient:
         return sorted(loads, key=lambda load: load.engine_id)
 
     async def cluster(self, *, deadline: float) -> Cluster:
-        """The cluster as the frontend sees it. ``deadline``: seconds from now. Raises RequestFailed, ServerUnreachableError."""
-        try:
-            response = await self.stub.GetCluster(messages_pb2.GetClusterRequest(), timeout=deadline)
-        except grpc.aio.AioRpcError as e:
-            raise await call_failure(e, self.address, prefix=ADMIN) from None
+        """The cluster as the frontend sees it."""
+        response = await self._call(self._stub.GetCluster, pb.GetClusterRequest(), deadline)
         engines = sorted(map(engine_from_proto, response.engines), key=lambda engine: (engine.index, engine.engine_id))
         variants = tuple(
             Variant(config_hash=v.config_hash, engine_ids=tuple(v.engine_ids), differs=dict(v.differs))
@@ -112,41 +109,52 @@ class AdminClient:
             coordinator_connected=response.coordinator_connected,
             variants=variants,
             groups=tuple(map(pool_group_from_proto, response.groups)),
-            lost_engines=tuple(
-                LostEngine(
-                    engine_id=lost.engine_id,
-                    address=lost.address,
-                    reason=lost.reason,
-                    seconds_ago=lost.seconds_ago,
-                    num_moved=lost.num_moved,
-                )
-                for lost in response.lost_engines
-            ),
-            tenant_refusals=tuple(
-                TenantRefusals(tenant=each.tenant, reason=each.reason, num_refused=each.num_refused)
-                for each in response.tenant_refusals
-            ),
+            lost_engines=tuple(_plain(LostEngine, lost) for lost in response.lost_engines),
+            tenant_refusals=tuple(_plain(TenantRefusals, each) for each in response.tenant_refusals),
         )
 
     async def scale(self, pool: str, replicas: int, *, deadline: float) -> int:
-        """Have ``replicas`` engines in ``pool``. Returns how many there were to be before. Raises as ``cluster`` does."""
-        request = messages_pb2.ScaleRequest(pool=pool, replicas=replicas)
-        try:
-            response = await self.stub.Scale(request, timeout=deadline)
-        except grpc.aio.AioRpcError as e:
-            raise await call_failure(e, self.address, prefix=ADMIN) from None
-        return response.previous_replicas
+        """Have ``replicas`` engines in ``pool``. Returns how many there were to be before."""
+        request = pb.ScaleRequest(pool=pool, replicas=replicas)
+        return int((await self._call(self._stub.Scale, request, deadline)).previous_replicas)
 
     async def engine_info(self, *, deadline: float) -> dict[str, dict[str, Any]]:
-        """What each connected engine is and holds, by engine id. Raises as ``cluster`` does, also for a single slow engine."""
-        try:
-            response = await self.stub.GetEngineInfo(messages_pb2.GetEngineInfoRequest(), timeout=deadline)
-        except grpc.aio.AioRpcError as e:
-            raise await call_failure(e, self.address, prefix=ADMIN) from None
+        """What each connected engine is and holds, by engine id. Raises also for a single slow engine."""
+        response = await self._call(self._stub.GetEngineInfo, pb.GetEngineInfoRequest(), deadline)
         return {engine_id: json.loads(info) for engine_id, info in response.engines.items()}
 
+    async def load_lora(self, name: str, path: str, *, inplace: bool, pinned: bool, deadline: float) -> "ListedAdapter":
+        """Have every engine read an adapter, and give it a name."""
+        request = pb.LoadLoraRequest(name=name, path=path, load_inplace=inplace, pinned=pinned)
+        return _listed((await self._call(self._stub.LoadLora, request, deadline)).lora)
 
-T = TypeVar("T")
+    async def unload_lora(self, name: str, *, deadline: float) -> None:
+        """Take a name away."""
+        await self._call(self._stub.UnloadLora, pb.UnloadLoraRequest(name=name), deadline)
+
+    async def list_loras(self, *, deadline: float) -> "list[ListedAdapter]":
+        """The adapters that requests can name, by name."""
+        return list(map(_listed, (await self._call(self._stub.ListLoras, pb.ListLorasRequest(), deadline)).loras))
+
+    async def pin_lora(self, name: str, *, pinned: bool, deadline: float) -> None:
+        """Have every engine keep an adapter in memory, or not any longer."""
+        await self._call(self._stub.PinLora, pb.PinLoraRequest(name=name, unpin=not pinned), deadline)
+
+    async def _call(self, method: Callable[..., Any], request: Any, deadline: float | None) -> Any:
+        try:
+            return await method(request, timeout=deadline, metadata=metadata())
+        except grpc.aio.AioRpcError as e:
+            raise await call_failure(of_call(e), self.address, prefix=ADMIN) from None
+
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def _plain(kind: type[S], message: Any) -> S:
+    """The fields of a message as a struct that has the same."""
+    return kind(**{name: getattr(message, name) for name in kind.__struct_fields__})
+
+
 _SOURCES = {
     pb.LORA_SOURCE_CONFIG: "config",
     pb.LORA_SOURCE_DIRECTORY: "directory",
@@ -167,39 +175,6 @@ class ListedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     modules: tuple[str, ...]
     pinned: bool
     engine_ids: tuple[str, ...]
-
-
-class LoraCalls:
-    """All raise RequestFailed and ServerUnreachableError. ``deadline``: seconds that each call has."""
-
-    def __init__(self, admin: AdminClient, *, deadline: float) -> None:
-        self._admin = admin
-        self._deadline = deadline
-
-    async def load(self, name: str, path: str, *, inplace: bool, pinned: bool) -> ListedAdapter:
-        """Have every engine read an adapter, and give it a name."""
-        request = pb.LoadLoraRequest(name=name, path=path, load_inplace=inplace, pinned=pinned)
-        return _listed((await self._answer(self._admin.stub.LoadLora(request, timeout=self._deadline))).lora)
-
-    async def unload(self, name: str) -> None:
-        """Take a name away."""
-        await self._answer(self._admin.stub.UnloadLora(pb.UnloadLoraRequest(name=name), timeout=self._deadline))
-
-    async def list(self) -> list[ListedAdapter]:
-        """The adapters that requests can name, by name."""
-        answer = await self._answer(self._admin.stub.ListLoras(pb.ListLorasRequest(), timeout=self._deadline))
-        return [_listed(each) for each in answer.loras]
-
-    async def pin(self, name: str, *, pinned: bool) -> None:
-        """Have every engine keep an adapter in memory, or not any longer."""
-        request = pb.PinLoraRequest(name=name, unpin=not pinned)
-        await self._answer(self._admin.stub.PinLora(request, timeout=self._deadline))
-
-    async def _answer(self, call: Awaitable[T]) -> T:
-        try:
-            return await call
-        except grpc.aio.AioRpcError as e:
-            raise await call_failure(e, self._admin.address, prefix=ADMIN) from None
 
 
 def _listed(info: pb.LoraInfo) -> ListedAdapter:

@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import os
 import ssl
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -28,36 +27,17 @@ VARIABLES = frozenset({API_KEY, *(f"{prefix}_{field.upper()}" for prefix in (PUB
 def connect(address: str, *, prefix: str = PUBLIC, environ: Mapping[str, str] = os.environ) -> grpc.aio.Channel:
     """A channel to a server. Raises ConfigError for files that cannot be used."""
     tls = ClientTlsConfig(**{field: environ.get(f"{prefix}_{field.upper()}", "") for field in _FIELDS})
-    key = environ.get(API_KEY, "")
-    interceptors = [_Unary(key), _Stream(key)] if key else []
-    return make_channel(address, credentials=ClientCredentials(tls, field=prefix), interceptors=interceptors)
+    return make_channel(address, credentials=ClientCredentials(tls, field=prefix))
 
 
-class _Unary(grpc.aio.UnaryUnaryClientInterceptor):
-    def __init__(self, key: str) -> None:
-        self._key = key
-
-    async def intercept_unary_unary(
-        self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
-    ) -> Any:
-        """Show the key."""
-        return await continuation(_with_key(client_call_details, self._key), request)
+def api_key(environ: Mapping[str, str] = os.environ) -> str:
+    """The key or token of calls; empty: none."""
+    return environ.get(API_KEY, "")
 
 
-class _Stream(grpc.aio.UnaryStreamClientInterceptor):
-    def __init__(self, key: str) -> None:
-        self._key = key
-
-    async def intercept_unary_stream(
-        self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
-    ) -> Any:
-        """Show the key."""
-        return await continuation(_with_key(client_call_details, self._key), request)
-
-
-def _with_key(details: grpc.aio.ClientCallDetails, key: str) -> grpc.aio.ClientCallDetails:
-    metadata = grpc.aio.Metadata(*(details.metadata or ()), ("authorization", f"Bearer {key}"))
-    return details._replace(metadata=metadata)  # type: ignore[attr-defined,no-any-return]  # a named tuple, says gRPC
+def metadata(environ: Mapping[str, str] = os.environ) -> tuple[tuple[str, str], ...]:
+    """The same as gRPC metadata."""
+    return (("authorization", f"Bearer {key}"),) if (key := api_key(environ)) else ()
 
 
 _TIMEOUT = 2.0
@@ -139,7 +119,8 @@ async def wait_until_serving(address: str, *, secured: bool = False) -> None:
     async with connect(address) if secured else make_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
-            watch = stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)  # type: ignore[attr-defined]
+            request = health_pb2.HealthCheckRequest()
+            watch = stub.Watch(request, wait_for_ready=True, metadata=metadata() if secured else ())  # type: ignore[attr-defined]
             try:
                 async for response in watch:
                     if response.status == health_pb2.HealthCheckResponse.SERVING:
@@ -160,7 +141,8 @@ async def serving(address: str, service: str = "", *, deadline: float) -> bool |
     async with connect(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            response = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=deadline)  # type: ignore[attr-defined]
+            request = health_pb2.HealthCheckRequest(service=service)
+            response = await stub.Check(request, timeout=deadline, metadata=metadata())  # type: ignore[attr-defined]
         except grpc.aio.AioRpcError:
             return None
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)

@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from penstock_client import AsyncClient, Model
 from penstock_common.addresses import with_port
 from penstock_common.errors import ConfigError
 from penstock_common.memory import host_memory
 from penstock_common.process import usable_cores
 from penstock_local.console import BOLD, GREEN, JoinedLog, paint, say
 from penstock_local.flags import DEFAULT_ADMIN_ADDRESS
-from penstock_local.rpc.client import InferenceClient, ModelInfo
+from penstock_local.rpc.client import client_of, pools
 from penstock_local.rpc.connect import SERVICE
 from penstock_local.serving.machine import LOOPBACK, free_ports, visible_gpus
 from penstock_local.serving.plan import check, check_configs, engine_spec, needs_secret, num_internal_ports, plan
@@ -47,14 +48,14 @@ _POLL_SECONDS = 0.02
 _MOST_NAMES = 8
 """Adapters that the first words name."""
 
-Work = Callable[[InferenceClient, ModelInfo, JoinedLog], Coroutine[Any, Any, None]]
+Work = Callable[[AsyncClient, Model, JoinedLog], Coroutine[Any, Any, None]]
 
 
 async def serve(options: ServeOptions) -> int:
     """Serve until asked to stop. Returns the exit code. Raises ConfigError before the start, ServiceDiedError after it."""
     started = time.monotonic()
 
-    async def until_stopped(_client: InferenceClient, model: ModelInfo, _log: JoinedLog) -> None:
+    async def until_stopped(_client: AsyncClient, model: Model, _log: JoinedLog) -> None:
         sys.stdout.write(ready_block(options, model, seconds=time.monotonic() - started) + "\n")
         sys.stdout.flush()
         await asyncio.Event().wait()
@@ -87,7 +88,7 @@ async def _serve_while(options: ServeOptions, work: Work, gpus: Sequence[str], s
         return engine_spec(options, number, port, coordinator, threads=threads, secret_file=secret)
 
     async def when_ready() -> None:
-        async with InferenceClient(options.client_address) as client:
+        async with client_of(options.client_address) as client:
             model = await _with_all_engines(client, options)
             if options.data_parallel_size > 1:
                 await first_of(work(client, model, log), GroupRanks(supervisor, coordinator, one_more).run())
@@ -99,7 +100,7 @@ async def _serve_while(options: ServeOptions, work: Work, gpus: Sequence[str], s
         return await run(supervisor, request, when_ready)
 
 
-async def _with_all_engines(client: InferenceClient, options: ServeOptions) -> ModelInfo:
+async def _with_all_engines(client: AsyncClient, options: ServeOptions) -> Model:
     """The served model, as soon as the frontend reaches all its engines: ready engines become known one by one."""
     while True:
         models = {model.name: model for model in await client.models()}
@@ -110,7 +111,7 @@ async def _with_all_engines(client: InferenceClient, options: ServeOptions) -> M
         await asyncio.sleep(_POLL_SECONDS)
 
 
-def ready_block(options: ServeOptions, model: ModelInfo, *, seconds: float) -> str:
+def ready_block(options: ServeOptions, model: Model, *, seconds: float) -> str:
     """What a user needs to know when everything is up."""
     host = "localhost" if options.client_host == LOOPBACK else options.client_host
     address = with_port(host, options.grpc_port)
@@ -167,9 +168,9 @@ def _adapters_line(options: ServeOptions) -> str:
     return f"    LoRA    {', '.join(names)}\n" if names else ""
 
 
-def _first_calls(options: ServeOptions, model: ModelInfo, host: str, elsewhere: str) -> list[str]:
+def _first_calls(options: ServeOptions, model: Model, host: str, elsewhere: str) -> list[str]:
     """Commands that show what the model does. ``elsewhere``: the flag for an address that is not the default."""
-    if not model.pools:
+    if not pools(model):
         return [f'penstock generate "Once upon a time" --max-tokens 60{elsewhere}', f"penstock chat{elsewhere}"]
     if "embed" in model.capabilities:
         body = f'{{"model": "{model.name}", "input": "Once upon a time"}}'

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from penstock_client import Model
 from penstock_common.errors import ConfigError
 from penstock_local.bench.dataset import random_dataset
 from penstock_local.bench.options import BenchOptions, Range, parse_range
 from penstock_local.bench.report import Record, as_json, latencies, make_report, percentile, summary_rows
 from penstock_local.cli import main
-from penstock_local.rpc.client import ModelInfo
 from penstock_local.serving.machine import free_ports
 from tests.fakes.clients.command import PENSTOCK
 from tests.fakes.frontends.fake_inference import BUSY, HOLD, FakeInference
 from tests.fakes.patience import PATIENCE
 
-MODEL = ModelInfo(name="m", max_model_len=512, num_engines=1, vocab_size=300)
+MODEL = Model(name="m", max_model_len=512, num_engines=1, vocab_size=300)
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from collections import Counter
 
 import pytest
 
+from penstock_client import Model
 from penstock_common.errors import ConfigError
 from penstock_local.bench.dataset import prefix_repetition
 from penstock_local.bench.options import BenchOptions
-from penstock_local.rpc.client import ModelInfo
 
-MODEL = ModelInfo(name="m", max_model_len=512, num_engines=1, vocab_size=300)
+MODEL = Model(name="m", max_model_len=512, num_engines=1, vocab_size=300)
 LENGTHS = {"prefix_repetition_prefix_len": 8, "prefix_repetition_suffix_len": 3, "prefix_repetition_output_len": 5}
 
 

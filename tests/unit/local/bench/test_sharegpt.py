@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from penstock_client import Model
 from penstock_common.errors import ConfigError
 from penstock_local.bench.dataset import Prompt, sharegpt
 from penstock_local.bench.options import BenchOptions
-from penstock_local.rpc.client import ModelInfo
 
-MODEL = ModelInfo(name="m", max_model_len=1500, num_engines=1, vocab_size=300)
+MODEL = Model(name="m", max_model_len=1500, num_engines=1, vocab_size=300)
 
 
 async def count_words(text: str) -> int:

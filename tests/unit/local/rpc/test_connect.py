@@ -11,8 +11,8 @@ from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError
 from penstock_common.rpc.server import RpcServer
 from penstock_local.rpc.admin import AdminClient
-from penstock_local.rpc.client import InferenceClient, ServerUnreachableError, TlsMismatchError, WrongAddressError
-from penstock_local.rpc.connect import ADMIN, connect, is_http_port, mismatch
+from penstock_local.rpc.client import ServerUnreachableError, TlsMismatchError, WrongAddressError, client_of
+from penstock_local.rpc.connect import ADMIN, connect, is_http_port, metadata, mismatch
 from tests.fakes.network.certificates import Authority
 
 
@@ -44,8 +44,8 @@ async def test_the_environment_says_which_authority_and_key(prefix: str, tmp_pat
     }
     async with connect(f"127.0.0.1:{port}", prefix=prefix, environ=environ) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        await health.Check(health_pb2.HealthCheckRequest())
-        watch = health.Watch(health_pb2.HealthCheckRequest())
+        await health.Check(health_pb2.HealthCheckRequest(), metadata=metadata(environ))
+        watch = health.Watch(health_pb2.HealthCheckRequest(), metadata=metadata(environ))
         async for _ in watch:
             break
         watch.cancel()
@@ -75,8 +75,8 @@ async def test_a_client_without_tls_is_told_to_set_the_authority(encrypted: Serv
     try:
         assert f"{address} wants TLS: set PENSTOCK_TLS_CA" in await mismatch(address, prefix="PENSTOCK_TLS", environ={})
         assert await mismatch(address, prefix="PENSTOCK_TLS", environ=WITH_TLS) == ""
-        async with InferenceClient(address) as client:
-            with pytest.raises(TlsMismatchError, match="set PENSTOCK_TLS_CA"):
+        with pytest.raises(TlsMismatchError, match="set PENSTOCK_TLS_CA"):
+            async with client_of(address) as client:
                 await client.models()
         async with AdminClient(address) as admin:
             with pytest.raises(TlsMismatchError, match="set PENSTOCK_ADMIN_TLS_CA"):
@@ -102,8 +102,8 @@ async def test_of_what_is_not_there_nothing_is_said(address: str) -> None:
 
 
 async def test_no_server_at_all_is_unreachable() -> None:
-    async with InferenceClient("127.0.0.1:9") as client:
-        with pytest.raises(ServerUnreachableError, match="no connection to 127.0.0.1:9"):
+    with pytest.raises(ServerUnreachableError, match="no connection to 127.0.0.1:9"):
+        async with client_of("127.0.0.1:9") as client:
             await client.models()
 
 
@@ -117,18 +117,18 @@ async def test_an_http_port_is_told_apart_with_the_address_to_give() -> None:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server:
-        async with InferenceClient(address) as client:
-            with pytest.raises(
-                WrongAddressError, match="is an HTTP port; --address is the gRPC API, 127.0.0.1:50051 unless"
-            ):
+        with pytest.raises(
+            WrongAddressError, match="is an HTTP port; --address is the gRPC API, 127.0.0.1:50051 unless"
+        ):
+            async with client_of(address) as client:
                 await client.models()
         async with AdminClient(address) as admin:
             with pytest.raises(
                 WrongAddressError, match="--admin-address is the operators' gRPC API, 127.0.0.1:50053 unless"
             ):
                 await admin.cluster(deadline=30)
-    async with InferenceClient(f"http://{address}") as client:
-        with pytest.raises(WrongAddressError, match="is a URL; --address is the gRPC API, 127.0.0.1:50051 unless"):
+    with pytest.raises(WrongAddressError, match="is a URL; --address is the gRPC API, 127.0.0.1:50051 unless"):
+        async with client_of(f"http://{address}") as client:
             await client.models()
 
 

@@ -10,26 +10,26 @@ import pytest
 from google.protobuf import json_format
 
 from penstock.inference.v1 import messages_pb2
+from penstock_client import Model
 from penstock_common.security.shared_secret import load_secret
-from penstock_local.rpc.client import ModelInfo
 from penstock_local.serving.serve import ready_block, secret_file
 from penstock_local.serving.serve_options import ServeOptions
 
 
 def block(*capabilities: str) -> str:
-    model = ModelInfo(name="m", max_model_len=512, num_engines=1, capabilities=capabilities)
+    model = Model(name="m", max_model_len=512, num_engines=1, capabilities=capabilities)
     return ready_block(ServeOptions(model="org/m"), model, seconds=1.0)
 
 
 def test_each_of_several_frontends_is_listed_with_its_own_ports() -> None:
-    model = ModelInfo(name="m", max_model_len=512, num_engines=1, capabilities=())
+    model = Model(name="m", max_model_len=512, num_engines=1, capabilities=())
     said = ready_block(ServeOptions(model="org/m", frontends=2), model, seconds=1.0)
     assert "frontend-0: admin localhost:50053, metrics http://localhost:8001/metrics" in said
     assert "frontend-1: admin localhost:50054, metrics http://localhost:8002/metrics" in said
 
 
 def test_adapters_are_named_in_the_first_words() -> None:
-    model = ModelInfo(name="m", max_model_len=512, num_engines=1, capabilities=())
+    model = Model(name="m", max_model_len=512, num_engines=1, capabilities=())
     few = ServeOptions(model="org/m", lora={"poet": "/a/poet", "json": "/a/json"}, lora_directory="/live")
     assert "\n    LoRA    json, poet, those in /live\n" in ready_block(few, model, seconds=1.0)
     many = ServeOptions(model="org/m", lora={f"a{i}": "/a" for i in range(9)})
