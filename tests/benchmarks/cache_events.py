@@ -26,7 +26,7 @@ def microseconds(running: int, *, followed: bool, steps: int = 1500) -> float:
         scheduler=SchedulerConfig(max_num_seqs=running, max_num_batched_tokens=8192, max_waiting_requests=2 * running),
     )
     engine = EngineCore(config, executor, progress=lambda line: None)
-    engine.record_kv_events(followed)
+    engine.scheduler.kv_cache.record_events(followed)
     numbers = itertools.count()
 
     def fill() -> None:
@@ -44,7 +44,7 @@ def microseconds(running: int, *, followed: bool, steps: int = 1500) -> float:
         executor.seconds = 0.0
         began = time.thread_time()
         engine.step(lambda: None)
-        if events := engine.take_kv_events():
+        if events := engine.scheduler.kv_cache.take_events():
             EngineCoreOutputs(kv_events=events, timestamp=0.0)
         if step >= 100:
             seconds += time.thread_time() - began - executor.seconds

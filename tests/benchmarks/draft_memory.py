@@ -88,7 +88,7 @@ def serve(engine: EngineCore, batch: list[EngineCoreRequest]) -> tuple[int, Any]
                 if output.finish_reason is not None:
                     live.discard(output.request_id)
                 elif output.offset > 8 and int(output.request_id[1:]) % ABORTED == 0:
-                    engine.abort(CLIENT, [output.request_id])
+                    engine.scheduler.abort_requests(CLIENT, [output.request_id])
                     live.discard(output.request_id)
     while engine.has_work:
         engine.step(lambda: None)

@@ -88,7 +88,7 @@ class _Steps:
         stats = self._engine.scheduler.stats()
         if (stats.num_running_reqs, stats.num_waiting_reqs) != (self._running, waiting):
             raise RuntimeError(f"{stats.num_running_reqs} requests run and {stats.num_waiting_reqs} wait")
-        self._engine.abort_client("bench")
+        self._engine.scheduler.abort_client("bench")
         while self._engine.has_work:
             self._engine.step(lambda: None)
         return statistics.median(times[WARM_UP:]) * 1e3

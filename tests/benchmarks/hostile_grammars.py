@@ -11,7 +11,6 @@ import itertools
 import json
 import statistics
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -45,8 +44,6 @@ class Bench:
         )
         executor = UniprocExecutor(config)
         self.engine = EngineCore(config, executor, make_grammars=make_grammar_backend, progress=lambda line: None)
-        self._woken = threading.Event()
-        self.engine.wake = self._woken.set
         self.times: dict[str, list[float]] = {}
         self.ends: dict[str, str] = {}
         self._number = 0
@@ -82,8 +79,7 @@ class Bench:
                     code = output.error.code if output.error else FinishReason(output.finish_reason).name
                     self.ends[output.request_id] = code
         if self.engine.stalled and self.engine.has_requests:
-            self._woken.wait(0.1)
-            self._woken.clear()
+            self.engine.queues.get(block=True, timeout=0.1)
 
     def gaps(self, name: str) -> list[float]:
         """Milliseconds between a request's tokens."""
@@ -121,7 +117,7 @@ class Bench:
             if current in self.ends:
                 ended.append(self.ends[current])
                 current = self.add(hostile)
-        self.engine.abort_client("bench")
+        self.engine.scheduler.abort_client("bench")
         while self.engine.has_work:
             self.step()
         gaps = [self.gaps(name)[count - 1 :] for name, count in zip(names, begun, strict=True)]

@@ -15,7 +15,6 @@ import json
 import random
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,8 +54,6 @@ class Bench:
         self._tiers = self.engine.connector if isinstance(self.engine.connector, TieredConnector) else None
         if host and self._tiers is not None and (tier := self._tiers._host) is not None:
             tier._reserved.result(60)  # all its memory is there
-        self._woken = threading.Event()
-        self.engine.wake = self._woken.set
         self._numbers = iter(range(1 << 30))
         self._random = random.Random(0)
         self.tokens = arguments.tokens
@@ -82,8 +79,7 @@ class Bench:
                     if output.new_token_ids:
                         yield output.request_id, now
             if self.engine.stalled and self.engine.has_requests:
-                self._woken.wait(10)
-                self._woken.clear()
+                self.engine.queues.get(block=True, timeout=10)
 
     def settle(self) -> None:
         """Until nothing is being copied."""

@@ -13,7 +13,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections import defaultdict
 from concurrent.futures import Future
@@ -51,8 +50,6 @@ class Bench:
             iteration_log_interval=0.0,
         )
         self._engine = EngineCore(config, UniprocExecutor(config), progress=lambda line: None)
-        self._woken = threading.Event()
-        self._engine.wake = self._woken.set
         self._adapters = adapters
         self._number = 0
 
@@ -74,8 +71,7 @@ class Bench:
             began = time.perf_counter()
             under_way = self.load(number, new=new)
             while not under_way.done():
-                assert self._woken.wait(60)
-                self._woken.clear()
+                assert self._engine.queues.get(block=True, timeout=60)
                 self._engine.step(lambda: None)
             taken.append(1000 * (time.perf_counter() - began))
             self._engine.loras.remove_lora(under_way.result().digest)
@@ -101,7 +97,7 @@ class Bench:
             ended = time.perf_counter()
             taken.append(1000 * (ended - began))
             began = ended
-        self._engine.abort_client("bench")
+        self._engine.scheduler.abort_client("bench")
         while self._engine.has_work or (under_way is not None and not under_way.done()):
             self._engine.step(lambda: None)
             time.sleep(0.001)

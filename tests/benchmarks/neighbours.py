@@ -7,7 +7,6 @@ measured in turn in every round.
 import itertools
 import json
 import statistics
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -62,8 +61,6 @@ class Bench:
         self._engine = EngineCore(
             config, UniprocExecutor(config), make_grammars=make_grammar_backend, progress=lambda line: None
         )
-        self._woken = threading.Event()
-        self._engine.wake = self._woken.set
         self._numbers = itertools.count()
 
     def close(self) -> None:
@@ -86,7 +83,7 @@ class Bench:
                 self._add(self._fresh_schema() if row.constrained else None, max_tokens=8)
             self._step()
         milliseconds = (time.perf_counter() - started) / STEPS * 1000
-        self._engine.abort_client("bench")
+        self._engine.scheduler.abort_client("bench")
         while self._engine.has_work:
             self._step()
         return milliseconds
@@ -120,8 +117,7 @@ class Bench:
     def _step(self) -> None:
         self._engine.step(lambda: None)
         if self._engine.stalled and self._engine.has_requests:
-            self._woken.wait()
-            self._woken.clear()
+            self._engine.queues.get(block=True, timeout=None)
 
 
 def schemas(model: str, threads: int, rounds: int) -> Iterator[tuple[str, str, float]]:

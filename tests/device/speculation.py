@@ -32,7 +32,7 @@ def speculation(method: str, temperature: float, device: str) -> dict[str, Any]:
     usual = _told(device, {}, temperature, invariant=False)[0] if sure else plain
     usual_drafted = _told(device, speculative, temperature, invariant=False)[0] if sure else drafted
     counts = run.stats.spec_decoding_stats
-    failure = engine.drafter_failure
+    failure = engine.scheduler.drafter_failure
     per_draft = 1 + counts.num_accepted_tokens / max(1, counts.num_drafts) if counts else 0.0
     same, near = _alike(drafted, plain), _alike(usual_drafted, usual)
     drafts = bool(counts and counts.num_accepted_tokens)

@@ -69,7 +69,7 @@ def test_tokens_are_those_without(models: dict[str, Path], method: str, setting:
     for _ in range(2):  # the second time on prefixes, and with outputs that have ended
         run = generate(engine, requests(temperature))
         assert run.tokens == expected
-    assert not engine.drafter_failure
+    assert not engine.scheduler.drafter_failure
     counts = run.stats.spec_decoding_stats
     if method == "itself":
         # All but what filters and ends leave over: the drafter draws as the model does.

@@ -64,7 +64,7 @@ def test_tokens_are_those_without(model: Path, head: str, setting: str, temperat
     for _ in range(2):  # the second time on prefixes
         run = generate(engine, requests(temperature))
         assert run.tokens == expected
-    assert not engine.drafter_failure
+    assert not engine.scheduler.drafter_failure
     assert run.stats.spec_decoding_stats.num_draft_tokens > 50
     if setting == "few blocks":
         assert run.stats.num_preemptions > 0
@@ -148,7 +148,7 @@ def test_requests_that_want_no_drafts_are_not_followed(model: Path, tmp_path: Pa
 def test_a_head_is_slept_on_and_woken(model: Path, tmp_path: Path) -> None:
     engine = engine_of(model, speculative(HEADS["eagle"], tmp_path))
     expect_the_same_behind_sleep(engine)
-    assert not engine.drafter_failure
+    assert not engine.scheduler.drafter_failure
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_workers_in_processes_draft_as_one_does(model: Path, tmp_path: Path) -> 
         run = generate(engine, requests(0.8))
         assert run.tokens == expected
         assert run.stats.spec_decoding_stats.num_draft_tokens > 50
-        assert not engine.drafter_failure
+        assert not engine.scheduler.drafter_failure
     finally:
         engine.shutdown()
 

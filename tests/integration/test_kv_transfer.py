@@ -49,8 +49,8 @@ def test_tokens_are_those_of_one_engine_and_blocks_move_once(
     assert target.value("penstock:kv_transfer_seconds_count", transport=transport) >= 1
     stats = next(output.prefill_stats for output in rest if output.prefill_stats is not None)
     assert stats.num_peer_tokens == len(PROMPT), "all of the prompt"
-    assert source.woken.wait(PATIENCE)
-    source.core.expire_leases()
+    assert source.core.queues.get(block=True, timeout=PATIENCE)
+    source.core.leases.expire()
     assert source.num_free_blocks == 199
     assert source.value("penstock:kv_lease_ends_total", end="released") == 1
     assert target.num_free_blocks == 199
@@ -62,7 +62,7 @@ def test_a_source_that_is_gone_costs_what_is_computed(model: Path, ends: ExitSta
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
     whole = undisturbed(target, request_of(params))
     prior, given = hand_over(source, request_of(params))
-    source.core.revoke_leases()
+    source.core.leases.revoke_all()
     rest = go_on(target, request_of(params), prior, given)
     assert prior + tokens_of(rest) == whole
     assert target.value("penstock:kv_transfer_failures_total", reason="lease") == 1

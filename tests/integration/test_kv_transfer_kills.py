@@ -57,8 +57,8 @@ def source(path: Path, transport: str, to: Connection) -> None:
         while to.recv() == "hand over":
             to.send(hand_over(engine, REQUEST))
         give_up = time.monotonic() + PATIENCE
-        while engine.core.has_leases and time.monotonic() < give_up:
-            engine.core.expire_leases()
+        while engine.core.leases and time.monotonic() < give_up:
+            engine.core.leases.expire()
             time.sleep(0.01)
         while engine.value("penstock:kv_pulls") and time.monotonic() < give_up:
             time.sleep(0.01)
@@ -185,9 +185,9 @@ def test_a_network_that_fails_over_nixl_costs_what_is_computed(
         thread.run(run(cable.plug_in))
         thread.run(cable.close())
         give_up = time.monotonic() + PATIENCE
-        while source.value("penstock:kv_pulls") or source.core.has_leases or source.value("penstock:kv_arena_blocks"):
+        while source.value("penstock:kv_pulls") or source.core.leases or source.value("penstock:kv_arena_blocks"):
             assert time.monotonic() < give_up, "the source keeps something"
-            source.core.expire_leases()
+            source.core.leases.expire()
             time.sleep(0.01)
         assert (source.num_free_blocks, target.num_free_blocks) == (199, 199)
         assert target.value("penstock:kv_arena_blocks") == 0

@@ -1,6 +1,5 @@
 """Adapters through the engine core and its worker, with a forward pass that tells whose rows it was given."""
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,8 +97,6 @@ def ask(name: str, lora: LoraAdapter | None = None, prompt: list[int] = PROMPT, 
 
 def run(engine: EngineCore, *requests: EngineCoreRequest) -> dict[str, list[EngineCoreOutput]]:
     """Outputs by request, once all have ended."""
-    woken = threading.Event()
-    engine.wake = woken.set
     outputs: dict[str, list[EngineCoreOutput]] = {}
     for request in requests:
         engine.add(engine.preprocess(CLIENT, request))
@@ -108,8 +105,7 @@ def run(engine: EngineCore, *requests: EngineCoreRequest) -> dict[str, list[Engi
             for output in frame.outputs:
                 outputs.setdefault(output.request_id, []).append(output)
         if engine.stalled:
-            assert woken.wait(30), "nothing comes of a load"
-            woken.clear()
+            assert engine.queues.get(block=True, timeout=30), "nothing comes of a load"
     return outputs
 
 
@@ -285,16 +281,13 @@ def test_workers_that_are_processes_read_adapters_beside_their_steps(
 def test_operators_add_pin_list_and_remove_adapters(make: Make, telling: Telling, tmp_path: Path) -> None:
     engine = make(lora=LoraConfig(max_loras=2, cpu_memory=2 * NUM_BYTES))
     control = EngineControl(engine)
-    woken = threading.Event()
-    engine.wake = woken.set
 
     def call(method: str, *arguments: Any) -> Any:
         result = control.utilities.invoke(method, arguments)
         if not hasattr(result, "result"):
             return result
         while not result.done():
-            assert woken.wait(30)
-            woken.clear()
+            assert engine.queues.get(block=True, timeout=30)
             engine.step(lambda: None)
         return result.result()
 

@@ -3,7 +3,6 @@
 import itertools
 import random
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,8 +55,6 @@ class Running:
         )
         self.executor = UniprocExecutor(config)
         self.engine = EngineCore(config, self.executor, progress=lambda line: None)
-        self.woken = threading.Event()
-        self.engine.wake = self.woken.set
         self.ends: dict[str, EngineCoreOutput] = {}
         self.first_steps: dict[str, int] = {}
         self.num_steps = 0
@@ -84,8 +81,7 @@ class Running:
                     self.ends[output.request_id] = output
         self.each_step()
         if self.engine.stalled and self.engine.has_work:
-            assert self.woken.wait(30), "nothing comes of a load"
-            self.woken.clear()
+            assert self.engine.queues.get(block=True, timeout=30), "nothing comes of a load"
 
     def run(self) -> None:
         while self.engine.has_work:

@@ -1,6 +1,5 @@
 """Adapters on models in parts: the tokens and log-probabilities of PEFT, and the tokens of one worker, in steps that mix them."""
 
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -117,8 +116,6 @@ class Found:
 
 def run(engine: EngineCore, requests: list[EngineCoreRequest]) -> dict[str, Found]:
     assert engine.scheduler.reset_prefix_cache()
-    woken = threading.Event()
-    engine.wake = woken.set
     found = {request.request_id: Found() for request in requests}
     for request in requests:
         engine.add(engine.preprocess(CLIENT, request))
@@ -131,8 +128,7 @@ def run(engine: EngineCore, requests: list[EngineCoreRequest]) -> dict[str, Foun
                 own.logprobs.extend(output.new_logprobs or Logprobs())
                 own.of_prompt.extend(output.new_prompt_logprobs or Logprobs())
         if engine.stalled and engine.has_requests:  # adapters are being read
-            assert woken.wait(PATIENCE)
-            woken.clear()
+            assert engine.queues.get(block=True, timeout=PATIENCE)
     return found
 
 

@@ -107,7 +107,7 @@ def test_tokens_that_are_drafted_by_the_base_models_weights_and_other_means(mode
             ]
         run = answer(engine, requests)
         check(model, run, prefix)
-    assert not engine.drafter_failure
+    assert not engine.scheduler.drafter_failure
     counts = run.stats.spec_decoding_stats
     print(f"{counts.num_accepted_tokens} of {counts.num_draft_tokens} drafted tokens accepted")
     if drafter != "ngram":  # random models hardly repeat themselves

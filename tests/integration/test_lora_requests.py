@@ -170,7 +170,7 @@ def test_free_and_constrained_answers_of_all_in_one_batch(trained: Trained, sett
             largest = max(largest, float((rows - expected.exact).abs().max()))
     print(f"\n{len(trained.answers)} requests: {largest:.1e} from exact log-probabilities, PEFT {trained.rounding:.1e}")
     assert largest <= 2 * trained.rounding
-    assert not engine.drafter_failure
+    assert not engine.scheduler.drafter_failure
     if counts := run.stats.spec_decoding_stats:
         print(f"{counts.num_accepted_tokens} of {counts.num_draft_tokens} drafted tokens accepted")
     if "speculative" in sections:

@@ -3,7 +3,6 @@ mix all that requests ask for.
 """
 
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,8 +89,6 @@ def mixed() -> list[SamplingParams]:
 
 
 def run(engine: EngineCore, params: list[SamplingParams]) -> dict[str, Result]:
-    woken = threading.Event()
-    engine.wake = woken.set
     results = {}
     for i, (prompt, each) in enumerate(zip(prompts(), params, strict=True)):
         request = EngineCoreRequest(request_id=f"r{i}", prompt_token_ids=prompt, sampling_params=each)
@@ -100,7 +97,7 @@ def run(engine: EngineCore, params: list[SamplingParams]) -> dict[str, Result]:
     while engine.has_requests:
         stepped = engine.step(lambda: None)
         if not stepped:
-            woken.wait(0.01)  # for a grammar, perhaps
+            engine.queues.get(block=True, timeout=0.01)  # for a grammar, perhaps
         for outputs in stepped.values():
             for output in outputs.outputs:
                 result = results[output.request_id]

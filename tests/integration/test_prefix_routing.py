@@ -38,7 +38,7 @@ class Pair:
 
     def cached_blocks(self, address: str) -> int:
         scheduler = self.servers[address].engine.scheduler
-        return len({found for medium in KvMedium for found in scheduler.cached_blocks(0, 1, medium)})
+        return len({found for medium in KvMedium for found in scheduler.kv_cache.cached_blocks(0, 1, medium)})
 
     def counts(self) -> dict[str, tuple[int, int]]:
         stats = {a: server.engine.scheduler.kv_cache.prefix_stats for a, server in self.servers.items()}
@@ -67,7 +67,7 @@ def engines() -> Iterator[Pair]:
 def empty_caches(engines: Pair) -> None:
     for server in engines.servers.values():
         server.engine.scheduler.reset_prefix_cache()
-        server.engine.take_kv_events()  # nobody is connected
+        server.engine.scheduler.kv_cache.take_events()  # nobody is connected
 
 
 @asynccontextmanager

@@ -1,6 +1,5 @@
 """A request that goes on on another engine, cut at every token: as if it had never been cut."""
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,8 +68,6 @@ def run(
         reasoning_ended=False,
     )
     engine.add(engine.preprocess(CLIENT, request))
-    woken = threading.Event()
-    engine.wake = woken.set
     tokens: list[int] = []
     logprobs: list[Logprobs] = []
     last: EngineCoreOutput | None = None
@@ -84,8 +81,7 @@ def run(
                     logprobs.append(output.new_logprobs)
                 last = output
         if engine.stalled and engine.has_requests:  # a constraint is being compiled
-            assert woken.wait(60)
-            woken.clear()
+            assert engine.queues.get(block=True, timeout=60)
     assert last is not None
     return tokens, logprobs, last
 

@@ -160,7 +160,7 @@ def test_every_request_ends_with_the_tokens_and_logprobs_that_it_has_without(
         if setting != "torch":
             assert found.logprobs == expected.logprobs, request_id
     assert engine.scheduler.kv_cache.pool.usage == 0
-    assert not engine.drafter_failure
+    assert not engine.scheduler.drafter_failure
     counts = stats.spec_decoding_stats
     assert counts.num_draft_tokens > 0
     assert (counts.num_accepted_tokens == 0) is (kind == "wrong")
@@ -206,7 +206,7 @@ def test_a_drafter_that_fails_is_switched_off_and_no_request_ends_for_it(referen
     engine = engine_of(reference.path, drafter)
     ended, _ = run(engine, reference.requests)
     assert {i: e.token_ids for i, e in ended.items()} == {i: e.token_ids for i, e in reference.ended.items()}
-    assert engine.drafter_failure == "RuntimeError: the drafter has had enough"
+    assert engine.scheduler.drafter_failure == "RuntimeError: the drafter has had enough"
     assert drafter.proposed == fails_at
 
 
@@ -218,7 +218,7 @@ def test_an_aborted_request_is_ended_for_the_drafter_too(reference: Reference) -
     for _ in range(3):
         engine.step(lambda: None)
     assert len(drafter.living) == 1
-    engine.abort(CLIENT, [request.request_id])
+    engine.scheduler.abort_requests(CLIENT, [request.request_id])
     engine.step(lambda: None)
     assert not drafter.living
 

@@ -207,7 +207,7 @@ async def test_answers_are_those_of_an_engine_that_does_not_draft(stacks: Stacks
                 assert two == wanted, (method, way.__name__, body)
             if method == "suffix":
                 assert stacks.accepted(method) > before
-    assert not any(engine.engine.drafter_failure for engine in stacks.engines.values())
+    assert not any(engine.engine.scheduler.drafter_failure for engine in stacks.engines.values())
 
 
 async def test_every_method_has_drafted(stacks: Stacks) -> None:

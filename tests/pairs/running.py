@@ -1,7 +1,6 @@
 """Runs a pair of features in this process, and a plain engine beside it: what differs is an AssertionError."""
 
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -152,7 +151,7 @@ class Pair:
         if self.has(Feature.EVENTS):
             events.check()
         if self.has(*(DRAFTS - {Feature.NGRAM})):
-            assert not engine.drafter_failure
+            assert not engine.scheduler.drafter_failure
             assert num_drafts > 0, "nothing was drafted"
         if self.has(Feature.TIERS) and not self.has(Feature.SLEEP):
             assert engine.scheduler.kv_cache.external_stats.hits > 0, "nothing came back"
@@ -288,8 +287,6 @@ class Pair:
         found = {} if found is None else found
         found.update({request.request_id: [] for request in self.requests})
         engine.scheduler.reset_prefix_cache()
-        woken = threading.Event()
-        engine.wake = woken.set
         for request in self.requests:
             engine.add(engine.preprocess(CLIENT, request))
         while engine.has_requests and not until(found):
@@ -298,8 +295,7 @@ class Pair:
                     assert output.error is None, output.error
                     found[output.request_id] += output.new_token_ids
             if engine.stalled and engine.has_requests:  # constraints are being compiled, or adapters read
-                assert woken.wait(PATIENCE), "nothing to do, and nothing comes"
-                woken.clear()
+                assert engine.queues.get(block=True, timeout=PATIENCE), "nothing to do, and nothing comes"
         return found
 
     def go_on(self, found: Tokens, expected: Tokens, sections: Sections) -> None:
@@ -324,7 +320,7 @@ class Events:
 
     def take(self) -> None:
         """Those since the last step."""
-        for event in of_device(self._engine.take_kv_events()):
+        for event in of_device(self._engine.scheduler.kv_cache.take_events()):
             if isinstance(event, BlockStored):
                 assert not self._findable & {*event.block_hashes}, "a block was stored twice"
                 self._findable |= {*event.block_hashes}

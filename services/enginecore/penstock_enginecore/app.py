@@ -36,6 +36,7 @@ from penstock_enginecore.kv_transfer.assembly import layout_of, transferring
 from penstock_enginecore.kv_transfer.core.base import BlockCopier
 from penstock_enginecore.kv_transfer.core.host_disk_tiers import BlockStore
 from penstock_enginecore.media.core.encoder_cache import encoder_cache_size
+from penstock_enginecore.media.core.receiver_cache import MediaInputs
 from penstock_enginecore.metrics import EngineCollector, GroupCollector
 from penstock_enginecore.numerics_fingerprint import Loaded, config_of, hash_of
 from penstock_enginecore.plugins import load_plugins
@@ -111,7 +112,7 @@ def run(
     try:
         progress("importing torch and transformers")
         executor = make_executor(config)
-        engine = build_engine(config, executor, make_grammars, progress)
+        engine = build_engine(config, executor, make_grammars, progress, media_inputs(io))
         try:
             engine.warm_up()
             serve(config, engine, io, started, make_meets, secret)
@@ -122,7 +123,11 @@ def run(
 
 
 def build_engine(
-    config: EngineCoreConfig, executor: Executor, make_grammars: GrammarBackendFactory | None, progress: Progress
+    config: EngineCoreConfig,
+    executor: Executor,
+    make_grammars: GrammarBackendFactory | None,
+    progress: Progress,
+    inputs: MediaInputs = MediaInputs(),  # noqa: B008 - it is immutable
 ) -> EngineCore:
     """Load the model. ``progress`` gets a line as each phase begins. Raises ConfigError and ModelLoadError; the executor is shut
     down then.
@@ -134,6 +139,7 @@ def build_engine(
             make_grammars=make_grammars,
             keep_failed_step=partial(dump_step, config=config.error_dump),
             open_store=_open_disk,
+            media_inputs=inputs,
             progress=progress,
         )
     except BaseException:
@@ -184,7 +190,6 @@ def _serve(
         rank = EngineRank(config, engine, ready, make_meets, secret)
         io.registry.register(GroupCollector(lambda: rank.driver.state, lambda: rank.target_size, ready))
     group = None if rank is None else rank.driver
-    keep_media(engine, io)
     control = EngineControl(engine, group)
     busy_loop = BusyLoop(engine, control, io.sessions, group=group)
     workers = engine.executor.worker_stats
@@ -204,10 +209,9 @@ def _serve(
         metrics.stop()
 
 
-def keep_media(engine: EngineCore, io: IoThread) -> None:
-    """Let the engine know what its sessions keep of media, and reset that."""
-    engine.receiver_cache_bytes = lambda: io.sessions.received.num_bytes
-    engine.reset_receiver_cache = io.sessions.clear_media
+def media_inputs(io: IoThread) -> MediaInputs:
+    """What sessions keep of media."""
+    return MediaInputs(lambda: io.sessions.received.num_bytes, io.sessions.clear_media)
 
 
 def _capabilities(config: EngineCoreConfig, engine: EngineCore) -> tuple[str, ...]:

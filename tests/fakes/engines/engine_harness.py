@@ -28,7 +28,9 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.base import SchedulerContext
 from penstock_enginecore.core.scheduler.scheduler import DefaultScheduler
+from penstock_enginecore.kv_transfer.core.leases import LeasedBlocks
 from penstock_enginecore.lora.core.request import LoraRequest
+from penstock_enginecore.media.core.receiver_cache import MediaInputs
 from penstock_enginecore.step_dump import dump_step
 from tests.fakes.engines.fake_copier import BLOCK_BYTES
 from tests.fakes.engines.fake_executor import FakeExecutor, lora_seed, oracle_token
@@ -99,6 +101,7 @@ def make_engine(
     executor: FakeExecutor | None = None,
     clock: FakeClock | None = None,
     grammars: FakeGrammars | None = None,
+    media_inputs: MediaInputs | None = None,
     **config: Any,
 ) -> EngineCore:
     """A loaded engine. ``clock`` stands for both clocks."""
@@ -112,6 +115,7 @@ def make_engine(
         progress=lambda line: None,
         make_grammars=make_grammars,
         keep_failed_step=partial(dump_step, config=config_struct.error_dump),
+        media_inputs=media_inputs or MediaInputs(),
         **clocks,
     )
 
@@ -159,6 +163,7 @@ def scheduler_context(num_blocks: int = 8, max_model_len: int = 1000, **schedule
         ),
         enable_prefix_caching=True,
         eos_token_ids=frozenset(),
+        leases=LeasedBlocks(FakeClock()),
         monotonic_clock=FakeClock(),
         wall_clock=FakeClock(),
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock_enginecore.app import build_engine, describe, keep_media
+from penstock_enginecore.app import build_engine, describe, media_inputs
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.control import EngineControl
@@ -41,9 +41,10 @@ class EngineServer:
 
     def load(self) -> "EngineServer":
         """Load the model and serve."""
-        self.engine = build_engine(self.config, self.executor, self.make_grammars, lambda line: None)
+        self.engine = build_engine(
+            self.config, self.executor, self.make_grammars, lambda line: None, media_inputs(self.io)
+        )
         self.engine.warm_up()
-        keep_media(self.engine, self.io)
         self.control = EngineControl(self.engine)
         self.busy_loop = BusyLoop(self.engine, self.control, self.io.sessions)
         self.start_loop()

@@ -1,8 +1,12 @@
 """Keeps blocks of requests that go on elsewhere, and gives them to nobody."""
 
+import math
+
 from penstock_common.types.kv_transfer import KvSource
+from penstock_common.types.outputs import KvTransferStats
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.kv_cache.block_pool import KVCacheBlock
+from penstock_enginecore.core.kv_cache.manager import PrefixCacheStats
 from penstock_enginecore.core.request import Request
 from tests.fakes.engines.engine_harness import FakeClock
 
@@ -13,7 +17,7 @@ class FakeLeases:
     """``refuses``: nothing is kept. ``blocks``: by lease, those that it holds."""
 
     def __init__(self, engine: EngineCore, clock: FakeClock, seconds: float = 5.0) -> None:
-        engine.leases = self
+        engine.leases = engine.scheduler._state.leases = self
         self._manager = engine.scheduler.kv_cache  # type: ignore[attr-defined]
         self._clock = clock
         self._seconds = seconds
@@ -42,22 +46,20 @@ class FakeLeases:
     def __len__(self) -> int:
         return len(self._ends)
 
-    @property
-    def num_blocks(self) -> int:
-        return sum(map(len, self.blocks.values()))
+    def seconds_to_expiry(self) -> float:
+        return min(self._ends.values(), default=math.inf) - self._clock.now
 
-    @property
-    def num_bytes(self) -> int:
-        return 1000 * self.num_blocks
-
-    def next_expiry(self) -> float | None:
-        return min(self._ends.values(), default=None)
-
-    def expire(self, now: float) -> int:
-        over = [lease_id for lease_id, end in self._ends.items() if end <= now]
+    def expire(self) -> int:
+        over = [lease_id for lease_id, end in self._ends.items() if end <= self._clock.now]
         for lease_id in over:
             self.end(lease_id)
         return len(over)
+
+    def revoke_one(self) -> bool:
+        return False
+
+    def stats(self, found: PrefixCacheStats) -> KvTransferStats:
+        return KvTransferStats(num_leases=len(self._ends))
 
     def revoke_all(self) -> None:
         for lease_id in list(self._ends):

@@ -1,6 +1,5 @@
 """Drive a real EngineCore from a test, step by step, in the test's own thread."""
 
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,8 +116,6 @@ def answer(
 ) -> Run:
     """Run requests to their ends, all queued at once. ``refused``: those that end with errors."""
     run = Run()
-    woken = threading.Event()
-    engine.wake = woken.set
     for request in requests:
         engine.add(engine.preprocess(CLIENT, request))
         run.tokens[request.request_id] = []
@@ -138,6 +135,5 @@ def answer(
                     run.finish_reasons[output.request_id] = output.finish_reason
         after_step()
         if engine.stalled and engine.has_requests:  # constraints are being compiled
-            assert woken.wait(TIMEOUT), "nothing to do, and nothing comes"
-            woken.clear()
+            assert engine.queues.get(block=True, timeout=TIMEOUT), "nothing to do, and nothing comes"
     return run

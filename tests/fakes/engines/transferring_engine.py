@@ -1,6 +1,5 @@
 """A real engine that gives blocks and takes them, driven from a test's own thread."""
 
-import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,8 +35,6 @@ class TransferringEngine:
                 registry=self.registry,
             )
         )
-        self.woken = threading.Event()
-        self.core.wake = self.woken.set
         self.first_output = 0.0
         """When the last run had its first output, in monotonic seconds."""
 
@@ -48,15 +45,14 @@ class TransferringEngine:
         found: dict[str, list[EngineCoreOutput]] = {request.request_id: [] for request in requests}
         self.first_output = 0.0
         while self.core.has_requests:
-            self.core.expire_leases()
+            self.core.leases.expire()
             for frame in self.core.step(lambda: None).values():
                 for output in frame.outputs:
                     assert output.error is None, output.error
                     self.first_output = self.first_output or time.monotonic()
                     found[output.request_id].append(output)
             if self.core.stalled and self.core.has_requests:
-                assert self.woken.wait(PATIENCE), "nothing to do, and nothing comes"
-                self.woken.clear()
+                assert self.core.queues.get(block=True, timeout=PATIENCE), "nothing to do, and nothing comes"
         return found
 
     @property

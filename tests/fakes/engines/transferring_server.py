@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from penstock_common.security.tls import Certificates
-from penstock_enginecore.app import build_engine, describe, keep_media
+from penstock_enginecore.app import build_engine, describe, media_inputs
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.control import EngineControl
@@ -22,9 +22,10 @@ class TransferringServer(EngineServer):
         self._ends = ExitStack()
 
     def load(self) -> "TransferringServer":
-        self.engine = build_engine(self.config, self.executor, self.make_grammars, lambda line: None)
+        self.engine = build_engine(
+            self.config, self.executor, self.make_grammars, lambda line: None, media_inputs(self.io)
+        )
         self.engine.warm_up()
-        keep_media(self.engine, self.io)
         ready = self._ends.enter_context(
             transferring(
                 self.config,

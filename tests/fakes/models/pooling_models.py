@@ -1,7 +1,6 @@
 """Tiny encoders and decoders to pool, and the real MiniLM; how an engine's results are read."""
 
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,8 +112,6 @@ def pool(
 
 def pool_requests(engine: EngineCore, requests: Sequence[EngineCoreRequest]) -> list[torch.Tensor]:
     """Results of the requests, all queued at once."""
-    woken = threading.Event()
-    engine.wake = woken.set
     for request in requests:
         engine.add(engine.preprocess("test", request))
     outputs: dict[str, EngineCoreOutput] = {}
@@ -122,8 +119,7 @@ def pool_requests(engine: EngineCore, requests: Sequence[EngineCoreRequest]) -> 
         for frame in engine.step(lambda: None).values():
             outputs |= {output.request_id: output for output in frame.outputs}
         if engine.stalled and engine.has_requests:  # adapters are being read
-            assert woken.wait(PATIENCE), "nothing to do, and nothing comes"
-            woken.clear()
+            assert engine.queues.get(block=True, timeout=PATIENCE), "nothing to do, and nothing comes"
     for output in outputs.values():
         if output.error is not None:
             raise request_failed(output.error.code, output.error.message, reason=output.error.reason)

@@ -125,7 +125,7 @@ class BusyLoop:
         self._control = control
         self._sink = sink
         self._clock = clock
-        self._queues = InputQueues()
+        self._queues = engine.queues
         self._utilities = UtilityAnswers(control.utilities, self._queues, self._send_answer)
         self._shutdown = ShutdownState(engine.config.drain_timeout)
         self._idle = True
@@ -133,7 +133,6 @@ class BusyLoop:
         self._leases_ended = False
         """Since frontends were told of the load."""
         self.last_step_time = clock()
-        engine.wake = partial(self._queues.put, Wakeup())
         engine.executor.watch(lambda error: self._queues.put(ExecutorFailed(error)))
         control.on_drain = self._shutdown.drain
         self._group = group
@@ -181,7 +180,7 @@ class BusyLoop:
     def request_shutdown(self, timeout: float | None = None) -> None:
         """Ask the loop to drain, within ``timeout`` seconds if given, and return. Handlers of signals may call it."""
         self._shutdown.request(timeout)
-        self._queues.put(Wakeup())
+        self._queues.wake()
 
     @property
     def has_work(self) -> bool:
@@ -232,7 +231,7 @@ class BusyLoop:
     def _receive(self) -> None:
         """Handle everything in the input queue; wait for something while there is nothing to do."""
         idle = not self._may_step
-        block = idle and (self._engine.has_requests or self._engine.has_leases or not self._shutdown.leaves)
+        block = idle and (self._engine.has_requests or bool(self._engine.leases) or not self._shutdown.leaves)
         self._idle = block
         if block and self._leases_ended:  # no step tells of it
             self._leases_ended = False
@@ -275,7 +274,7 @@ class BusyLoop:
                 self._abort(message)
                 message.request_ids.clear()
             case HandOver(client_id, request_ids):
-                give = partial(self._engine.abort, client_id, request_ids, hand_over=True)
+                give = partial(self._engine.scheduler.abort_requests, client_id, request_ids, hand_over=True)
                 _attempt(give, doing="handing requests over", requests=request_ids)
             case UtilityCall():
                 self._utilities.answer(message)
@@ -285,7 +284,7 @@ class BusyLoop:
                 self._tell_of_cache(self._cache_followers | {client_id})
             case ClientGone(client_id):
                 self._tell_of_cache(self._cache_followers - {client_id})
-                gone = partial(self._engine.abort_client, client_id)
+                gone = partial(self._engine.scheduler.abort_client, client_id)
                 _attempt(gone, doing=f"ending the requests of {client_id}, which has gone")
             case ExecutorFailed(error):
                 raise EngineDeadError(f"the executor failed: {error}") from error
@@ -296,9 +295,9 @@ class BusyLoop:
                 pass
 
     def _advance_shutdown(self) -> None:
-        self._leases_ended |= self._engine.expire_leases()
+        self._leases_ended |= self._engine.leases.expire() > 0
         engine, now = self._engine, self._clock()
-        for effect in self._shutdown.advance(now, has_requests=engine.has_requests, has_leases=engine.has_leases):
+        for effect in self._shutdown.advance(now, has_requests=engine.has_requests, has_leases=bool(engine.leases)):
             match effect:
                 case ShutdownEffect.ANNOUNCE_DRAINING:
                     self._sink.draining(self._shutdown.timeout)
@@ -307,11 +306,11 @@ class BusyLoop:
                 case ShutdownEffect.ABORT_REQUESTS:
                     logger.info("shutdown: %s", effect.value)
                     self._abort_all()
-                    engine.revoke_leases()
+                    engine.leases.revoke_all()
 
     def _abort_all(self) -> None:
         failure = Unavailable("the engine had to end the request: it drains", reason="DRAINING")
-        self._engine.abort_all(RequestError.from_exception(failure))
+        self._engine.scheduler.abort_all(RequestError.from_exception(failure))
 
     def _step(self) -> None:
         step = self._engine.step if self._group is None else self._group.step
@@ -321,14 +320,14 @@ class BusyLoop:
             self.last_step_time = self._clock()
         elif self._group is not None:
             self._emit(self._engine.scheduler.take_outputs())
-        if events := self._engine.take_kv_events():
+        if events := self._engine.scheduler.kv_cache.take_events():
             to = None if self._engine.config.cache.enable_kv_events else self._cache_followers
             self._sink.broadcast(EngineCoreOutputs(kv_events=events, timestamp=self._clock()), to)
 
     def _tell_of_cache(self, followers: frozenset[str]) -> None:
         """The clients that are told of the prefix cache are others from now on."""
         if bool(followers) != bool(self._cache_followers):
-            self._engine.record_kv_events(bool(followers))
+            self._engine.scheduler.kv_cache.record_events(bool(followers))
         self._cache_followers = followers
 
     def _emit(self, frames: dict[str, EngineCoreOutputs]) -> None:
@@ -340,8 +339,10 @@ class BusyLoop:
             self._abort(abort)
 
     def _abort(self, message: AbortRequests) -> None:
+        scheduler = self._engine.scheduler
+
         def abort() -> None:
-            log_aborted(self._engine.abort(message.client_id, message.request_ids), message.reason)
+            log_aborted(scheduler.abort_requests(message.client_id, message.request_ids), message.reason)
 
         _attempt(abort, doing="aborting requests", requests=message.request_ids)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
@@ -10,52 +10,14 @@ from penstock_common.errors import InvalidArgument, Unavailable, Unimplemented
 from penstock_common.types.data_parallel import PauseMode
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import RequestError
-from penstock_enginecore.config import EngineCoreConfig
-from penstock_enginecore.core.executor import Executor
-from penstock_enginecore.core.iteration_log import StepCounts
-from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
-from penstock_enginecore.core.model_info import ModelInfo
-from penstock_enginecore.core.scheduler.base import PauseState, Scheduler
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.scheduler.base import PauseState
 from penstock_enginecore.core.utility import UtilityRegistry, extend, utility
 from penstock_enginecore.core.worker_stats import WorkerStats
-from penstock_enginecore.lora.core.adapter_loader import LoraIntake
-from penstock_enginecore.media.core.encoder_cache import HasMedia, MediaControl
+from penstock_enginecore.data_parallel.core.driver import GroupDriver
 from penstock_enginecore.speculation.core.draft_planner import speculation_facts
 
-# What frontends ask of the KV blocks that an engine can find.
-
 MAX_PARTS = 4096
-
-
-class HasCache(Protocol):
-    """What ``CacheControl`` needs of an engine."""
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """Whose blocks they are."""
-
-
-class CacheControl:
-    """Utilities of an engine, called as those of ``EngineControl`` are."""
-
-    def __init__(self, engine: HasCache) -> None:
-        self._engine = engine
-
-    @utility
-    def cached_blocks(self, part: int = 0, num_parts: int = 1, medium: KvMedium = KvMedium.DEVICE) -> bytes:
-        """Digests of the blocks that can be found in a medium, one behind the other: those of one of ``num_parts`` parts, from 0,
-        since the answer must fit into a message. Raises InvalidArgument for a part that there is not.
-        """
-        if not 1 <= num_parts <= MAX_PARTS:
-            raise InvalidArgument(f"num_parts is {num_parts}; it must be from 1 to {MAX_PARTS}", field="num_parts")
-        if not 0 <= part < num_parts:
-            raise InvalidArgument(f"part is {part}; it must be from 0 to {num_parts - 1}", field="part")
-        return b"".join(self._engine.scheduler.cached_blocks(part, num_parts, medium))
-
-    @utility
-    def num_cached_blocks(self, medium: KvMedium) -> int:
-        """How many blocks can be found in a medium."""
-        return self._engine.scheduler.num_cached_blocks(medium)
 
 
 Mode = Literal["abort", "wait", "keep"]
@@ -77,48 +39,6 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     drafter_failure: str | None = None
 
 
-class Controllable(HasMedia, Protocol):
-    """What ``EngineControl`` needs of an engine."""
-
-    config: EngineCoreConfig
-    executor: Executor
-    kv_cache_config: KVCacheConfig
-    model: ModelInfo
-    counts: StepCounts
-    loras: LoraIntake
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest sequence in tokens."""
-
-    @property
-    def paused(self) -> bool:
-        """Whether nothing is scheduled."""
-
-    @property
-    def drafter_failure(self) -> str:
-        """Why what drafts was switched off; empty while it works, or there is none."""
-
-    def finish_steps(self) -> bool:
-        """Take in the results of every step that was started. Returns False when one failed."""
-
-    def revoke_leases(self) -> None:
-        """End all leases of blocks."""
-
-    def abort_all(self, error: RequestError) -> None:
-        """End every request."""
-
-
-class PausesTogether(Protocol):
-    """What ``EngineControl`` needs of a data-parallel group, which pauses and goes on as one."""
-
-    def pause(self, mode: PauseMode) -> "Future[None]":
-        """Done once nothing runs in any rank."""
-
-    def resume(self) -> None:
-        """Raises FailedPrecondition while a pause is not complete."""
-
-
 class EngineControl:
     """The engine's utilities. Called between steps, on the busy loop's thread, which calls ``after_step`` behind each step.
 
@@ -126,7 +46,7 @@ class EngineControl:
     paused, before or meanwhile, waits for ``resume`` as well.
     """
 
-    def __init__(self, engine: Controllable, group: PausesTogether | None = None) -> None:
+    def __init__(self, engine: EngineCore, group: GroupDriver | None = None) -> None:
         """``group``: that of an engine which is a rank of one."""
         self._engine = engine
         self._group = group
@@ -136,9 +56,8 @@ class EngineControl:
         self._sleep_level = 0
         self.on_drain: Callable[[float], None] = _cannot_drain
         utilities = UtilityRegistry(self)
-        utilities.include(engine.loras)
-        utilities.include(MediaControl(engine))
-        utilities.include(CacheControl(engine))
+        for controls in engine.controls:
+            utilities.include(controls)
         self.utilities = extend(utilities, "engine")
         """What frontends can call by name: the methods of this class that are marked so, and what plugins add."""
 
@@ -170,7 +89,7 @@ class EngineControl:
             self._pause(mode, clear_cache) if self._group is None else self._pause_group(self._group, mode, clear_cache)
         )
 
-    def _pause_group(self, group: PausesTogether, mode: Mode, clear_cache: bool) -> Future[None]:
+    def _pause_group(self, group: GroupDriver, mode: Mode, clear_cache: bool) -> Future[None]:
         paused = group.pause(PauseMode[mode.upper()])
         if clear_cache:
             paused.add_done_callback(lambda done: self._clear_cache() if done.exception() is None else None)
@@ -189,7 +108,7 @@ class EngineControl:
         self._fail_waiting(f"a later pause ({mode}) ended the wait")
         if mode == "abort":
             failure = Unavailable("an operator paused the engine", reason="PAUSED", retry_after=1.0)
-            engine.abort_all(RequestError.from_exception(failure))
+            engine.scheduler.abort_all(RequestError.from_exception(failure))
         if clear_cache:
             self._clear_cache()
         done.set_result(None)
@@ -233,7 +152,7 @@ class EngineControl:
             done.set_exception(Unavailable(why, reason="RESUMED"))
 
     def _clear_cache(self) -> None:
-        self._engine.revoke_leases()
+        self._engine.leases.revoke_all()
         self._engine.scheduler.preempt_all()
         self._engine.scheduler.reset_prefix_cache()
 
@@ -270,7 +189,7 @@ class EngineControl:
         self._sleep_level = level
         self._clear_cache()
         self._engine.scheduler.reset_encoder_cache()
-        self._engine.reset_receiver_cache()
+        self._engine.media_inputs.clear()
         self._engine.executor.collective_rpc("sleep", [level])
         self._asleep.update(_TAGS)
 
@@ -305,8 +224,24 @@ class EngineControl:
         self._engine.finish_steps()
         if preempt_running:
             self._engine.scheduler.preempt_all()
-        self._engine.revoke_leases()
+        self._engine.leases.revoke_all()
         return self._engine.scheduler.reset_prefix_cache()
+
+    @utility
+    def cached_blocks(self, part: int = 0, num_parts: int = 1, medium: KvMedium = KvMedium.DEVICE) -> bytes:
+        """Digests of the blocks that can be found in a medium, one behind the other: those of one of ``num_parts`` parts, from 0,
+        since the answer must fit into a message. Raises InvalidArgument for a part that there is not.
+        """
+        if not 1 <= num_parts <= MAX_PARTS:
+            raise InvalidArgument(f"num_parts is {num_parts}; it must be from 1 to {MAX_PARTS}", field="num_parts")
+        if not 0 <= part < num_parts:
+            raise InvalidArgument(f"part is {part}; it must be from 0 to {num_parts - 1}", field="part")
+        return b"".join(self._engine.scheduler.kv_cache.cached_blocks(part, num_parts, medium))
+
+    @utility
+    def num_cached_blocks(self, medium: KvMedium) -> int:
+        """How many blocks can be found in a medium."""
+        return self._engine.scheduler.kv_cache.num_cached_blocks(medium)
 
     # Looking.
 
@@ -358,7 +293,7 @@ class EngineControl:
             paused=self._engine.paused,
             sleep_level=self._sleep_level,
             num_nan_logits=self._engine.counts.num_nan_logits,
-            drafter_failure=self._engine.drafter_failure if self._engine.config.speculative.enabled else None,
+            drafter_failure=self._engine.scheduler.drafter_failure if self._engine.config.speculative.enabled else None,
         )
 
 

@@ -3,13 +3,11 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
 
 import msgspec
 
 from penstock_common.errors import ConfigError
-from penstock_common.types.kv_transfer import KvCacheEvent
-from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
+from penstock_common.types.outputs import EngineCoreOutputs, SchedulerStats
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.config import EngineCoreConfig, SchedulerConfig
 from penstock_enginecore.core.collective_errors import CollectiveBroken
@@ -18,17 +16,19 @@ from penstock_enginecore.core.iteration_log import IterationLog, StepCounts
 from penstock_enginecore.core.kv_cache.sizing import size_kv_cache, size_without_kv_cache
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.model_info import ModelInfo
+from penstock_enginecore.core.queues import InputQueues
 from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.scheduler.base import Clock, PauseState, Scheduler, SchedulerContext, create_scheduler
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.steps_in_flight import DrainAborts, KeepFailedStep, StepRecovery, StepsInFlight
 from penstock_enginecore.core.validation import RequestLimits, validate_request
-from penstock_enginecore.kv_transfer.core.leases import KVLeases, seconds_to_expiry
+from penstock_enginecore.kv_transfer.core.leases import LeasedBlocks
 from penstock_enginecore.kv_transfer.core.registry import OpenStore, begin_connector, make_connector
 from penstock_enginecore.kv_transfer.core.validation import read_params
 from penstock_enginecore.lora.core.adapter_loader import LoraIntake
 from penstock_enginecore.lora.core.slots import LoraSlots
-from penstock_enginecore.media.core.encoder_cache import encoder_cache_size
+from penstock_enginecore.media.core.encoder_cache import MediaControl, encoder_cache_size
+from penstock_enginecore.media.core.receiver_cache import MediaInputs
 from penstock_enginecore.speculation.core.policy import time_steps
 from penstock_enginecore.structured_output.core.base import GrammarBackend, GrammarBackendFactory
 from penstock_enginecore.structured_output.core.grammar_requests import GrammarIntake
@@ -139,9 +139,9 @@ class EngineCore:
 
     ``make_grammars`` makes what compiles the constraints of structured output; without it they are refused.
     ``keep_failed_step`` is called when a step has failed that somebody should look into. ``open_store`` opens a disk for KV
-    blocks where one is configured. ``wake`` is
-    called, on any thread, when a compiled constraint lets a waiting request go on: whoever waits for work should call
-    ``step``. ``receiver_cache_bytes`` and ``reset_receiver_cache`` are set by whoever keeps the inputs of media.
+    blocks where one is configured. ``media_inputs``: keeps the inputs of media for frontends.
+
+    ``queues`` gets a Wakeup, on any thread, when a waiting request can go on: whoever waits for work should call ``step``.
     """
 
     def __init__(
@@ -152,19 +152,17 @@ class EngineCore:
         make_grammars: GrammarBackendFactory | None = None,
         keep_failed_step: KeepFailedStep = _keep_nothing,
         open_store: OpenStore | None = None,
+        media_inputs: MediaInputs = MediaInputs(),  # noqa: B008 - it is immutable
         progress: Progress = logger.info,
         monotonic_clock: Clock = time.monotonic,
         wall_clock: Clock = time.time,
     ) -> None:
         self.executor = executor
-        self.wake: Callable[[], None] = lambda: None
-        self.receiver_cache_bytes: Callable[[], int] = lambda: 0
-        self.reset_receiver_cache: Callable[[], None] = lambda: None
-        self.leases: KVLeases | None = None
-        """Who keeps blocks of requests that go on elsewhere; None: nobody does."""
+        self.queues = InputQueues()
+        self.media_inputs = media_inputs
+        self.leases = LeasedBlocks(monotonic_clock)
         self.stalled = False
         self._wall_clock = wall_clock
-        self._monotonic_clock = monotonic_clock
         self.model = model = executor.load_model(progress)
         check_model(config, model)
         self.config = config = msgspec.structs.replace(config, scheduler=settled(config, model))
@@ -174,20 +172,22 @@ class EngineCore:
         if make_grammars is not None:
             grammars = make_grammars(config, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
         lora_slots = LoraSlots(config.lora.max_loras, config.lora.max_wait) if config.lora.enabled else None
-        self.connector = make_connector(config, model, lambda: self.wake(), monotonic_clock)
+        self.connector = make_connector(config, model, self.queues.wake, monotonic_clock)
         self.scheduler: Scheduler = create_scheduler(
             self._scheduler_context(lora_slots, monotonic_clock=monotonic_clock, wall_clock=wall_clock)
         )
         self._grammars = GrammarIntake(
             grammars,
             self.scheduler,
-            lambda: self.wake(),
+            self.queues.wake,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             enable_in_reasoning=config.structured_output.enable_in_reasoning,
             drafts=config.speculative.enabled,
         )
-        self.loras = LoraIntake(config.lora, executor, self.scheduler, lora_slots, lambda: self.wake(), monotonic_clock)
+        self.loras = LoraIntake(config.lora, executor, self.scheduler, lora_slots, self.queues.wake, monotonic_clock)
+        self.controls = (self.loras, MediaControl(self.scheduler, self.media_inputs))
+        """What operators may call beside the methods of ``EngineControl``."""
         executor.initialize_kv_cache(self.kv_cache_config)
         if self.connector is not None:
             begin_connector(self.connector, config, executor, model, self.kv_cache_config, open_store)
@@ -230,8 +230,8 @@ class EngineCore:
             encoder_cache_size=encoder_cache_size(
                 config.multimodal.encoder_cache_size, config.scheduler.step_tokens, model
             ),
-            receiver_cache_bytes=lambda: self.receiver_cache_bytes(),
-            leases=lambda: self.leases,
+            media_inputs=self.media_inputs,
+            leases=self.leases,
             kv_connector=self.connector,
             min_load_tokens=config.cache.min_load_tokens,
             eos_token_ids=model.eos_token_ids,
@@ -265,7 +265,7 @@ class EngineCore:
             kv_transfer_params=read_params(request.kv_transfer_params, self.connector),
         )
         if prepared.lora is None or prepared.lora.digest:  # else it is hashed once somebody has read the adapter
-            self.scheduler.hash_prompt(prepared)
+            self.scheduler.kv_cache.hash_prompt(prepared)
         return prepared
 
     def add(self, request: Request) -> None:
@@ -281,17 +281,6 @@ class EngineCore:
         if lora is not None and not request.finished:
             self.loras.start(request, lora)
 
-    def abort(self, client_id: str, request_ids: Iterable[str], *, hand_over: bool = False) -> list[str]:
-        """End those of a client's requests that exist, with ABORT outputs, or with HANDOFF ones. Returns their ids."""
-        return self.scheduler.abort_requests(client_id, request_ids, hand_over=hand_over)
-
-    def abort_client(self, client_id: str) -> None:
-        self.scheduler.abort_client(client_id)
-
-    def abort_all(self, error: RequestError) -> None:
-        """End every request with an ABORT output that carries ``error``."""
-        self.scheduler.abort_all(error)
-
     @property
     def has_requests(self) -> bool:
         """Whether any request has not ended."""
@@ -305,25 +294,9 @@ class EngineCore:
     def time_to_next_deadline(self) -> float | None:
         """Seconds until the next request or lease expires, negative if it has; None when nothing has a deadline."""
         deadline = self.scheduler.next_deadline()
-        left = seconds_to_expiry(self.leases, self._monotonic_clock)
+        left = self.leases.seconds_to_expiry()
         left = left if deadline is None else min(left, deadline - self._wall_clock())
         return left if left < math.inf else None
-
-    @property
-    def has_leases(self) -> bool:
-        """Whether blocks are kept for others."""
-        return self.leases is not None and len(self.leases) > 0
-
-    def expire_leases(self) -> bool:
-        """End the leases whose time is over. Returns whether any gave its blocks back."""
-        if self.leases is None or seconds_to_expiry(self.leases, self._monotonic_clock) > 0:
-            return False
-        return self.leases.expire(self._monotonic_clock()) > 0
-
-    def revoke_leases(self) -> None:
-        """End all leases."""
-        if self.leases is not None:
-            self.leases.revoke_all()
 
     # A step.
 
@@ -398,17 +371,6 @@ class EngineCore:
     def log_steps(self) -> None:
         """Write the line on the steps so far if it is due."""
         self._log.tick_idle(self.scheduler.stats)
-
-    def record_kv_events(self, on: bool) -> None:
-        """Record changes of the prefix cache from now on, or no more; with cache.enable_kv_events they always are."""
-        self.scheduler.record_kv_events(on)
-
-    def take_kv_events(self) -> list[KvCacheEvent]:
-        return self.scheduler.take_kv_events()
-
-    @property
-    def drafter_failure(self) -> str:
-        return self.scheduler.drafter_failure
 
     @property
     def paused(self) -> bool:

@@ -131,6 +131,10 @@ class InputQueues:
         """Append to the ordered queue."""
         self._input.put(message)
 
+    def wake(self) -> None:
+        """Let the busy loop look at what needs no message. Any thread may call it, and a signal handler."""
+        self._input.put(Wakeup())
+
     def put_abort(self, abort: AbortRequests) -> None:
         """Append to both queues."""
         self._aborts.put(abort)

@@ -6,7 +6,6 @@ import re
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -23,7 +22,7 @@ from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.kv_transfer.core.base import BlockCopier
-from penstock_enginecore.kv_transfer.core.leases import LeasedBlocks, Leases
+from penstock_enginecore.kv_transfer.core.leases import Leases
 from penstock_enginecore.kv_transfer.core.tiers import TieredConnector
 from penstock_enginecore.kv_transfer.core.transfer_stats import Observe, Transfer
 from penstock_enginecore.kv_transfer.metrics import LeaseCollector, TierCollector, TransferCollector, TransferCounts
@@ -144,7 +143,7 @@ def _begin(
     ends.callback(transfer.stop)
     offers = Offers(settings, incarnation=ready.incarnation, block_bytes=copier.block_bytes)
     ends.callback(offers.close)
-    kv_cache, wake = engine.scheduler.kv_cache, partial(_wake, engine)
+    kv_cache, wake = engine.scheduler.kv_cache, engine.queues.wake
     leases = _leases(settings, kv_cache.pool)
     source = PullSource(
         leases,
@@ -186,7 +185,7 @@ def _begin(
         )
     )
     identity = _identity(ready, _address(config, transfer.port), fingerprint)
-    engine.leases = LeasedBlocks(leases, kv_cache, identity, block_bytes=copier.block_bytes)
+    engine.leases.begin(leases, kv_cache, identity, block_bytes=copier.block_bytes)
     if isinstance(engine.connector, TieredConnector):
         engine.connector.take_from(peers)
     return msgspec.structs.replace(
@@ -230,11 +229,6 @@ def _identity(ready: EngineReady, address: str, fingerprint: bytes) -> KvSource:
         num_tokens=0,
         fingerprint=fingerprint,
     )
-
-
-def _wake(engine: EngineCore) -> None:
-    """What ``wake`` is then: the busy loop sets it."""
-    engine.wake()
 
 
 def _address(config: EngineCoreConfig, port: int) -> str:

@@ -319,7 +319,7 @@ def test_changes_of_the_cache_are_told_to_those_sessions_that_follow_it_while_th
         rig.loop.client_gone("one")
         serve(rig)
         assert len(rig.sink.told) == 2
-    assert rig.engine.take_kv_events() == [], "nothing was recorded for nobody"
+    assert rig.engine.scheduler.kv_cache.take_events() == [], "nothing was recorded for nobody"
 
 
 def test_cache_events_that_are_enabled_are_told_to_all_sessions_in_full():
@@ -552,7 +552,7 @@ def test_requests_are_handed_over_and_an_engine_that_leaves_stays_for_their_bloc
         rig.thread.join(0.1)
         assert rig.thread.is_alive()
         leases.end(end.kv_source.lease_id)
-        rig.engine.wake()
+        rig.engine.queues.wake()
         rig.join()
     assert rig.error is None
     assert_nothing_left(rig.engine)
@@ -560,14 +560,14 @@ def test_requests_are_handed_over_and_an_engine_that_leaves_stays_for_their_bloc
 
 def test_all_frontends_hear_that_an_idle_engine_keeps_nothing_any_more():
     with running() as rig:
-        clock = rig.engine._monotonic_clock = FakeClock()
+        clock = FakeClock()
         leases = FakeLeases(rig.engine, clock)
         request = msgspec.structs.replace(make_request(14), handoff_after_tokens=2)
         rig.loop.add(CLIENT, request)
         rig.sink.wait_for_ends(request)
         assert len(leases) == 1
         clock.now += 5.0
-        rig.engine.wake()
+        rig.engine.queues.wake()
         rig.sink.wait(lambda: rig.sink.told)
     [told] = rig.sink.told
     assert told.scheduler_stats.kv_cache_usage == 0

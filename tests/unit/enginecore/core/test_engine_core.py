@@ -62,7 +62,7 @@ def test_an_abort_during_the_forward_pass_takes_effect_in_that_step():
     transcript = Transcript()
     add(engine, request, other)
     step(engine, transcript)
-    step(engine, transcript, lambda: engine.abort(CLIENT, [request.request_id]))
+    step(engine, transcript, lambda: engine.scheduler.abort_requests(CLIENT, [request.request_id]))
     assert transcript.reason(request.request_id) is FinishReason.ABORT
     assert len(transcript.tokens[request.request_id]) == 1
     run_to_end(engine, transcript=transcript)
@@ -76,7 +76,7 @@ def test_a_request_id_may_be_used_again_in_the_very_next_step():
     assert len(transcript.tokens["again"]) == 8
     add(engine, make_request(request_id="x", max_tokens=50))
     engine.step(lambda: None)
-    engine.abort(CLIENT, ["x"])
+    engine.scheduler.abort_requests(CLIENT, ["x"])
     add(engine, make_request(request_id="x", seed=3, attempt=1))
     seen = []
     while engine.has_work:

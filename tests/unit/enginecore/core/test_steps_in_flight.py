@@ -92,7 +92,7 @@ def test_an_abort_ends_a_request_whose_steps_are_in_flight():
     transcript = Transcript()
     step(engine, transcript)
     step(engine, transcript)
-    engine.abort(CLIENT, [request.request_id])
+    engine.scheduler.abort_requests(CLIENT, [request.request_id])
     run_to_end(engine, transcript=transcript)
     assert transcript.reason(request.request_id) is FinishReason.ABORT
     assert_nothing_left(engine)
@@ -389,7 +389,7 @@ def test_a_suspect_that_its_client_aborts_is_forgotten():
     add(engine, *good, make_request(request_id="poison0"), make_request(request_id="poison1"))
     transcript = Transcript()
     step(engine, transcript)
-    assert engine.abort(CLIENT, ["poison0", "poison1"]) == ["poison0", "poison1"]
+    assert engine.scheduler.abort_requests(CLIENT, ["poison0", "poison1"]) == ["poison0", "poison1"]
     run_to_end(engine, transcript=transcript)
     assert transcript.reason("poison0") is FinishReason.ABORT
     assert_as_expected(engine, transcript, *good)

@@ -7,7 +7,6 @@ from typing import Protocol
 import msgspec
 
 from penstock_common.config.targets import load_target
-from penstock_common.types.kv_transfer import KvCacheEvent, KvMedium
 from penstock_common.types.outputs import EngineCoreOutputs, LoraStats, RequestError, SchedulerStats
 from penstock_enginecore.config import SchedulerConfig, SpeculativeConfig
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
@@ -16,8 +15,9 @@ from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.kv_transfer.core.base import KVConnector
-from penstock_enginecore.kv_transfer.core.leases import KVLeases
+from penstock_enginecore.kv_transfer.core.leases import LeasedBlocks
 from penstock_enginecore.lora.core.slots import LoraSlots
+from penstock_enginecore.media.core.receiver_cache import MediaInputs
 
 Clock = Callable[[], float]
 """Seconds from some origin."""
@@ -38,8 +38,8 @@ class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     ``num_stages`` workers, one after the other, each of which can be at another step. ``step_seconds``: how long steps take
     by the number of their tokens, as far as that was measured. ``lora_slots``: those of adapters among running requests, None
     where requests have none; ``lora_stats``: what is known of adapters. ``media``: modalities that requests may have, of whose
-    embeddings ``encoder_cache_size`` are kept at most; ``receiver_cache_bytes``: of their inputs that are kept.
-    ``leases``: who keeps the blocks of requests that go on elsewhere; None: nobody does.
+    embeddings ``encoder_cache_size`` are kept at most; ``media_inputs``: what is kept of their inputs.
+    ``leases``: keeps the blocks of requests that go on elsewhere.
     ``kv_connector``: brings blocks, of ``min_load_tokens`` tokens in a row at least; None where nothing does.
     """
 
@@ -56,8 +56,8 @@ class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     lora_stats: Callable[[], LoraStats | None] = lambda: None
     media: tuple[MediaInfo, ...] = ()
     encoder_cache_size: int = 0
-    receiver_cache_bytes: Callable[[], int] = lambda: 0
-    leases: Callable[[], KVLeases | None] = lambda: None
+    media_inputs: MediaInputs = MediaInputs()
+    leases: LeasedBlocks
     kv_connector: KVConnector | None = None
     min_load_tokens: int = 64
     monotonic_clock: Clock
@@ -72,13 +72,10 @@ class Scheduler(Protocol):
     two of these calls. Every request ends exactly once, with one output that has a finish reason,
     except those of a client that has gone, which end silently.
 
-    ``kv_cache``: which request holds which blocks.
+    ``kv_cache``: which request holds which blocks, and which can be found. Requests come with their prompts hashed by it.
     """
 
     kv_cache: KVCacheManager
-
-    def hash_prompt(self, request: Request) -> None:
-        """Do the part of ``add_request`` that may run on another thread: it touches the request alone."""
 
     def add_request(self, request: Request, hold: Hold = Hold.NONE) -> None:
         """Queue a request; with a ``hold`` it is not looked at before ``release`` takes that away.
@@ -182,20 +179,6 @@ class Scheduler(Protocol):
 
     def preempt_all(self) -> None:
         """Take every running request's KV blocks; they are computed again."""
-
-    def record_kv_events(self, on: bool) -> None:
-        """Record changes of the prefix cache from now on, or no more; where events are enabled they always are."""
-
-    def take_kv_events(self) -> list[KvCacheEvent]:
-        """Changes of the prefix cache since the last call."""
-
-    def cached_blocks(self, part: int, num_parts: int, medium: KvMedium = KvMedium.DEVICE) -> list[bytes]:
-        """Hashes of the blocks that can be found in a medium, of whose changes events tell: those of one of ``num_parts`` parts,
-        from 0.
-        """
-
-    def num_cached_blocks(self, medium: KvMedium) -> int:
-        """How many they are, in all parts."""
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a living request, in seconds since the epoch."""

@@ -200,9 +200,7 @@ class RequestLifecycle:
 
     def _keep_blocks(self, request: Request, *, wanted: bool) -> KvSource | None:
         """Let whoever goes on with a request that ends have its blocks, if they are wanted and can be kept."""
-        if not wanted or (leases := self._state.leases) is None or not request.num_processed_tokens:
-            return None
-        return leases.grant(request)
+        return self._state.leases.grant(request) if wanted and request.num_processed_tokens else None
 
     def _forget(self, request: Request) -> None:
         for resource in self._resources:

@@ -35,7 +35,7 @@ class Preemption:
         """
         while (new_block_ids := self._kv_cache.allocate_slots(request, num_new_tokens)) is None:
             running, leases = self._state.running, self._state.leases
-            if leases is not None and leases.revoke_one():
+            if leases.revoke_one():
                 continue
             if any(resource.give_up_one() for resource in self._resources):
                 continue

@@ -11,7 +11,6 @@ the worker, which runs steps in order, has the token by then.
 
 from collections.abc import Iterable, Iterator
 
-from penstock_common.types.kv_transfer import KvCacheEvent, KvMedium
 from penstock_common.types.outputs import EngineCoreOutputs, EventType, RequestError, SchedulerStats
 from penstock_enginecore.core.request import Hold, Request, RequestStatus, log_incident
 from penstock_enginecore.core.scheduler.base import PauseState, Scheduler, SchedulerContext
@@ -265,8 +264,7 @@ class DefaultScheduler(Scheduler):
         """
         if self._running or output.num_scheduled_tokens:
             return False
-        leases = self._state.leases
-        if leases is not None and leases.revoke_one():
+        if self._state.leases.revoke_one():
             return True
         loads = self._kv_loads
         return loads is not None and loads.holds(request) and loads.give_up_one(keep=request)
@@ -278,10 +276,6 @@ class DefaultScheduler(Scheduler):
         ]
 
     # Requests come and go.
-
-    def hash_prompt(self, request: Request) -> None:
-        """Hash the prompt's blocks, on whatever thread."""
-        self.kv_cache.hash_prompt(request)
 
     def add_request(self, request: Request, hold: Hold = Hold.NONE) -> None:
         """Queue a request; one whose prior output has reached a stop ends at once."""
@@ -375,21 +369,6 @@ class DefaultScheduler(Scheduler):
     def take_outputs(self) -> dict[str, EngineCoreOutputs]:
         return self._state.outputs.take(self.stats(), self._state.clock()) if self._state.outputs else {}
 
-    def record_kv_events(self, on: bool) -> None:
-        """Record changes of the prefix cache from now on, or no more."""
-        self.kv_cache.record_events(on)
-
-    def take_kv_events(self) -> list[KvCacheEvent]:
-        return self.kv_cache.take_events()
-
-    def cached_blocks(self, part: int, num_parts: int, medium: KvMedium = KvMedium.DEVICE) -> list[bytes]:
-        """Hashes of the blocks that can be found, those of one of so many parts."""
-        return self.kv_cache.cached_blocks(part, num_parts, medium)
-
-    def num_cached_blocks(self, medium: KvMedium) -> int:
-        """How many can be found in a medium."""
-        return self.kv_cache.num_cached_blocks(medium)
-
     # What others may ask.
 
     @property
@@ -460,5 +439,5 @@ class DefaultScheduler(Scheduler):
             spec_decoding_stats=None if self._drafting is None else self._drafting.stats(),
             lora=self._state.context.lora_stats(),
             media=None if self._encoder is None else self._encoder.stats(),
-            kv_transfer=None if self._kv_loads is None else self._kv_loads.stats(self._state.leases),
+            kv_transfer=None if self._kv_loads is None else self._state.leases.stats(self.kv_cache.external_stats),
         )

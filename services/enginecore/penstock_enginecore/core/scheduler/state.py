@@ -21,7 +21,6 @@ from penstock_enginecore.core.scheduler.base import PauseState, SchedulerContext
 from penstock_enginecore.core.scheduler.failure_bisection import StepTrial
 from penstock_enginecore.core.scheduler.token_budget import StepBudget, budget_of
 from penstock_enginecore.core.scheduler.waiting_queue import Rank, WaitingRequests
-from penstock_enginecore.kv_transfer.core.leases import KVLeases
 
 # What the scheduler tells each client, until the step is over.
 
@@ -192,6 +191,7 @@ class SchedulerState:
 
     Attributes:
         context: The settings and collaborators that the scheduler was built from.
+        leases: Lease manager for KV blocks that another engine may still read.
         requests: All requests that have not ended.
         waiting: Requests without KV blocks, held or queued. A request is either here or in ``running``.
         running: Requests with KV blocks, in the order in which they started.
@@ -208,6 +208,7 @@ class SchedulerState:
         config = context.config
         self.context = context
         self.clock = context.monotonic_clock
+        self.leases = context.leases
         self.by_priority = config.policy == "priority"
         self.kv_cache = KVCacheManager(
             context.kv_cache,
@@ -222,11 +223,6 @@ class SchedulerState:
         self.trial = StepTrial()
         self.next_step = 0
         self.pause_state = PauseState.RUNNING
-
-    @property
-    def leases(self) -> KVLeases | None:
-        """Lease manager for KV blocks that another engine may still read, or None if KV transfer is off."""
-        return self.context.leases()
 
 
 class RequestTable:

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Protocol
 
 import msgspec
 
@@ -20,7 +19,8 @@ from penstock_common.types.data_parallel import (
 )
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError
 from penstock_enginecore.core.collective_errors import CollectiveBroken, UnpreparedError
-from penstock_enginecore.core.scheduler.base import Clock, PauseState, Scheduler
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.scheduler.base import Clock, PauseState
 from penstock_enginecore.core.steps_in_flight import DrainAborts
 from penstock_enginecore.data_parallel.core.group_channels import (
     Broke,
@@ -133,15 +133,6 @@ REPEAT_INTERVAL = 0.5
 ToCoordinator = StartWave | WaveComplete | PeerLost | PrepareFailed | RankReport
 
 
-class GroupEngine(Protocol):
-    """What the driver needs of an engine."""
-
-    scheduler: Scheduler
-
-    def step_together(self, drain_aborts: DrainAborts, *, begin: bool = True) -> None:
-        """One forward pass, also where there is nothing to compute; ``begin``: in which requests may begin."""
-
-
 class GroupDriver:
     """What the busy loop asks of a rank. All methods belong to its thread, but for those under "From any thread".
 
@@ -152,7 +143,7 @@ class GroupDriver:
     def __init__(
         self,
         engine_name: str,
-        engine: GroupEngine,
+        engine: EngineCore,
         links: Links,
         *,
         experts: SharedExperts | None = None,

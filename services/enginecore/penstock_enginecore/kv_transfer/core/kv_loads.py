@@ -6,14 +6,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from penstock_common.types.kv_transfer import BlockName, KvMedium
-from penstock_common.types.outputs import KvTransferStats
 from penstock_enginecore.core.kv_cache.block_pool import BlockLog, ComputedBlocks, KVCacheBlock
 from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.scheduler.resources import Admission, StepResource
 from penstock_enginecore.core.scheduler.state import SchedulerState
 from penstock_enginecore.kv_transfer.core.base import KVConnector, LoadEnded, Place
-from penstock_enginecore.kv_transfer.core.leases import KVLeases, kv_transfer_stats
 from penstock_enginecore.kv_transfer.core.plan import LoadPlan
 from penstock_enginecore.kv_transfer.core.transfer_stats import ComputeRate
 
@@ -151,10 +149,6 @@ class KvLoads(StepResource):
     def has_others(self, request: Request) -> bool:
         """Return whether any request but this one has blocks and does not run."""
         return len(self._held) > (request.key in self._held)
-
-    def stats(self, leases: KVLeases | None) -> KvTransferStats:
-        """What came from elsewhere, and what is kept for others."""
-        return kv_transfer_stats(self._kv_cache.external_stats, leases)
 
     @property
     def has_news(self) -> bool:

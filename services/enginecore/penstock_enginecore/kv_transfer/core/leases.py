@@ -5,10 +5,8 @@ import logging
 import math
 import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -291,37 +289,34 @@ logger = logging.getLogger(__name__)
 
 
 class LeasedBlocks:
-    """Grants leases on what the pool has of a request. ``identity``: the engine's KvSource, without lease and tokens.
-
-    All calls come from the thread of the busy loop.
-    """
+    """Grants leases on what the pool has of a request, from ``begin`` on. All calls come from the thread of the busy loop."""
 
     def __init__(
-        self,
-        leases: Leases,
-        kv_cache: KVCacheManager,
-        identity: KvSource,
-        *,
-        block_bytes: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-        new_id: Callable[[], bytes] = lambda: secrets.token_bytes(LEASE_ID_BYTES),
+        self, clock: Callable[[], float], new_id: Callable[[], bytes] = lambda: secrets.token_bytes(LEASE_ID_BYTES)
     ) -> None:
-        self.leases = leases
-        self._kv_cache = kv_cache
-        self._identity = identity
-        self._block_bytes = block_bytes
+        self.leases = Leases(lambda _: None, 0)
         self._clock = clock
         self._new_id = new_id
+        self._block_bytes = 0
+        self._source: tuple[KVCacheManager, KvSource] | None = None
+
+    def begin(self, leases: Leases, kv_cache: KVCacheManager, identity: KvSource, *, block_bytes: int = 0) -> None:
+        """Other engines can read the blocks. ``identity``: the engine's KvSource, without lease and tokens."""
+        self.leases, self._source = leases, (kv_cache, identity)
+        self._block_bytes = block_bytes
 
     def grant(self, request: Request) -> KvSource | None:
         """Take a reference to each block that somebody needs who goes on with the request: full ones that can be found, of groups
         with windows those that the next query sees. The request's own references may be given back then. None where there are
         no such blocks, or leases have too many.
         """
-        computed = self._kv_cache.get_computed_blocks(request)
+        if self._source is None:
+            return None
+        kv_cache, identity = self._source
+        computed = kv_cache.get_computed_blocks(request)
         if not computed.num_blocks:
             return None
-        pool = self._kv_cache.pool
+        pool = kv_cache.pool
         tables, blocks = [], {}
         for group, table in enumerate(computed.blocks):
             for block, block_hash in zip(table, request.block_hashes, strict=False):
@@ -336,88 +331,37 @@ class LeasedBlocks:
                 pool.free(table)
             return None
         return msgspec.structs.replace(
-            self._identity, lease_id=lease.lease_id, num_tokens=computed.num_blocks * self._kv_cache.block_size
+            identity, lease_id=lease.lease_id, num_tokens=computed.num_blocks * kv_cache.block_size
         )
 
     def __len__(self) -> int:
         """Leases that have a reference to anything."""
         return len(self.leases)
 
-    @property
-    def num_blocks(self) -> int:
-        return self.leases.num_blocks
+    def seconds_to_expiry(self) -> float:
+        """Until ``expire`` has something to do, negative if it should have had; infinite without leases."""
+        expiry = self.leases.next_expiry()
+        return math.inf if expiry is None else expiry - self._clock()
 
-    @property
-    def num_bytes(self) -> int:
-        return self.leases.num_blocks * self._block_bytes
-
-    def next_expiry(self) -> float | None:
-        """When ``expire`` has something to do, in the clock's seconds; 0 for at once, None without leases."""
-        return self.leases.next_expiry()
-
-    def expire(self, now: float) -> int:
+    def expire(self) -> int:
         """End leases whose clock has run out, and give back what pulls have given up. Returns how many gave back."""
-        return self.leases.expire(now)
+        return self.leases.expire(self._clock()) if self.leases else 0
 
     def revoke_one(self) -> bool:
         """To make room: end the oldest lease that nothing is read from. False where there is none."""
-        return self.leases.revoke_one()
+        return bool(self.leases) and self.leases.revoke_one()
 
     def revoke_all(self) -> None:
         """The pool is to be empty: end all leases, and wait for the copies from their blocks that are under way."""
         if not self.leases.settle(_SETTLE):
             logger.error("blocks are still being copied for other engines after %g s", _SETTLE)
 
-
-# What the scheduler sees of it.
-
-
-class KVLeases(Protocol):
-    """Keeps blocks that no request of this engine holds any more, for whoever has the name of a lease. All calls come from the
-    thread of the busy loop.
-    """
-
-    def grant(self, request: Request) -> KvSource | None:
-        """Keep the blocks of a request that ends, with references beside its own, which it gives back right after this. None:
-        refused, or nothing of it is whole.
-        """
-
-    def __len__(self) -> int:
-        """Leases that are not over."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that these keep."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of these blocks, over all workers."""
-
-    def next_expiry(self) -> float | None:
-        """When the next one ends by itself, in monotonic seconds; None: none will."""
-
-    def expire(self, now: float) -> int:
-        """End those whose time is over. Returns how many gave their blocks back."""
-
-    def revoke_one(self) -> bool:
-        """To make room: end the oldest that nothing is read from. False where there is none."""
-
-    def revoke_all(self) -> None:
-        """End all of them, whoever reads: blocks that are being copied stay until that has ended."""
-
-
-def kv_transfer_stats(found: PrefixCacheStats, leases: KVLeases | None) -> KvTransferStats:
-    """What an engine tells of blocks from elsewhere, of which it ``found`` some, and of those that it keeps for others."""
-    return KvTransferStats(
-        external_prefix_cache_queries=found.queries,
-        external_prefix_cache_hits=found.hits,
-        num_leases=0 if leases is None else len(leases),
-        num_leased_blocks=0 if leases is None else leases.num_blocks,
-        leased_bytes=0 if leases is None else leases.num_bytes,
-    )
-
-
-def seconds_to_expiry(leases: KVLeases | None, clock: Callable[[], float]) -> float:
-    """Until the next lease ends by itself, negative if it should have; infinite where none will. ``clock``: monotonic seconds."""
-    expiry = None if leases is None else leases.next_expiry()
-    return math.inf if expiry is None else expiry - clock()
+    def stats(self, found: PrefixCacheStats) -> KvTransferStats:
+        """What the engine tells of blocks from elsewhere, of which it ``found`` some, and of those that it keeps for others."""
+        return KvTransferStats(
+            external_prefix_cache_queries=found.queries,
+            external_prefix_cache_hits=found.hits,
+            num_leases=len(self.leases),
+            num_leased_blocks=self.leases.num_blocks,
+            leased_bytes=self.leases.num_blocks * self._block_bytes,
+        )

@@ -317,7 +317,7 @@ class LoraIntake:
         request.lora_use = LoraUse(partial(self._released, digest))
         if not lora.digest:
             request.lora = msgspec.structs.replace(lora, digest=digest)
-            self._scheduler.hash_prompt(request)
+            self._scheduler.kv_cache.hash_prompt(request)
         self._scheduler.release(request, Hold.LORA_LOAD)
 
     def _answer(self, call: Call, digest: bytes) -> None:

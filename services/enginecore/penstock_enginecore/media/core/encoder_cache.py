@@ -1,12 +1,12 @@
 """Whose embeddings of media the workers keep, how many, and what operators can do about it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.base import Scheduler
 from penstock_enginecore.core.utility import utility
+from penstock_enginecore.media.core.receiver_cache import MediaInputs
 
 # A state machine: what is wanted and used goes in, what must go for it comes out.
 
@@ -131,27 +131,21 @@ def encoder_cache_size(configured: int, step_tokens: int, model: ModelInfo) -> i
     return max(configured or 2 * step_tokens, *(info.max_embeds for info in model.media))
 
 
-class HasMedia(Protocol):
-    """What ``MediaControl`` needs of an engine."""
-
-    scheduler: Scheduler
-    reset_receiver_cache: Callable[[], None]
-
-
 class MediaControl:
     """Utilities of an engine, called as those of ``EngineControl`` are."""
 
-    def __init__(self, engine: HasMedia) -> None:
-        self._engine = engine
+    def __init__(self, scheduler: Scheduler, inputs: MediaInputs) -> None:
+        self._scheduler = scheduler
+        self._inputs = inputs
 
     @utility
     def reset_mm_cache(self) -> None:
         """Forget the inputs of media that are kept for frontends: what a request needs is sent again. Requests that were added
         keep theirs.
         """
-        self._engine.reset_receiver_cache()
+        self._inputs.clear()
 
     @utility
     def reset_encoder_cache(self) -> None:
         """Forget the embeddings of media. Those that running requests need stay until they have passed them."""
-        self._engine.scheduler.reset_encoder_cache()
+        self._scheduler.reset_encoder_cache()

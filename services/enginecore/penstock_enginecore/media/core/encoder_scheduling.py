@@ -164,7 +164,7 @@ class EncoderWork(StepResource):
         self._infos = {info.modality: info for info in context.media}
         self._waiting = state.waiting
         self._budget = state.budget
-        self._receiver_cache_bytes = context.receiver_cache_bytes
+        self._inputs = context.media_inputs
         self._cache = EncoderCache(context.encoder_cache_size)
         self._queue = EncoderQueue(context.config.max_num_encoder_tokens or context.config.step_tokens)
         self._line = MediaLine(by_priority=context.config.policy == "priority", fair=context.config.fairness)
@@ -385,7 +385,7 @@ class EncoderWork(StepResource):
             encoder_cache_queries=self._num_queries,
             encoder_cache_hits=self._num_hits,
             encoder_cache_usage=self._cache.usage,
-            receiver_cache_bytes=self._receiver_cache_bytes(),
+            receiver_cache_bytes=self._inputs.num_bytes(),
             num_waiting_reqs=len(self._line) + sum(bool(wanted.request.hold & Hold.MEDIA) for wanted in claimed),
         )
 

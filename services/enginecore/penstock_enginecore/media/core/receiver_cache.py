@@ -2,7 +2,8 @@
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -33,6 +34,13 @@ class _Item:
     def __init__(self, data: Tensors) -> None:
         self.data = data
         self.num_sessions = 0
+
+
+class MediaInputs(NamedTuple):
+    """The inputs of media that are kept for frontends: how many bytes, and how an engine forgets them. Any thread."""
+
+    num_bytes: Callable[[], int] = lambda: 0
+    clear: Callable[[], None] = lambda: None
 
 
 class ReceiverCache:

@@ -95,7 +95,7 @@ def test_an_abort_during_the_step_leaves_its_blocks_unfindable():
     engine = make_engine()
     request = make_request(PROMPT)
     add(engine, request)
-    engine.step(lambda: engine.abort(CLIENT, [request.request_id]))
+    engine.step(lambda: engine.scheduler.abort_requests(CLIENT, [request.request_id]))
     while engine.has_work:
         engine.step(lambda: None)
     assert cached_tokens(engine, make_request(PROMPT)) == 0

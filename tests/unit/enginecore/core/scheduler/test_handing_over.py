@@ -106,9 +106,9 @@ def test_what_is_asked_for_is_given_away_wherever_it_is(kind):
     for _ in range(4):
         step(engine, transcript)
     asked = [running.request_id, waiting.request_id, "unknown"]
-    engine.abort("somebody else", asked, hand_over=True)
-    engine.abort(CLIENT, asked, hand_over=True)
-    engine.abort(CLIENT, asked, hand_over=True)
+    engine.scheduler.abort_requests("somebody else", asked, hand_over=True)
+    engine.scheduler.abort_requests(CLIENT, asked, hand_over=True)
+    engine.scheduler.abort_requests(CLIENT, asked, hand_over=True)
     run_to_end(engine, transcript=transcript)
     assert [transcript.reason(r.request_id) for r in (running, waiting)] == [FinishReason.HANDOFF] * 2
     assert transcript.reason(other.request_id) is FinishReason.LENGTH
@@ -123,7 +123,6 @@ def test_what_is_asked_for_is_given_away_wherever_it_is(kind):
 def test_blocks_are_kept_from_a_handoff_to_the_end_of_the_lease(kind):
     clock = FakeClock()
     engine = engine_of(kind)
-    engine._monotonic_clock = clock
     leases = FakeLeases(engine, clock)
     request = first_leg(make_request(14, max_tokens=9), 3)
     transcript = run_to_end(engine, request)
@@ -131,13 +130,13 @@ def test_blocks_are_kept_from_a_handoff_to_the_end_of_the_lease(kind):
     assert source.num_tokens == 16
     pool = engine.scheduler.kv_cache.pool
     assert pool.num_usable_blocks - pool.num_free_blocks == 4
-    assert (engine.has_leases, engine.time_to_next_deadline()) == (True, 5.0)
+    assert (bool(engine.leases), engine.time_to_next_deadline()) == (True, 5.0)
     clock.now += 4.9
-    engine.expire_leases()
-    assert engine.has_leases
+    engine.leases.expire()
+    assert engine.leases
     clock.now += 0.1
-    engine.expire_leases()
-    assert not engine.has_leases
+    engine.leases.expire()
+    assert not engine.leases
     assert not leases.blocks
     assert_nothing_left(engine)
 
@@ -151,11 +150,11 @@ def test_blocks_of_a_request_that_is_taken_back_are_kept_too():
     for _ in range(4):
         step(engine, transcript)
     add(engine, waiting)
-    engine.abort(CLIENT, [running.request_id, waiting.request_id], hand_over=True)
+    engine.scheduler.abort_requests(CLIENT, [running.request_id, waiting.request_id], hand_over=True)
     run_to_end(engine, transcript=transcript)
     assert transcript.ends[running.request_id].kv_source.num_tokens == 16
     assert transcript.ends[waiting.request_id].kv_source is None
-    engine.revoke_leases()
+    engine.leases.revoke_all()
     assert not leases.blocks
     assert_nothing_left(engine)
 
@@ -177,7 +176,7 @@ def test_an_engine_that_ends_all_requests_and_lives_on_keeps_their_blocks_where_
     assert (end.finish_reason, end.error) == (FinishReason.ABORT, error)
     assert (end.kv_source is not None and end.kv_source.num_tokens == 16) == keep_blocks
     assert transcript.ends[waiting.request_id].kv_source is None
-    engine.revoke_leases()
+    engine.leases.revoke_all()
     assert not leases.blocks
     assert_nothing_left(engine)
 
@@ -201,7 +200,7 @@ def test_blocks_are_kept_behind_an_end_where_that_is_asked_for_and_never_behind_
     transcript = Transcript()
     add(engine, asking, plain, aborted)
     step(engine, transcript)
-    engine.abort(CLIENT, [aborted.request_id])
+    engine.scheduler.abort_requests(CLIENT, [aborted.request_id])
     run_to_end(engine, transcript=transcript)
     sources = {name: end.kv_source for name, end in transcript.ends.items()}
     assert sources.pop(asking.request_id).num_tokens == 16

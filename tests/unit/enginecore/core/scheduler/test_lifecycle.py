@@ -47,9 +47,9 @@ def test_aborts_end_waiting_and_running_requests_with_one_output_each():
     add(engine, running, waiting, other)
     step(engine, transcript)
     ids = [running.request_id, waiting.request_id]
-    assert engine.abort(CLIENT, [*ids, "unknown", *ids]) == ids
-    assert engine.abort(CLIENT, ids) == []
-    assert engine.abort("somebody else", [other.request_id]) == []
+    assert engine.scheduler.abort_requests(CLIENT, [*ids, "unknown", *ids]) == ids
+    assert engine.scheduler.abort_requests(CLIENT, ids) == []
+    assert engine.scheduler.abort_requests("somebody else", [other.request_id]) == []
     run_to_end(engine, transcript=transcript)
     assert [transcript.reason(i) for i in ids] == [FinishReason.ABORT] * 2
     assert transcript.reason(other.request_id) is FinishReason.LENGTH
@@ -62,7 +62,7 @@ def test_a_client_that_goes_takes_its_requests_along_silently():
     stays = make_request(5)
     add(engine, stays)
     engine.step(lambda: None)
-    engine.abort_client("gone")
+    engine.scheduler.abort_client("gone")
     frames = []
     while engine.has_work:
         frames.append(engine.step(lambda: None))
@@ -73,7 +73,7 @@ def test_a_client_that_goes_takes_its_requests_along_silently():
 def test_abort_all_tells_why():
     engine = make_engine()
     add(engine, make_request(5), make_request(5), client_id="a")
-    engine.abort_all(RequestError(code="UNAVAILABLE", message="bye"))
+    engine.scheduler.abort_all(RequestError(code="UNAVAILABLE", message="bye"))
     [frame] = engine.step(lambda: None).values()
     assert [(o.finish_reason, o.error.message) for o in frame.outputs] == [(FinishReason.ABORT, "bye")] * 2
     assert_nothing_left(engine)
@@ -168,9 +168,9 @@ def test_the_next_deadline_is_that_of_a_living_request():
     first, second = make_request(5, deadline=1010.0), make_request(5, deadline=1020.0)
     add(engine, second, first, make_request(5))
     assert engine.time_to_next_deadline() == 10
-    engine.abort(CLIENT, [first.request_id])
+    engine.scheduler.abort_requests(CLIENT, [first.request_id])
     assert engine.time_to_next_deadline() == 20
-    engine.abort(CLIENT, [second.request_id])
+    engine.scheduler.abort_requests(CLIENT, [second.request_id])
     assert engine.time_to_next_deadline() is None
 
 

@@ -281,7 +281,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(request_id=consumes(requests))
     def abort(self, request_id):
-        self.aborted.update(self.engine.abort(CLIENT, [request_id]))
+        self.aborted.update(self.engine.scheduler.abort_requests(CLIENT, [request_id]))
 
     @rule(count=st.integers(1, 3))
     def the_device_gets_on(self, count):

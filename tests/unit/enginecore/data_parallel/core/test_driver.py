@@ -8,6 +8,7 @@ from penstock_common.lora_registry import LoraAdapter
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.config import LoraConfig
 from penstock_enginecore.data_parallel.core.driver import Standstill
+from penstock_enginecore.kv_transfer.core.leases import LeasedBlocks
 from penstock_enginecore.lora.core.request import LoadedLora
 from tests.fakes.engines.engine_harness import FakeClock, assert_as_expected, make_request
 from tests.fakes.engines.fake_leases import FakeLeases
@@ -186,7 +187,7 @@ def test_blocks_of_requests_that_leave_a_rank_are_kept_for_the_engines_that_go_o
         assert end.finish_reason is FinishReason.ABORT
         assert end.error.reason == ("LEFT_GROUP" if how == "leaves" else "GROUP_SUSPENDED")
         assert end.kv_source.num_tokens >= 12
-        last.engine.leases = None
+        last.engine.leases = LeasedBlocks(FakeClock())
 
 
 LORA = LoraAdapter("a", "/a", b"a" * 16)

@@ -1,5 +1,6 @@
 """Leases, and what the pool keeps for them."""
 
+import math
 import threading
 from collections.abc import Sequence
 
@@ -162,6 +163,12 @@ def cached(num_tokens: int, groups: tuple[KVCacheGroup, ...]) -> tuple[KVCacheMa
     return manager, request
 
 
+def leased_blocks(manager: KVCacheManager, max_blocks: int) -> LeasedBlocks:
+    blocks = LeasedBlocks(lambda: 0.0)
+    blocks.begin(Leases(manager.pool.free, max_blocks), manager, IDENTITY)
+    return blocks
+
+
 FULL = KVCacheGroup(layer_names=("0",))
 WINDOWED = KVCacheGroup(layer_names=("1",), sliding_window=6)
 
@@ -169,7 +176,7 @@ WINDOWED = KVCacheGroup(layer_names=("1",), sliding_window=6)
 @pytest.mark.parametrize(("num_tokens", "count"), [(3, 0), (4, 1), (18, 4), (20, 5)])
 def test_whole_blocks_of_a_request_are_leased(num_tokens: int, count: int) -> None:
     manager, request = cached(num_tokens, (FULL,))
-    blocks = LeasedBlocks(Leases(manager.pool.free, 20), manager, IDENTITY, clock=lambda: 0.0)
+    blocks = leased_blocks(manager, 20)
     source = blocks.grant(request)
     manager.free(request)
     assert (0 if source is None else source.num_tokens) == count * 4
@@ -178,13 +185,14 @@ def test_whole_blocks_of_a_request_are_leased(num_tokens: int, count: int) -> No
         lease = blocks.leases.get(source.lease_id)
         assert lease is not None
         assert set(lease.blocks) == {BlockName(0, each) for each in request.block_hashes[:count]}
-    blocks.expire(5.0)
+    blocks._clock = lambda: 5.0
+    assert blocks.expire() == (count > 0)
     assert manager.pool.num_free_blocks == 40
 
 
 def test_of_windowed_groups_those_are_leased_that_the_next_query_sees() -> None:
     manager, request = cached(30, (FULL, WINDOWED))
-    blocks = LeasedBlocks(Leases(manager.pool.free, 20), manager, IDENTITY, clock=lambda: 0.0)
+    blocks = leased_blocks(manager, 20)
     source = blocks.grant(request)
     manager.free(request)
     assert source is not None
@@ -196,13 +204,22 @@ def test_of_windowed_groups_those_are_leased_that_the_next_query_sees() -> None:
     }
 
 
+def test_nothing_is_leased_before_other_engines_can_read_it() -> None:
+    manager, request = cached(30, (FULL,))
+    blocks = LeasedBlocks(lambda: 0.0)
+    assert blocks.grant(request) is None
+    blocks.revoke_all()
+    manager.free(request)
+    assert (len(blocks), blocks.expire(), blocks.revoke_one(), manager.pool.num_free_blocks) == (0, 0, False, 40)
+
+
 def test_a_refused_grant_leaves_no_reference() -> None:
     manager, request = cached(30, (FULL,))
-    blocks = LeasedBlocks(Leases(manager.pool.free, 6), manager, IDENTITY)
+    blocks = leased_blocks(manager, 6)
     assert blocks.grant(request) is None
     manager.free(request)
     assert manager.pool.num_free_blocks == 40
-    assert blocks.next_expiry() is None
+    assert blocks.seconds_to_expiry() == math.inf
 
 
 def test_settling_waits_for_copies_that_are_under_way(pool: Pool) -> None:

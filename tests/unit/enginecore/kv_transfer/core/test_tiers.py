@@ -154,10 +154,10 @@ def test_a_load_that_nobody_wants_gives_its_blocks_back_when_it_has_ended(how):
     pool = engine.scheduler.kv_cache.pool
     control = EngineControl(engine)
     if how == "abort":
-        engine.abort("client", [request_id])
+        engine.scheduler.abort_requests("client", [request_id])
         assert pool.num_free_blocks < pool.num_usable_blocks
     elif how == "client":
-        engine.abort_client("client")
+        engine.scheduler.abort_client("client")
     elif how == "reset":
         assert control.reset_prefix_cache()
         assert engine.connector.stats().host_usage == 0
@@ -258,14 +258,14 @@ def test_events_follow_what_can_be_found_in_the_pool_on_the_host_and_on_the_disk
     told = Counter()
 
     def follow() -> None:
-        for event in engine.take_kv_events():
+        for event in engine.scheduler.kv_cache.take_events():
             told[type(event), event.medium] += 1
             for block_hash in event.block_hashes:
                 (known[event.medium].add if isinstance(event, BlockStored) else known[event.medium].remove)(block_hash)
             assert event.medium is KvMedium.DEVICE or not getattr(event, "token_ids", None)
         for medium, hashes in known.items():
-            assert hashes == set(engine.scheduler.cached_blocks(0, 1, medium))
-            assert len(hashes) == engine.scheduler.num_cached_blocks(medium)
+            assert hashes == set(engine.scheduler.kv_cache.cached_blocks(0, 1, medium))
+            assert len(hashes) == engine.scheduler.kv_cache.num_cached_blocks(medium)
 
     num_host = num_disk = 0
     for number in (0, 1, 2, 3, 1, 4, 5, 6, 4, 3, 2, 7, 8, 6, 5, 0):
@@ -283,14 +283,14 @@ def test_events_follow_what_can_be_found_in_the_pool_on_the_host_and_on_the_disk
         turn(engine, number)
         follow()
     assert EngineControl(engine).reset_prefix_cache()
-    assert engine.take_kv_events() == [AllBlocksCleared()]
-    assert not any(engine.scheduler.num_cached_blocks(medium) for medium in own)
+    assert engine.scheduler.kv_cache.take_events() == [AllBlocksCleared()]
+    assert not any(engine.scheduler.kv_cache.num_cached_blocks(medium) for medium in own)
 
 
 def test_what_a_disk_has_from_before_is_told_of():
     slots = {0: (BlockName(0, b"a" * 16), b""), 2: (BlockName(0, b"b" * 16), b"")}
     engine = engine_of(host_blocks=6, disk=FakeDisk(4, slots), enable_kv_events=True)
-    (event,) = engine.take_kv_events()
+    (event,) = engine.scheduler.kv_cache.take_events()
     assert (event.medium, event.block_hashes) == (KvMedium.DISK, [b"a" * 16, b"b" * 16])
     assert EngineControl(engine).utilities.invoke("num_cached_blocks", [KvMedium.DISK.value]) == 2
 

@@ -69,13 +69,11 @@ def test_requests_of_one_adapter_wait_for_one_load_and_others_go_on() -> None:
 
 def test_the_core_is_woken_when_a_load_ends() -> None:
     engine = engine_of(at_once=False)
-    woken: list[bool] = []
-    engine.wake = lambda: woken.append(True)
     answer = engine.loras.add_lora("a1", "/a1")
-    assert not woken
+    assert engine.queues.get(block=False, timeout=None) is None
     assert not engine.has_work
     executor_of(engine).finish_load()
-    assert woken
+    assert engine.queues.get(block=False, timeout=None) is not None
     assert engine.has_work  # though there are no requests
     step(engine, Transcript())
     assert answer.done()
@@ -121,7 +119,7 @@ def test_a_request_aborted_while_its_adapter_is_loaded_leaves_nothing_in_use() -
     engine = engine_of(at_once=False)
     request = make_request(5, lora=adapter(1))
     add(engine, request)
-    engine.abort(CLIENT, [request.request_id])
+    engine.scheduler.abort_requests(CLIENT, [request.request_id])
     executor_of(engine).finish_load()
     run_to_end(engine)
     engine.loras.take()
@@ -134,7 +132,7 @@ def test_a_request_that_gave_up_waits_for_no_load() -> None:
     engine = engine_of(at_once=False)
     gone, stays = make_request(5, lora=adapter(1)), make_request(5, lora=adapter(1))
     add(engine, gone, stays)
-    engine.abort(CLIENT, [gone.request_id])
+    engine.scheduler.abort_requests(CLIENT, [gone.request_id])
     stats = engine.loras.stats()
     assert stats is not None
     assert stats.num_loading_reqs == 1
@@ -156,7 +154,7 @@ def test_a_load_that_nobody_waits_for_any_more_takes_no_others_place() -> None:
     engine.loras.take()
     request = make_request(5, lora=adapter(3))
     add(engine, request)
-    engine.abort(CLIENT, [request.request_id])
+    engine.scheduler.abort_requests(CLIENT, [request.request_id])
     executor.finish_load()
     run_to_end(engine)
     engine.loras.take()
@@ -177,7 +175,7 @@ def test_a_load_that_somebody_wants_again_before_it_was_given_up_is_made_once_mo
     engine.loras.take()
     gone, comes = make_request(5, lora=adapter(3)), make_request(5, lora=adapter(3))
     add(engine, gone)
-    engine.abort(CLIENT, [gone.request_id])
+    engine.scheduler.abort_requests(CLIENT, [gone.request_id])
     executor.finish_load()
     engine.loras.take()  # it is refused room, and has not said so yet
     add(engine, comes)
@@ -191,7 +189,7 @@ def test_a_load_that_nobody_waits_for_any_more_may_fail() -> None:
     executor_of(engine).adapters["/a1"] = Unavailable("no such directory", reason="LORA_UNAVAILABLE")
     request = make_request(5, lora=adapter(1))
     add(engine, request)
-    engine.abort(CLIENT, [request.request_id])
+    engine.scheduler.abort_requests(CLIENT, [request.request_id])
     executor_of(engine).finish_load()
     transcript = run_to_end(engine)
     engine.loras.take()
@@ -214,7 +212,7 @@ def test_what_was_let_go_of_while_it_was_read_for_nobody_is_not_loaded_again() -
     executor.finish_load()
     engine.loras.take()
     engine.loras.remove_lora(adapter(1).digest)
-    engine.abort(CLIENT, [request.request_id])
+    engine.scheduler.abort_requests(CLIENT, [request.request_id])
     run_to_end(engine)
     engine.loras.take()
     assert engine.loras.cache.digests == ()
@@ -468,6 +466,6 @@ def test_blocks_that_become_findable_are_told_with_the_name_of_their_adapter() -
     told = []
     for request in (make_request(40, lora=adapter(1)), make_request(40)):
         run_to_end(engine, request)
-        told += engine.scheduler.take_kv_events()
+        told += engine.scheduler.kv_cache.take_events()
     names = [event.lora_name for event in told if isinstance(event, BlockStored)]
     assert list(dict.fromkeys(names)) == ["a1", ""]

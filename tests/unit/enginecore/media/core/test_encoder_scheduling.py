@@ -16,6 +16,7 @@ from penstock_enginecore.core.scheduler.output import ModelRunnerOutput
 from penstock_enginecore.core.scheduler.waiting_queue import FairQueue
 from penstock_enginecore.core.steps_in_flight import EngineDeadError
 from penstock_enginecore.media.core.encoder_scheduling import MediaLine, Wanted
+from penstock_enginecore.media.core.receiver_cache import MediaInputs
 from tests.fakes.engines.engine_harness import (
     CLIENT,
     Transcript,
@@ -310,9 +311,9 @@ def test_what_is_being_encoded_for_nobody_is_dropped():
     engine = media_engine()
     add(engine, images(1, request_id="r"), images(1, request_id="s"))
     step(engine, Transcript())
-    engine.abort(CLIENT, ["r"])
+    engine.scheduler.abort_requests(CLIENT, ["r"])
     assert engine.scheduler.stats().media.pending_embeds == 8
-    engine.abort(CLIENT, ["s"])
+    engine.scheduler.abort_requests(CLIENT, ["s"])
     assert engine.scheduler.stats().media.pending_embeds == 0
     request = images(2, max_tokens=1)
     assert_as_expected(engine, run_to_end(engine, request), request)
@@ -336,9 +337,9 @@ def test_resetting_the_encoder_cache_leaves_what_running_requests_need():
 
 
 def test_nothing_is_there_after_a_sleep():
-    engine = media_engine(max_num_encoder_tokens=100)
     resets = []
-    engine.reset_receiver_cache = lambda: resets.append("receiver")
+    inputs = MediaInputs(clear=lambda: resets.append("receiver"))
+    engine = media_engine(max_num_encoder_tokens=100, media_inputs=inputs)
     control = EngineControl(engine)
     run_to_end(engine, images(1))
     control.sleep(0)
@@ -526,7 +527,7 @@ def test_events_tell_which_media_are_in_blocks():
     runs = (EmbedRun(0, 2), EmbedRun(3, 1))
     features = [make_feature(1, 2, 6), make_feature(2, 9, 4, embed_runs=runs)]
     run_to_end(engine, make_request(20, mm_features=features, max_tokens=1))
-    events = [event for event in engine.take_kv_events() if isinstance(event, BlockStored)]
+    events = [event for event in engine.scheduler.kv_cache.take_events() if isinstance(event, BlockStored)]
     assert [keys for event in events for keys in event.extra_keys] == [
         [BlockMedia(identifier_of(1), 2)],
         [BlockMedia(identifier_of(1), -2)],
@@ -535,7 +536,7 @@ def test_events_tell_which_media_are_in_blocks():
         [],
     ]
     run_to_end(engine, make_request(8, max_tokens=1))
-    assert [event.extra_keys for event in engine.take_kv_events()] == [[]]
+    assert [event.extra_keys for event in engine.scheduler.kv_cache.take_events()] == [[]]
 
 
 # Who is encoded next of those that wait.

@@ -54,8 +54,6 @@ def test_a_constraint_that_is_fulfilled_ends_the_output_also_where_eos_is_ignore
 def test_a_request_whose_constraint_is_compiling_holds_nobody_up():
     grammars = FakeGrammars(VOCAB, EOS, manual=True)
     engine = engine_with(grammars, max_num_seqs=1)
-    woken = []
-    engine.wake = lambda: woken.append(True)
     first, second = constrained("even:3"), make_request(max_tokens=3)
     add(engine, first, second)
     transcript = Transcript()
@@ -66,9 +64,9 @@ def test_a_request_whose_constraint_is_compiling_holds_nobody_up():
     stats = engine.scheduler.stats()
     assert (stats.num_waiting_reqs, stats.num_skipped_reqs) == (1, 1)
     assert engine.stalled
-    assert not woken
+    assert engine.queues.get(block=False, timeout=None) is None
     grammars.compile_all()
-    assert woken
+    assert engine.queues.get(block=False, timeout=None) is not None
     run_to_end(engine, transcript=transcript)
     assert_as_expected(engine, transcript, first)
     assert_nothing_left(engine)
@@ -90,7 +88,7 @@ def test_a_request_may_end_while_its_constraint_is_compiling():
     engine = engine_with(grammars)
     request = constrained("even")
     add(engine, request)
-    engine.abort("client", [request.request_id])
+    engine.scheduler.abort_requests("client", [request.request_id])
     grammars.compile_all()
     transcript = run_to_end(engine)
     assert transcript.reason(request.request_id) is FinishReason.ABORT
@@ -181,14 +179,12 @@ def test_a_mask_that_is_late_holds_nobody_up(prompt, config):
 
 def test_a_late_mask_wakes_whoever_waits_for_work():
     engine, grammar, slow, _ = slow_beside_a_neighbour(prompt=True)
-    woken = []
-    engine.wake = lambda: woken.append(True)
     transcript = Transcript()
     while not engine.stalled:
         step(engine, transcript)
-    assert not woken
+    assert engine.queues.get(block=False, timeout=None) is None
     grammar.arrive()
-    assert woken
+    assert engine.queues.get(block=False, timeout=None) is not None
     step(engine, transcript)
     assert len(transcript.tokens[slow.request_id]) == 2
 
@@ -217,7 +213,7 @@ def engine_grammars(engine):
 def test_a_request_may_end_while_its_mask_is_late():
     engine, grammar, slow, neighbour = slow_beside_a_neighbour(prompt=True)
     transcript = run_to_end_of(engine, neighbour)
-    engine.abort("client", [slow.request_id])
+    engine.scheduler.abort_requests("client", [slow.request_id])
     grammar.arrive()
     run_to_end(engine, transcript=transcript)
     assert transcript.reason(slow.request_id) is FinishReason.ABORT
