@@ -25,8 +25,7 @@ from penstock_enginecore.core.validation import RequestLimits, validate_request
 from penstock_enginecore.kv_transfer.core.leases import LeasedBlocks
 from penstock_enginecore.kv_transfer.core.registry import OpenStore, begin_connector, make_connector
 from penstock_enginecore.kv_transfer.core.validation import read_params
-from penstock_enginecore.lora.core.adapter_loader import LoraIntake
-from penstock_enginecore.lora.core.slots import LoraSlots
+from penstock_enginecore.lora.core.adapters import LoraAdapters
 from penstock_enginecore.media.core.encoder_cache import MediaControl, encoder_cache_size
 from penstock_enginecore.media.core.receiver_cache import MediaInputs
 from penstock_enginecore.speculation.core.policy import time_steps
@@ -171,10 +170,10 @@ class EngineCore:
         grammars: GrammarBackend | None = None
         if make_grammars is not None:
             grammars = make_grammars(config, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
-        lora_slots = LoraSlots(config.lora.max_loras, config.lora.max_wait) if config.lora.enabled else None
+        self.loras = LoraAdapters(config.lora, executor, self.queues.wake, monotonic_clock)
         self.connector = make_connector(config, model, self.queues.wake, monotonic_clock)
         self.scheduler: Scheduler = create_scheduler(
-            self._scheduler_context(lora_slots, monotonic_clock=monotonic_clock, wall_clock=wall_clock)
+            self._scheduler_context(monotonic_clock=monotonic_clock, wall_clock=wall_clock)
         )
         self._grammars = GrammarIntake(
             grammars,
@@ -185,7 +184,6 @@ class EngineCore:
             enable_in_reasoning=config.structured_output.enable_in_reasoning,
             drafts=config.speculative.enabled,
         )
-        self.loras = LoraIntake(config.lora, executor, self.scheduler, lora_slots, self.queues.wake, monotonic_clock)
         self.controls = (self.loras, MediaControl(self.scheduler, self.media_inputs))
         """What operators may call beside the methods of ``EngineControl``."""
         executor.initialize_kv_cache(self.kv_cache_config)
@@ -208,9 +206,7 @@ class EngineCore:
             on_done=self._count_step,
         )
 
-    def _scheduler_context(
-        self, lora_slots: LoraSlots | None, *, monotonic_clock: Clock, wall_clock: Clock
-    ) -> SchedulerContext:
+    def _scheduler_context(self, *, monotonic_clock: Clock, wall_clock: Clock) -> SchedulerContext:
         """What the scheduler is told of the model, the cache and the executor."""
         config, model = self.config, self.model
         speculative = config.speculative
@@ -224,8 +220,7 @@ class EngineCore:
             num_stages=config.executor.pipeline_parallel_size,
             speculative=speculative,
             step_seconds=time_steps(self.executor.step_seconds, _ROWS, model.max_len) if speculative.enabled else {},
-            lora_slots=lora_slots,
-            lora_stats=lambda: self.loras.stats(),
+            resources=(self.loras,) if config.lora.enabled else (),
             media=model.media,
             encoder_cache_size=encoder_cache_size(
                 config.multimodal.encoder_cache_size, config.scheduler.step_tokens, model
@@ -273,13 +268,11 @@ class EngineCore:
 
         Raises InvalidArgument for an id in use, ResourceExhausted when the queue is full.
         """
-        constraint, lora = request.sampling_params.structured_output, request.lora
+        constraint = request.sampling_params.structured_output
         hold = Hold.NONE if constraint is None else Hold.GRAMMAR
-        self.scheduler.add_request(request, hold if lora is None else hold | Hold.LORA_LOAD)
+        self.scheduler.add_request(request, hold if request.lora is None else hold | Hold.LORA)
         if constraint is not None and not request.finished:
             self._grammars.start(request, constraint)
-        if lora is not None and not request.finished:
-            self.loras.start(request, lora)
 
     @property
     def has_requests(self) -> bool:

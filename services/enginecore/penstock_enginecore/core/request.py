@@ -14,7 +14,7 @@ from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.outputs import EngineCoreEvent, EventType, FinishReason, RequestError, SpecDecodingStats
 from penstock_common.types.request import EngineCoreRequest, PoolingParams
 from penstock_common.types.sampling import SamplingParams
-from penstock_enginecore.lora.core.request import LoraRequest, LoraUse
+from penstock_enginecore.lora.core.request import LoraRequest
 from penstock_enginecore.speculation.core.policy import DraftHistory
 from penstock_enginecore.structured_output.core.base import Grammar
 from penstock_enginecore.structured_output.core.reasoning import ReasoningBudget
@@ -63,7 +63,7 @@ class Hold(enum.Flag):
 
     A new reason is a name here, given to the request with ``Scheduler.add_request`` or ``hold_back``, and a call of ``release``
     by whoever knows that the wait is over; the scheduler itself asks for no reason by name but ``PAUSE``, ``TRIAL``,
-    ``LORA_SLOT``, ``MEDIA`` and ``KV_TRANSFER``, which it gives and takes.
+    ``MEDIA`` and ``KV_TRANSFER``, which it gives and takes.
     """
 
     NONE = 0
@@ -73,10 +73,8 @@ class Hold(enum.Flag):
     """It came while the engine was pausing."""
     TRIAL = enum.auto()
     """A step with it failed: ``StepTrial`` tries it with fewer others."""
-    LORA_LOAD = enum.auto()
-    """Its adapter is being loaded."""
-    LORA_SLOT = enum.auto()
-    """As many other adapters run as may."""
+    LORA = enum.auto()
+    """Its adapter is being loaded, or as many others run as may."""
     MEDIA = enum.auto()
     """Embeddings of its next media are not there yet, or there is no room for them."""
     KV_TRANSFER = enum.auto()
@@ -171,7 +169,6 @@ class Request:
         "lease_kv",
         "loaded_tokens",
         "lora",
-        "lora_use",
         "max_drafts",
         "max_tokens",
         "media_end",
@@ -256,7 +253,6 @@ class Request:
         self.hold = Hold.NONE
         self.grammar: Grammar | None = None
         self.lora = LoraRequest.of(request.lora)
-        self.lora_use: LoraUse | None = None
         self.reasoning_parser_kwargs = request.reasoning_parser_kwargs
         self.reasoning_ended = request.reasoning_ended
         self.reasoning_budget = ReasoningBudget.of(request)

@@ -2,13 +2,14 @@
 
 import enum
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from penstock_common.config.targets import load_target
-from penstock_common.types.outputs import EngineCoreOutputs, LoraStats, RequestError, SchedulerStats
+from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
 from penstock_enginecore.config import SchedulerConfig, SpeculativeConfig
+from penstock_enginecore.core.kv_cache.block_pool import ComputedBlocks
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.model_info import MediaInfo
@@ -16,7 +17,6 @@ from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.kv_transfer.core.base import KVConnector
 from penstock_enginecore.kv_transfer.core.leases import LeasedBlocks
-from penstock_enginecore.lora.core.slots import LoraSlots
 from penstock_enginecore.media.core.receiver_cache import MediaInputs
 
 Clock = Callable[[], float]
@@ -33,12 +33,114 @@ class PauseState(enum.Enum):
     PAUSED = "paused"
 
 
+class Admission(enum.Enum):
+    """Result of an attempt to start a waiting request.
+
+    Attributes:
+        STARTED: The request runs in this step.
+        BLOCKED: The request is held until a resource of its own is there. Requests behind it may start.
+        NO_ROOM: The request stays at the head of the queue. No request behind it starts in this step.
+        ENDED: The request failed and has ended.
+    """
+
+    STARTED = enum.auto()
+    BLOCKED = enum.auto()
+    NO_ROOM = enum.auto()
+    ENDED = enum.auto()
+
+
+class StepResource:
+    """Something that only some requests need, and of which a step has only so much. The base class needs nothing.
+
+    The scheduler calls the hooks in the order in which they stand here. ``request`` is living, unless a hook says otherwise.
+    ``stats_name``: the field of SchedulerStats that ``stats`` fills in; empty: none.
+    """
+
+    stats_name = ""
+
+    def attach(self, scheduler: "Scheduler") -> None:
+        """The scheduler is there."""
+
+    def added(self, request: Request) -> None:
+        """A request was queued."""
+
+    def begin_step(self, *, paused: bool) -> None:
+        """A step is being scheduled. If ``paused``, it computes nothing."""
+
+    def begin_waiting(self) -> None:
+        """The running requests of the step are chosen; the waiting ones follow."""
+
+    def may_start(self, request: Request) -> Hold:
+        """Return why a waiting request is held from now on; NONE if it may start, as far as this resource decides."""
+        return Hold.NONE
+
+    def load(self, request: Request, computed: ComputedBlocks, reserve: Callable[[int], int]) -> Admission | None:
+        """Have KV blocks of a waiting request loaded, so that it need not compute them.
+
+        Args:
+            request: The request at the head of the queue.
+            computed: The blocks of its prefix that the KV cache has.
+            reserve: Returns how many blocks must stay free if the request gets blocks for that many tokens.
+
+        Returns:
+            BLOCKED if a load has begun, NO_ROOM if the load needs blocks that are in use, None if the request should compute
+            its tokens.
+        """
+        return None
+
+    def fit(self, request: Request, start: int, count: int, output: SchedulerOutput) -> int:
+        """Return how many of ``count`` tokens from position ``start`` fit into the step; 0 if none do."""
+        return count
+
+    def claim(self, request: Request, start: int, count: int) -> int:
+        """Return how many of ``count`` tokens a waiting request may compute if it starts; 0 if it is held from now on."""
+        return count
+
+    def has_others(self, request: Request) -> bool:
+        """Return whether a waiting request other than this one has KV blocks."""
+        return False
+
+    def give_up_one(self, *, keep: Request | None = None) -> bool:
+        """Free the KV blocks of one waiting request, but not of ``keep``. Return False if no such request has blocks."""
+        return False
+
+    @property
+    def returns_blocks(self) -> bool:
+        """Whether KV blocks that no request has will be free soon."""
+        return False
+
+    def started(self, request: Request, num_computed: int, count: int) -> None:
+        """A request starts with ``num_computed`` tokens in the KV cache, and computes ``count`` more."""
+
+    def reach(self, request: Request, count: int, output: SchedulerOutput) -> int:
+        """Return how many of the next ``count`` tokens of a running request the step can compute; 0 if none."""
+        return count
+
+    def preempted(self, request: Request) -> None:
+        """A running request has lost its KV blocks."""
+
+    def all_preempted(self) -> None:
+        """Every running request was preempted between two steps."""
+
+    def workers_reset(self) -> None:
+        """A step was not computed; the workers may have lost what this resource keeps there."""
+
+    def ended(self, request: Request) -> None:
+        """A request has ended, wherever it was."""
+
+    def end_step(self, output: SchedulerOutput) -> None:
+        """The step is complete; add what the workers must know."""
+
+    def stats(self) -> Any:
+        """Counts and load now. Any thread."""
+
+
 class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     """What a scheduler is built from. ``monotonic_clock`` stamps events, ``wall_clock`` is compared with deadlines. A step passes
     ``num_stages`` workers, one after the other, each of which can be at another step. ``step_seconds``: how long steps take
-    by the number of their tokens, as far as that was measured. ``lora_slots``: those of adapters among running requests, None
-    where requests have none; ``lora_stats``: what is known of adapters. ``media``: modalities that requests may have, of whose
-    embeddings ``encoder_cache_size`` are kept at most; ``media_inputs``: what is kept of their inputs.
+    by the number of their tokens, as far as that was measured. ``resources``: what only some requests need.
+    ``media``: modalities that requests may have, of whose embeddings ``encoder_cache_size`` are kept at most; ``media_inputs``:
+    what is kept of their inputs.
     ``leases``: keeps the blocks of requests that go on elsewhere.
     ``kv_connector``: brings blocks, of ``min_load_tokens`` tokens in a row at least; None where nothing does.
     """
@@ -52,8 +154,7 @@ class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     num_stages: int = 1
     speculative: SpeculativeConfig = SpeculativeConfig()
     step_seconds: Mapping[int, float] = {}
-    lora_slots: LoraSlots | None = None
-    lora_stats: Callable[[], LoraStats | None] = lambda: None
+    resources: tuple[StepResource, ...] = ()
     media: tuple[MediaInfo, ...] = ()
     encoder_cache_size: int = 0
     media_inputs: MediaInputs = MediaInputs()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from penstock_common.types.kv_transfer import KvSource
 from penstock_common.types.outputs import EventType, RequestError
 from penstock_enginecore.core.request import Hold, Request, RequestStatus
-from penstock_enginecore.core.scheduler.resources import StepResource
+from penstock_enginecore.core.scheduler.base import StepResource
 from penstock_enginecore.core.scheduler.results import check_stop
 from penstock_enginecore.core.scheduler.state import SchedulerState
 from penstock_enginecore.core.scheduler.waiting_queue import QueueAdmission
@@ -102,9 +102,9 @@ class RequestLifecycle:
         request.hold = hold
         self._state.waiting.add(request)
         self._state.requests.add(request)
+        self._deadlines.add(request)
         for resource in self._resources:
             resource.added(request)
-        self._deadlines.add(request)
 
     def abort(self, client_id: str, request_ids: Iterable[str], *, hand_over: bool = False) -> list[str]:
         """End those of a client's requests that live, with ABORT outputs, or with HANDOFF ones. Returns their ids."""
@@ -210,8 +210,6 @@ class RequestLifecycle:
         self._deadlines.discard(request)
         if request.grammar is not None:
             request.grammar.close()
-        if request.lora_use is not None:
-            request.lora_use.close()
         if request.num_charged_tokens or request.num_uncharged_embeds:
             if not request.num_charged_tokens:  # it never started, and was given nothing else
                 request.num_charged_tokens = request.num_tokens

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from penstock_common.types.outputs import EventType
 from penstock_enginecore.core.request import Hold, Request, RequestStatus
+from penstock_enginecore.core.scheduler.base import StepResource
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
-from penstock_enginecore.core.scheduler.resources import StepResource
 from penstock_enginecore.core.scheduler.state import SchedulerState
 
 

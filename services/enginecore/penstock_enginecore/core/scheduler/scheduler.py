@@ -13,11 +13,10 @@ from collections.abc import Iterable, Iterator
 
 from penstock_common.types.outputs import EngineCoreOutputs, EventType, RequestError, SchedulerStats
 from penstock_enginecore.core.request import Hold, Request, RequestStatus, log_incident
-from penstock_enginecore.core.scheduler.base import PauseState, Scheduler, SchedulerContext
+from penstock_enginecore.core.scheduler.base import Admission, PauseState, Scheduler, SchedulerContext, StepResource
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.preemption import Preemption
-from penstock_enginecore.core.scheduler.resources import Admission, LoraSlotResource, StepResource
 from penstock_enginecore.core.scheduler.results import StepResults
 from penstock_enginecore.core.scheduler.state import SchedulerState
 from penstock_enginecore.core.scheduler.token_budget import (
@@ -46,14 +45,15 @@ class DefaultScheduler(Scheduler):
         self._state = state = SchedulerState(context)
         self.kv_cache = state.kv_cache
         self._requests, self._waiting, self._running = state.requests, state.waiting, state.running
-        self._lora = None if context.lora_slots is None else LoraSlotResource(state, context.lora_slots)
         self._encoder = EncoderWork(state) if context.media else None
         self._drafting = DraftPlanner(state) if context.speculative.enabled else None
         self._kv_loads = None if context.kv_connector is None else KvLoads(state, context.kv_connector)
-        optional: tuple[StepResource | None, ...] = (self._kv_loads, self._lora, self._encoder, self._drafting)
+        optional: tuple[StepResource | None, ...] = (self._kv_loads, *context.resources, self._encoder, self._drafting)
         self._resources = [resource for resource in optional if resource is not None]
         self._admission = QueueAdmission(context.config, state.waiting)
         self._lifecycle = RequestLifecycle(state, self._resources, self._admission, self._kv_loads)
+        for resource in context.resources:
+            resource.attach(self)
         self._preemption = Preemption(state, self._resources, self._lifecycle)
         self._results = StepResults(state, self._drafting, self._encoder)
         self._num_stages = context.num_stages
@@ -151,7 +151,8 @@ class DefaultScheduler(Scheduler):
             if kv_cache.num_blocks_for(request.num_tokens) > kv_cache.pool.num_usable_blocks:
                 self._lifecycle.fail_too_long(request)
                 return Admission.ENDED
-            if not all(resource.may_start(request) for resource in self._resources):
+            if hold := next(filter(None, (resource.may_start(request) for resource in self._resources)), None):
+                self._waiting.hold(request, hold)
                 return Admission.BLOCKED
             computed = kv_cache.get_computed_blocks(request)
             for resource in self._resources:
@@ -436,8 +437,5 @@ class DefaultScheduler(Scheduler):
             prefix_cache_hits=prefix.hits,
             num_preemptions=self._preemption.num_preemptions,
             step_counter=self._state.next_step,
-            spec_decoding_stats=None if self._drafting is None else self._drafting.stats(),
-            lora=self._state.context.lora_stats(),
-            media=None if self._encoder is None else self._encoder.stats(),
-            kv_transfer=None if self._kv_loads is None else self._state.leases.stats(self.kv_cache.external_stats),
+            **{resource.stats_name: resource.stats() for resource in self._resources if resource.stats_name},
         )

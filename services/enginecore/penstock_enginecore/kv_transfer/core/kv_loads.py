@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from penstock_common.types.kv_transfer import BlockName, KvMedium
+from penstock_common.types.outputs import KvTransferStats
 from penstock_enginecore.core.kv_cache.block_pool import BlockLog, ComputedBlocks, KVCacheBlock
 from penstock_enginecore.core.request import Hold, Request
+from penstock_enginecore.core.scheduler.base import Admission, StepResource
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
-from penstock_enginecore.core.scheduler.resources import Admission, StepResource
 from penstock_enginecore.core.scheduler.state import SchedulerState
 from penstock_enginecore.kv_transfer.core.base import KVConnector, LoadEnded, Place
 from penstock_enginecore.kv_transfer.core.plan import LoadPlan
@@ -112,8 +113,11 @@ class KvLoads(StepResource):
     the least urgent gives up its blocks, else the one that began last.
     """
 
+    stats_name = "kv_transfer"
+
     def __init__(self, state: SchedulerState, connector: KVConnector) -> None:
         self._connector = connector
+        self._leases = state.leases
         self._kv_cache = state.kv_cache
         self._pool = state.kv_cache.pool
         self._waiting = state.waiting
@@ -145,6 +149,10 @@ class KvLoads(StepResource):
     def holds(self, request: Request) -> bool:
         """Return whether this request has blocks and does not run."""
         return request.key in self._held
+
+    def stats(self) -> KvTransferStats:
+        """What came from elsewhere, and what is kept for others."""
+        return self._leases.stats(self._kv_cache.external_stats)
 
     def has_others(self, request: Request) -> bool:
         """Return whether any request but this one has blocks and does not run."""

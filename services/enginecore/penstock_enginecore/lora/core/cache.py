@@ -1,20 +1,12 @@
-"""Which adapters the engine holds in host memory, those on their way, and who waits for them."""
+"""Which adapters the engine holds in host memory, and which may run together."""
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
-import msgspec
-
 from penstock_common.errors import FailedPrecondition, NotFound, RequestFailed, ResourceExhausted
-from penstock_enginecore.core.executor import Executor
-from penstock_enginecore.core.request import Request
-from penstock_enginecore.core.scheduler.base import Clock
-from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest
 
 RETRY_AFTER = 1.0
 """Seconds that a client is told to wait for an adapter's memory."""
@@ -257,139 +249,162 @@ class LoraRoom:
             self._wants.popleft()
 
 
-# Adapters on their way, and who waits for them.
-
-
-class HeldLora(msgspec.Struct, frozen=True, kw_only=True):
-    """What operators are told of an adapter that the engine holds. ``rank``: the largest of its layers'."""
-
-    digest: bytes
-    rank: int
-    modules: tuple[str, ...]
-    num_bytes: int
-    pinned: bool
-
-
-class Call(NamedTuple):
-    """Somebody who has asked for an adapter, and waits for what it is."""
-
-    answer: "Future[HeldLora]"
-    pinned: bool
+# Which adapters run together. A state machine: requests that start, wait and leave in, those whose wait is over out.
 
 
 @dataclass(slots=True)
-class Load:
-    """An adapter on its way. ``number``: of what the workers were told; ``began``: seconds. ``requests``: those that wait for it
-    and have not ended, by key.
+class _Slot:
+    """``running``: requests with the adapter that run. ``granted``: those that waited for the slot and have not started yet; it
+    is kept for them. ``closing``: nobody starts any more.
     """
 
-    lora: LoraRequest
-    number: int
-    began: float
-    reservation: Reservation = field(default_factory=Reservation)
-    requests: dict[str, Request] = field(default_factory=dict)
-    calls: list[Call] = field(default_factory=list)
+    name: str
+    running: set[str] = field(default_factory=set)
+    granted: set[str] = field(default_factory=set)
+    closing: bool = False
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether anybody still waits for it."""
-        return bool(self.requests or self.calls)
+    def empty(self) -> bool:
+        return not (self.running or self.granted)
 
 
-class Loads:
-    """Those of an engine's ``executor``: one for each adapter, however many wait for it. ``tell`` is called on any thread with a
-    load that needs room, and with one that is over and what came of it.
+@dataclass(slots=True)
+class _Line:
+    """Requests that wait for one adapter's slot, with the seconds since when each does, the oldest first."""
+
+    name: str
+    since: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def oldest(self) -> float:
+        return next(iter(self.since.values()))
+
+
+class LoraSlots:
+    """At most ``max_loras`` adapters among running requests. One whose adapter is not among them waits, and is in nobody's way.
+
+    A slot that is free goes to the adapter of the request that has waited longest. While adapters have waited for ``max_wait``
+    seconds and none is free, as many others admit no more, those first that have had theirs longest: they go over
+    once they are empty. So no adapter waits longer than ``max_wait`` and what the longest running request takes, while no more
+    adapters than there are slots wait. Requests are known by key, adapters by digest; ``name`` is what stands for one in
+    metrics. ``now``: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        tell: "Callable[[Want | tuple[Load, Future[LoadedLora]]], None]",
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._executor = executor
-        self._tell = tell
-        self._clock = clock
-        self._loads: dict[LoraRequest, Load] = {}
-        self._waiting: dict[str, Load] = {}
-        """By key of the request that waits for it."""
-        self._let_go: dict[bytes, int] = {}
-        """What workers were told to let go of while loads were under way, with the number that that had."""
-        self.number = 0
-        """Of what the workers were told last."""
+    def __init__(self, max_loras: int, max_wait: float) -> None:
+        self._max_loras = max_loras
+        self._max_wait = max_wait
+        self._slots: dict[bytes, _Slot] = {}  # that which has been active longest first
+        self._lines: dict[bytes, _Line] = {}
+        self._digests: dict[str, bytes] = {}
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        """The adapters that have a slot, that which has had it longest first. Any thread."""
+        return tuple(self._slots)
+
+    @property
+    def active(self) -> list[str]:
+        """Names of the adapters that have a slot."""
+        return [slot.name for slot in list(self._slots.values())]
+
+    @property
+    def waiting(self) -> list[str]:
+        """Names of the adapters that wait for one."""
+        return [line.name for line in list(self._lines.values())]
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a load. Any thread."""
-        return len(self._waiting)
+        """Requests that wait for a slot."""
+        return sum(len(line.since) for line in list(self._lines.values()))
 
-    def digests(self) -> Iterator[bytes]:
-        """Those on their way, as far as they are known. Any thread."""
-        return (lora.digest for lora in list(self._loads) if lora.digest)
+    def admits(self, digest: bytes) -> bool:
+        """Whether a request with this adapter may start now."""
+        slot = self._slots.get(digest)
+        if slot is not None:
+            return not slot.closing
+        return len(self._slots) < self._max_loras and not self._lines
 
-    def of(self, lora: LoraRequest) -> Load:
-        """The load that reads ``lora``: one that is under way, or a new one."""
-        load = self._loads.get(_what(lora))
-        if load is None:
-            load = Load(lora, 0, self._clock())
-            self._begin(load)
-        return load
+    def start(self, key: str, digest: bytes, name: str) -> None:
+        """A request starts. ValueError for one that ``admits`` does not let in, or that runs."""
+        if not self.admits(digest):
+            raise ValueError(f"request {key!r} starts with adapter {digest.hex()}, which has no slot")
+        slot = self._slots.setdefault(digest, _Slot(name))
+        if key in slot.running:
+            raise ValueError(f"request {key!r} runs already")
+        slot.granted.discard(key)
+        slot.running.add(key)
+        slot.name = name
+        self._digests[key] = digest
 
-    def again(self, load: Load) -> None:
-        """Have what was loaded loaded once more, for those who wait for it."""
-        known = self._loads.get(_what(load.lora))
-        if known is None:
-            known = load
-            self._begin(load)
-        else:
-            known.calls += load.calls
-        for request in load.requests.values():
-            self.wait(request, known)
+    def wait(self, key: str, digest: bytes, name: str, now: float) -> None:
+        """A request that could start waits for a slot instead."""
+        line = self._lines.setdefault(digest, _Line(name))
+        line.since[key] = now
+        self._digests[key] = digest
 
-    def wait(self, request: Request, load: Load) -> None:
-        """``request`` waits for it from now on."""
-        load.requests[request.key] = request
-        self._waiting[request.key] = load
+    def leave(self, key: str) -> None:
+        """A request has ended or lost its turn, wherever it was; one that is not known is passed over."""
+        digest = self._digests.pop(key, None)
+        if digest is None:
+            return
+        if (line := self._lines.get(digest)) is not None and line.since.pop(key, None) is not None and not line.since:
+            del self._lines[digest]
+        if (slot := self._slots.get(digest)) is not None:
+            slot.running.discard(key)
+            slot.granted.discard(key)
+            if slot.empty:
+                del self._slots[digest]
 
-    def give_up(self, request: Request) -> None:
-        """A request has ended before its adapter was there."""
-        if (load := self._waiting.pop(request.key, None)) is not None:
-            del load.requests[request.key]
+    def reset(self) -> list[str]:
+        """Every request has lost its turn, and its place in line: all begin anew. Returns those that waited."""
+        waited = [key for line in self._lines.values() for key in line.since]
+        self._slots.clear()
+        self._lines.clear()
+        self._digests.clear()
+        return waited
 
-    def end(self, load: Load) -> None:
-        """It is over. Those who waited for it are its own yet."""
-        self._loads.pop(_what(load.lora))
-        for key in load.requests:
-            del self._waiting[key]
+    def settle(self, now: float) -> list[str]:
+        """See about those that wait. Returns the requests whose wait is over: each may start until its slot is taken back."""
+        if not self._lines:
+            for slot in self._slots.values():
+                slot.closing = False
+            return []
+        released = self._serve()
+        self._close_for_overdue(now, fresh={self._digests[key] for key in released})
+        return released + self._serve()
 
-    def settle(self) -> None:
-        """All that was over is taken care of."""
-        if not self._loads:
-            self._let_go.clear()
+    def _serve(self) -> list[str]:
+        """Give slots to those that wait, the oldest first, until none is left."""
+        released: list[str] = []
+        for digest, slot in self._slots.items():
+            if digest in self._lines and not slot.closing:  # it was open again
+                released += self._grant(slot, self._lines.pop(digest))
+        while self._lines and (len(self._slots) < self._max_loras or not self._lines.keys().isdisjoint(self._slots)):
+            digest = min(self._lines, key=lambda waiting: self._lines[waiting].oldest)
+            if digest not in self._slots and len(self._slots) >= self._max_loras:
+                break
+            line = self._lines.pop(digest)
+            released += self._grant(self._slots.setdefault(digest, _Slot(line.name)), line)
+        return released
 
-    def unload(self, digest: bytes) -> None:
-        """Have the workers let go of an adapter."""
-        self.number += 1
-        if self._loads:
-            self._let_go[digest] = self.number
-        self._executor.unload_lora(digest)
+    def _grant(self, slot: _Slot, line: _Line) -> list[str]:
+        slot.closing = False
+        slot.granted.update(line.since)
+        return list(line.since)
 
-    def was_let_go(self, digest: bytes, since: int = 0) -> bool:
-        """Whether workers were told to let go of it while loads were under way, behind what had the number ``since``."""
-        return self._let_go.get(digest, 0) > since
-
-    def _begin(self, load: Load) -> None:
-        self.number += 1
-        load.number, load.reservation = self.number, Reservation()
-        future = self._executor.load_lora(load.lora, partial(self._want, load, load.reservation))
-        self._loads[_what(load.lora)] = load
-        future.add_done_callback(lambda done: self._tell((load, done)))
-
-    def _want(self, load: Load, reservation: Reservation, num_bytes: int, made: "Future[None]") -> None:
-        """Any thread."""
-        self._tell(Want(reservation, num_bytes, made, lambda: load.is_wanted))
-
-
-def _what(lora: LoraRequest) -> LoraRequest:
-    """What a load reads: names are labels."""
-    return LoraRequest("", lora.path, lora.digest)
+    def _close_for_overdue(self, now: float, fresh: set[bytes]) -> None:
+        """``fresh``: adapters whose requests have got their turn just now, and could not start yet."""
+        overdue = sum(line.oldest + self._max_wait <= now for line in self._lines.values())
+        closing = [slot for slot in self._slots.values() if slot.closing]
+        for slot in closing[overdue:]:  # those that waited have gone
+            slot.closing = False
+        if len(closing) >= overdue:
+            return
+        others = [(digest, slot) for digest, slot in self._slots.items() if not slot.closing and digest not in fresh]
+        for digest, slot in others[: overdue - len(closing)]:
+            slot.closing = True
+            for key in slot.granted:  # they have had their chance
+                del self._digests[key]
+            slot.granted.clear()
+            if slot.empty:
+                del self._slots[digest]

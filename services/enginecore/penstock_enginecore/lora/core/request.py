@@ -49,16 +49,3 @@ class PartlyLoadedError(Exception):
         super().__init__(str(error))
         self.error = error
         self.digests = digests
-
-
-class LoraUse:
-    """A request's use of an adapter that is held. ``close`` it once, however often that is called."""
-
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end: Callable[[], None] | None = end
-
-    def close(self) -> None:
-        """The adapter may go."""
-        end, self._end = self._end, None
-        if end is not None:
-            end()

@@ -7,8 +7,8 @@ from penstock_common.errors import ConfigError, InvalidArgument
 from penstock_common.types.media import EMBEDS, MultiModalFeature
 from penstock_common.types.outputs import MediaStats, RequestError
 from penstock_enginecore.core.request import Hold, Request, embeds_from, embeds_span, span_around
+from penstock_enginecore.core.scheduler.base import StepResource
 from penstock_enginecore.core.scheduler.output import EncoderStart, SchedulerOutput
-from penstock_enginecore.core.scheduler.resources import StepResource
 from penstock_enginecore.core.scheduler.state import SchedulerState
 from penstock_enginecore.core.scheduler.waiting_queue import FairQueue
 from penstock_enginecore.media.core.encoder_cache import EncoderCache
@@ -157,6 +157,8 @@ class EncoderWork(StepResource):
     Workers encode in the order of ``encoder_starts``. ``EncoderQueue`` knows how far they are, so the tokens of an item that
     is done before a step's forward pass are in that step.
     """
+
+    stats_name = "media"
 
     def __init__(self, state: SchedulerState) -> None:
         """``context.media`` must not be empty. Raises ConfigError for a model that a step's limits cannot serve."""

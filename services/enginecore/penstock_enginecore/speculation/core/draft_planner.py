@@ -12,8 +12,8 @@ import msgspec
 from penstock_common.types.outputs import SpecDecodingStats
 from penstock_enginecore.config.speculative import SpeculativeConfig
 from penstock_enginecore.core.request import Request, RequestStatus
+from penstock_enginecore.core.scheduler.base import StepResource
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
-from penstock_enginecore.core.scheduler.resources import StepResource
 from penstock_enginecore.core.scheduler.state import SchedulerState
 from penstock_enginecore.core.scheduler.token_budget import num_tokens_due
 from penstock_enginecore.speculation.core.policy import DraftHistory, DraftPolicy, StepCost
@@ -24,6 +24,8 @@ _SHARE_BESIDE_PROMPTS = 8
 
 class DraftPlanner(StepResource):
     """Belongs to a scheduler. ``failure``: why nothing is drafted any more, empty while that works."""
+
+    stats_name = "spec_decoding_stats"
 
     def __init__(self, state: SchedulerState) -> None:
         context = state.context

@@ -2,9 +2,9 @@
 
 from penstock_common.lora_registry import MAX_HELD, LoraHeld, short
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.lora.core.adapter_loader import LoraHoldings
+from penstock_enginecore.lora.core.adapters import LoraHoldings
 from tests.fakes.engines.engine_harness import FakeClock, Transcript, add, make_request, run_to_end, step
-from tests.unit.enginecore.lora.core.test_adapter_loader import adapter, engine_of, executor_of
+from tests.unit.enginecore.lora.core.test_adapters import adapter, engine_of, executor_of
 
 
 def keys(*numbers: int) -> set[int]:

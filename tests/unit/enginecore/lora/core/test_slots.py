@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock_enginecore.lora.core.slots import LoraSlots
+from penstock_enginecore.lora.core.cache import LoraSlots
 
 A, B, C, D = b"a", b"b", b"c", b"d"
 
@@ -149,7 +149,7 @@ def test_after_a_reset_nothing_runs_and_nobody_waits() -> None:
     queue.add("a", A)
     queue.add("b", B)
     queue.schedule()
-    queue.slots.reset()
+    assert queue.slots.reset() == ["b"]
     assert queue.slots.active == queue.slots.waiting == queue.slots.settle(queue.now) == []
     assert queue.slots.admits(B)
 

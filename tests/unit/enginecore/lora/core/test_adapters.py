@@ -10,6 +10,8 @@ from penstock_common.types.kv_transfer import BlockStored
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.config import LoraConfig
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.request import Hold
+from penstock_enginecore.lora.core.adapters import Usable
 from penstock_enginecore.lora.core.request import LoadedLora, PartlyLoadedError
 from tests.fakes.engines.engine_harness import (
     CLIENT,
@@ -382,6 +384,25 @@ def test_other_content_at_a_path_is_another_adapter_from_then_on() -> None:
         answer = engine.loras.add_lora("a1", "/a1", adapter(1).digest)
         engine.loras.take()
         answer.result()
+
+
+def test_a_request_learns_in_one_call_whether_it_can_use_its_adapter() -> None:
+    engine = engine_of(max_loras=1, at_once=False, max_num_seqs=1)
+    loras = engine.loras
+    requests = [engine.preprocess("c", make_request(5, lora=adapter(number))) for number in (1, 1, 2)]
+
+    def usable() -> list[Usable]:
+        return [loras.acquire(request, request.lora) for request in requests if request.lora is not None]
+
+    for request in requests:
+        engine.add(request)
+    assert usable() == [Usable.LOADING] * 3
+    for _ in range(2):
+        executor_of(engine).finish_load()
+    loras.take()
+    assert [request.hold for request in requests] == [Hold.NONE] * 3
+    engine.step(lambda: None)
+    assert usable() == [Usable.READY, Usable.READY, Usable.NO_SLOT]
 
 
 def test_a_request_without_a_slot_waits_and_is_in_nobodys_way() -> None:

@@ -1,12 +1,15 @@
-"""Requests with adapters between the scheduler and the workers: held until theirs is loaded, ended when that fails."""
+"""The LoRA adapters of an engine's requests: which are in memory, on their way and running. Requests are held until theirs is."""
 
+import enum
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,11 +21,10 @@ from penstock_common.types.outputs import MAX_WAITING_NAMES, LoraStats, RequestE
 from penstock_enginecore.config import LoraConfig
 from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.core.request import Hold, Request
-from penstock_enginecore.core.scheduler.base import Clock, Scheduler
+from penstock_enginecore.core.scheduler.base import Clock, Scheduler, StepResource
 from penstock_enginecore.core.utility import utility
-from penstock_enginecore.lora.core.cache import Call, HeldLora, Load, Loads, LoraCache, LoraRoom, NotWantedError, Want
-from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, LoraUse, PartlyLoadedError
-from penstock_enginecore.lora.core.slots import LoraSlots
+from penstock_enginecore.lora.core.cache import LoraCache, LoraRoom, LoraSlots, NotWantedError, Reservation, Want
+from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, PartlyLoadedError
 
 # Which adapters the engine tells the cluster that it holds, and what loading one costs it.
 
@@ -93,40 +95,104 @@ class LoraHoldings:
         return self._load_seconds / self._request_seconds if self._request_seconds else 0.0
 
 
+# Adapters on their way, and who waits for them.
+
+
+class HeldLora(msgspec.Struct, frozen=True, kw_only=True):
+    """What operators are told of an adapter that the engine holds. ``rank``: the largest of its layers'."""
+
+    digest: bytes
+    rank: int
+    modules: tuple[str, ...]
+    num_bytes: int
+    pinned: bool
+
+
+class Call(NamedTuple):
+    """Somebody who has asked for an adapter, and waits for what it is."""
+
+    answer: "Future[HeldLora]"
+    pinned: bool
+
+
+@dataclass(slots=True)
+class Load:
+    """An adapter on its way. ``number``: of what the workers were told; ``began``: seconds. ``requests``: those that wait for it
+    and have not ended, by key.
+    """
+
+    lora: LoraRequest
+    number: int
+    began: float
+    reservation: Reservation = field(default_factory=Reservation)
+    requests: dict[str, Request] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody still waits for it."""
+        return bool(self.requests or self.calls)
+
+
 DIGEST_BYTES = 16
 _MAX_NAME = 256
 _MAX_PATH = 4096
 
 
-class LoraIntake:
-    """All methods belong to the busy loop's thread, except ``check`` and ``stats``.
+class Usable(enum.Enum):
+    """Whether a request can use its adapter in the step that is being scheduled.
 
-    ``wake`` is called, on any thread, when ``take`` has something to do. What goes wrong with a load ends those requests alone
-    that wait for it. Adapters are known by digest; the path that one was last read from stands for it in requests that do not say
-    which they mean. ``slots``: None where requests may not have adapters.
+    Attributes:
+        READY: It has a slot, or one is free.
+        LOADING: It is being loaded.
+        NO_SLOT: As many other adapters run as may.
     """
+
+    READY = enum.auto()
+    LOADING = enum.auto()
+    NO_SLOT = enum.auto()
+
+
+class LoraAdapters(StepResource):
+    """The adapters of an engine's requests: those in host memory, those that are being loaded, and those that run.
+
+    All methods belong to the busy loop's thread, except ``check`` and ``stats``. A request is held with ``Hold.LORA`` while it
+    cannot use its adapter. What goes wrong with a load ends those requests alone that wait for it. Adapters are known by digest;
+    the path that one was last read from stands for it in requests that do not say which they mean.
+    """
+
+    stats_name = "lora"
 
     def __init__(
         self,
         config: LoraConfig,
         executor: Executor,
-        scheduler: Scheduler,
-        slots: LoraSlots | None,
         wake: Callable[[], None],
         clock: Clock = time.monotonic,
     ) -> None:
-        self._scheduler = scheduler
-        self._slots = slots
+        """``wake`` is called, on any thread, when ``take`` has something to do."""
+        self._served = config.enabled
+        self._executor = executor
         self._wake = wake
         self._clock = clock
-        self._max_loras = config.max_loras
         self.cache = LoraCache(config.cpu_memory)
+        self._slots = LoraSlots(config.max_loras, config.max_wait)
+        self._max_loras = config.max_loras
         self._holdings = LoraHoldings(config.max_loras, clock)
         self._room = LoraRoom(self.cache, self._unload)
         self._loaded: dict[bytes, LoadedLora] = {}
         self._digests: dict[str, bytes] = {}
         """By path, of those that are held."""
-        self._loads = Loads(executor, self._put, clock)
+        self._users: dict[str, Request] = {}
+        """By key, those whose adapter is kept for them."""
+        self._loads: dict[LoraRequest, Load] = {}
+        """One for each adapter that is on its way, however many wait for it."""
+        self._waiting: dict[str, Load] = {}
+        """By key of the request that waits for it."""
+        self._let_go: dict[bytes, int] = {}
+        """What workers were told to let go of while loads were under way, with the number that that had."""
+        self._told = 0
+        """Number of what the workers were told last."""
         self._news: queue.SimpleQueue[tuple[Load, Future[LoadedLora]] | Want] = queue.SimpleQueue()
         self._num_loads = 0
         self._load_seconds = 0.0
@@ -149,17 +215,6 @@ class LoraIntake:
                 field="lora.digest",
             )
 
-    def start(self, request: Request, lora: LoraRequest) -> None:
-        """Get the adapter of a request that is held until then."""
-        digest = lora.digest or self._digests.get(lora.path, b"")
-        self._num_requests += 1
-        if digest in self.cache:
-            self._num_found += 1
-            self._let_go_on(request, lora, digest)
-            return
-        self._loads.wait(request, self._load(lora))
-        request.lora_use = LoraUse(partial(self._loads.give_up, request))
-
     def take(self) -> None:
         """Let requests go on whose adapter has come, and end those whose adapter cannot be had."""
         while not self._news.empty():
@@ -168,24 +223,23 @@ class LoraIntake:
                 self._room.want(news)
             else:
                 self._end(*news)
-        self._loads.settle()
+        if not self._loads:
+            self._let_go.clear()
 
     @property
     def has_news(self) -> bool:
         """Whether ``take`` has something to do."""
         return not self._news.empty()
 
-    def stats(self) -> LoraStats | None:
-        """Which adapters there are, and what became of loads; None where requests may have none. Any thread."""
+    def stats(self) -> LoraStats:
+        """Which adapters there are, and what became of loads. Any thread."""
         slots, cache = self._slots, self.cache
-        if slots is None:
-            return None
         return LoraStats(
             max_loras=self._max_loras,
             active=slots.active,
             waiting=slots.waiting[:MAX_WAITING_NAMES],
             num_waiting_reqs=slots.num_waiting,
-            num_loading_reqs=self._loads.num_waiting,
+            num_loading_reqs=len(self._waiting),
             num_cached=len(cache),
             cached_bytes=cache.num_bytes,
             num_loads=self._num_loads,
@@ -198,8 +252,71 @@ class LoraIntake:
 
     def _held_digests(self) -> Iterator[bytes]:
         """Those on their way and those in memory, the most recently used first. Any thread."""
-        yield from self._loads.digests()
+        yield from (lora.digest for lora in list(self._loads) if lora.digest)
         yield from reversed(self.cache.digests)
+
+    # The scheduler's hooks.
+
+    def attach(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def acquire(self, request: Request, lora: LoraRequest) -> Usable:
+        """Get the adapter of a request. It is kept from when it has been loaded until the request ends; a slot, from when the
+        request starts. A request that must wait is released once it can start.
+        """
+        if request.key not in self._users:
+            if request.key not in self._waiting:
+                self._wait(request, self._load(lora))
+            return Usable.LOADING
+        if self._slots.admits(lora.digest):
+            return Usable.READY
+        self._slots.wait(request.key, lora.digest, lora.name, self._clock())
+        return Usable.NO_SLOT
+
+    def added(self, request: Request) -> None:
+        """Use the request's adapter, or have it loaded. The request is held until it is there."""
+        if (lora := request.lora) is None:
+            return
+        self._num_requests += 1
+        if (digest := lora.digest or self._digests.get(lora.path, b"")) in self.cache:
+            self._num_found += 1
+            self._let_go_on(request, lora, digest)
+        else:
+            self.acquire(request, lora)
+
+    def begin_step(self, *, paused: bool) -> None:
+        """Release the requests whose adapters have got a slot."""
+        if not paused:
+            for key in self._slots.settle(self._clock()):
+                self._scheduler.release(self._users[key], Hold.LORA)
+
+    def may_start(self, request: Request) -> Hold:
+        """Return NONE if the request's adapter has a slot, or can have one now."""
+        lora = request.lora
+        return Hold.NONE if lora is None or self.acquire(request, lora) is Usable.READY else Hold.LORA
+
+    def started(self, request: Request, num_computed: int, count: int) -> None:
+        """Occupy the slot of the request's adapter."""
+        if request.lora is not None:
+            self._slots.start(request.key, request.lora.digest, request.lora.name)
+
+    def preempted(self, request: Request) -> None:
+        """Leave the slot."""
+        self._slots.leave(request.key)
+
+    def all_preempted(self) -> None:
+        """Empty all slots, and let every request ask for one again."""
+        for key in self._slots.reset():
+            self._scheduler.release(self._users[key], Hold.LORA)
+
+    def ended(self, request: Request) -> None:
+        """Let go of the adapter and its slot, or stop waiting for them."""
+        self._slots.leave(request.key)
+        if (load := self._waiting.pop(request.key, None)) is not None:
+            del load.requests[request.key]
+        if self._users.pop(request.key, None) is not None and request.lora is not None:
+            self._holdings.ended()
+            self._unload(self.cache.release(request.lora.digest))
 
     # What operators may call, through EngineControl.
 
@@ -238,7 +355,7 @@ class LoraIntake:
         return [self._facts(digest) for digest in self.cache.digests]
 
     def _check_served(self) -> None:
-        if self._slots is None:
+        if not self._served:
             raise Unimplemented("lora is not served by this engine: lora.max_loras is 0", field="lora")
 
     def _facts(self, digest: bytes) -> HeldLora:
@@ -254,8 +371,38 @@ class LoraIntake:
     # Loads.
 
     def _load(self, lora: LoraRequest) -> Load:
+        """The load that reads ``lora``: one that is under way, or a new one."""
         self._holdings.changed()
-        return self._loads.of(lora)
+        if (load := self._loads.get(_what(lora))) is None:
+            load = Load(lora, 0, self._clock())
+            self._begin(load)
+        return load
+
+    def _begin(self, load: Load) -> None:
+        self._told += 1
+        load.number, load.reservation = self._told, Reservation()
+        future = self._executor.load_lora(load.lora, partial(self._want, load, load.reservation))
+        self._loads[_what(load.lora)] = load
+        future.add_done_callback(lambda done: self._put((load, done)))
+
+    def _again(self, load: Load) -> None:
+        """Have what was loaded loaded once more, for those who wait for it."""
+        known = self._loads.get(_what(load.lora))
+        if known is None:
+            known = load
+            self._begin(load)
+        else:
+            known.calls += load.calls
+        for request in load.requests.values():
+            self._wait(request, known)
+
+    def _wait(self, request: Request, load: Load) -> None:
+        load.requests[request.key] = request
+        self._waiting[request.key] = load
+
+    def _want(self, load: Load, reservation: Reservation, num_bytes: int, made: "Future[None]") -> None:
+        """Any thread."""
+        self._put(Want(reservation, num_bytes, made, lambda: load.is_wanted))
 
     def _put(self, news: "tuple[Load, Future[LoadedLora]] | Want") -> None:
         """Any thread."""
@@ -265,21 +412,23 @@ class LoraIntake:
     def _end(self, load: Load, future: "Future[LoadedLora]") -> None:
         """A load is over."""
         reservation = load.reservation
-        self._loads.end(load)
+        del self._loads[_what(load.lora)]
+        for key in load.requests:
+            del self._waiting[key]
         self._holdings.changed()
         try:
             loaded = future.result()
-            held = loaded.digest in self.cache
-            if not held and not load.is_wanted and self._loads.was_let_go(loaded.digest):
+            held, let_go = loaded.digest in self.cache, self._let_go.get(loaded.digest, 0)
+            if not held and not load.is_wanted and let_go:
                 self._unload([loaded.digest])
-            elif not held and self._loads.was_let_go(loaded.digest, max(load.number, reservation.number)):
+            elif not held and let_go > max(load.number, reservation.number):
                 self._unload([loaded.digest])
-                self._loads.again(load)  # it had been there, and was let go of meanwhile
+                self._again(load)  # it had been there, and was let go of meanwhile
             else:
                 self._hold(loaded, load)
         except NotWantedError:
             if load.is_wanted:  # by somebody who has come since
-                self._loads.again(load)
+                self._again(load)
         except Exception as e:
             self._fail(load, e)
         finally:
@@ -301,53 +450,51 @@ class LoraIntake:
         self._load_seconds += seconds
         self._holdings.loaded(seconds)
         for request in list(load.requests.values()):
-            lora = request.lora
-            if lora is None or request.finished:
+            if request.lora is None or request.finished:
                 continue
             try:
-                self._let_go_on(request, lora, digest)
+                self._let_go_on(request, request.lora, digest)
             except Exception as e:
-                self._fail_request(request, e)
+                self._fail_one(request, e)
         for call in load.calls:
             self._answer(call, digest)
 
     def _let_go_on(self, request: Request, lora: LoraRequest, digest: bytes) -> None:
         self.cache.acquire(digest)
         self._holdings.began()
-        request.lora_use = LoraUse(partial(self._released, digest))
+        self._users[request.key] = request
         if not lora.digest:
             request.lora = msgspec.structs.replace(lora, digest=digest)
             self._scheduler.kv_cache.hash_prompt(request)
-        self._scheduler.release(request, Hold.LORA_LOAD)
+        self._scheduler.release(request, Hold.LORA)
 
     def _answer(self, call: Call, digest: bytes) -> None:
         if call.pinned:
             self.cache.pin(digest)
         call.answer.set_result(self._facts(digest))
 
-    def _released(self, digest: bytes) -> None:
-        self._holdings.ended()
-        self._unload(self.cache.release(digest))
-
     def _unload(self, digests: list[bytes]) -> int:
-        """Returns the number of what workers were told last."""
+        """Have the workers let go of adapters. Returns the number of what they were told last."""
         for digest in digests:
             self._holdings.changed()
             self._loaded.pop(digest, None)
             self._digests = {path: other for path, other in self._digests.items() if other != digest}
-            self._loads.unload(digest)
-        return self._loads.number
+            self._told += 1
+            if self._loads:
+                self._let_go[digest] = self._told
+            self._executor.unload_lora(digest)
+        return self._told
 
     def _fail(self, load: Load, error: Exception) -> None:
         if isinstance(error, PartlyLoadedError):
             self._unload([digest for digest in error.digests if digest not in self.cache])
             error = error.error
         for request in list(load.requests.values()):
-            self._fail_request(request, error)
+            self._fail_one(request, error)
         for call in load.calls:
             call.answer.set_exception(error)
 
-    def _fail_request(self, request: Request, error: Exception) -> None:
+    def _fail_one(self, request: Request, error: Exception) -> None:
         """End a request; what is no fault of its adapter gets a number."""
         if request.finished:
             return
@@ -357,3 +504,8 @@ class LoraIntake:
             else incident(error, request=request.request_id, doing="loading the adapter")
         )
         self._scheduler.fail(request, RequestError.from_exception(failure))
+
+
+def _what(lora: LoraRequest) -> LoraRequest:
+    """What a load reads: names are labels."""
+    return LoraRequest("", lora.path, lora.digest)
