@@ -15,9 +15,9 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.forward.cuda.plans import ModelPlan
-from penstock_enginecore.forward.cuda.reader import plan_model
+from penstock_enginecore.forward.cuda.decoder import fused_plan
 from penstock_enginecore.forward.modules import ProbedModel
+from penstock_enginecore.models.decoder_plan import ModelPlan
 from tests.fakes.engines.in_process import CLIENT, Run, build_engine, generate
 from tests.fakes.models.fused_models import FUSED_FAMILIES, offer_fused, save_varied_model
 from tests.fakes.models.tiny_models import VOCAB_SIZE
@@ -147,12 +147,12 @@ def test_a_wrong_plan_is_not_served_and_the_log_names_the_layer(
     expected = expected_tokens("qwen3", tmp_path)
 
     def wrong_plan(probed: ProbedModel) -> ModelPlan:
-        plan = plan_model(probed)
+        plan = fused_plan(probed)
         first, second = plan.layers
         wrong = dataclasses.replace(second, norms_before=second.norms_before[::-1])
         return dataclasses.replace(plan, layers=(first, wrong))
 
-    monkeypatch.setattr("penstock_enginecore.forward.cuda.decoder.plan_model", wrong_plan)
+    monkeypatch.setattr("penstock_enginecore.forward.cuda.decoder.fused_plan", wrong_plan)
     engine = build_engine(tmp_path)
     [line] = [line for line in caplog.messages if "fused decoder not used" in line]
     assert ": model.layers.1 puts out what differs by " in line
@@ -166,6 +166,6 @@ def test_a_family_that_is_not_known_is_served_by_its_modules_and_the_log_says_wh
     expected = expected_tokens("olmo2", tmp_path)
     with caplog.at_level(logging.INFO):
         engine = build_engine(tmp_path)
-    assert "; fused decoder not used: Olmo2ForCausalLM is not one of " in caplog.text
+    assert "; fused decoder not used: model.layers.0 norms all heads as one" in caplog.text
     assert greedy(engine)[0] == expected
     engine.shutdown()

@@ -40,6 +40,8 @@ FUSED_FAMILIES = (
     "granite",
     "seed_oss",
     "deepseek_v3",
+    "dots1",
+    "vaultgemma",
 )
 
 

@@ -34,19 +34,12 @@ from penstock_enginecore.forward.native_inputs import (
     expect_no_media,
     give_media,
 )
-from penstock_enginecore.forward.native_models import (
-    DecoderLayers,
-    is_gated,
-    is_mixture,
-    own_layers,
-    query_key_value,
-    turns,
-    unsuitable,
-    unsuitable_part,
-)
-from penstock_enginecore.forward.proof import TOLERANCES, Candidate, UnsuitableError, distance
+from penstock_enginecore.forward.native_layers import DecoderLayers, unsuitable, unsuitable_part
+from penstock_enginecore.forward.proof import TOLERANCES, Candidate, distance
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate, TakeAdapter, segments_of_rows
 from penstock_enginecore.lora.reference import AdaptedModules, expect_features, expect_known
+from penstock_enginecore.models.decoder_plan import MLPPlan, ModelPlan, has_mixtures, plan_model
+from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.multimodal.base import MediaEncoder
 from penstock_enginecore.models.multimodal.encoder import attend_by
 from penstock_enginecore.native.attention import WholeAttention, cache_struct, group_struct, kernel_layout
@@ -85,9 +78,9 @@ class _Place:
 class DecoderAdapters:
     """Those of ``module``, by digest: packed for its products in the decoder, and on modules that compute beside it."""
 
-    def __init__(self, library: NativeLibrary, module: PreTrainedModel) -> None:
+    def __init__(self, library: NativeLibrary, module: PreTrainedModel, plan: ModelPlan) -> None:
         self._library = library
-        self._places = list(_places(module))
+        self._places = list(_places(module, plan))
         self._packed: dict[bytes, PackedUpdates] = {}
         self._beside = AdaptedModules(module)
 
@@ -120,26 +113,21 @@ class DecoderAdapters:
         return self._beside.step(segments, rows)
 
 
-def _places(module: Any) -> Iterator[_Place]:
+def _places(module: PreTrainedModel, plan: ModelPlan) -> Iterator[_Place]:
     """In the decoder's order: queries, keys and values, output, gate and up, down of each layer, then the head."""
     names = {id(each): name for name, each in module.named_modules()}
 
     def place(*layers: Any, interleaved: bool = False) -> _Place:
         return _Place({names[id(layer)]: layer for layer in layers}, interleaved)
 
-    for layer in own_layers(module.model):
-        attention, mlp = layer.self_attn, layer.mlp
-        yield place(*query_key_value(attention))
-        yield place(attention.o_proj)
-        if is_gated(mlp):
-            fused = hasattr(mlp, "gate_up_proj")
-            yield place(*([mlp.gate_up_proj] if fused else [mlp.gate_proj, mlp.up_proj]), interleaved=True)
-            yield place(mlp.down_proj)
-        else:
-            yield _Place({})
-            yield _Place({})
-    # Stages that are not the last have none.
-    yield place(module.lm_head) if isinstance(module.lm_head, torch.nn.Linear) else _Place({})
+    for layer in plan.layers:
+        *first, output = layer.attention.linears
+        yield place(*first)
+        yield place(output)
+        gated = layer.mlp if isinstance(layer.mlp, MLPPlan) else None
+        yield place(*gated.gate_up, interleaved=True) if gated else _Place({})
+        yield place(gated.down) if gated else _Place({})
+    yield place() if plan.head is None else place(plan.head)
 
 
 T = TypeVar("T")
@@ -163,7 +151,7 @@ def decoder_candidate(
     """All layers in the kernels: of the model, or of a rank's ``part`` of it, or of a stage that was cut at ``seams``. ``run``:
     what a pass makes of a probe.
     """
-    spends = is_mixture(probed.model.module)
+    spends = has_mixtures(probed.model.module)
     return Candidate("decoder", lambda: NativeForward(library, probed, run, part, seams), library.rounds_to, spends)
 
 
@@ -196,8 +184,10 @@ class NativeForward:
         part: Part | None = None,
         seams: Seams | None = None,
     ) -> None:
-        module, calls = probed.model.module, probed.calls
-        reason = unsuitable(library, module, calls, probed.specs) or unsuitable_part(probed.model, part)
+        module, plan = probed.model.module, plan_model(probed.model.module, probed.calls)
+        reason = unsuitable(library, plan, probed.specs) or unsuitable_part(probed.model, plan, part)
+        if plan.embedding.dtype not in (torch.float32, torch.bfloat16):
+            reason = f"its weights are {str(plan.embedding.dtype).removeprefix('torch.')}"
         if seams is not None and probed.model.dtype != torch.float32:
             reason = reason or f"its stages pass on {str(probed.model.dtype).removeprefix('torch.')}"
         if reason:
@@ -212,18 +202,18 @@ class NativeForward:
         self._module: Any = module
         self._part, self._seams = part, seams
         self._probe = run
-        self._layers = DecoderLayers(library, module, calls, part)
+        self._layers = DecoderLayers(library, plan, part)
         self._model = self._layers.struct
         self._handle = ctypes.c_void_p()
         library.call("decoder_new", ctypes.byref(self._model), ctypes.byref(self._handle))
         library.free_with(self, self._handle, "decoder")
         # Ranks that share experts compute the MLPs of all tokens: so many they have told each other of.
         self._whole = any(isinstance(part, DispatchedExperts) for part in module.modules())
-        self._adapters = DecoderAdapters(library, module)
+        self._adapters = DecoderAdapters(library, module, plan)
         self._embedding = EmbeddingLookup(module.get_input_embeddings())
-        self._sum_nanoseconds = np.zeros(2 * len(calls), dtype=np.int64)
+        self._sum_nanoseconds = np.zeros(2 * len(plan.layers), dtype=np.int64)
         self._kept_layers = np.zeros(0, dtype=np.int64)
-        makers = [partial(turns, module, kind) for kind in self._layers.rotaries]
+        makers = [partial(plan.turns, variant) for variant in plan.rotary_variants]
         self._rotaries = Rotaries(makers, self._model.rotary_size, probed.model.max_len)
 
     @property

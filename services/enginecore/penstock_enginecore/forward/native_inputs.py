@@ -9,6 +9,7 @@ import torch
 
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch
+from penstock_enginecore.models.decoder_plan import embedding_scale
 from penstock_enginecore.models.dtypes import NarrowWeight
 from penstock_enginecore.native.attention import key_ends_of
 from penstock_enginecore.native.ffi_structs import Chain, Rotary, Step
@@ -16,15 +17,6 @@ from penstock_enginecore.native.weights import KINDS
 
 Turns = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines float32 ``[positions, size]``."""
-_SCALED = frozenset(
-    {
-        "Gemma2TextScaledWordEmbedding",
-        "Gemma3TextScaledWordEmbedding",
-        "GemmaTextScaledWordEmbedding",
-        "VaultGemmaTextScaledWordEmbedding",
-    }
-)
-"""Embeddings whose rows are multiplied with their ``embed_scale`` and nothing else."""
 _MAX_TABLE_BYTES = 64 * 1024 * 1024
 """Cosines and sines of all positions are kept up to this size."""
 
@@ -45,21 +37,22 @@ class EmbeddingLookup:
 
     def __init__(self, embedding: Any) -> None:
         self._embedding = embedding
-        self._scaled = type(embedding).__name__ in _SCALED
-        known = (self._scaled or type(embedding) is torch.nn.Embedding) and embedding.max_norm is None
+        self._scale = embedding_scale(embedding)
+        known = self._scale is not None and embedding.max_norm is None
         self._is_known = known and not embedding._forward_pre_hooks and not embedding._forward_hooks
 
     def rows(self, token_ids: IntArray) -> EmbeddingRows | None:
         """For the kernels to look ``token_ids`` up; None where the module does more than that. Raises IndexError."""
         weight = self._embedding.weight
         scales_floats = weight.dtype == torch.float32
+        scaled = type(self._embedding) is not torch.nn.Embedding
         weight = weight.kept if isinstance(weight, NarrowWeight) else weight
-        if not self._is_known or (self._scaled and not scales_floats):
+        if self._scale is None or not self._is_known or (scaled and not scales_floats):
             return None
         if weight.dtype not in (torch.float32, torch.bfloat16) or not weight.is_contiguous():
             return None
         _check(token_ids, len(weight), "a token id")
-        return EmbeddingRows(weight, KINDS[weight.dtype], float(self._embedding.embed_scale) if self._scaled else 1.0)
+        return EmbeddingRows(weight, KINDS[weight.dtype], self._scale)
 
     def of(self, token_ids: IntArray) -> torch.Tensor:
         """float32 ``[tokens, hidden]``, by the module."""

@@ -10,6 +10,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from penstock_enginecore.models.errors import UnsuitableError
+
 T_co = TypeVar("T_co", covariant=True)
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -18,10 +20,6 @@ in which the model's own modules compute.
 """
 
 _ELSEWHERE = "another worker cannot use it"
-
-
-class UnsuitableError(Exception):
-    """A candidate does not compute this model; the message says why."""
 
 
 class SpentError(Exception):

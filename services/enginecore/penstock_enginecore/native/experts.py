@@ -12,6 +12,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
 
 from penstock_enginecore.models.dtypes import widened
+from penstock_enginecore.models.families import SOFTMAX_ROUTERS, sums_to_one
 from penstock_enginecore.native.ffi_structs import Grouped, Linear, Route
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.weights import VECTORS, PackedWeight, fits_bfloat16, interleaved, multiply
@@ -20,11 +21,6 @@ from penstock_enginecore.native.weights import VECTORS, PackedWeight, fits_bfloa
 
 MAX_EXPERTS = 1024
 """``kMaxExperts`` of the kernels."""
-_ALWAYS_NORMALIZES = "MixtralTopKRouter"
-_CLASSES = frozenset(
-    {_ALWAYS_NORMALIZES, "FlexOlmoTopKRouter", "OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"}
-)
-"""Those that choose the largest of a softmax over all experts."""
 
 
 class PackedRouter(torch.nn.Module):
@@ -38,12 +34,12 @@ class PackedRouter(torch.nn.Module):
         self._library = library
         self.packed = PackedWeight(library, router.weight)
         self.top: int = router.top_k
-        self.normalize: bool = type(router).__name__ == _ALWAYS_NORMALIZES or bool(router.norm_topk_prob)
+        self.normalize = sums_to_one(router)
 
     @staticmethod
     def takes(module: torch.nn.Module) -> bool:
         """Whether ``module`` is a router in float32 on the CPU of a kind that is known."""
-        if type(module).__name__ not in _CLASSES:
+        if type(module).__name__ not in SOFTMAX_ROUTERS:
             return False
         weight: Any = module.weight
         return weight.dtype == torch.float32 and weight.device.type == "cpu" and len(weight) <= MAX_EXPERTS

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from penstock_enginecore.lora.adapter import OwnFeatures
 from penstock_enginecore.models.attention_hook import AttentionCall, use_context
 from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.families import FAMILIES, Family
 from penstock_enginecore.parallel.collectives import Collectives
 from penstock_enginecore.parallel.part import SplitVocabulary
 
@@ -46,31 +47,6 @@ _WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "mla_kv_a_pro
 """Words for modules that every rank has: only their gradients would differ."""
 
 
-_OURS: dict[str, dict[str, str]] = {
-    "GptOssForCausalLM": {
-        "model.embed_tokens": "embedding_rowwise",
-        "lm_head": "colwise_gather_output",
-        **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
-        "model.layers.*.self_attn.sinks": "rowwise",
-        "model.layers.*.self_attn.o_proj": "rowwise",
-        # Inputs come first in its experts, and columns of gate and up take turns.
-        "model.layers.*.mlp.experts.gate_up_proj": "rowwise",
-        "model.layers.*.mlp.experts.gate_up_proj_bias": "rowwise",
-        "model.layers.*.mlp.experts.down_proj": "colwise",
-        "model.layers.*.mlp.experts.down_proj_bias": "first_rank",
-        "model.layers.*.mlp.experts": "moe_tp_experts",
-    },
-    "Qwen3VLForCausalLM": {
-        "lm_head": "colwise_gather_output",
-        **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
-        "model.layers.*.self_attn.o_proj": "rowwise",
-        **{f"model.layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")},
-        "model.layers.*.mlp.down_proj": "rowwise",
-    },
-}
-"""Plans for classes that have none in transformers."""
-
-
 class Heads(msgspec.Struct, frozen=True):
     """Attention heads of a model: of queries, and of keys and values."""
 
@@ -99,10 +75,10 @@ class Heads(msgspec.Struct, frozen=True):
 
 
 def splits_of(model: str, plan: Mapping[str, str] | None, names: Iterable[str]) -> dict[str, Split]:
-    """How the modules and parameters of these names are split, by ``plan`` or one of ours. Raises ModelLoadError, naming
-    ``model``, for one without a plan, for words that are not known, and for a plan that splits nothing.
+    """How the modules and parameters of these names are split, by ``plan`` or the one of its family. Raises ModelLoadError,
+    naming ``model``, for one without a plan, for words that are not known, and for a plan that splits nothing.
     """
-    plan = _OURS.get(model, plan)
+    plan = FAMILIES.get(model, Family()).splits or plan
     if not plan:
         raise ModelLoadError(f"executor.tensor_parallel_size: {model} has no plan for it in transformers; use 1")
     unknown = {word: name for name, word in plan.items() if word not in _SPLITS and word not in _WHOLE}

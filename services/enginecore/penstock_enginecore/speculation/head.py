@@ -23,8 +23,11 @@ from penstock_enginecore.models.rope import freeze_rotary
 # repository names a head's parts one way, the speculators library another.
 
 Kind = Literal["eagle", "eagle3"]
-LAYER_TYPES = ("llama", "qwen3")
-"""``model_type`` of the layers that heads are made of."""
+_PARTS: dict[str, tuple[Any, Any, Any]] = {
+    "llama": (LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
+    "qwen3": (Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
+}
+"""What heads are made of, by ``model_type``: layer, norm and rotary embedding."""
 _ALIASES = {
     "midlayer.": "layers.0.",
     "transformer.": "layers.0.",
@@ -97,8 +100,8 @@ def _kind_of(given: Mapping[str, Any]) -> str:
 
 def _layer_config(given: Mapping[str, Any]) -> PretrainedConfig:
     model_type = given.get("model_type", "llama")
-    if model_type not in LAYER_TYPES:
-        raise ModelLoadError(f"its layers' model_type is {model_type!r}; served: {', '.join(LAYER_TYPES)}")
+    if model_type not in _PARTS:
+        raise ModelLoadError(f"its layers' model_type is {model_type!r}; served: {', '.join(_PARTS)}")
     fields = {
         key: value for key, value in given.items() if key not in ("model_type", "architectures", "dtype", "torch_dtype")
     }
@@ -121,13 +124,6 @@ def _state_layers(given: Mapping[str, Any], kind: Kind, num_layers: int) -> tupl
             where = f"its {key} has {layer!r}" if named else f"it names no {key}, and by default has layer {layer}"
             raise ModelLoadError(f"{where}; the model has layers 0 to {num_layers - 1}")
     return layers
-
-
-_PARTS: dict[str, tuple[Any, Any, Any]] = {
-    "llama": (LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
-    "qwen3": (Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
-}
-"""By ``model_type``: layer, norm and rotary embedding."""
 
 
 class EagleHead(nn.Module):

@@ -4,7 +4,6 @@ import ctypes
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -28,11 +27,12 @@ from penstock_enginecore.forward.native_inputs import (
     StepRotaries,
     expect_embeddings,
 )
-from penstock_enginecore.forward.native_models import DecoderLayers, empty, linears, turns, unsuitable_layers
+from penstock_enginecore.forward.native_layers import DecoderLayers, empty, linears, unsuitable
 from penstock_enginecore.forward.probe import Probe
-from penstock_enginecore.forward.proof import Candidate, UnsuitableError, first_proven
+from penstock_enginecore.forward.proof import Candidate, first_proven
 from penstock_enginecore.models.attention_hook import AttentionCall, StepContext, use_context
-from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.decoder_plan import Norm, plan_head
+from penstock_enginecore.models.errors import ModelLoadError, UnsuitableError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.support import ProbeContext, layer_specs
 from penstock_enginecore.native.attention import cache_struct, group_struct, kernel_layout
@@ -63,7 +63,8 @@ class NativeHead:
         max_len: int,
         run: Callable[["NativeHead"], torch.Tensor],
     ) -> None:
-        if reason := unsuitable_layers(library, head, calls, specs):
+        plan = plan_head(head, embedding, calls)
+        if reason := unsuitable(library, plan, specs):
             raise UnsuitableError(reason)
         # What products round is kept rounded.
         dtype = library.rounds_to or torch.float32
@@ -72,15 +73,15 @@ class NativeHead:
         self._library = library
         self._head: Any = head
         self._probe = run
-        module = SimpleNamespace(model=head, config=head.config, lm_head=head.lm_head)
-        self._layers = DecoderLayers(library, module, calls, None)
+        self._plan = plan
+        self._layers = DecoderLayers(library, plan, None)
         self._model = self._layers.struct
         self._model.fusion = self._fusion()
         self._handle = ctypes.c_void_p()
         library.call("decoder_new", ctypes.byref(self._model), ctypes.byref(self._handle))
         library.free_with(self, self._handle, "decoder")
         self._embedding = EmbeddingLookup(embedding)
-        makers = [partial(turns, module, kind) for kind in self._layers.rotaries]
+        makers = [partial(plan.turns, variant) for variant in plan.rotary_variants]
         self._rotaries = Rotaries(makers, self._model.rotary_size, max_len)
 
     def _fusion(self) -> Fusion:
@@ -88,7 +89,8 @@ class NativeHead:
         fc = layers.pack(self._head.fc.weight, self._head.fc.bias)
         if self._head.kind == "eagle":
             return Fusion(fc)
-        norms = layers.norm(first.input_layernorm), layers.norm(first.hidden_norm)
+        hidden = Norm(first.hidden_norm.weight, first.hidden_norm.variance_epsilon, 0.0)
+        norms = layers.norm(self._plan.layers[0].norms_before[0]), layers.norm(hidden)
         return Fusion(fc, *norms, self._head.normed_residual)
 
     @property
@@ -208,11 +210,8 @@ class NativeHead:
 
     def take_over(self) -> "NativeHead":
         """Lets go of the weights of all products in the modules."""
-        for linear in (
-            self._head.fc,
-            self._head.lm_head,
-            *(each for layer in self._head.layers for each in linears(layer)),
-        ):
+        of_layers = (each for layer in self._plan.layers for each in linears(layer))
+        for linear in (self._head.fc, self._head.lm_head, *of_layers):
             empty(linear)
         return self
 

@@ -21,9 +21,9 @@ from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.forward.native import NativeForward
-from penstock_enginecore.forward.proof import UnsuitableError, distance
+from penstock_enginecore.forward.proof import distance
 from penstock_enginecore.forward.stage import StageConfig, cut
-from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.errors import ModelLoadError, UnsuitableError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.pooling.config import PoolingConfig
 from penstock_enginecore.pooling.embedder import PoolingModel

@@ -221,7 +221,7 @@ def test_requests_with_filters_are_drafted_for_by_the_loop(model: LoadedModel) -
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"hidden_act": "relu"}, "decoder not used: its activation is ReLU"),
+        ({"hidden_act": "relu"}, "decoder not used: the activation of model.layers.0.mlp is ReLU"),
         ({"head_dim": 12}, "decoder not used: a head size of 12 is no multiple of"),
     ],
 )

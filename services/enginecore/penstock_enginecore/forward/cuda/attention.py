@@ -16,7 +16,8 @@ from penstock_enginecore.forward.cuda.buffers import VectorLayout
 from penstock_enginecore.forward.cuda.graphs import StepGraphs, cuda_graphs
 from penstock_enginecore.forward.cuda.kernel_api import AttentionKernels, GroupInputs
 from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, attention_tiles
-from penstock_enginecore.forward.proof import Candidate, UnsuitableError
+from penstock_enginecore.forward.proof import Candidate
+from penstock_enginecore.models.errors import UnsuitableError
 
 _COLUMNS = 16
 """Block tables are widened to a multiple of so many blocks: kernels are compiled anew for widths that are none."""

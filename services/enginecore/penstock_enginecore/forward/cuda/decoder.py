@@ -27,7 +27,6 @@ from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs, cuda_gra
 from penstock_enginecore.forward.cuda.kernel_api import Kernels, SamplingKernels
 from penstock_enginecore.forward.cuda.layers import AfterLayer, Layers, latent_specs
 from penstock_enginecore.forward.cuda.linear import Dense, Product, empty, keeps, merged
-from penstock_enginecore.forward.cuda.reader import plan_model
 from penstock_enginecore.forward.cuda.sampler import DeviceLauncher, MakeSampling, TokenFeedback, difference
 from penstock_enginecore.forward.modules import (
     NO_ROWS,
@@ -39,9 +38,11 @@ from penstock_enginecore.forward.modules import (
     probe_model,
 )
 from penstock_enginecore.forward.probe import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
-from penstock_enginecore.forward.proof import TOLERANCES, Candidate, UnsuitableError, distance
+from penstock_enginecore.forward.proof import TOLERANCES, Candidate, distance
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, segments_of_rows
 from penstock_enginecore.lora.device_slots import SlotLimits
+from penstock_enginecore.models.decoder_plan import UNROTATED, AttentionPlan, ModelPlan, plan_model
+from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.quantization.layers import Scheme
 from penstock_enginecore.sample.base import Sampler
@@ -93,6 +94,22 @@ class FusedStates:
     segments: Sequence[LoraSegment]
 
 
+def fused_plan(probed: ProbedModel) -> ModelPlan:
+    """The plan of a loaded model. Raises UnsuitableError for what the kernels do not compute, beside what ``Layers`` refuses."""
+    plan = plan_model(probed.model.module, probed.calls)
+    if plan.family.sections or UNROTATED in plan.rotary_variants:
+        raise UnsuitableError("it has positions in sections, or layers without positions")
+    for layer in plan.layers:
+        attention = layer.attention
+        if not isinstance(attention, AttentionPlan):
+            continue
+        if attention.norms_all_heads:
+            raise UnsuitableError(f"{layer.name} norms all heads as one")
+        if plan.rotary_size != attention.head_size:
+            raise UnsuitableError(f"{layer.name} turns a part of a head")
+    return plan
+
+
 class FusedForward:
     """A ``ForwardPass`` of embedding, layers and head, built beside the modules, whose weights it merges. Logits are in a buffer
     that the next run overwrites. ``graphs``: replay steps of padded shapes; None launches each. ``lora``: it is an
@@ -111,7 +128,8 @@ class FusedForward:
         self.device = probed.device
         self._probed = probed
         self._module: Any = probed.model.module
-        self._plan = plan_model(probed)
+        self._plan = fused_plan(probed)
+        head = self._plan.own_head
         self.specs = latent_specs(self._plan, probed.specs)
         if self.specs != probed.specs and probed.cache_dtype == FLOAT8:
             raise UnsuitableError("its latent cache is not kept in fp8")
@@ -121,11 +139,11 @@ class FusedForward:
         products = None if lora is None else ProductAdapters(self._module)
         adapt = unadapted if products is None else products.adapt
         self._layers = Layers(self._plan, self._max_len, kernels, self.device, adapt)
-        self._head = merged([self._plan.head], kernels)
+        self._head = merged([head], kernels)
         self._adapted_head: Product = self._head
         self._adapters: DeviceAdapters | None = None
         if products is not None and lora is not None:
-            self._adapted_head = products.adapt_head(self._plan.head, self._head)
+            self._adapted_head = products.adapt_head(head, self._head)
             self._adapters = products.open(lora, probed.model.dtype, self.device, kernels)
         self._graphs = graphs
         self._feedback = TokenFeedback(self.device)
@@ -266,7 +284,7 @@ class FusedForward:
         """Frees what the modules hold of the weights of products. Rows of q, k and v follow one another in one product, those of
         gate and up in another: an adapter's part of a product goes where the projection's rows are.
         """
-        for module in (*self._plan.linears, *self._plan.stacks, self._plan.head):
+        for module in (*self._plan.linears, *self._plan.stacks, self._plan.own_head):
             empty(module)
         return self
 

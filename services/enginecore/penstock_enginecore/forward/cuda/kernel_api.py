@@ -11,6 +11,8 @@ import torch
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
 from penstock_enginecore.lora.kernel_operands import RowTiles, SlotMatrices
+from penstock_enginecore.models.decoder_plan import Activation as Activation
+from penstock_enginecore.models.decoder_plan import Norm as Norm
 
 # Weights that stay quantized, as kernels read them: matrices, or those of experts, with the experts along a first dimension.
 
@@ -105,19 +107,6 @@ QuantizedWeight = Float8Weight | Int4Weight
 """Of a linear layer."""
 StackedWeight = Float8Weight | Int4Weight | Mxfp4Weight
 """Of experts."""
-
-
-Activation = Literal["silu", "gelu", "gelu_tanh"]
-"""``gelu`` is exact, ``gelu_tanh`` its usual approximation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """RMSNorm: what is normed is multiplied by ``weight + offset``; Gemma's weights stand around 0, others' around 1."""
-
-    weight: torch.nn.Parameter
-    eps: float
-    offset: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from penstock_enginecore.forward.cuda.buffers import Activations, StepInputs, Wi
 from penstock_enginecore.forward.cuda.kernel_api import Kernels, Norm, RotaryTable
 from penstock_enginecore.forward.cuda.linear import Held, Linear, Product, merged
 from penstock_enginecore.forward.cuda.mlp import MLP, GatedMLP, mlp_of
-from penstock_enginecore.forward.cuda.plans import AttentionPlan, LatentPlan, LayerPlan, ModelPlan
-from penstock_enginecore.forward.proof import UnsuitableError
+from penstock_enginecore.models.decoder_plan import AttentionPlan, LatentPlan, LayerPlan, ModelPlan, present
+from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.quantization.layers import QuantizedLinear
 
 # Tables of rotary positions, made by the model's own modules.
@@ -309,8 +309,10 @@ class Layers:
         self._kernels = kernels
         self._layers = [_Layer.of(layer, plan.embedding.dtype, kernels, adapt) for layer in plan.layers]
         self.widths = self._widths()
-        after = [layer.norms_before[0] for layer in plan.layers[1:]]
-        self._next_norms = [*after, plan.norm]
+        self._embedding_scale = present(plan.embedding_scale, "known embedding")
+        before = [present(layer.norms_before[0], "norm before attention") for layer in plan.layers]
+        self._first_norm, self._next_norms = before[0], [*before[1:], present(plan.norm, "last norm")]
+        self._mlp_norms = [present(layer.norms_before[1], "norm before MLPs") for layer in plan.layers]
 
     @property
     def held(self) -> list[Held]:
@@ -326,8 +328,8 @@ class Layers:
     def embed(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
         """What the first layer gets for ``token_ids`` ``[tokens]`` into ``out`` ``[tokens, hidden size]``."""
         torch.index_select(self._plan.embedding, 0, token_ids, out=out)
-        if self._plan.embedding_scale != 1.0:
-            out.mul_(self._plan.embedding_scale)
+        if self._embedding_scale != 1.0:
+            out.mul_(self._embedding_scale)
 
     def scale_input(self, x: torch.Tensor) -> None:
         """What the first layer gets, ``[tokens, hidden size]``, in place, whether it came of tokens or not."""
@@ -347,13 +349,13 @@ class Layers:
         if after_layer is not None:
             after_layer(-1, residual)
         x, spare = activations.normed, activations.x
-        kernels.add_rms_norm(residual, None, self._layers[0].plan.norms_before[0], x)
+        kernels.add_rms_norm(residual, None, self._first_norm, x)
         for i, (layer, cache, next_norm) in enumerate(zip(self._layers, caches, self._next_norms, strict=True)):
             plan = layer.plan
-            after = plan.norms_after or (None, None)
+            after = plan.norms_after
             rotary = self._rotary[plan.attention.rotary]
             layer.attention.run(x, inputs, activations, cache, rotary, plan.residual_scale, spare)
-            x, spare = self._add_norm(spare, x, residual, after[0], plan.norms_before[1])
+            x, spare = self._add_norm(spare, x, residual, after[0], self._mlp_norms[i])
             layer.mlp.run(x, inputs, activations, kernels, spare)
             x, spare = self._add_norm(spare, x, residual, after[1], next_norm)
             if after_layer is not None:
@@ -383,4 +385,4 @@ class Layers:
             raise UnsuitableError("its layers are of different sizes")
         [(hidden, qkv, attended)] = found
         intermediate = gated.pop() if gated else 0
-        return Widths(hidden, qkv, attended, intermediate, self._plan.head.out_features)
+        return Widths(hidden, qkv, attended, intermediate, self._plan.own_head.out_features)

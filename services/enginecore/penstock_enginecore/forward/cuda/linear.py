@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 
 from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, Kernels, QuantizedWeight
-from penstock_enginecore.forward.proof import UnsuitableError
+from penstock_enginecore.models.decoder_plan import Linear as Linear
+from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.quantization.awq_gptq import Awq, Gptq, Packed
 from penstock_enginecore.models.quantization.float8 import Float8
 from penstock_enginecore.models.quantization.layers import QuantizedLinear, QuantizedStack, Scheme
@@ -134,9 +135,6 @@ def joined(weights: Sequence[Int4Weight]) -> Int4Weight:
 def _half(width: int) -> int:
     """Half of the columns that two levels of a byte are taken from: the largest power of two whose double divides ``width``."""
     return min(_MAX_HALF, (width & -width) // 2)
-
-
-Linear = torch.nn.Linear | QuantizedLinear
 
 
 class Held(Protocol):

@@ -14,8 +14,8 @@ from penstock_enginecore.forward.cuda.adapters import Adapt, unadapted
 from penstock_enginecore.forward.cuda.buffers import Activations, StepInputs
 from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, Kernels, Mxfp4Weight, StackedWeight
 from penstock_enginecore.forward.cuda.linear import Held, Product, int4_weight, joined, keeps, merged
-from penstock_enginecore.forward.cuda.plans import ClampedGate, ExpertsPlan, GroupedRouting, MLPPlan
-from penstock_enginecore.forward.proof import UnsuitableError
+from penstock_enginecore.models.decoder_plan import ClampedGate, ExpertsPlan, GroupedRouting, MLPPlan, OtherMixture
+from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.quantization.awq_gptq import Awq, Gptq, Packed
 from penstock_enginecore.models.quantization.float8 import Float8
 from penstock_enginecore.models.quantization.layers import QuantizedStack
@@ -353,8 +353,12 @@ class Experts:
         return weights * self.scale, chosen
 
 
-def mlp_of(plan: MLPPlan | ExpertsPlan, scale: float, kernels: Kernels, adapt: Adapt = unadapted) -> MLP:
-    """What computes ``plan``. ``scale``: of what is added to the residual. ``adapt``: products, but those beside experts."""
+def mlp_of(plan: MLPPlan | ExpertsPlan | OtherMixture, scale: float, kernels: Kernels, adapt: Adapt = unadapted) -> MLP:
+    """What computes ``plan``. ``scale``: of what is added to the residual. ``adapt``: products, but those beside experts. Raises
+    UnsuitableError.
+    """
+    if isinstance(plan, OtherMixture):
+        raise UnsuitableError(plan.reason)
     if isinstance(plan, ExpertsPlan):
         return Experts.of(plan, scale, kernels)
     return GatedMLP.of(plan, scale, kernels, adapt)

@@ -23,10 +23,9 @@ from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.forward.probe import blank_decodes
-from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.lora.adapter import AdaptedForward, LoraAdapter, LoraSegment, LowRankUpdate
 from penstock_enginecore.lora.device_slots import Place, SlotLimits
-from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.errors import ModelLoadError, UnsuitableError
 from penstock_enginecore.models.loader import load_model
 from penstock_enginecore.pooling.embedder import load_pooling_model
 from tests.fakes.models.adapted_steps import (

@@ -12,7 +12,7 @@ import torch
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.forward.cuda.decoder import fused_candidates
 from penstock_enginecore.forward.modules import ProbedModel
-from penstock_enginecore.forward.proof import UnsuitableError
+from penstock_enginecore.models.errors import UnsuitableError
 from tests.fakes.models.fused_models import load_probed, save_varied_model
 from tests.fakes.models.torch_kernels import TorchKernels
 

@@ -13,12 +13,11 @@ from penstock_enginecore.attention.base import AttentionMetadata
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.forward.base import FedTokens, ForwardBatch, ForwardPass
 from penstock_enginecore.forward.cuda import decoder
-from penstock_enginecore.forward.cuda.decoder import FusedForward
+from penstock_enginecore.forward.cuda.decoder import FusedForward, fused_plan
 from penstock_enginecore.forward.cuda.kernel_api import Norm
-from penstock_enginecore.forward.cuda.plans import ExpertsPlan, LayerPlan, ModelPlan
-from penstock_enginecore.forward.cuda.reader import plan_model
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, probe_model
 from penstock_enginecore.forward.probe import Probe, probe_logits
+from penstock_enginecore.models.decoder_plan import ExpertsPlan, LayerPlan, ModelPlan
 from tests.fakes.models.fused_models import CPU, FUSED_FAMILIES, fused, load_probed, prove, save_varied_model
 from tests.fakes.models.torch_kernels import TorchKernels
 
@@ -117,7 +116,7 @@ def without_query_norms(plan: ModelPlan) -> ModelPlan:
 
 
 def without_norms_after(plan: ModelPlan) -> ModelPlan:
-    return replaced(plan, 0, lambda layer: dataclasses.replace(layer, norms_after=None))
+    return replaced(plan, 0, lambda layer: dataclasses.replace(layer, norms_after=(None, None)))
 
 
 def without_soft_cap(plan: ModelPlan) -> ModelPlan:
@@ -216,7 +215,7 @@ def test_a_broken_plan_is_refuted_and_the_layer_named(
     }.get(architecture, {})
     save_varied_model(architecture, tmp_path, **changes)
     probed = load_probed(tmp_path)
-    monkeypatch.setattr(decoder, "plan_model", lambda probed: break_plan(plan_model(probed)))
+    monkeypatch.setattr(decoder, "fused_plan", lambda probed: break_plan(fused_plan(probed)))
     proven = prove(probed, lambda: FusedForward(probed, TorchKernels()))
     assert proven.serves is None
     assert proven.reasons.startswith("; fused decoder not used: its results differ by ")
@@ -232,7 +231,7 @@ def test_after_a_refutation_the_modules_compute_what_they_did(tmp_path: Path, mo
     modules = ModulesForward(probed, create_backend("reference", CPU))
     with torch.inference_mode():
         expected = probe_logits(modules, Probe.prompt(320))
-        monkeypatch.setattr(decoder, "plan_model", lambda probed: without_offset(plan_model(probed)))
+        monkeypatch.setattr(decoder, "fused_plan", lambda probed: without_offset(fused_plan(probed)))
         assert prove(probed, lambda: FusedForward(probed, TorchKernels())).refuted
         torch.testing.assert_close(probe_logits(modules, Probe.prompt(320)), expected)
 
@@ -327,7 +326,7 @@ def test_weights_come_back_from_sleep(tmp_path: Path) -> None:
 def test_what_the_probe_shows_reaches_the_plan(tmp_path: Path) -> None:
     save_varied_model("mistral", tmp_path)
     probed: ProbedModel = load_probed(tmp_path)
-    assert [layer.attention.params for layer in plan_model(probed).layers] == [call.params for call in probed.calls]
+    assert [layer.attention.params for layer in fused_plan(probed).layers] == [call.params for call in probed.calls]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -343,7 +342,7 @@ def test_models_in_half_precision_are_proved(architecture: str, dtype: torch.dty
     assert proven.serves is not None, proven.reasons
     assert probed.specs["model.layers.0.self_attn"].dtype_size == 2
     scale = torch.tensor(48**0.5, dtype=dtype).item() if architecture == "gemma3" else 1.0
-    assert plan_model(probed).embedding_scale == scale
+    assert fused_plan(probed).embedding_scale == scale
     with torch.inference_mode():
         assert proven.serves.probe().dtype == dtype
 

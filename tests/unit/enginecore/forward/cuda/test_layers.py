@@ -8,14 +8,13 @@ import torch
 
 from penstock_enginecore.attention.kv_cache import FLOAT8
 from penstock_enginecore.config import ModelConfig
-from penstock_enginecore.forward.cuda.decoder import FusedForward
+from penstock_enginecore.forward.cuda.decoder import FusedForward, fused_plan
 from penstock_enginecore.forward.cuda.layers import HeadWeights
 from penstock_enginecore.forward.cuda.linear import keeps
-from penstock_enginecore.forward.cuda.plans import LatentPlan, MLPPlan
-from penstock_enginecore.forward.cuda.reader import plan_model
 from penstock_enginecore.forward.modules import probe_model
-from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models import rope
+from penstock_enginecore.models.decoder_plan import LatentPlan, MLPPlan
+from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.loader import load_model
 from tests.fakes.models.fused_models import CPU, fused, load_probed, prove, save_varied_model
 from tests.fakes.models.quantized_models import save_quantized_model
@@ -63,7 +62,7 @@ def test_another_choice_of_experts_is_refused_by_its_name(tmp_path: Path) -> Non
     probed = load_probed(tmp_path)
     probed.model.module.model.layers[1].mlp.gate.topk_method = "by lot"
     with pytest.raises(UnsuitableError, match=r"model\.layers\.1\.mlp\.gate chooses experts by 'by lot'"):
-        plan_model(probed)
+        FusedForward(probed, TorchKernels())
 
 
 def test_a_token_of_the_cache_is_one_vector_for_all_heads(tmp_path: Path) -> None:
@@ -129,7 +128,7 @@ def test_an_fp8_cache_is_left_to_the_modules(tmp_path: Path) -> None:
 
 def test_the_plan_names_sizes_and_routing(tmp_path: Path) -> None:
     save_varied_model("deepseek_v3", tmp_path, routed_scaling_factor=1.7)
-    plan = plan_model(load_probed(tmp_path))
+    plan = fused_plan(load_probed(tmp_path))
     attention = plan.layers[0].attention
     assert isinstance(attention, LatentPlan)
     sizes = (attention.num_heads, attention.latent, attention.rotary_size, attention.plain_size, attention.value_size)
@@ -145,8 +144,8 @@ def test_attention_that_does_more_is_refused_by_its_name(tmp_path: Path) -> None
     attention: Any = probed.model.module.model.layers[1].self_attn
     setattr(attention, rope._ATTRIBUTE, rope.QueryScale(0.1, 8.0))
     with pytest.raises(UnsuitableError, match=r"model\.layers\.1\.self_attn scales queries by position"):
-        plan_model(probed)
+        fused_plan(probed)
     delattr(attention, rope._ATTRIBUTE)
     attention.indexer = torch.nn.Identity()
     with pytest.raises(UnsuitableError, match=r"model\.layers\.1\.self_attn has other parts than are known: indexer"):
-        plan_model(probed)
+        fused_plan(probed)

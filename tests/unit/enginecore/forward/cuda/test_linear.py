@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock_enginecore.forward.cuda.linear import Dense, empty, merged
-from penstock_enginecore.forward.proof import UnsuitableError
+from penstock_enginecore.models.errors import UnsuitableError
 from tests.fakes.models.torch_kernels import TorchKernels
 
 

@@ -14,12 +14,11 @@ from penstock_enginecore.forward.cuda.buffers import (
     StepShape,
     Widths,
 )
-from penstock_enginecore.forward.cuda.decoder import FusedForward
+from penstock_enginecore.forward.cuda.decoder import FusedForward, fused_plan
 from penstock_enginecore.forward.cuda.linear import empty, keeps
 from penstock_enginecore.forward.cuda.mlp import QuantizedGroups, grouped, mlp_of
-from penstock_enginecore.forward.cuda.plans import ExpertsPlan
-from penstock_enginecore.forward.cuda.reader import plan_model
-from penstock_enginecore.forward.proof import UnsuitableError
+from penstock_enginecore.models.decoder_plan import ExpertsPlan
+from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.quantization.layers import QuantizedExperts, QuantizedStack
 from penstock_enginecore.models.quantization.recognition import recognise
 from tests.fakes.models.fused_models import CPU, load_probed, prove, save_varied_model
@@ -39,7 +38,7 @@ def step(num_tokens: int) -> StepInputs:
 def experts(architecture: str, path: Path, **changes: Any) -> tuple[ExpertsPlan, torch.nn.Module]:
     save_varied_model(architecture, path, **changes)
     probed = load_probed(path)
-    plan = plan_model(probed).layers[1].mlp
+    plan = fused_plan(probed).layers[1].mlp
     assert isinstance(plan, ExpertsPlan)
     return plan, probed.model.module.model.layers[1].mlp
 

@@ -7,7 +7,7 @@ import torch
 
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.linear import QuantizedProduct, empty, keeps, merged
-from penstock_enginecore.forward.proof import UnsuitableError
+from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.quantization.awq_gptq import Awq, Gptq, Packed
 from penstock_enginecore.models.quantization.float8 import Float8
 from penstock_enginecore.models.quantization.layers import QuantizedLinear, Scheme

@@ -1,0 +1,213 @@
+"""A plan's layers as the CPU kernels' decoder takes them, and the plans that it does not compute."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+from penstock_enginecore.models.decoder_plan import AttentionPlan, ExpertsPlan, LayerPlan, MLPPlan, ModelPlan, Norm
+from penstock_enginecore.models.loader import LoadedModel
+from penstock_enginecore.native.attention import TILE, params_struct
+from penstock_enginecore.native.backend import PackedLayers
+from penstock_enginecore.native.experts import PackedExperts, PackedRouter
+from penstock_enginecore.native.ffi_structs import Exchange, Layer, Linear, Mixture, Model
+from penstock_enginecore.native.library import NativeLibrary
+from penstock_enginecore.native.weights import PackedWeight, interleaved
+from penstock_enginecore.parallel.collectives import PIECE
+from penstock_enginecore.parallel.part import Part
+
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+"""What the kernels call what a gate passes through."""
+_MAX_LAYERS = 800
+
+
+def unsuitable(library: NativeLibrary, plan: ModelPlan, specs: Mapping[str, KVCacheSpec]) -> str | None:
+    """Why the decoder does not compute the layers of ``plan``, None where it does."""
+    if odd := [spec.block_size for spec in specs.values() if spec.block_size % TILE]:
+        return f"cache.block_size {odd[0]} is no multiple of {TILE}"
+    if len(plan.layers) > _MAX_LAYERS:
+        return f"it has more than {_MAX_LAYERS} layers"
+    attentions = [each.attention for each in plan.layers if isinstance(each.attention, AttentionPlan)]
+    if len(attentions) < len(plan.layers):
+        return "its layers attend over a latent"
+    if (head_size := attentions[0].head_size) % library.lanes:
+        return f"a head size of {head_size} is no multiple of {library.lanes}"
+    if len({(each.num_heads, each.num_kv_heads, each.head_size) for each in attentions}) > 1:
+        return "its layers have heads of several shapes"
+    if len({norm.eps for norm in plan.norms}) > 1:
+        return "its norms add several epsilons"
+    if {plan.input_scale, plan.logits_divisor, *(layer.residual_scale for layer in plan.layers)} != {1.0}:
+        return "it multiplies inputs, what its layers add, or logits"
+    return next((reason for layer in plan.layers if (reason := _unsuitable_mlp(library, layer))), None)
+
+
+def unsuitable_part(model: LoadedModel, plan: ModelPlan, part: Part | None) -> str | None:
+    """Why the decoder does not compute this rank's ``part``, None where it does."""
+    if part is None:
+        return None
+    if part.shared_memory is None:
+        return "workers do not exchange in shared memory"
+    if any(getattr(model.module.config, name, False) for name in ("attention_bias", "mlp_bias")):
+        return "its layers have a bias"
+    if part.vocabulary is None and plan.head is not None and plan.head.out_features != model.vocab_size:
+        return "its head is in parts"
+    if not all(isinstance(layer.mlp, MLPPlan) for layer in plan.layers):
+        return "workers have parts of its experts"
+    if _attention(plan.layers[0]).norms_all_heads:
+        return "workers have parts of what one norm takes"
+    return None
+
+
+def linears(layer: LayerPlan) -> list[Any]:
+    """All linear layers whose weights the decoder packs as its own, those of mixtures left out."""
+    return layer.attention.linears + (layer.mlp.linears if isinstance(layer.mlp, MLPPlan) else [])
+
+
+def empty(linear: Any) -> None:
+    """Let go of its weight."""
+    linear.weight = torch.nn.Parameter(torch.empty(0, dtype=linear.weight.dtype), requires_grad=False)
+
+
+def _unsuitable_mlp(library: NativeLibrary, layer: LayerPlan) -> str | None:
+    mlp, module = layer.mlp, layer.module.get_submodule("mlp")
+    if not isinstance(mlp, MLPPlan):
+        odd: torch.dtype | None = next(
+            (weight.dtype for weight in module.parameters() if weight.dtype != torch.float32), None
+        )
+        return None if odd is None else f"its mixtures compute in {str(odd).removeprefix('torch.')}"
+    if mlp.activation not in _ACTIVATIONS:
+        return f"the activation of {layer.name}.mlp is {mlp.activation}"
+    if (width := mlp.down.in_features) % library.lanes:
+        return f"intermediate_size {width} is no multiple of {library.lanes}"
+    return "its gate has a bias" if any(linear.bias is not None for linear in mlp.gate_up) else None
+
+
+def _attention(layer: LayerPlan) -> AttentionPlan:
+    if not isinstance(layer.attention, AttentionPlan):
+        raise TypeError(f"{layer.name} attends over a latent")
+    return layer.attention
+
+
+def _gate_and_up(mlp: MLPPlan) -> Sequence[Any]:
+    """Weights ``[intermediate, hidden]``."""
+    weights: list[Any] = [linear.weight for linear in mlp.gate_up]
+    return weights if len(weights) > 1 else weights[0].chunk(2)
+
+
+class DecoderLayers:
+    """The layers and head of ``plan``, of which nothing is left out: see ``unsuitable``. ``struct`` points into what is packed
+    here.
+
+    Projections stay in the modules until ``free``. Mixtures of experts are packed in their place, and their own weights are gone
+    then: two of them would not fit. Those that are more than experts and a router, or whose experts are shared with other ranks,
+    are computed by ``outside``, their modules by layer.
+    """
+
+    def __init__(self, library: NativeLibrary, plan: ModelPlan, part: Part | None) -> None:
+        self._library = library
+        self._plan = plan
+        self._keep: list[object] = []
+        self._packed: list[PackedWeight] = []
+        self._mixture_bytes = 0
+        self.outside: dict[int, Any] = {}
+        layers = [self._layer(index, layer) for index, layer in enumerate(plan.layers)]
+        self.struct = self._model(layers, part)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is packed."""
+        return sum(weight.num_bytes for weight in self._packed) + self._mixture_bytes
+
+    def free(self) -> None:
+        """Let go of the weights of all projections in the modules. q, k and v are rows one after the other of one packed product,
+        gate and up rows in turn, some at a time, of another: an adapter's part of a product goes where the projection's rows are.
+        """
+        plan = self._plan
+        for linear in (each for layer in plan.layers for each in linears(layer)):
+            empty(linear)
+        if plan.head is not None and plan.head.weight is not plan.embedding:
+            empty(plan.head)
+
+    def _model(self, layers: Sequence[Layer], part: Part | None) -> Model:
+        plan, first = self._plan, _attention(self._plan.layers[0])
+        gated = [layer.mlp for layer in plan.layers if isinstance(layer.mlp, MLPPlan)]
+        return Model(
+            len(layers),
+            first.output.out_features,
+            first.num_heads,
+            first.num_kv_heads,
+            first.head_size,
+            plan.rotary_size,
+            max((mlp.down.in_features for mlp in gated), default=0),
+            _ACTIVATIONS[gated[0].activation] if gated else 0,
+            first.norms_all_heads,
+            plan.norms[0].eps,
+            plan.logits_softcap or 0.0,
+            self._kept((Layer * len(layers))(*layers)),
+            self.norm(plan.norm),
+            Linear() if plan.head is None else self.pack(plan.head.weight, None),
+            _exchange(part),
+        )
+
+    def _layer(self, index: int, layer: LayerPlan) -> Layer:
+        attention, mlp = _attention(layer), layer.mlp
+        projections: Any = attention.qkv
+        bias = None if projections[0].bias is None else torch.cat([linear.bias for linear in projections])
+        how, sinks = params_struct(attention.params)
+        self._keep.append(sinks)
+        gate_up, down, mixture = Linear(), Linear(), Mixture()
+        qkv = self.pack(torch.cat([linear.weight for linear in projections]), bias)
+        output = self.pack(attention.output.weight, attention.output.bias)
+        if isinstance(mlp, MLPPlan):
+            gate_up = self.pack(interleaved(self._library, *_gate_and_up(mlp)), None)
+            down = self.pack(mlp.down.weight, mlp.down.bias)
+        else:
+            mixture = self._mixture(index, layer)
+        (before_attention, before_mlp), (attention_out, mlp_out) = layer.norms_before, layer.norms_after
+        return Layer(
+            *map(self.norm, (before_attention, attention_out, before_mlp, mlp_out)),
+            *map(self.norm, attention.norms or (None, None)),
+            qkv,
+            output,
+            gate_up,
+            down,
+            mixture,
+            how,
+            attention.rotary,
+        )
+
+    def _mixture(self, index: int, layer: LayerPlan) -> Mixture:
+        mlp: Any = layer.module.get_submodule("mlp")
+        self._mixture_bytes += PackedLayers(mlp, self._library).num_bytes
+        plain = isinstance(layer.mlp, ExpertsPlan) and layer.mlp.is_plain and isinstance(mlp.experts, PackedExperts)
+        products, router = (mlp.experts.products, mlp.gate) if plain else (None, None)
+        if products is None or not isinstance(router, PackedRouter):
+            self.outside[index] = mlp
+            return Mixture()
+        gate_up, down = (self._kept((Linear * len(each))(*(weight.struct for weight in each))) for each in products)
+        return Mixture(len(gate_up), router.top, router.normalize, router.packed.struct, gate_up, down)
+
+    def pack(self, weight: Any, bias: Any) -> Linear:
+        """Of another product beside the layers."""
+        packed = PackedWeight(self._library, weight, bias)
+        self._packed.append(packed)
+        return packed.struct
+
+    def norm(self, norm: Norm | None) -> int | None:
+        """What a norm multiplies with, float32 ``[n]``; null where there is none."""
+        if norm is None:
+            return None
+        weight = norm.weight.detach().float()
+        made: torch.Tensor = self._kept(weight + norm.offset if norm.offset else weight.clone())
+        return made.data_ptr()
+
+    def _kept(self, memory: Any) -> Any:
+        """``memory``, which structs point into."""
+        self._keep.append(memory)
+        return memory
+
+
+def _exchange(part: Part | None) -> Exchange:
+    memory = None if part is None else part.shared_memory
+    return Exchange() if memory is None else Exchange(memory.base, memory.rank, memory.size, PIECE)

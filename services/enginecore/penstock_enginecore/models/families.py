@@ -1,0 +1,105 @@
+"""The families of decoders that are known: what the modules of each do not tell. A family is added here.
+
+``decoder_plan.py`` reads all else from the modules. The decoders on CPUs and GPUs, draft heads, adapters and tensor parallelism
+go by the two.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What the modules of a family do not tell. ``norm_offset``: added to the weights of norms. ``half_turns``: the rotary
+    embedding gives numbers for half of a head, which stand for both halves. ``sections``: it takes positions in time, height and
+    width. ``deepseek_v2``: turns and chooses experts as DeepSeek-V2. ``splits``: a plan for tensor parallelism as transformers
+    writes them, for a class that has none there.
+    """
+
+    norm_offset: float = 0.0
+    half_turns: bool = False
+    sections: bool = False
+    deepseek_v2: bool = False
+    splits: Mapping[str, str] | None = None
+
+
+_PLAIN = Family()
+_GEMMA = Family(norm_offset=1.0)
+_SPLIT_ATTENTION = {
+    **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+    "model.layers.*.self_attn.o_proj": "rowwise",
+}
+FAMILIES: Mapping[str, Family] = {
+    "DeepseekV2ForCausalLM": Family(deepseek_v2=True),
+    "DeepseekV3ForCausalLM": _PLAIN,
+    "Dots1ForCausalLM": _PLAIN,
+    "Exaone4ForCausalLM": _PLAIN,
+    "FlexOlmoForCausalLM": _PLAIN,
+    "Gemma2ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": _GEMMA,
+    "GemmaForCausalLM": _GEMMA,
+    "Glm4MoeForCausalLM": _PLAIN,
+    "Glm4MoeLiteForCausalLM": _PLAIN,
+    "GptOssForCausalLM": Family(
+        half_turns=True,
+        splits={
+            "model.embed_tokens": "embedding_rowwise",
+            "lm_head": "colwise_gather_output",
+            **_SPLIT_ATTENTION,
+            "model.layers.*.self_attn.sinks": "rowwise",
+            # Inputs come first in its experts, and columns of gate and up take turns.
+            "model.layers.*.mlp.experts.gate_up_proj": "rowwise",
+            "model.layers.*.mlp.experts.gate_up_proj_bias": "rowwise",
+            "model.layers.*.mlp.experts.down_proj": "colwise",
+            "model.layers.*.mlp.experts.down_proj_bias": "first_rank",
+            "model.layers.*.mlp.experts": "moe_tp_experts",
+        },
+    ),
+    "GraniteForCausalLM": _PLAIN,
+    "LlamaForCausalLM": _PLAIN,
+    "MiniMaxM2ForCausalLM": _PLAIN,
+    "MinistralForCausalLM": _PLAIN,
+    "MistralForCausalLM": _PLAIN,
+    "MixtralForCausalLM": _PLAIN,
+    "Olmo2ForCausalLM": _PLAIN,
+    "Olmo3ForCausalLM": _PLAIN,
+    "OlmoeForCausalLM": _PLAIN,
+    "Phi3ForCausalLM": _PLAIN,
+    "Qwen2ForCausalLM": _PLAIN,
+    "Qwen2MoeForCausalLM": _PLAIN,
+    "Qwen2VLForCausalLM": Family(sections=True),
+    "Qwen2_5_VLForCausalLM": Family(sections=True),
+    "Qwen3ForCausalLM": _PLAIN,
+    "Qwen3MoeForCausalLM": _PLAIN,
+    "Qwen3VLForCausalLM": Family(
+        sections=True,
+        splits={
+            "lm_head": "colwise_gather_output",
+            **_SPLIT_ATTENTION,
+            **{f"model.layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")},
+            "model.layers.*.mlp.down_proj": "rowwise",
+        },
+    ),
+    "SeedOssForCausalLM": _PLAIN,
+    "SmolLM3ForCausalLM": _PLAIN,
+    "VaultGemmaForCausalLM": _GEMMA,
+}
+"""By the name of the class that generates."""
+_ALWAYS_NORMALIZES = "MixtralTopKRouter"
+SOFTMAX_ROUTERS = frozenset(
+    {_ALWAYS_NORMALIZES, "FlexOlmoTopKRouter", "OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"}
+)
+"""Classes of routers that choose the largest of a softmax over all experts."""
+
+
+def is_known(module: torch.nn.Module) -> bool:
+    """Whether a model's family is."""
+    return type(module).__name__ in FAMILIES
+
+
+def sums_to_one(router: Any) -> bool:
+    """Whether a router makes the weights of a token's experts add up to one."""
+    return type(router).__name__ == _ALWAYS_NORMALIZES or bool(router.norm_topk_prob)
