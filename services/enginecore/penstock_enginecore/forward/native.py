@@ -10,31 +10,27 @@ import ctypes
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, TypeVar
 
-import msgspec
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from penstock_enginecore.attention.base import IntArray
-from penstock_enginecore.attention.kv_cache import KVMemory, LayerCaches
 from penstock_enginecore.experts.layer import DispatchedExperts
 from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch, ForwardOutput, ForwardPass
-from penstock_enginecore.forward.modules import ProbedModel, module_bytes
+from penstock_enginecore.forward.modules import ProbedModel
 from penstock_enginecore.forward.native_inputs import (
     ChainedTokens,
     EmbeddingLookup,
     EmbeddingRows,
-    Rotaries,
     StepRotaries,
     expect_embeddings,
     expect_no_media,
     give_media,
 )
-from penstock_enginecore.forward.native_layers import DecoderLayers, unsuitable, unsuitable_part
+from penstock_enginecore.forward.native_layers import KernelDecoder, unsuitable_part
 from penstock_enginecore.forward.proof import TOLERANCES, Candidate, distance
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate, TakeAdapter, segments_of_rows
 from penstock_enginecore.lora.reference import AdaptedModules, expect_features, expect_known
@@ -42,9 +38,9 @@ from penstock_enginecore.models.decoder_plan import MLPPlan, ModelPlan, has_mixt
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.multimodal.base import MediaEncoder
 from penstock_enginecore.models.multimodal.encoder import attend_by
-from penstock_enginecore.native.attention import WholeAttention, cache_struct, group_struct, kernel_layout
+from penstock_enginecore.native.attention import WholeAttention
 from penstock_enginecore.native.backend import NativeBackend, PackedLayers
-from penstock_enginecore.native.ffi_structs import Cache, Group, Segment, Step
+from penstock_enginecore.native.ffi_structs import Segment, Step
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.linear import MergedUpdate, PackedLinear, PackedUpdates
 from penstock_enginecore.parallel.part import Part
@@ -168,12 +164,11 @@ def linear_candidate(
     return Candidate("linear", build, library.rounds_to, spends=True)
 
 
-class NativeForward:
+class NativeForward(KernelDecoder):
     """A ``ForwardPass`` of layers and head, built beside the modules, whose weights it packs. Raises UnsuitableError. See
     ``decoder_candidate``.
     """
 
-    device = torch.device("cpu")
     separate_head = True
 
     def __init__(
@@ -185,49 +180,21 @@ class NativeForward:
         seams: Seams | None = None,
     ) -> None:
         module, plan = probed.model.module, plan_model(probed.model.module, probed.calls)
-        reason = unsuitable(library, plan, probed.specs) or unsuitable_part(probed.model, plan, part)
+        reason = unsuitable_part(probed.model, plan, part)
         if plan.embedding.dtype not in (torch.float32, torch.bfloat16):
             reason = f"its weights are {str(plan.embedding.dtype).removeprefix('torch.')}"
         if seams is not None and probed.model.dtype != torch.float32:
             reason = reason or f"its stages pass on {str(probed.model.dtype).removeprefix('torch.')}"
         if reason:
             raise UnsuitableError(reason)
-        # What products round is kept rounded.
-        dtype = library.rounds_to or torch.float32
-        self.specs = {
-            name: msgspec.structs.replace(spec, dtype_size=dtype.itemsize) for name, spec in probed.specs.items()
-        }
-        self.memory = KVMemory(self.specs, lambda *_: kernel_layout(library, dtype), dtype, self.device)
-        self._library = library
-        self._module: Any = module
+        embedding = EmbeddingLookup(module.get_input_embeddings())
+        super().__init__(library, module, plan, probed.specs, embedding, probed.model.max_len, run, part)
         self._part, self._seams = part, seams
-        self._probe = run
-        self._layers = DecoderLayers(library, plan, part)
-        self._model = self._layers.struct
-        self._handle = ctypes.c_void_p()
-        library.call("decoder_new", ctypes.byref(self._model), ctypes.byref(self._handle))
-        library.free_with(self, self._handle, "decoder")
         # Ranks that share experts compute the MLPs of all tokens: so many they have told each other of.
         self._whole = any(isinstance(part, DispatchedExperts) for part in module.modules())
         self._adapters = DecoderAdapters(library, module, plan)
-        self._embedding = EmbeddingLookup(module.get_input_embeddings())
         self._sum_nanoseconds = np.zeros(2 * len(plan.layers), dtype=np.int64)
         self._kept_layers = np.zeros(0, dtype=np.int64)
-        makers = [partial(plan.turns, variant) for variant in plan.rotary_variants]
-        self._rotaries = Rotaries(makers, self._model.rotary_size, probed.model.max_len)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of what the modules still hold, embeddings and norms, and of the packed weights."""
-        return module_bytes(self._module) + self._layers.num_bytes
-
-    def bind(self, caches: LayerCaches) -> None:
-        """Layers go by their order of execution."""
-        of = [caches[name] for name in self.specs] if caches else []
-        self._caches = (Cache * len(of))(*(cache_struct(layer.cache) for layer in of))
-        self._layer_groups = np.array([layer.group for layer in of], dtype=np.int64)
-        self._groups = (Group * (int(self._layer_groups.max(initial=-1)) + 1))()
-        self._bound = caches  # the structs point into it
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
         """Rows of the embedding in float32."""
@@ -248,7 +215,7 @@ class NativeForward:
         hidden = torch.empty(len(x), len(kept), x.shape[1]) if len(kept) else None
         normed = np.flatnonzero(kept == self._model.num_layers)
         keeps = keep_states or self._whole or bool(len(normed))
-        step = self._step(batch, x, embedding, rotaries, rows, logits)
+        step = self._whole_step(batch, x, embedding, rotaries, rows, logits)
         step.keep_states = keeps
         deepstack = give_media(step, batch, self._model.num_layers)
         if hidden is not None:
@@ -286,7 +253,7 @@ class NativeForward:
         chained = ChainedTokens(batch, draws)
         rotaries = self._rotaries.of(chained.positions, x)
         logits = torch.empty(len(chained.rows), self._model.head.n)
-        step = self._step(batch, x, embedding, rotaries, chained.rows, logits)
+        step = self._whole_step(batch, x, embedding, rotaries, chained.rows, logits)
         chain = chained.struct(rotaries, draws.vocab_size)
         self._library.call_on(self._handle, "decoder_chain", ctypes.byref(step), ctypes.byref(chain))
         return chained.tokens
@@ -312,7 +279,7 @@ class NativeForward:
         """With what is packed of it."""
         self._adapters.remove(digest)
 
-    def _step(
+    def _whole_step(
         self,
         batch: ForwardBatch,
         x: torch.Tensor,
@@ -321,42 +288,11 @@ class NativeForward:
         rows: IntArray,
         logits: torch.Tensor,
     ) -> Step:
-        """All layers of ``batch``, of whose tokens nothing is kept. It points into what it is made of."""
-        for i, metadata in enumerate(batch.attention):
-            self._groups[i] = group_struct(metadata)
-        first = batch.attention[0]
-        return Step(
-            len(x),
-            first.num_requests,
-            first.query_start_loc.ctypes.data,
-            first.seq_lens.ctypes.data,
-            self._groups,
-            self._layer_groups.ctypes.data,
-            self._caches,
-            x.data_ptr(),
-            batch.token_ids.ctypes.data,
-            None if embedding is None else embedding.weight.data_ptr(),
-            0 if embedding is None else embedding.kind,
-            1.0 if embedding is None else embedding.scale,
-            rotaries.positions.ctypes.data,
-            rotaries.structs,
-            len(rows),
-            rows.ctypes.data,
-            logits.data_ptr(),
-            0,
-            0,
-            self._model.num_layers,
-            None,
-            None,
-            self._sum_nanoseconds.ctypes.data,
-            0,
-            None,
-            None,
-            0,
-            None,
-            None,
-            0,
-        )
+        """All layers and the head for ``rows``."""
+        step = self.step(batch, x, embedding, rotaries)
+        step.num_rows, step.rows, step.logits = len(rows), rows.ctypes.data, logits.data_ptr()
+        step.sum_nanoseconds = self._sum_nanoseconds.ctypes.data
+        return step
 
     def _compute(self, step: Step, x: torch.Tensor, segments: Sequence[LoraSegment], rows: IntArray) -> None:
         """The layers and the head, and between them the MLPs that are modules'. ``x``, ``segments`` and ``rows``: the step's."""
@@ -395,25 +331,10 @@ class NativeForward:
             return logits
         return vocabulary.finish(logits)
 
-    def to(self, device: torch.device) -> None:
-        """Moves what the modules still hold. Packed weights stay where the kernels read them."""
-        self._module.to(device)
-
-    def probe(self) -> torch.Tensor:
-        """As the modules run it."""
-        return self._probe(self)
-
-    def where(self) -> str:
-        """The kernels do not stop between layers."""
-        return ""
-
     def take_over(self) -> "NativeForward":
         """See ``DecoderLayers.free``."""
         self._layers.free()
         return self
-
-    def undo(self) -> None:
-        """The modules are as they were: nothing of them was replaced, or they are spent."""
 
 
 class _PackedModules(Generic[T]):

@@ -1,17 +1,26 @@
 """A plan's layers as the CPU kernels' decoder takes them, and the plans that it does not compute."""
 
-from collections.abc import Mapping, Sequence
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
 
+from penstock_enginecore.attention.kv_cache import KVMemory, LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+from penstock_enginecore.forward.base import ForwardBatch
+from penstock_enginecore.forward.modules import module_bytes
+from penstock_enginecore.forward.native_inputs import EmbeddingLookup, EmbeddingRows, Rotaries, StepRotaries
 from penstock_enginecore.models.decoder_plan import AttentionPlan, ExpertsPlan, LayerPlan, MLPPlan, ModelPlan, Norm
+from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.loader import LoadedModel
-from penstock_enginecore.native.attention import TILE, params_struct
+from penstock_enginecore.native.attention import TILE, cache_struct, group_struct, kernel_layout, params_struct
 from penstock_enginecore.native.backend import PackedLayers
 from penstock_enginecore.native.experts import PackedExperts, PackedRouter
-from penstock_enginecore.native.ffi_structs import Exchange, Layer, Linear, Mixture, Model
+from penstock_enginecore.native.ffi_structs import Cache, Exchange, Fusion, Group, Layer, Linear, Mixture, Model, Step
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.weights import PackedWeight, interleaved
 from penstock_enginecore.parallel.collectives import PIECE
@@ -211,3 +220,100 @@ class DecoderLayers:
 def _exchange(part: Part | None) -> Exchange:
     memory = None if part is None else part.shared_memory
     return Exchange() if memory is None else Exchange(memory.base, memory.rank, memory.size, PIECE)
+
+
+class KernelDecoder:
+    """The layers of ``plan`` in the kernels, on a KV cache of their own: base of what serves a model, and of what serves an EAGLE
+    head. It is built beside ``module``, which the plan was read from. ``specs``: of its attention layers. ``run``: what a pass
+    makes of a probe. ``fusion``: what stands before the layers of a head. Raises UnsuitableError.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        module: Any,
+        plan: ModelPlan,
+        specs: Mapping[str, KVCacheSpec],
+        embedding: EmbeddingLookup,
+        max_len: int,
+        run: Callable[[Any], torch.Tensor],
+        part: Part | None = None,
+        fusion: Callable[[DecoderLayers], Fusion] | None = None,
+    ) -> None:
+        if reason := unsuitable(library, plan, specs):
+            raise UnsuitableError(reason)
+        # What products round is kept rounded.
+        dtype = library.rounds_to or torch.float32
+        self.specs = {name: msgspec.structs.replace(spec, dtype_size=dtype.itemsize) for name, spec in specs.items()}
+        self.memory = KVMemory(self.specs, lambda *_: kernel_layout(library, dtype), dtype, self.device)
+        self._library = library
+        self._module: Any = module
+        self._probe = run
+        self._plan = plan
+        self._layers = DecoderLayers(library, plan, part)
+        self._model = self._layers.struct
+        if fusion is not None:
+            self._model.fusion = fusion(self._layers)
+        self._handle = ctypes.c_void_p()
+        library.call("decoder_new", ctypes.byref(self._model), ctypes.byref(self._handle))
+        library.free_with(self, self._handle, "decoder")
+        self._embedding = embedding
+        makers = [partial(plan.turns, variant) for variant in plan.rotary_variants]
+        self._rotaries = Rotaries(makers, self._model.rotary_size, max_len)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of what the modules still hold, embeddings and norms, and of the packed weights."""
+        return module_bytes(self._module) + self._layers.num_bytes
+
+    def bind(self, caches: LayerCaches) -> None:
+        """Layers go by their order of execution."""
+        of = [caches[name] for name in self.specs] if caches else []
+        self._caches = (Cache * len(of))(*(cache_struct(layer.cache) for layer in of))
+        self._layer_groups = np.array([layer.group for layer in of], dtype=np.int64)
+        self._bound = caches  # the structs point into it
+
+    def step(
+        self, batch: ForwardBatch, x: torch.Tensor, embedding: EmbeddingRows | None, rotaries: StepRotaries
+    ) -> Step:
+        """All layers of ``batch``, of whose tokens nothing is kept, without logits. It points into its arguments, and is good
+        until the next one.
+        """
+        self._groups = (Group * len(batch.attention))(*map(group_struct, batch.attention))
+        first = batch.attention[0]
+        step = Step(
+            num_tokens=len(x),
+            num_requests=first.num_requests,
+            query_start=first.query_start_loc.ctypes.data,
+            seq_lens=first.seq_lens.ctypes.data,
+            groups=self._groups,
+            layer_groups=self._layer_groups.ctypes.data,
+            caches=self._caches,
+            x=x.data_ptr(),
+            token_ids=batch.token_ids.ctypes.data,
+            embedding_scale=1.0,
+            positions=rotaries.positions.ctypes.data,
+            rotaries=rotaries.structs,
+            last=self._model.num_layers,
+        )
+        if embedding is not None:
+            step.embedding, step.embedding_kind = embedding.weight.data_ptr(), embedding.kind
+            step.embedding_scale = embedding.scale
+        return step
+
+    def to(self, device: torch.device) -> None:
+        """Moves what the modules still hold. Packed weights stay where the kernels read them."""
+        self._module.to(device)
+
+    def probe(self) -> torch.Tensor:
+        """As the modules run it."""
+        return self._probe(self)
+
+    def where(self) -> str:
+        """The kernels do not stop between layers."""
+        return ""
+
+    def undo(self) -> None:
+        """The modules are as they were: nothing of them was replaced, or they are spent."""

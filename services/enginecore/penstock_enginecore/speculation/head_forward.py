@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
-import msgspec
 import numpy as np
 import torch
 
 from penstock_enginecore.attention.base import AttentionBackend, IntArray
 from penstock_enginecore.attention.factory import create_backend
-from penstock_enginecore.attention.kv_cache import KVMemory, LayerCache, LayerCaches
+from penstock_enginecore.attention.kv_cache import LayerCache, LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch, ForwardPass, to_device
 from penstock_enginecore.forward.build import ForwardConfig, open_backends
@@ -22,21 +21,17 @@ from penstock_enginecore.forward.native import linear_candidate
 from penstock_enginecore.forward.native_inputs import (
     ChainedTokens,
     EmbeddingLookup,
-    EmbeddingRows,
-    Rotaries,
-    StepRotaries,
     expect_embeddings,
 )
-from penstock_enginecore.forward.native_layers import DecoderLayers, empty, linears, unsuitable
+from penstock_enginecore.forward.native_layers import DecoderLayers, KernelDecoder, empty, linears
 from penstock_enginecore.forward.probe import Probe
 from penstock_enginecore.forward.proof import Candidate, first_proven
 from penstock_enginecore.models.attention_hook import AttentionCall, StepContext, use_context
-from penstock_enginecore.models.decoder_plan import Norm, plan_head
-from penstock_enginecore.models.errors import ModelLoadError, UnsuitableError
+from penstock_enginecore.models.decoder_plan import ModelPlan, Norm, plan_head
+from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.support import ProbeContext, layer_specs
-from penstock_enginecore.native.attention import cache_struct, group_struct, kernel_layout
-from penstock_enginecore.native.ffi_structs import Cache, Fusion, Group, Step
+from penstock_enginecore.native.ffi_structs import Fusion
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.sample.base import Sampler
 from penstock_enginecore.sample.sampler import TorchSampler
@@ -46,12 +41,10 @@ from penstock_enginecore.speculation.head import EagleHead
 # An EAGLE head by the CPU kernels: a pass in one call, and a chain of drafts in one call.
 
 
-class NativeHead:
+class NativeHead(KernelDecoder):
     """A ``HeadPass``, built beside the modules of ``head``, whose weights it packs. ``embedding``: of the tokens. ``calls`` and
     ``specs``: of the head's attention layers. ``run``: what a pass makes of a probe. Raises UnsuitableError.
     """
-
-    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -64,57 +57,19 @@ class NativeHead:
         run: Callable[["NativeHead"], torch.Tensor],
     ) -> None:
         plan = plan_head(head, embedding, calls)
-        if reason := unsuitable(library, plan, specs):
-            raise UnsuitableError(reason)
-        # What products round is kept rounded.
-        dtype = library.rounds_to or torch.float32
-        self.specs = {name: msgspec.structs.replace(spec, dtype_size=dtype.itemsize) for name, spec in specs.items()}
-        self.memory = KVMemory(self.specs, lambda *_: kernel_layout(library, dtype), dtype, self.device)
-        self._library = library
-        self._head: Any = head
-        self._probe = run
-        self._plan = plan
-        self._layers = DecoderLayers(library, plan, None)
-        self._model = self._layers.struct
-        self._model.fusion = self._fusion()
-        self._handle = ctypes.c_void_p()
-        library.call("decoder_new", ctypes.byref(self._model), ctypes.byref(self._handle))
-        library.free_with(self, self._handle, "decoder")
-        self._embedding = EmbeddingLookup(embedding)
-        makers = [partial(plan.turns, variant) for variant in plan.rotary_variants]
-        self._rotaries = Rotaries(makers, self._model.rotary_size, max_len)
-
-    def _fusion(self) -> Fusion:
-        first, layers = self._head.layers[0], self._layers
-        fc = layers.pack(self._head.fc.weight, self._head.fc.bias)
-        if self._head.kind == "eagle":
-            return Fusion(fc)
-        hidden = Norm(first.hidden_norm.weight, first.hidden_norm.variance_epsilon, 0.0)
-        norms = layers.norm(self._plan.layers[0].norms_before[0]), layers.norm(hidden)
-        return Fusion(fc, *norms, self._head.normed_residual)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of what the modules still hold and of the packed weights."""
-        return module_bytes(self._head) + self._layers.num_bytes
-
-    def bind(self, caches: LayerCaches) -> None:
-        """Layers go by their order of execution."""
-        of = [caches[name] for name in self.specs] if caches else []
-        self._caches = (Cache * len(of))(*(cache_struct(layer.cache) for layer in of))
-        self._layer_groups = np.array([layer.group for layer in of], dtype=np.int64)
-        self._bound = caches  # the structs point into it
+        lookup, fusion = EmbeddingLookup(embedding), partial(_fusion, head, plan)
+        super().__init__(library, head, plan, specs, lookup, max_len, run, fusion=fusion)
+        self._states_width = head.states_width
 
     def run(self, batch: ForwardBatch, states: torch.Tensor, rows: IntArray, *, own: bool) -> torch.Tensor:
         """Without ``rows`` nothing is computed behind the last layer's keys and values."""
         embedding = self._embedding.rows(batch.token_ids)
         x = self._embedding.of(batch.token_ids) if embedding is None else self._memory(batch)
-        states = self._taken(states, x, self._model.hidden if own else self._head.states_width)
+        states = self._taken(states, x, self._model.hidden if own else self._states_width)
         rotaries = self._rotaries.of(batch.positions, x)
-        step, kept = self._step(batch, x, embedding, states, rotaries)
-        step.own_states, step.keep_states = own, len(rows) > 0
+        step = self.step(batch, x, embedding, rotaries)
+        step.states, step.own_states, step.keep_states = states.data_ptr(), own, len(rows) > 0
         self._library.call_on(self._handle, "decoder_forward", ctypes.byref(step))
-        del kept
         return x[torch.from_numpy(rows)]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
@@ -140,7 +95,7 @@ class NativeHead:
         where none is wanted. Raises IndexError for what the kernels would read beyond tables.
         """
         x, width = self._memory(batch), self._model.head.n
-        states = self._taken(states, x, self._head.states_width)
+        states = self._taken(states, x, self._states_width)
         end = width if vocabulary is None else int(vocabulary[-1]) + 1
         embedding = expect_embeddings(self._embedding.rows(batch.token_ids), end)
         if vocabulary is not None and len(vocabulary) != width:
@@ -148,11 +103,11 @@ class NativeHead:
         chained = ChainedTokens(batch, draws)
         logits = torch.empty(len(chained.rows), width)
         rotaries = self._rotaries.of(chained.positions, x)
-        step, kept = self._step(batch, x, embedding, states, rotaries)
+        step = self.step(batch, x, embedding, rotaries)
+        step.states = states.data_ptr()
         step.num_rows, step.rows, step.logits = len(chained.rows), chained.rows.ctypes.data, logits.data_ptr()
         chain = chained.struct(rotaries, width, vocabulary)
         self._library.call_on(self._handle, "decoder_chain", ctypes.byref(step), ctypes.byref(chain))
-        del kept
         return chained.tokens
 
     def _memory(self, batch: ForwardBatch) -> torch.Tensor:
@@ -165,58 +120,21 @@ class NativeHead:
             raise IndexError(f"states are {list(states.shape)}, and must be {[len(x), width]}")
         return states.float().contiguous()
 
-    def _step(
-        self,
-        batch: ForwardBatch,
-        x: torch.Tensor,
-        embedding: EmbeddingRows | None,
-        states: torch.Tensor,
-        rotaries: StepRotaries,
-    ) -> tuple[Step, object]:
-        """All layers of ``batch``, without logits, and what it points into besides its arguments."""
-        groups = (Group * len(batch.attention))(*map(group_struct, batch.attention))
-        first = batch.attention[0]
-        step = Step(
-            num_tokens=len(x),
-            num_requests=first.num_requests,
-            query_start=first.query_start_loc.ctypes.data,
-            seq_lens=first.seq_lens.ctypes.data,
-            groups=groups,
-            layer_groups=self._layer_groups.ctypes.data,
-            caches=self._caches,
-            x=x.data_ptr(),
-            token_ids=batch.token_ids.ctypes.data,
-            positions=rotaries.positions.ctypes.data,
-            rotaries=rotaries.structs,
-            last=self._model.num_layers,
-            states=states.data_ptr(),
-        )
-        if embedding is not None:
-            step.embedding, step.embedding_kind = embedding.weight.data_ptr(), embedding.kind
-            step.embedding_scale = embedding.scale
-        return step, groups
-
-    def to(self, device: torch.device) -> None:
-        """Moves what the modules still hold. Packed weights stay where the kernels read them."""
-        self._head.to(device)
-
-    def probe(self) -> torch.Tensor:
-        """As the modules run it."""
-        return self._probe(self)
-
-    def where(self) -> str:
-        """The kernels do not stop between layers."""
-        return ""
-
     def take_over(self) -> "NativeHead":
         """Lets go of the weights of all products in the modules."""
         of_layers = (each for layer in self._plan.layers for each in linears(layer))
-        for linear in (self._head.fc, self._head.lm_head, *of_layers):
+        for linear in (self._module.fc, self._module.lm_head, *of_layers):
             empty(linear)
         return self
 
-    def undo(self) -> None:
-        """The modules are as they were."""
+
+def _fusion(head: Any, plan: ModelPlan, layers: DecoderLayers) -> Fusion:
+    """What makes of a token and the target's states what the layers get."""
+    fc, first = layers.pack(head.fc.weight, head.fc.bias), head.layers[0]
+    if head.kind == "eagle":
+        return Fusion(fc)
+    hidden = Norm(first.hidden_norm.weight, first.hidden_norm.variance_epsilon, 0.0)
+    return Fusion(fc, layers.norm(plan.layers[0].norms_before[0]), layers.norm(hidden), head.normed_residual)
 
 
 logger = logging.getLogger(__name__)
