@@ -49,7 +49,8 @@ async def bench(options: BenchOptions) -> int:
 
     Results go to standard output, the progress bar and remarks to standard error.
     """
-    plot.check(options.plot)
+    plot.check(options.plot, flag="--plot")
+    plot.check(options.report, flag="--report")
     _check_writable(options.plot, flag="--plot")
     _check_writable(options.report, flag="--report")
     if options.json != "-":

@@ -1,7 +1,9 @@
-"""The picture of a benchmark. matplotlib is imported when one is drawn: the command works without it."""
+"""The pictures of a benchmark. matplotlib is imported when one is drawn: the command works without it."""
 
 import importlib.util
-from collections.abc import Sequence
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from penstock_common.errors import ConfigError
@@ -23,10 +25,24 @@ _STYLE: Any = {
 _LEGEND: Any = {"framealpha": 0.9, "edgecolor": "none", "fancybox": False}
 
 
-def check(file: str) -> None:
-    """Raise ConfigError when a picture is wanted and cannot be drawn."""
+_PAGE_COLORS = {
+    _BLUE: "a",
+    _ORANGE: "b",
+    _GREEN: "b",
+    _RED: "bad",
+    "#000000": "text",
+    "#e6e8eb": "line",
+    "#ffffff": "card",
+}
+"""What the page's style calls each color, which is another one where the page is dark."""
+_DRAWN = 400
+"""Requests that a page shows; of more it has some, evenly chosen."""
+
+
+def check(file: str, *, flag: str) -> None:
+    """Raise ConfigError when pictures are wanted and cannot be drawn."""
     if file and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'penstock[plot]'")
+        raise ConfigError(f"{flag} needs matplotlib: pip install 'penstock[plot]'")
 
 
 def draw(file: str, records: Sequence[Record], report: Report, *, title: str) -> None:
@@ -36,17 +52,46 @@ def draw(file: str, records: Sequence[Record], report: Report, *, title: str) ->
 
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(11, 7), layout="constrained")
-        axes = figure.subplots(2, 2)
         figure.suptitle(
             f"{title}: {report.output_tokens_per_s:,.0f} output tokens/s, {report.requests_per_s:.2f} requests/s",
             fontsize=12,
         )
-        good = [record for record in records if record.ok]
-        _throughput(axes[0, 0], records, report.seconds)
-        _spread(axes[0, 1], "Time to first token", [r.ttft for r in good if r.ttft is not None], report.ttft_ms, _BLUE)
-        _spread(axes[1, 0], "Time between tokens", [gap for r in good for gap in r.gaps()], report.itl_ms, _GREEN)
-        _requests(axes[1, 1], records)
+        for axes, panel in zip(figure.subplots(2, 2).flat, _panels(records, report), strict=True):
+            panel(axes)
         figure.savefig(file, dpi=130)
+
+
+def charts(records: Sequence[Record], report: Report) -> Iterator[str]:
+    """The panels of the same picture as SVG for a page, whose style has the colors."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with mpl.rc_context({**_STYLE, "svg.fonttype": "none", "svg.hashsalt": "penstock"}):
+        for panel in _panels(records, report, every=-(-len(records) // _DRAWN) or 1):
+            figure, file = Figure(figsize=(5.6, 3.1), layout="constrained"), io.StringIO()
+            axes = figure.subplots()
+            panel(axes)
+            for patch in (figure.patch, axes.patch):
+                patch.set_visible(False)
+            figure.savefig(file, format="svg", metadata=nothing)
+            svg = file.getvalue()
+            svg = re.sub(r'<metadata>.*?</metadata>|(?<=<g) id="\w+"', "", svg[svg.index("<svg") :], flags=re.DOTALL)
+            svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"fill: #000000; font-size: \1", svg)
+            yield re.sub("|".join(_PAGE_COLORS), lambda found: f"var(--{_PAGE_COLORS[found[0]]})", svg)
+
+
+def _panels(records: Sequence[Record], report: Report, *, every: int = 1) -> Sequence[Callable[[Any], None]]:
+    """What draws each panel on axes. ``every``: which of the requests the last one has."""
+    good = [record for record in records if record.ok]
+    ttft = [record.ttft for record in good if record.ttft is not None]
+    gaps = [gap for record in good for gap in record.gaps()]
+    return [
+        lambda axes: _throughput(axes, records, report.seconds),
+        lambda axes: _spread(axes, "Time to first token", ttft, report.ttft_ms, _BLUE),
+        lambda axes: _spread(axes, "Time between tokens", gaps, report.itl_ms, _GREEN),
+        lambda axes: _requests(axes, records[::every], "Requests" if every == 1 else f"Requests, one of {every}"),
+    ]
 
 
 def _throughput(axes: Any, records: Sequence[Record], seconds: float) -> None:
@@ -84,7 +129,7 @@ def _spread(axes: Any, title: str, seconds: Sequence[float], numbers: Latencies 
     axes.legend(loc="upper right", **_LEGEND)
 
 
-def _requests(axes: Any, records: Sequence[Record]) -> None:
+def _requests(axes: Any, records: Sequence[Record], title: str) -> None:
     """Every request at the time it was sent: how long its first token and its end took."""
     good, bad = [r for r in records if r.ok], [r for r in records if not r.ok]
     series = (
@@ -92,7 +137,7 @@ def _requests(axes: Any, records: Sequence[Record]) -> None:
         ("first token", [(r.start, r.ttft) for r in good if r.ttft is not None], _GREEN),
         ("failure", [(r.start, r.latency) for r in bad], _RED),
     )
-    axes.set_title("Requests")
+    axes.set_title(title)
     axes.set(xlabel="sent at, seconds", ylabel="seconds until")
     for name, points, color in series:
         if points:

@@ -174,12 +174,13 @@ async def test_the_plot_is_a_picture(server: FakeInference, tmp_path: Path) -> N
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_plot_without_matplotlib_is_refused_before_the_load(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("flag", "file"), [("--plot", "x.png"), ("--report", "x.html")])
+def test_pictures_without_matplotlib_are_refused_before_the_load(
+    flag: str, file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["bench", "--plot", "x.png"]) == 2
-    assert "pip install 'penstock[plot]'" in capsys.readouterr().err
+    assert main(["bench", flag, file]) == 2
+    assert f"{flag} needs matplotlib: pip install 'penstock[plot]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
