@@ -359,10 +359,10 @@ async def test_metrics_that_fail_end_nothing(
     owner, name = {
         "steps": (EngineMetrics, "step"),
         "calls": (CallTelemetry, "started"),
-        "change": (FrontendMetrics, "set_held"),
+        "change": (FrontendMetrics, "series"),
     }[what]
     sessions = list(system.engine.sessions)
-    raising(owner, name, lambda *_: True)(system, monkeypatch)
+    raising(owner, name, lambda *args: name != "series" or args[1] == "penstock:requests_held")(system, monkeypatch)
     with caplog.at_level(logging.ERROR):
         outputs = await stepping(system, collect(system.frontend.generate(POISON, max_tokens=3)))
         system.engine.drain()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock_common.observability.metrics import Buckets
+from penstock_common.observability.metrics import Buckets, Readings
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.security.tls import Certificates
 from penstock_common.types.kv_transfer import KvMedium
@@ -17,7 +17,7 @@ from penstock_coordinator.kubernetes.errors import Failures, KubernetesError, Ri
 from penstock_enginecore.core.control import EngineState
 from penstock_enginecore.kv_transfer.core.tiers import TierStats
 from penstock_enginecore.kv_transfer.core.transfer_stats import PART, Transfer
-from penstock_enginecore.kv_transfer.metrics import TierCollector, TransferCollector, TransferCounts
+from penstock_enginecore.kv_transfer.metrics import TransferCounts, tier_families, transfer_families
 from penstock_enginecore.metrics import EngineCollector
 from penstock_frontend.metrics import MediaMetrics
 from tests.fakes.frontends.frontend_server import collect, failure
@@ -60,7 +60,7 @@ async def used(system: System) -> None:
     await collect(system.generate())
     await collect(system.generate(lora=next(iter(ADAPTERS))))
     await failure(system.generate(model="other"))
-    system.frontend.frontend._metrics.planned("two", "long")
+    system.frontend.frontend._metrics.series("penstock:legs", "two", "long").inc()
     system.frontend.frontend._llm.end_all()
     await failure(system.generate())
 
@@ -80,8 +80,8 @@ def of_media() -> CollectorRegistry:
     """What is served of a model that takes media."""
     registry = CollectorRegistry()
     metrics = MediaMetrics(registry, "model")
-    metrics.took("image", "fetch", 0.1)
-    metrics.refused("image", "MEDIA_TOO_LARGE")
+    metrics.series("penstock:media_seconds", "image", "fetch").observe(0.1)
+    metrics.series("penstock:media_refused", "image", "MEDIA_TOO_LARGE").inc()
     return registry
 
 
@@ -98,8 +98,8 @@ def of_blocks() -> CollectorRegistry:
         SchedulerStats(kv_transfer=KvTransferStats()),
         EngineState(paused=False, sleep_level=0, num_nan_logits=0),
     )
-    registry.register(TierCollector(lambda: tiers, ready))
-    registry.register(TransferCollector(counts, lambda: tiers, ready))
+    registry.register(Readings(lambda: tier_families(tiers, ready)))
+    registry.register(Readings(lambda: transfer_families(counts, tiers, ready)))
     registry.register(EngineCollector(lambda: stats, lambda: state, Buckets([1.0]), ready, list))
     return registry
 

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from penstock_common.observability import metrics as common
-from penstock_common.observability.metrics import Buckets, EngineLoad
+from penstock_common.observability.metrics import Buckets, EngineLoad, Readings
 from penstock_common.types.cluster import ClusterView
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import (
@@ -21,15 +21,15 @@ from penstock_common.types.outputs import (
 )
 from penstock_coordinator.autoscaling import PoolLoad
 from penstock_coordinator.config import ScalingConfig
-from penstock_coordinator.metrics import CoordinatorMetrics, PoolCollector, ViewMetrics
+from penstock_coordinator.metrics import CoordinatorMetrics, pool_families
 from penstock_enginecore.core.control import EngineState
 from penstock_enginecore.core.worker_stats import GraphStats, WorkerStats
 from penstock_enginecore.data_parallel.core.driver import GroupState
 from penstock_enginecore.kv_transfer.core.leases import Leases
 from penstock_enginecore.kv_transfer.core.tiers import TierStats
 from penstock_enginecore.kv_transfer.core.transfer_stats import PART, Transfer
-from penstock_enginecore.kv_transfer.metrics import LeaseCollector, TierCollector, TransferCollector, TransferCounts
-from penstock_enginecore.metrics import EngineCollector, GroupCollector
+from penstock_enginecore.kv_transfer.metrics import TransferCounts, lease_families, tier_families, transfer_families
+from penstock_enginecore.metrics import EngineCollector, group_families
 from penstock_frontend.metrics import EngineSteps, FrontendMetrics, MediaMetrics
 from penstock_frontend.rpc.media_transport import MediaCounts
 
@@ -99,9 +99,7 @@ def full_stats() -> SchedulerStats:
 
 
 def load_of(engine: str, stats: SchedulerStats, max_num_seqs: int) -> EngineLoad:
-    return EngineLoad(
-        model="m", engine=engine, num_kv_blocks=8, block_size=16, max_num_seqs=max_num_seqs, stats=stats
-    )
+    return EngineLoad(model="m", engine=engine, num_kv_blocks=8, block_size=16, max_num_seqs=max_num_seqs, stats=stats)
 
 
 def frontend() -> CollectorRegistry:
@@ -119,15 +117,15 @@ def frontend() -> CollectorRegistry:
     engine.finished(float("-inf"), FinishReason.STOP, prompt=3, generated=5, max_tokens=7)
     engine.pooled(float("-inf"), 9)
     metrics.engine("f")
-    metrics.set_in_flight(3)
-    metrics.set_held(2)
-    metrics.set_variants(1)
-    metrics.moved(5)
-    metrics.planned("two", "long")
-    metrics.handed_over(0.1)
-    metrics.asked_for(2)
-    metrics.failed("INTERNAL")
-    metrics.refused("MODEL_NOT_FOUND")
+    metrics.series("penstock:requests_in_flight").set(3)
+    metrics.series("penstock:requests_held").set(2)
+    metrics.series("penstock:engine_variants").set(1)
+    metrics.series("penstock:requests_moved").inc(5)
+    metrics.series("penstock:legs", "two", "long").inc()
+    metrics.series("penstock:handover_gap_seconds").observe(0.1)
+    metrics.series("vllm:request_params_n").observe(2)
+    metrics.series("penstock:requests_failed", "INTERNAL").inc()
+    metrics.series("penstock:requests_refused", "MODEL_NOT_FOUND").inc()
     metrics.add_engine_loads(lambda: [load_of("e", full_stats(), 4), load_of("f", SchedulerStats(), 0)])
     metrics.add_adapters(lambda: {"config": 2, "directory": 1})
     counts = MediaCounts()
@@ -135,13 +133,13 @@ def frontend() -> CollectorRegistry:
     counts.num_bytes["frames"] = 9
     metrics.add_media(counts)
     media = MediaMetrics(metrics.registry, "m")
-    media.took("image", "fetch", 0.1)
-    media.refused("image", "MEDIA_TOO_LARGE")
-    media.looked_up(hit=True)
-    media.looked_up(hit=False)
-    media.stored(100)
-    media.queued(2)
-    media.replaced_worker()
+    media.series("penstock:media_seconds", "image", "fetch").observe(0.1)
+    media.series("penstock:media_refused", "image", "MEDIA_TOO_LARGE").inc()
+    media.series("penstock:media_store_queries").inc(2)
+    media.series("penstock:media_store_hits").inc()
+    media.series("penstock:media_store_bytes").set(100)
+    media.series("penstock:media_queued").set(2)
+    media.series("penstock:media_workers_replaced").inc()
     return metrics.registry
 
 
@@ -156,15 +154,15 @@ def bare_frontend() -> CollectorRegistry:
 def coordinator() -> CollectorRegistry:
     registry = CollectorRegistry()
     view = ClusterView()
-    CoordinatorMetrics(registry).update(view, _Frontends(3))  # type: ignore[arg-type]
-    views = ViewMetrics(registry)
+    views = CoordinatorMetrics(registry)
+    views.update(view, _Frontends(3))  # type: ignore[arg-type]
     views.sent(10, whole=True, lag=0.2)
     views.sent(3, whole=False, lag=0.002)
     pools = {
         "p": PoolLoad(num_engines=2, load=1.5, kv_cache_usage=0.5, num_held_reqs=2, slots=4.0),
         "q": PoolLoad(num_engines=1, load=None),
     }
-    registry.register(PoolCollector(_Signals(pools), ScalingConfig()))  # type: ignore[arg-type]
+    registry.register(Readings(lambda: pool_families(_Signals(pools), ScalingConfig())))  # type: ignore[arg-type]
     return registry
 
 
@@ -202,16 +200,16 @@ def engine() -> CollectorRegistry:
         expert_balance=0.9,
         num_experts_moved=8,
     )
-    registry.register(GroupCollector(lambda: group, lambda: 5, READY))
+    registry.register(Readings(lambda: group_families(group, 5, READY)))
     loaded = {KvMedium.DEVICE: 0, KvMedium.HOST: 7, KvMedium.DISK: 3, KvMedium.PEER: 2}
     tiers = TierStats(0.5, 0.25, 20, 11, loaded, 100)
     counts = TransferCounts()
     counts.moved("in", "grpc", 100)
     counts.ended(Transfer({}, KvMedium.HOST, "", 0.0, 1.0, 2, 1, 100, PART))
-    registry.register(TierCollector(lambda: tiers, READY))
-    registry.register(TransferCollector(counts, lambda: tiers, READY))
+    registry.register(Readings(lambda: tier_families(tiers, READY)))
+    registry.register(Readings(lambda: transfer_families(counts, tiers, READY)))
     leases = Leases(lambda _: None, 4)
-    registry.register(LeaseCollector(leases, READY, num_pulls=lambda: (3, 1), num_slots_used=lambda: 5))
+    registry.register(Readings(lambda: lease_families(leases, READY, num_pulls=(3, 1), num_slots_used=5)))
     return registry
 
 
@@ -220,11 +218,10 @@ def bare_engine() -> CollectorRegistry:
     registry = CollectorRegistry()
     state = EngineState(paused=False, sleep_level=0, num_nan_logits=0)
     registry.register(EngineCollector(SchedulerStats, lambda: state, Buckets([1.0]), READY, list))
-    registry.register(GroupCollector(GroupState, lambda: 0, READY))
-    registry.register(TierCollector(lambda: TierStats(None, None, 0, 0, dict.fromkeys(KvMedium, 0), 0), READY))
-    registry.register(
-        TransferCollector(TransferCounts(), lambda: TierStats(None, None, 0, 0, dict.fromkeys(KvMedium, 0), 0), READY)
-    )
+    registry.register(Readings(lambda: group_families(GroupState(), 0, READY)))
+    none = TierStats(None, None, 0, 0, dict.fromkeys(KvMedium, 0), 0)
+    registry.register(Readings(lambda: tier_families(none, READY)))
+    registry.register(Readings(lambda: transfer_families(TransferCounts(), none, READY)))
     return registry
 
 
@@ -234,7 +231,8 @@ def text_of(registry: CollectorRegistry) -> str:
     return "\n".join(
         line
         for line in lines
-        if "_created" not in line and not line.removeprefix("# HELP ").removeprefix("# TYPE ").startswith(OF_THE_PROCESS)
+        if "_created" not in line
+        and not line.removeprefix("# HELP ").removeprefix("# TYPE ").startswith(OF_THE_PROCESS)
     )
 
 

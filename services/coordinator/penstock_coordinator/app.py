@@ -10,7 +10,7 @@ from penstock_common.config_file import ConfigFile
 from penstock_common.errors import ConfigError
 from penstock_common.metrics_server import MetricsServer
 from penstock_common.observability.logging import configure, get_logger
-from penstock_common.observability.metrics import count_tasks, service_registry
+from penstock_common.observability.metrics import Readings, count_tasks, service_registry
 from penstock_common.observability.tracer import make_tracer
 from penstock_common.rpc.guard import PeerGuard
 from penstock_common.rpc.interceptor import CallTelemetry
@@ -22,7 +22,7 @@ from penstock_coordinator.autoscaling import ScalingSignals
 from penstock_coordinator.cluster import Clock, Cluster
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_coordinator.kubernetes.link import KubernetesLink
-from penstock_coordinator.metrics import CoordinatorMetrics, PoolCollector, ViewMetrics
+from penstock_coordinator.metrics import CoordinatorMetrics, pool_families
 from penstock_coordinator.rpc import external_scaler
 from penstock_coordinator.rpc.external_scaler import ExternalScalerServicer
 from penstock_coordinator.rpc.servicer import SERVICE_NAME, CoordinatorServicer, ProtoEncoder, allowed
@@ -47,7 +47,6 @@ class Coordinator:
         self._tracer = make_tracer(config.tracing, service="coordinator", instance=os.uname().nodename)
         self._calls = CallTelemetry(self.registry, self._tracer)
         self._metrics = CoordinatorMetrics(self.registry)
-        self._view_metrics = ViewMetrics(self.registry)
 
     async def start(self) -> int:
         """Serve. Returns the port. Raises ConfigError when a port is taken."""
@@ -55,7 +54,7 @@ class Coordinator:
         self._cluster = Cluster(self._config, self._clock, ProtoEncoder())
         self._metrics_server = MetricsServer(self._config.metrics, self.registry, self._certificates)
         self._signals = ScalingSignals(self._config.scaling)
-        self.registry.register(PoolCollector(self._signals, self._config.scaling))
+        self.registry.register(Readings(lambda: pool_families(self._signals, self._config.scaling)))
         peers = self._config.peers
         guards = [PeerGuard(allowed(peers) | external_scaler.allowed(peers))] if self._config.server.tls.ca else []
         self._rpc = RpcServer(
@@ -67,7 +66,7 @@ class Coordinator:
             certificates=self._certificates,
         )
         self._kubernetes = KubernetesLink(self._config.kubernetes, self.registry, self._clock)
-        self._servicer = CoordinatorServicer(self._cluster, self._kubernetes.replicas, self._view_metrics)
+        self._servicer = CoordinatorServicer(self._cluster, self._kubernetes.replicas, self._metrics)
         self._servicer.add_to_server(self._rpc.server)
         self._scaler = ExternalScalerServicer(self._signals, self._config.scaling, self._clock)
         self._scaler.add_to_server(self._rpc.server)

@@ -16,6 +16,7 @@ from penstock_common.config_file import ConfigFile
 from penstock_common.errors import ConfigError
 from penstock_common.metrics_server import MetricsServer
 from penstock_common.observability.logging import configure, get_logger
+from penstock_common.observability.metrics import Readings
 from penstock_common.process import name_process
 from penstock_common.security.shared_secret import SharedSecret, load_secret
 from penstock_common.tensors.chunks import MAX_TENSOR_BYTES
@@ -37,7 +38,7 @@ from penstock_enginecore.kv_transfer.core.base import BlockCopier
 from penstock_enginecore.kv_transfer.core.host_disk_tiers import BlockStore
 from penstock_enginecore.media.core.encoder_cache import encoder_cache_size
 from penstock_enginecore.media.core.receiver_cache import MediaInputs
-from penstock_enginecore.metrics import EngineCollector, GroupCollector
+from penstock_enginecore.metrics import EngineCollector, group_families
 from penstock_enginecore.numerics_fingerprint import Loaded, config_of, hash_of
 from penstock_enginecore.plugins import load_plugins
 from penstock_enginecore.rpc.io_thread import IoThread
@@ -188,7 +189,7 @@ def _serve(
         if make_meets is None:
             raise ConfigError(f"data_parallel.size is {config.data_parallel.size}; this process can be in no group")
         rank = EngineRank(config, engine, ready, make_meets, secret)
-        io.registry.register(GroupCollector(lambda: rank.driver.state, lambda: rank.target_size, ready))
+        io.registry.register(Readings(lambda: group_families(rank.driver.state, rank.target_size, ready)))
     group = None if rank is None else rank.driver
     control = EngineControl(engine, group)
     busy_loop = BusyLoop(engine, control, io.sessions, group=group)

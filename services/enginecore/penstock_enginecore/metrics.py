@@ -11,34 +11,52 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from penstock_common.observability.metrics import LABELS, Buckets, EngineLoad, engine_families
+from penstock_common.observability.metrics import LABELS, Buckets, EngineLoad, Reading, engine_families, families
 from penstock_common.types.outputs import EngineReady, SchedulerStats
 from penstock_enginecore.core.control import EngineState
 from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.data_parallel.core.driver import GroupState
 
-_LABELS = (*LABELS, "rank")
-_GRAPHS: tuple[tuple[str, str, type[CounterMetricFamily | GaugeMetricFamily], Callable[[WorkerStats], int]], ...] = (
-    ("penstock:cuda_graphs", "Steps that the device can replay", GaugeMetricFamily, lambda w: w.graphs.captured),
-    ("penstock:cuda_graph_replays", "Steps replayed", CounterMetricFamily, lambda w: w.graphs.replays),
-    (
-        "penstock:launched_steps",
-        "Steps launched piece by piece by a device that replays others",
-        CounterMetricFamily,
-        lambda w: w.graphs.launched,
+_C, _G, _H, _S = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, SummaryMetricFamily
+
+
+def _memory(worker: WorkerStats) -> dict[tuple[str, str], int]:
+    """Bytes by kind; those of the whole device where it has a memory of its own."""
+    device = {"total": worker.total_memory, "used": worker.used_memory} if worker.total_memory else {}
+    kinds = {**device, "weights": worker.weight_bytes, "kv_cache": worker.kv_cache_bytes}
+    return {(worker.device, kind): num_bytes for kind, num_bytes in kinds.items()}
+
+
+_UP = (
+    Reading(_G, "penstock:worker_up", "1 while the worker computes", "up"),
+    Reading(_G, "penstock:device_memory_bytes", "Memory by kind", _memory, ("device", "kind")),
+)
+_GRAPHS = (
+    Reading(_G, "penstock:cuda_graphs", "Steps that the device can replay", "captured"),
+    Reading(_C, "penstock:cuda_graph_replays", "Steps replayed", "replays"),
+    Reading(_C, "penstock:launched_steps", "Steps launched piece by piece by a device that replays others", "launched"),
+    Reading(_C, "penstock:replayed_tokens", "Tokens computed by replayed steps", "tokens"),
+    Reading(_C, "penstock:padding_tokens", "Tokens computed because of the shapes of replayed steps", "padding_tokens"),
+    Reading(
+        _C, "penstock:padding_rows", "Rows of logits computed because of the shapes of replayed steps", "padding_rows"
     ),
-    ("penstock:replayed_tokens", "Tokens computed by replayed steps", CounterMetricFamily, lambda w: w.graphs.tokens),
-    (
-        "penstock:padding_tokens",
-        "Tokens computed because of the shapes of replayed steps",
-        CounterMetricFamily,
-        lambda w: w.graphs.padding_tokens,
+)
+_TIMES = (
+    Reading(
+        _G,
+        "penstock:stage_idle_ratio",
+        "Share of the last second with steps in which a stage computed nothing",
+        lambda w: {} if w.stage_idle is None else {str(w.stage): w.stage_idle},
+        ("stage",),
     ),
-    (
-        "penstock:padding_rows",
-        "Rows of logits computed because of the shapes of replayed steps",
-        CounterMetricFamily,
-        lambda w: w.graphs.padding_rows,
+    Reading(
+        _H,
+        "penstock:step_broadcast_seconds",
+        "From the engine to a worker that waits for a step",
+        lambda w: {} if w.step_broadcast is None else w.step_broadcast,
+    ),
+    Reading(
+        _H, "penstock:collective_seconds", "Exchanges between workers, by operation", "collectives", ("operation",)
     ),
 )
 
@@ -46,52 +64,30 @@ _GRAPHS: tuple[tuple[str, str, type[CounterMetricFamily | GaugeMetricFamily], Ca
 def worker_families(labels: Sequence[str], workers: Sequence[WorkerStats]) -> Iterator[Metric]:
     """One family per metric, of what the workers have; ``labels`` are the engine's values of its own."""
     ranked = [([*labels, str(worker.rank)], worker) for worker in workers]
-    up = GaugeMetricFamily("penstock:worker_up", "1 while the worker computes", labels=_LABELS)
-    memory = GaugeMetricFamily("penstock:device_memory_bytes", "Memory by kind", labels=[*_LABELS, "device", "kind"])
-    for values, worker in ranked:
-        up.add_metric(values, worker.up)
-        for kind, num_bytes in _memory(worker).items():
-            memory.add_metric([*values, worker.device, kind], num_bytes)
-    yield up
-    yield memory
-    for name, text, family, read in _GRAPHS:
-        found = family(name, text, labels=_LABELS)
-        for values, worker in ranked:
-            if worker.total_memory:
-                found.add_metric(values, read(worker))
-        yield found
-    idle = GaugeMetricFamily(
-        "penstock:stage_idle_ratio",
-        "Share of the last second with steps in which a stage computed nothing",
-        labels=[*_LABELS, "stage"],
-    )
-    for values, worker in ranked:
-        if worker.stage_idle is not None:
-            idle.add_metric([*values, str(worker.stage)], worker.stage_idle)
-    yield idle
-    broadcast = HistogramMetricFamily(
-        "penstock:step_broadcast_seconds", "From the engine to a worker that waits for a step", labels=_LABELS
-    )
-    collective = HistogramMetricFamily(
-        "penstock:collective_seconds", "Exchanges between workers, by operation", labels=[*_LABELS, "operation"]
-    )
-    for values, worker in ranked:
-        if worker.step_broadcast is not None:
-            worker.step_broadcast.add_to(broadcast, values)
-        for operation, counts in worker.collectives.items():
-            counts.add_to(collective, [*values, operation])
-    yield broadcast
-    yield collective
-
-
-def _memory(worker: WorkerStats) -> dict[str, int]:
-    """Bytes by kind; those of the whole device where it has a memory of its own."""
-    device = {"total": worker.total_memory, "used": worker.used_memory} if worker.total_memory else {}
-    return {**device, "weights": worker.weight_bytes, "kv_cache": worker.kv_cache_bytes}
+    replaying = [(values, worker.graphs) for values, worker in ranked if worker.total_memory]
+    for table, sources in ((_UP, ranked), (_GRAPHS, replaying), (_TIMES, ranked)):
+        yield from families(table, sources, (*LABELS, "rank"))
 
 
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """By sleep level, as vLLM calls them."""
+_STATE = (
+    Reading(_G, "penstock:engine_paused", "1 while nothing is scheduled", "paused"),
+    Reading(
+        _G,
+        "vllm:engine_sleep_state",
+        "1 for the state the engine is in",
+        lambda s: {name: level == s.sleep_level for level, name in enumerate(_SLEEP_STATES)},
+        ("sleep_state",),
+    ),
+    Reading(_C, "penstock:nan_logits", "Logits of sampled rows that were NaN or infinity", "num_nan_logits"),
+    Reading(
+        _G,
+        "penstock:spec_decode_drafter_up",
+        "0 when what drafts has failed and was switched off",
+        lambda s: None if s.drafter_failure is None else not s.drafter_failure,
+    ),
+)
 
 
 class EngineCollector(Collector):
@@ -124,92 +120,60 @@ class EngineCollector(Collector):
             stats=self._stats(),
         )
         yield from engine_families([load])
-        steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens computed by a step", labels=LABELS)
-        self._step_tokens.add_to(steps, labels)
-        yield steps
-        yield from self._state_families(labels)
+        tokens = Reading(_H, "vllm:iteration_tokens_total", "Tokens computed by a step", Buckets.counts)
+        yield from families([tokens], [(labels, self._step_tokens)])
+        yield from families(_STATE, [(labels, self._state())])
         yield from worker_families(labels, self._workers())
-
-    def _state_families(self, labels: list[str]) -> Iterator[Metric]:
-        state = self._state()
-        paused = GaugeMetricFamily("penstock:engine_paused", "1 while nothing is scheduled", labels=LABELS)
-        paused.add_metric(labels, state.paused)
-        yield paused
-        sleep = GaugeMetricFamily(
-            "vllm:engine_sleep_state", "1 for the state the engine is in", labels=[*LABELS, "sleep_state"]
-        )
-        for level, name in enumerate(_SLEEP_STATES):
-            sleep.add_metric([*labels, name], level == state.sleep_level)
-        yield sleep
-        nans = CounterMetricFamily(
-            "penstock:nan_logits", "Logits of sampled rows that were NaN or infinity", labels=LABELS
-        )
-        nans.add_metric(labels, state.num_nan_logits)
-        yield nans
-        if state.drafter_failure is not None:
-            up = GaugeMetricFamily(
-                "penstock:spec_decode_drafter_up", "0 when what drafts has failed and was switched off", labels=LABELS
-            )
-            up.add_metric(labels, not state.drafter_failure)
-            yield up
 
 
 # Metrics of the data-parallel group that an engine is a rank of.
 
+_GROUP = (
+    Reading(_G, "penstock:group_epoch", "Memberships of the group so far", "epoch"),
+    Reading(_G, "penstock:group_ranks", "Ranks of the group", "num_ranks"),
+)
+_GROUP_STATE = (
+    Reading(_G, "penstock:group_suspended", "1 while the group stands still for want of ranks", "suspended"),
+    Reading(
+        _G,
+        "penstock:expert_balance",
+        "Mean of the ranks' tokens of experts over the highest, in the last window",
+        "expert_balance",
+    ),
+    Reading(_C, "penstock:dummy_steps", "Steps for the other ranks' sake", "num_dummy_steps"),
+    Reading(
+        _C,
+        "penstock:experts_moved",
+        "Experts that have come to this rank from others, for the sake of balance, in all layers",
+        "num_experts_moved",
+    ),
+    Reading(
+        _S,
+        "penstock:group_recovery_seconds",
+        "From the loss of a group to the next one's first exchange",
+        lambda s: (s.num_recoveries, s.recovery_seconds),
+    ),
+    Reading(
+        _S,
+        "penstock:group_switch_seconds",
+        "From the last step in a group to the next one's first exchange being over, of planned changes",
+        lambda s: (s.num_switches, s.switch_seconds),
+    ),
+    Reading(
+        _S,
+        "penstock:exchange_seconds",
+        "In exchanges before steps, waiting for other ranks among it",
+        lambda s: (s.num_exchanges, s.exchange_seconds),
+    ),
+)
 
-class GroupCollector(Collector):
-    """Reads the state of the rank when it is scraped."""
 
-    def __init__(self, state: Callable[[], GroupState], target_size: Callable[[], int], ready: EngineReady) -> None:
-        self._state = state
-        self._target_size = target_size
-        self._labels = [ready.model, ready.engine_id]
-
-    def collect(self) -> Iterator[Metric]:
-        """One family per metric."""
-        state = self._state()
-        gauges: dict[str, tuple[str, float]] = {
-            "penstock:group_epoch": ("Memberships of the group so far", state.epoch),
-            "penstock:group_ranks": ("Ranks of the group", state.num_ranks),
-            "penstock:group_target_ranks": ("Ranks that the group shall have, as far as known", self._target_size()),
-            "penstock:group_suspended": ("1 while the group stands still for want of ranks", state.suspended),
-        }
-        if state.expert_balance is not None:
-            text = "Mean of the ranks' tokens of experts over the highest, in the last window"
-            gauges["penstock:expert_balance"] = text, state.expert_balance
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(name, text, labels=LABELS)
-            gauge.add_metric(self._labels, value)
-            yield gauge
-        yield self._counter("penstock:dummy_steps", "Steps for the other ranks' sake", state.num_dummy_steps)
-        if state.num_experts_moved is not None:
-            text = "Experts that have come to this rank from others, for the sake of balance, in all layers"
-            yield self._counter("penstock:experts_moved", text, state.num_experts_moved)
-        yield self._summary(
-            "penstock:group_recovery_seconds",
-            "From the loss of a group to the next one's first exchange",
-            state.num_recoveries,
-            state.recovery_seconds,
-        )
-        yield self._summary(
-            "penstock:group_switch_seconds",
-            "From the last step in a group to the next one's first exchange being over, of planned changes",
-            state.num_switches,
-            state.switch_seconds,
-        )
-        yield self._summary(
-            "penstock:exchange_seconds",
-            "In exchanges before steps, waiting for other ranks among it",
-            state.num_exchanges,
-            state.exchange_seconds,
-        )
-
-    def _counter(self, name: str, text: str, count: int) -> Metric:
-        counter = CounterMetricFamily(name, text, labels=LABELS)
-        counter.add_metric(self._labels, count)
-        return counter
-
-    def _summary(self, name: str, text: str, count: int, seconds: float) -> Metric:
-        summary = SummaryMetricFamily(name, text, labels=LABELS)
-        summary.add_metric(self._labels, count_value=count, sum_value=seconds)
-        return summary
+def group_families(state: GroupState, target_size: int, ready: EngineReady) -> Iterator[Metric]:
+    """One family per metric of the group that the engine ``ready`` is a rank of."""
+    target = Reading(
+        _G,
+        "penstock:group_target_ranks",
+        "Ranks that the group shall have, as far as known",
+        lambda _: target_size,
+    )
+    return families([*_GROUP, target, *_GROUP_STATE], [([ready.model, ready.engine_id], state)])

@@ -3,14 +3,14 @@
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
-from penstock_common.observability.metrics import Buckets
+from penstock_common.observability.metrics import Buckets, Readings
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import EngineReady, KvTransferStats, SchedulerStats
 from penstock_enginecore.core.control import EngineState
 from penstock_enginecore.kv_transfer.core.leases import Leases
 from penstock_enginecore.kv_transfer.core.tiers import TierStats
 from penstock_enginecore.kv_transfer.core.transfer_stats import ABANDONED, NOTHING, PART, WHOLE, Transfer
-from penstock_enginecore.kv_transfer.metrics import LeaseCollector, TierCollector, TransferCollector, TransferCounts
+from penstock_enginecore.kv_transfer.metrics import TransferCounts, lease_families, tier_families, transfer_families
 from penstock_enginecore.metrics import EngineCollector
 
 LABELS = {"model_name": "m", "engine": "engine-0"}
@@ -69,7 +69,7 @@ def test_bytes_are_those_of_every_way() -> None:
     for _ in range(2):
         counts.moved("in", "grpc", 100)
     counts.moved("out", "shared_memory", 100)
-    metrics = Metrics(TransferCollector(counts, tiers, READY))
+    metrics = Metrics(Readings(lambda: transfer_families(counts, tiers(), READY)))
     found = {
         (direction, way): metrics.value("penstock:kv_transfer_bytes_total", direction=direction, transport=way)
         for direction in ("in", "out")
@@ -89,7 +89,7 @@ def test_bytes_are_those_of_every_way() -> None:
 
 
 def test_a_tier_that_is_not_there_has_no_series() -> None:
-    metrics = Metrics(TransferCollector(TransferCounts(), lambda: tiers(disk=False), READY))
+    metrics = Metrics(Readings(lambda: transfer_families(TransferCounts(), tiers(disk=False), READY)))
     assert metrics.value("penstock:kv_transfer_bytes_total", direction="in", transport="host") == 700
     assert metrics.value("penstock:kv_transfer_bytes_total", direction="in", transport="disk") is None
 
@@ -104,7 +104,7 @@ def test_seconds_are_those_of_transfers_that_brought_something() -> None:
         transfer(KvMedium.DISK, "", 0.5, 3, PART),
     ):
         counts.ended(each)
-    metrics = Metrics(TransferCollector(counts, tiers, READY))
+    metrics = Metrics(Readings(lambda: transfer_families(counts, tiers(), READY)))
     name = "penstock:kv_transfer_seconds"
     sums = {way: metrics.value(f"{name}_sum", transport=way) for way in ("grpc", "host", "disk", "peer")}
     assert {way: value and round(value, 6) for way, value in sums.items()} == {
@@ -127,19 +127,19 @@ def test_blocks_that_own_media_do_not_bring_are_failures_those_of_others_are_cou
         transfer(KvMedium.DISK, "", 0.1, 4),
     ):
         counts.ended(each)
-    metrics = Metrics(TransferCollector(counts, tiers, READY))
+    metrics = Metrics(Readings(lambda: transfer_families(counts, tiers(), READY)))
     found = {r: metrics.value("penstock:kv_transfer_failures_total", reason=r) for r in ("lease", "host", "disk")}
     assert found == {"lease": 1, "host": 4, "disk": 1}
 
 
 def test_the_tiers_tell_how_full_they_are_and_what_they_took_and_gave() -> None:
-    metrics = Metrics(TierCollector(tiers, READY))
+    metrics = Metrics(Readings(lambda: tier_families(tiers(), READY)))
     assert [metrics.value("penstock:kv_tier_usage_perc", medium=m) for m in ("host", "disk")] == [0.5, 0.25]
     loaded = [metrics.value("penstock:kv_tier_loaded_blocks_total", medium=m) for m in ("host", "disk", "peer")]
     assert loaded == [7, 3, 2]
     assert metrics.value("penstock:kv_tier_saved_blocks_total") == 20
     assert metrics.value("penstock:kv_tier_written_blocks_total") == 11
-    none = Metrics(TierCollector(lambda: tiers(disk=False), READY))
+    none = Metrics(Readings(lambda: tier_families(tiers(disk=False), READY)))
     assert none.value("penstock:kv_tier_usage_perc", medium="disk") is None
 
 
@@ -148,7 +148,7 @@ def test_ends_of_leases_and_open_pulls() -> None:
     leases.grant(b"l" * 16, [[]], {}, 0.0)
     leases.released(b"l" * 16)
     leases.expire(1.0)
-    metrics = Metrics(LeaseCollector(leases, READY, num_pulls=lambda: (3, 1), num_slots_used=lambda: 5))
+    metrics = Metrics(Readings(lambda: lease_families(leases, READY, num_pulls=(3, 1), num_slots_used=5)))
     assert [metrics.value("penstock:kv_pulls", direction=d) for d in ("out", "in")] == [3, 1]
     assert metrics.value("penstock:kv_arena_blocks") == 5
     ends = {end: metrics.value("penstock:kv_lease_ends_total", end=end) for end in ("released", "expired", "revoked")}

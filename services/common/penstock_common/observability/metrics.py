@@ -8,14 +8,22 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import msgspec
-from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
-from penstock_common.types.outputs import KvTransferStats, LoraStats, MediaStats, SchedulerStats, SpecDecodingStats
+from penstock_common.types.outputs import SchedulerStats
 
 
 def service_version() -> str:
@@ -124,68 +132,190 @@ class Histogram(Collector):
         yield family
 
 
+# Tables of metrics: those that a process counts as it goes, and those that it reads at each scrape.
+
+LABELS = ("model_name", "engine")
+
+
+class Instrument(NamedTuple):
+    """A metric that is counted as things happen. ``labels``: beside those of its whole table. ``bounds``: of a histogram."""
+
+    kind: type[Counter] | type[Gauge] | type[Histogram]
+    name: str
+    text: str
+    labels: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = ()
+
+
+class Instruments:
+    """The series of a table of metrics. ``labels``: names and values that all of them have; ``more``: names of labels that all of
+    them have, whose values are given with each series.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, table: Iterable[Instrument], more: Sequence[str] = (), **labels: str
+    ) -> None:
+        self._labels = tuple(labels.values())
+        self._families: dict[str, Any] = {}
+        for row in table:
+            names = (*labels, *more, *row.labels)
+            bounds: dict[str, Any] = {"bounds": row.bounds} if row.bounds else {}
+            self._families[row.name] = row.kind(row.name, row.text, names, registry=registry, **bounds)
+            if not (more or row.labels):
+                self.series(row.name)  # it shows as 0
+
+    def series(self, name: str, *labels: str) -> Any:
+        """The counter, gauge or buckets of a metric, with values for ``more`` and for the labels of its row."""
+        family, values = self._families[name], (*self._labels, *labels)
+        return family.labels(*values) if values or isinstance(family, Histogram) else family
+
+
+Value = float | BucketCounts | tuple[int, float]
+"""Of a series: the third is of a summary, how many observations and their sum."""
+
+
+class Reading(NamedTuple):
+    """A metric that is read from a source at each scrape.
+
+    ``read``: the attribute of the source that is its value, or a function of the source that returns its value; or the values of
+    several series by the values of ``labels``, which stand beside those of the whole table; or None where the source does not
+    have it. A metric that none of the sources has is left out.
+    """
+
+    kind: type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily | SummaryMetricFamily]
+    name: str
+    text: str
+    read: str | Callable[[Any], Value | Mapping[Any, Value] | None]
+    labels: tuple[str, ...] = ()
+
+
+def families(
+    table: Iterable[Reading], sources: Iterable[tuple[Sequence[str], Any]], labels: Sequence[str] = LABELS
+) -> Iterator[Metric]:
+    """One family per row of ``table``, with the series of every source: its values of ``labels``, and what is read of it."""
+    known = list(sources)
+    for row in table:
+        read = attrgetter(row.read) if isinstance(row.read, str) else row.read
+        found = [(values, value) for values, source in known if (value := read(source)) is not None]
+        if known and not found:
+            continue
+        family: Any = row.kind(row.name, row.text, labels=(*labels, *row.labels))
+        for values, value in found:
+            for more, each in value.items() if isinstance(value, Mapping) else [((), value)]:
+                _add(family, (*values, *([more] if isinstance(more, str) else more)), each)
+        yield family
+
+
+def _add(family: Any, labels: Sequence[str], value: Value) -> None:
+    if isinstance(value, BucketCounts):
+        value.add_to(family, labels)
+    elif isinstance(value, tuple):
+        family.add_metric(labels, *value)
+    else:
+        family.add_metric(labels, value)
+
+
+class Readings(Collector):
+    """Asks for families at each scrape: nothing is counted twice."""
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """One family per metric."""
+        return self._read()
+
+
 # The load of engines as Prometheus families, under the names vLLM's dashboards and autoscalers read.
 #
 # Engines tell it of themselves; a frontend may tell it of the engines it knows.
 
-T = TypeVar("T")
-
-LABELS = ("model_name", "engine")
-Family = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily
-
-_GAUGES: dict[str, tuple[str, Callable[[SchedulerStats], float]]] = {
-    "vllm:num_requests_running": ("Requests with KV blocks", lambda s: s.num_running_reqs),
-    "vllm:num_requests_waiting": ("Requests in the queue", lambda s: s.num_waiting_reqs),
-    "penstock:num_requests_held": ("Of these, waiting for something of their own", lambda s: s.num_skipped_reqs),
-    "vllm:kv_cache_usage_perc": ("Used fraction of the KV cache, 0 to 1", lambda s: s.kv_cache_usage),
-}
-_COUNTERS: dict[str, tuple[str, Callable[[SchedulerStats], float]]] = {
-    "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", lambda s: s.prefix_cache_queries),
-    "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.prefix_cache_hits),
-    "vllm:num_preemptions": ("Requests that lost their KV blocks to another", lambda s: s.num_preemptions),
-    "penstock:engine_steps": ("Steps executed", lambda s: s.step_counter),
-}
-_DRAFTS: dict[str, tuple[str, Callable[[SpecDecodingStats], float]]] = {
-    "vllm:spec_decode_num_drafts": ("Times that a request had drafts in a step", lambda s: s.num_drafts),
-    "vllm:spec_decode_num_draft_tokens": ("Drafted tokens that steps verified", lambda s: s.num_draft_tokens),
-    "vllm:spec_decode_num_accepted_tokens": ("Of these, what the model chose", lambda s: s.num_accepted_tokens),
-}
-_LORA_GAUGES: dict[str, tuple[str, Callable[[LoraStats], float]]] = {
-    "penstock:lora_cached": ("Adapters in host memory", lambda s: s.num_cached),
-    "penstock:lora_cached_bytes": ("Bytes of these", lambda s: s.cached_bytes),
-}
-_LORA_COUNTERS: dict[str, tuple[str, Callable[[LoraStats], float]]] = {
-    "penstock:lora_loads": ("Adapters loaded", lambda s: s.num_loads),
-    "penstock:lora_load_seconds": ("Seconds that loading them took", lambda s: s.load_seconds),
-    "penstock:lora_requests": ("Requests with adapters", lambda s: s.num_requests),
-    "penstock:lora_requests_found": ("Of these, requests that found theirs in memory", lambda s: s.num_found),
-    "penstock:lora_evictions": ("Adapters that made room for others", lambda s: s.num_evictions),
-}
-_MEDIA_GAUGES: dict[str, tuple[str, Callable[[MediaStats], float]]] = {
-    "penstock:encoder_cache_usage": ("Used fraction of the encoder cache, 0 to 1", lambda s: s.encoder_cache_usage),
-    "penstock:encoder_pending_embeds": ("Embeddings of media that are to be computed", lambda s: s.pending_embeds),
-    "penstock:num_requests_waiting_for_media": ("Requests that wait for embeddings", lambda s: s.num_waiting_reqs),
-    "penstock:receiver_cache_bytes": ("Bytes of processed media in host memory", lambda s: s.receiver_cache_bytes),
-}
-_MEDIA_COUNTERS: dict[str, tuple[str, Callable[[MediaStats], float]]] = {
-    "penstock:encoder_embeds": ("Embeddings of media that were computed", lambda s: s.encoded_embeds),
-    "penstock:encoder_cache_queries": ("Media looked up in the encoder cache", lambda s: s.encoder_cache_queries),
-    "penstock:encoder_cache_hits": ("Media found in the encoder cache", lambda s: s.encoder_cache_hits),
-}
-_KV_COUNTERS: dict[str, tuple[str, Callable[[KvTransferStats], float]]] = {
-    "vllm:external_prefix_cache_queries": (
+_C, _G = CounterMetricFamily, GaugeMetricFamily
+_STATS = (
+    Reading(_G, "vllm:num_requests_running", "Requests with KV blocks", "num_running_reqs"),
+    Reading(_G, "vllm:num_requests_waiting", "Requests in the queue", "num_waiting_reqs"),
+    Reading(
+        _G, "penstock:num_requests_held", "Of these, waiting for something of their own", lambda s: s.num_skipped_reqs
+    ),
+    Reading(_G, "vllm:kv_cache_usage_perc", "Used fraction of the KV cache, 0 to 1", "kv_cache_usage"),
+    Reading(
+        _C, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", lambda s: s.prefix_cache_queries
+    ),
+    Reading(_C, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", "prefix_cache_hits"),
+    Reading(_C, "vllm:num_preemptions", "Requests that lost their KV blocks to another", "num_preemptions"),
+    Reading(_C, "penstock:engine_steps", "Steps executed", "step_counter"),
+)
+_DRAFTS = (
+    Reading(_C, "vllm:spec_decode_num_drafts", "Times that a request had drafts in a step", "num_drafts"),
+    Reading(
+        _C, "vllm:spec_decode_num_draft_tokens", "Drafted tokens that steps verified", lambda s: s.num_draft_tokens
+    ),
+    Reading(
+        _C, "vllm:spec_decode_num_accepted_tokens", "Of these, what the model chose", lambda s: s.num_accepted_tokens
+    ),
+    Reading(
+        _C,
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Accepted tokens by their place in a draft, from 0",
+        lambda s: {str(place): count for place, count in enumerate(s.num_accepted_tokens_per_pos)},
+        ("position",),
+    ),
+)
+_LORA = (
+    Reading(
+        _G,
+        "vllm:lora_requests_info",
+        "Adapters of running requests, and of those that wait for others to have ended; seconds since the epoch",
+        lambda s: {(str(s.max_loras), ",".join(s.active), ",".join(s.waiting)): time.time()},
+        ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    ),
+    Reading(_G, "penstock:lora_cached", "Adapters in host memory", "num_cached"),
+    Reading(_G, "penstock:lora_cached_bytes", "Bytes of these", "cached_bytes"),
+    Reading(_C, "penstock:lora_loads", "Adapters loaded", "num_loads"),
+    Reading(_C, "penstock:lora_load_seconds", "Seconds that loading them took", "load_seconds"),
+    Reading(_C, "penstock:lora_requests", "Requests with adapters", "num_requests"),
+    Reading(
+        _C, "penstock:lora_requests_found", "Of these, requests that found theirs in memory", lambda s: s.num_found
+    ),
+    Reading(_C, "penstock:lora_evictions", "Adapters that made room for others", "num_evictions"),
+)
+_MEDIA = (
+    Reading(_G, "penstock:encoder_cache_usage", "Used fraction of the encoder cache, 0 to 1", "encoder_cache_usage"),
+    Reading(
+        _G, "penstock:encoder_pending_embeds", "Embeddings of media that are to be computed", lambda s: s.pending_embeds
+    ),
+    Reading(
+        _G, "penstock:num_requests_waiting_for_media", "Requests that wait for embeddings", lambda s: s.num_waiting_reqs
+    ),
+    Reading(
+        _G, "penstock:receiver_cache_bytes", "Bytes of processed media in host memory", lambda s: s.receiver_cache_bytes
+    ),
+    Reading(_C, "penstock:encoder_embeds", "Embeddings of media that were computed", "encoded_embeds"),
+    Reading(
+        _C, "penstock:encoder_cache_queries", "Media looked up in the encoder cache", lambda s: s.encoder_cache_queries
+    ),
+    Reading(_C, "penstock:encoder_cache_hits", "Media found in the encoder cache", "encoder_cache_hits"),
+)
+_KV = (
+    Reading(
+        _C,
+        "vllm:external_prefix_cache_queries",
         "Prompt tokens that were not in the KV cache",
-        lambda s: s.external_prefix_cache_queries,
+        "external_prefix_cache_queries",
     ),
-    "vllm:external_prefix_cache_hits": (
-        "Of these, tokens whose blocks were loaded",
-        lambda s: s.external_prefix_cache_hits,
+    Reading(
+        _C, "vllm:external_prefix_cache_hits", "Of these, tokens whose blocks were loaded", "external_prefix_cache_hits"
     ),
-}
-_KV_GAUGES: dict[str, tuple[str, Callable[[KvTransferStats], float]]] = {
-    "penstock:kv_leases": ("Requests whose blocks are kept for other engines", lambda s: s.num_leases),
-    "penstock:kv_leased_blocks": ("Blocks that are kept for other engines", lambda s: s.num_leased_blocks),
-}
+    Reading(_G, "penstock:kv_leases", "Requests whose blocks are kept for other engines", "num_leases"),
+    Reading(_G, "penstock:kv_leased_blocks", "Blocks that are kept for other engines", "num_leased_blocks"),
+)
+_PARTS = (
+    ("spec_decoding_stats", _DRAFTS),
+    ("lora", _LORA),
+    ("media", _MEDIA),
+    ("kv_transfer", _KV),
+)
+"""What only some engines have: where the statistics have it, and its metrics, left out where no engine has any."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,77 +331,19 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     stats: SchedulerStats
 
 
-def engine_families(loads: Iterable[EngineLoad]) -> Iterator[Family]:
+def engine_families(loads: Iterable[EngineLoad]) -> Iterator[Metric]:
     """One family per metric, with a series per engine."""
-    known = list(loads)
-    stats = [(load, load.stats) for load in known]
-    yield from _families(GaugeMetricFamily, _GAUGES, stats)
-    yield from _families(CounterMetricFamily, _COUNTERS, stats)
+    known = [((load.model, load.engine), load) for load in loads]
+    yield from families(_STATS, [(labels, load.stats) for labels, load in known])
     fraction = GaugeMetricFamily("penstock:load", "Requests running and waiting over max_num_seqs", labels=LABELS)
-    for load in known:
+    info = InfoMetricFamily("vllm:cache_config", "Size of the KV cache", labels=LABELS)
+    for labels, load in known:
         if load.max_num_seqs:
             requests = load.stats.num_running_reqs + load.stats.num_waiting_reqs
-            fraction.add_metric((load.model, load.engine), requests / load.max_num_seqs)
+            fraction.add_metric(labels, requests / load.max_num_seqs)
+        info.add_metric(labels, {"num_gpu_blocks": str(load.num_kv_blocks), "block_size": str(load.block_size)})
     yield fraction
-    info = InfoMetricFamily("vllm:cache_config", "Size of the KV cache", labels=LABELS)
-    for load in known:
-        sizes = {"num_gpu_blocks": str(load.num_kv_blocks), "block_size": str(load.block_size)}
-        info.add_metric((load.model, load.engine), sizes)
     yield info
-    yield from _speculation_families(known)
-    yield from _lora_families(known)
-    if media := [(load, load.stats.media) for load in known if load.stats.media is not None]:
-        yield from _families(GaugeMetricFamily, _MEDIA_GAUGES, media)
-        yield from _families(CounterMetricFamily, _MEDIA_COUNTERS, media)
-    if moved := [(load, load.stats.kv_transfer) for load in known if load.stats.kv_transfer is not None]:
-        yield from _families(CounterMetricFamily, _KV_COUNTERS, moved)
-        yield from _families(GaugeMetricFamily, _KV_GAUGES, moved)
-
-
-def _families(
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-    table: Mapping[str, tuple[str, Callable[[T], float]]],
-    known: Sequence[tuple[EngineLoad, T]],
-) -> Iterator[Family]:
-    """One family per row of ``table``, with a series per engine, of its statistics."""
-    for name, (text, value) in table.items():
-        family = kind(name, text, labels=LABELS)
-        for load, stats in known:
-            family.add_metric((load.model, load.engine), value(stats))
-        yield family
-
-
-def _speculation_families(loads: Sequence[EngineLoad]) -> Iterator[Family]:
-    """Those of engines that speculate; none where no engine does."""
-    known = [(load, stats) for load in loads if (stats := load.stats.spec_decoding_stats) is not None]
-    if not known:
-        return
-    yield from _families(CounterMetricFamily, _DRAFTS, known)
-    by_place = CounterMetricFamily(
-        "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "Accepted tokens by their place in a draft, from 0",
-        labels=[*LABELS, "position"],
-    )
-    for load, stats in known:
-        for place, count in enumerate(stats.num_accepted_tokens_per_pos):
-            by_place.add_metric((load.model, load.engine, str(place)), count)
-    yield by_place
-
-
-def _lora_families(loads: Sequence[EngineLoad]) -> Iterator[Family]:
-    """Those of engines that apply LoRA adapters; none where no engine does."""
-    known = [(load, stats) for load in loads if (stats := load.stats.lora) is not None]
-    if not known:
-        return
-    names = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
-    info = GaugeMetricFamily(
-        "vllm:lora_requests_info",
-        "Adapters of running requests, and of those that wait for others to have ended; seconds since the epoch",
-        labels=[*LABELS, *names],
-    )
-    for load, stats in known:
-        adapters = str(stats.max_loras), ",".join(stats.active), ",".join(stats.waiting)
-        info.add_metric((load.model, load.engine, *adapters), time.time())
-    yield info
-    yield from _families(GaugeMetricFamily, _LORA_GAUGES, known)
-    yield from _families(CounterMetricFamily, _LORA_COUNTERS, known)
+    for name, table in _PARTS:
+        if having := [(labels, part) for labels, load in known if (part := getattr(load.stats, name)) is not None]:
+            yield from families(table, having)

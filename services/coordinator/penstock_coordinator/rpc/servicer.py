@@ -20,7 +20,7 @@ from penstock_coordinator.adapters import AdapterLink
 from penstock_coordinator.cluster import Cluster
 from penstock_coordinator.groups import Outbox, Rank
 from penstock_coordinator.kubernetes.replicas import Replicas
-from penstock_coordinator.metrics import ViewMetrics
+from penstock_coordinator.metrics import CoordinatorMetrics
 from penstock_coordinator.rpc import convert
 from penstock_coordinator.view_channel import Broadcast, EncodedView, ViewReader
 
@@ -73,7 +73,7 @@ SERVICE_NAME = "penstock.coordinator.v1.CoordinatorService"
 class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
     """Turns messages into events; the state is the cluster's. From ``stop`` on, streams end with UNAVAILABLE."""
 
-    def __init__(self, cluster: Cluster, replicas: Replicas, metrics: ViewMetrics) -> None:
+    def __init__(self, cluster: Cluster, replicas: Replicas, metrics: CoordinatorMetrics) -> None:
         self._cluster = cluster
         self._replicas = replicas
         self._metrics = metrics

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from penstock_common import addresses
 from penstock_common.errors import ConfigError
 from penstock_common.observability.logging import get_logger
+from penstock_common.observability.metrics import Readings
 from penstock_common.rpc.interceptor import CallObserver
 from penstock_common.security.tls import Certificates
 from penstock_common.types.kv_transfer import KvGroup, KvLayout, KvSource
@@ -25,7 +26,7 @@ from penstock_enginecore.kv_transfer.core.base import BlockCopier
 from penstock_enginecore.kv_transfer.core.leases import Leases
 from penstock_enginecore.kv_transfer.core.tiers import TieredConnector
 from penstock_enginecore.kv_transfer.core.transfer_stats import Observe, Transfer
-from penstock_enginecore.kv_transfer.metrics import LeaseCollector, TierCollector, TransferCollector, TransferCounts
+from penstock_enginecore.kv_transfer.metrics import TransferCounts, lease_families, tier_families, transfer_families
 from penstock_enginecore.kv_transfer.rpc.offers import Offers
 from penstock_enginecore.kv_transfer.rpc.pull_client import PullSettings
 from penstock_enginecore.kv_transfer.rpc.pull_server import PullSource
@@ -109,8 +110,9 @@ def transferring(
 
     if isinstance(engine.connector, TieredConnector):
         engine.connector.observe = count
-        registry.register(TierCollector(engine.connector.stats, ready))
-        registry.register(TransferCollector(counts, engine.connector.stats, ready))
+        tiers = engine.connector.stats
+        registry.register(Readings(lambda: tier_families(tiers(), ready)))
+        registry.register(Readings(lambda: transfer_families(counts, tiers(), ready)))
     if not config.kv_transfer.enabled:
         yield ready
         return
@@ -177,11 +179,8 @@ def _begin(
     )
     transfer.attach(source, peers)
     registry.register(
-        LeaseCollector(
-            leases,
-            ready,
-            num_pulls=lambda: transfer.num_pulls,
-            num_slots_used=lambda: offers.num_slots_used,
+        Readings(
+            lambda: lease_families(leases, ready, num_pulls=transfer.num_pulls, num_slots_used=offers.num_slots_used)
         )
     )
     identity = _identity(ready, _address(config, transfer.port), fingerprint)

@@ -54,9 +54,9 @@ class Frontend:
                 incarnation=incarnation,
                 outputs=outputs,
                 on_change=self._on_change,
-                on_moved=metrics.moved,
-                on_planned=metrics.planned,
-                on_gap=metrics.handed_over,
+                on_moved=metrics.series("penstock:requests_moved").inc,
+                on_planned=lambda plan, why: metrics.series("penstock:legs", plan, why).inc(),
+                on_gap=metrics.series("penstock:handover_gap_seconds").observe,
                 kv_events=kv_events,
                 certificates=self._certificates,
             )
@@ -257,8 +257,8 @@ class Frontend:
         for load in self._engines.view.for_metrics():
             self._metrics.engine(load.engine)  # its series show as 0 before its first request
         self._llm.adapters.engines_changed()
-        self._metrics.set_held(self._engines.num_held)
-        self._metrics.set_variants(len(self._engines.view.variants()))
+        self._metrics.series("penstock:requests_held").set(self._engines.num_held)
+        self._metrics.series("penstock:engine_variants").set(len(self._engines.view.variants()))
         if self._coordinator is not None:
             self._coordinator.demand(self._engines.num_held)
         self._update_readiness()

@@ -122,7 +122,7 @@ class AsyncLLM:
         if name is not None:
             self._by_name[name] = live
         self.last_accepted = time.time()
-        self._metrics.set_in_flight(len(self._live))
+        self._metrics.series("penstock:requests_in_flight").set(len(self._live))
         return live
 
     def refused(self, error: RequestFailed, tenant: str, given_id: str = "") -> None:
@@ -240,7 +240,7 @@ class AsyncLLM:
         running = [state for state in live.states if self._outputs.remove(state)]
         if running:
             self.engines.abort([state.request_id for state in running], "the client is gone")
-        self._metrics.set_in_flight(len(self._live))
+        self._metrics.series("penstock:requests_in_flight").set(len(self._live))
         try:
             live.observed.end(live.request, live.states, done=live.done)
         except Exception as e:  # it has its answer: who only looks on does not take it away
@@ -296,7 +296,7 @@ class AsyncLLM:
         )
         await self._pace.take(core_request.sampling_params.n)
         sequences = sampling_params.sequences(core_request)
-        self._metrics.asked_for(len(sequences))
+        self._metrics.series("vllm:request_params_n").observe(len(sequences))
         states = self._outputs.add(*sequences)
         try:
             self.engines.add(*sequences)

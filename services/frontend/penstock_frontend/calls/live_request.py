@@ -60,8 +60,8 @@ class RequestObserver:
 
     def refused(self, error: RequestFailed, tenant: str, request_id: str = "") -> None:
         """A request was not accepted. ``request_id``: what its client calls it."""
-        self.metrics.failed(error.code)
-        self.metrics.refused(error.reason)
+        self.metrics.series("penstock:requests_failed", error.code).inc()
+        self.metrics.series("penstock:requests_refused", error.reason).inc()
         self.tenants.refused(tenant, error)
         if self.log.now.requests:
             fields = {"request": request_id} if request_id else {}
@@ -147,7 +147,7 @@ class ObservedRequest:
         self._ended = True
         code = "" if done and not self._code else self._code or self._given_up()
         if code:
-            self._observer.metrics.failed(code)
+            self._observer.metrics.series("penstock:requests_failed", code).inc()
         if self._error is not None and not any(state.text.num_tokens for state in states):
             self._observer.tenants.refused(self._tenant, self._error)
         if self._observer.log.now.requests:

@@ -331,7 +331,7 @@ class WorkerPool:
             self._rate.begin(time.monotonic())
         waiting = _Waiting(job, tenant)
         self._queue.put(tenant, waiting)
-        self._metrics.queued(len(self._queue))
+        self._metrics.series("penstock:media_queued").set(len(self._queue))
         self._work.set()
         return await waiting.result
 
@@ -367,7 +367,7 @@ class WorkerPool:
                     await self._lost_idle(worker)
                     worker = None
                 elif not await self._run(worker, waiting):
-                    self._metrics.replaced_worker()
+                    self._metrics.series("penstock:media_workers_replaced").inc()
                     await self._end(worker)
                     worker = None
         finally:
@@ -381,7 +381,7 @@ class WorkerPool:
                 if not worker.alive:  # which is no item's fault
                     return None
                 waiting = self._queue.take()
-                self._metrics.queued(len(self._queue))
+                self._metrics.series("penstock:media_queued").set(len(self._queue))
                 if not waiting.result.done():  # its client may have gone
                     return waiting
             self._work.clear()
@@ -400,14 +400,16 @@ class WorkerPool:
             await asyncio.gather(work, end, return_exceptions=True)
 
     async def _lost_idle(self, worker: WorkerProcess) -> None:
-        self._metrics.replaced_worker()
+        self._metrics.series("penstock:media_workers_replaced").inc()
         get_logger().warning("a media worker ended while it had nothing to do", code=await self._end(worker))
 
     async def _run(self, worker: WorkerProcess, waiting: _Waiting) -> bool:
         """Have an item processed. Returns whether the worker goes on."""
         job = waiting.job
         if not waiting.attempts:
-            self._metrics.took(job.modality, "queue", time.perf_counter() - waiting.came)
+            self._metrics.series("penstock:media_seconds", job.modality, "queue").observe(
+                time.perf_counter() - waiting.came
+            )
         waiting.attempts += 1
         try:
             async with asyncio.timeout(self._config.worker_timeout):
@@ -429,7 +431,7 @@ class WorkerPool:
             self._refuse(waiting, outcome)
             return not outcome.ends
         item, seconds = outcome
-        self._metrics.took(job.modality, "process", seconds)
+        self._metrics.series("penstock:media_seconds", job.modality, "process").observe(seconds)
         if not waiting.result.done():
             waiting.result.set_result(item)
         return True

@@ -232,7 +232,7 @@ class MediaReader:
             return await self._data_url(part, source, counted)
         started = time.perf_counter()
         data = await self._fetcher.fetch(source.url, field=part.field, counted=counted)
-        self._metrics.took(part.modality, "fetch", time.perf_counter() - started)
+        self._metrics.series("penstock:media_seconds", part.modality, "fetch").observe(time.perf_counter() - started)
         return data
 
     async def _data_url(self, part: MediaPart, source: Url, counted: "Counted") -> bytes:

@@ -57,16 +57,9 @@ class MediaStore:
     On one event loop.
     """
 
-    def __init__(
-        self,
-        max_bytes: int,
-        *,
-        on_lookup: Callable[[bool], None] = lambda _: None,
-        on_size: Callable[[int], None] = lambda _: None,
-    ) -> None:
-        """``on_lookup``: told whether an item was there, or in the making. ``on_size``: told of the bytes that are kept."""
+    def __init__(self, max_bytes: int, metrics: MediaMetrics) -> None:
         self._max_bytes = max_bytes
-        self._on_lookup, self._on_size = on_lookup, on_size
+        self._metrics = metrics
         self._kept: OrderedDict[str, ProcessedItem] = OrderedDict()
         self._alive: dict[str, _Alive] = {}
         self._flights: dict[str, _Flight] = {}
@@ -87,7 +80,9 @@ class MediaStore:
         """
         flight = self._flights.get(identifier)
         found = self._find(identifier) if flight is None else None
-        self._on_lookup(flight is not None or found is not None)
+        self._metrics.series("penstock:media_store_queries").inc()
+        if flight is not None or found is not None:
+            self._metrics.series("penstock:media_store_hits").inc()
         if found is not None:
             return found
         if flight is None:
@@ -108,7 +103,7 @@ class MediaStore:
         self._kept.clear()
         self._alive.clear()
         self.num_bytes = 0
-        self._on_size(0)
+        self._metrics.series("penstock:media_store_bytes").set(0)
 
     async def _make(self, identifier: str, make: Callable[[], Awaitable[ProcessedItem]]) -> ProcessedItem:
         task = asyncio.current_task()
@@ -140,7 +135,7 @@ class MediaStore:
         while self.num_bytes > self._max_bytes:
             _, gone = self._kept.popitem(last=False)
             self.num_bytes -= gone.num_bytes
-        self._on_size(self.num_bytes)
+        self._metrics.series("penstock:media_store_bytes").set(self.num_bytes)
 
     def _watch(self, identifier: str, item: ProcessedItem) -> None:
         def gone(tensor: "weakref.ref[TensorData]") -> None:
@@ -189,9 +184,7 @@ class MediaService:
         self._limits = limits
         self._metrics = metrics
         self._reader = MediaReader(config, metrics, resolver)
-        self.store = MediaStore(
-            config.store_bytes, on_lookup=lambda hit: metrics.looked_up(hit=hit), on_size=metrics.stored
-        )
+        self.store = MediaStore(config.store_bytes, metrics)
         self._pool = WorkerPool(family.make_processor(), family.sampling_rate, config, metrics)
         self.in_flight = BytesInFlight(
             lambda: limits.now.max_media_bytes_in_flight, "limits.max_media_bytes_in_flight", what="media"
@@ -309,7 +302,7 @@ def _refused_as(metrics: MediaMetrics, part: MediaPart) -> Any:
     try:
         yield
     except RequestFailed as e:
-        metrics.refused(part.modality, e.reason)
+        metrics.series("penstock:media_refused", part.modality, e.reason).inc()
         raise
 
 

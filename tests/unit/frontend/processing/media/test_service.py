@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from penstock_common.config.settings import Reread
 from penstock_common.errors import (
@@ -374,14 +375,22 @@ class Making:
         return item(self._size)
 
 
+def small_store(max_bytes: int, registry: CollectorRegistry | None = None) -> MediaStore:
+    return MediaStore(max_bytes, MediaMetrics(registry or CollectorRegistry(), "m"))
+
+
+def counted(registry: CollectorRegistry, name: str) -> float | None:
+    return registry.get_sample_value(f"penstock:media_store_{name}", {"model_name": "m"})
+
+
 async def test_an_item_is_made_once() -> None:
-    store, making = MediaStore(100), Making()
+    store, making = small_store(100), Making()
     assert await store.get("a", making) is await store.get("a", making)
     assert making.count == 1
 
 
 async def test_all_who_ask_at_once_get_what_is_made_once() -> None:
-    store, making = MediaStore(100), Making(held=True)
+    store, making = small_store(100), Making(held=True)
     asking = [asyncio.create_task(store.get("a", making)) for _ in range(5)]
     await asyncio.sleep(0)
     making.go.set()
@@ -391,7 +400,7 @@ async def test_all_who_ask_at_once_get_what_is_made_once() -> None:
 
 
 async def test_the_first_who_is_cancelled_does_not_cancel_the_others() -> None:
-    store, making = MediaStore(100), Making(held=True)
+    store, making = small_store(100), Making(held=True)
     first, second = (asyncio.create_task(store.get("a", making)) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
@@ -402,7 +411,7 @@ async def test_the_first_who_is_cancelled_does_not_cancel_the_others() -> None:
 
 
 async def test_the_last_who_is_cancelled_ends_it_and_who_comes_then_begins_anew() -> None:
-    store, making = MediaStore(100), Making(held=True)
+    store, making = small_store(100), Making(held=True)
     asking = [asyncio.create_task(store.get("a", making)) for _ in range(2)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -415,7 +424,7 @@ async def test_the_last_who_is_cancelled_ends_it_and_who_comes_then_begins_anew(
 
 
 async def test_all_who_ask_get_what_it_fails_with_and_nothing_is_kept_of_it() -> None:
-    store, making = MediaStore(100), Making(error=ValueError("broken"))
+    store, making = small_store(100), Making(error=ValueError("broken"))
     outcomes = await asyncio.gather(*(store.get("a", making) for _ in range(3)), return_exceptions=True)
     assert [str(each) for each in outcomes] == ["broken"] * 3
     with pytest.raises(ValueError, match="broken"):
@@ -425,7 +434,7 @@ async def test_all_who_ask_get_what_it_fails_with_and_nothing_is_kept_of_it() ->
 
 
 async def test_the_least_recently_used_goes_when_there_is_no_room() -> None:
-    store, makings = MediaStore(30), {name: Making() for name in "abcd"}
+    store, makings = small_store(30), {name: Making() for name in "abcd"}
     for name in "abcad":
         await store.get(name, makings[name])
     assert (len(store), store.num_bytes) == (3, 30)
@@ -437,7 +446,7 @@ async def test_the_least_recently_used_goes_when_there_is_no_room() -> None:
 
 
 async def test_an_item_that_a_request_has_is_found_though_it_is_not_kept() -> None:
-    store, making = MediaStore(10), Making()
+    store, making = small_store(10), Making()
     tensor = (await store.get("a", making)).data["pixel_values"]
     await store.get("b", Making())
     found = await store.get("a", making)
@@ -448,7 +457,7 @@ async def test_an_item_that_a_request_has_is_found_though_it_is_not_kept() -> No
 
 @pytest.mark.parametrize("max_bytes", [0, 9])
 async def test_an_item_larger_than_all_the_room_is_found_while_somebody_has_it(max_bytes: int) -> None:
-    store, making = MediaStore(max_bytes), Making()
+    store, making = small_store(max_bytes), Making()
     held = [await store.get("a", making), await store.get("a", making)]
     assert (making.count, store.num_bytes) == (1, 0)
     held.clear()
@@ -460,7 +469,7 @@ async def test_an_item_larger_than_all_the_room_is_found_while_somebody_has_it(m
 
 
 async def test_nothing_is_left_of_items_that_nobody_has() -> None:
-    store = MediaStore(20)
+    store = small_store(20)
     for number in range(50):
         await store.get(str(number), Making())
     gc.collect()
@@ -468,23 +477,26 @@ async def test_nothing_is_left_of_items_that_nobody_has() -> None:
 
 
 async def test_after_clearing_an_item_is_made_anew() -> None:
-    sizes: list[int] = []
-    store, making = MediaStore(100, on_size=sizes.append), Making()
+    registry = CollectorRegistry()
+    store, making = small_store(100, registry), Making()
     held = await store.get("a", making)
+    sizes = [counted(registry, "bytes")]
     store.clear()
+    sizes.append(counted(registry, "bytes"))
     assert (await store.get("a", making)) is not held
     assert making.count == 2
-    assert sizes == [10, 0, 10]
+    assert [*sizes, counted(registry, "bytes")] == [10, 0, 10]
 
 
 async def test_lookups_are_told_as_hits_where_it_is_there_or_in_the_making() -> None:
-    hits: list[bool] = []
-    store, making = MediaStore(100, on_lookup=hits.append), Making(held=True)
+    registry = CollectorRegistry()
+    store, making = small_store(100, registry), Making(held=True)
     asking: list[Callable[[], Awaitable[ProcessedItem]]] = [lambda: store.get("a", making)] * 2
     tasks = [asyncio.ensure_future(ask()) for ask in asking]
     await asyncio.sleep(0)
     making.go.set()
     await asyncio.gather(*tasks)
+    assert [counted(registry, f"{name}_total") for name in ("queries", "hits")] == [2, 1]
     await store.get("a", making)
     await store.get("b", making)
-    assert hits == [False, True, True, False]
+    assert [counted(registry, f"{name}_total") for name in ("queries", "hits")] == [4, 2]
