@@ -27,6 +27,27 @@ if not Path("/dev/nvidiactl").exists():
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test with ``each_value``, leave a few that have all values of its parameters; the others are slow."""
+    tests: dict[str, list[tuple[pytest.Item, set[tuple[str, int]]]]] = {}
+    for item in items:
+        if item.get_closest_marker("each_value"):
+            params: dict[str, object] = item.callspec.params  # type: ignore[attr-defined]
+            values = {(name, id(value)) for name, value in params.items()}
+            tests.setdefault(item.nodeid.partition("[")[0], []).append((item, values))
+    for cases in tests.values():
+        lacking = set[tuple[str, int]]().union(*(values for _, values in cases))
+        for _ in range(len(cases)):
+            item, values = max(cases, key=lambda case: len(case[1] & lacking))
+            if not values & lacking:
+                break
+            lacking -= values
+            cases.remove((item, values))
+        for item, _ in cases:
+            item.add_marker("slow")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leave slow tests out where it is to be quick, before anything is made for them."""
     if os.environ.get(_QUICK) and item.get_closest_marker("slow"):

@@ -53,6 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("method", ["ngram", "suffix", "itself", "other", "windows"])

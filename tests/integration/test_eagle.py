@@ -54,6 +54,7 @@ def speculative(head: Head, folder: Path, layout: str = "SafeAILab", **more: Any
     return {"method": head.kind, "model": str(folder), "adaptive": False, "num_speculative_tokens": 4, **more}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("head", ["eagle", "eagle3"])
@@ -95,6 +96,7 @@ class Seen:
         monkeypatch.setattr(NativeHead, "chain", count)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("layout", "kernels"),
     [*((layout, {}) for layout in LAYOUTS), *((LAYOUTS[0], off) for off in ({"decoder": False}, {"isa": "off"}))],

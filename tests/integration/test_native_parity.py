@@ -112,6 +112,7 @@ def test_any_part_can_be_turned_off(off: dict[str, Any], left: str, tmp_path: Pa
     engine.shutdown()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("architecture", DECODER_KINDS)
 @pytest.mark.parametrize(
     "changes",
@@ -267,6 +268,7 @@ def test_a_bfloat16_checkpoint_is_computed_in_float32_from_weights_of_half_the_s
     engine.shutdown()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("architecture", ["gemma3", "phi3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
 def test_other_families_compute_in_float32_from_weights_of_half_the_size_too(

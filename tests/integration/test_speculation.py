@@ -142,6 +142,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_request_ends_with_the_tokens_and_logprobs_that_it_has_without(

@@ -101,6 +101,7 @@ def test_silent_connections_are_limited_and_the_oldest_gives_way(port: int) -> N
         assert len(threads) <= MAX_CONNECTIONS + 1  # one may be ending
 
 
+@pytest.mark.slow
 def test_connections_that_shake_no_hands_are_limited_as_well(tmp_path: Path) -> None:
     files = Authority().issue("server").write(tmp_path / "server")
     with serving(files.server()) as port, ExitStack() as stack:

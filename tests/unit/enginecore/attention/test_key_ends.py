@@ -62,6 +62,7 @@ def dense(step: Step, params: AttentionParams) -> torch.Tensor:
     return torch.cat(outputs).float()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)

@@ -126,6 +126,7 @@ def check(backend: Backend, step: Step, params: AttentionParams, *numbers: float
         assert torch.equal(pool.attend(params), expected)
 
 
+@pytest.mark.each_value
 @every_backend
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
@@ -136,6 +137,7 @@ def test_what_lies_in_slots_that_no_query_sees_changes_no_bit(
         check(backend, make_step(*lengths, block_size=block_size), params, *POISONS.values())
 
 
+@pytest.mark.each_value
 @every_backend
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("head_sizes", [(16, 16), (64, 32), (24, 16)], ids=str)
@@ -215,6 +217,7 @@ def spoil(step: Step, request: int, position: int, number: float) -> Step:
     return replace(step, key=key, value=value, cache=cache)
 
 
+@pytest.mark.each_value
 @every_backend
 @pytest.mark.parametrize(
     ("number", "position"), list(zip(POISONS.values(), (150, 171, 197, 144), strict=True)), ids=POISONS
@@ -237,6 +240,7 @@ def test_a_tokens_vectors_reach_no_token_before_it(
         assert torch.equal(got, expected)
 
 
+@pytest.mark.each_value
 @every_backend
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("what", ["key", "value"])

@@ -178,6 +178,7 @@ STEPS: list[list[tuple[int, int, int]]] = [
 """Requests, and tokens of each: chunks cut between images, images beside text and decodes, decodes alone."""
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_give_the_logits_of_transformers(family: str, name: str) -> None:

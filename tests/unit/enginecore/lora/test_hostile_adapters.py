@@ -39,6 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, AdapterTarget]
     return folder, AdapterTarget.of(model)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
 def test_any_change_of_bytes(made: tuple[Path, AdapterTarget], tmp_path: Path, data: st.DataObject) -> None:
@@ -56,6 +57,7 @@ def test_any_change_of_bytes(made: tuple[Path, AdapterTarget], tmp_path: Path, d
         read_adapter(tmp_path / "adapter", target, LoraLimits(8))
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
 def test_any_values_of_settings(made: tuple[Path, AdapterTarget], tmp_path: Path, data: st.DataObject) -> None:

@@ -101,6 +101,7 @@ def test_layers_are_those_that_peft_means(settings: dict[str, Any]) -> None:
     assert list(choose_layers(config_of(settings), NAMES, ())) == wanted
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(PATTERNS, st.integers(1, 9), max_size=5), st.dictionaries(PATTERNS, st.integers(1, 9), max_size=5)
 )

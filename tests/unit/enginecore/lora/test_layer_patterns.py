@@ -43,6 +43,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return jobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern",
     [

@@ -143,6 +143,7 @@ def check_bits(path: Path, isa: str, *, rounded: bool = False) -> list[torch.Ten
     return whole
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("isa", runnable())
 def test_rows_are_the_same_bits_alone_in_a_crowd_and_however_steps_are_cut(path: Path, isa: str) -> None:
     whole = check_bits(path, isa)
@@ -151,6 +152,7 @@ def test_rows_are_the_same_bits_alone_in_a_crowd_and_however_steps_are_cut(path:
         torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("isa", ["amx", "avx512_bf16"])
 @pytest.mark.parametrize("rounded", [False, True])
 def test_rows_are_the_same_bits_on_matrix_units(

@@ -136,12 +136,14 @@ def check(adapted: Adapted, rows: int, segments: Sequence[LoraSegment], dtype: t
         assert torch.equal(got[row], out[row])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_projections_of_one_input_get_their_own_updates(name: str, dtype: torch.dtype) -> None:
     check(Adapted.of(QKV, [(8, 3, 0), (1, 16, 33), (0, 0, 64)], dtype), 37, layout(name), dtype, 0.5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ranks", [(1, 2, 7), (8, 15, 16), (17, 31, 32), (33, 63, 64)], ids=str)
 def test_any_rank(ranks: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -172,6 +174,7 @@ def test_any_shape(data: st.DataObject, dtype: torch.dtype) -> None:
     check(Adapted.of(shape, ranks, dtype), rows, segments, dtype, data.draw(st.sampled_from([1.0, 0.22])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_has_the_same_bits_alone_and_in_a_crowd(dtype: torch.dtype) -> None:
     adapted = Adapted.of(QKV, [(8, 3, 0), (1, 16, 33), (0, 0, 64)], dtype)

@@ -124,6 +124,7 @@ def expected(path: Path) -> torch.Tensor:
     return run(reference, model.vocab_size, ())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("isa", runnable())
 def test_logits_are_those_of_the_modules_and_the_same_bits_however_the_steps_are_cut(
     path: Path, expected: torch.Tensor, isa: str
@@ -138,6 +139,7 @@ def test_logits_are_those_of_the_modules_and_the_same_bits_however_the_steps_are
     assert torch.equal(run(build(path, isa, threads=1), vocab_size, (7,)), whole)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("isa", sorted(ROUNDED))
 def test_rounded_inputs_give_the_same_bits_too_and_are_near(
     path: Path, expected: torch.Tensor, isa: str, monkeypatch: pytest.MonkeyPatch

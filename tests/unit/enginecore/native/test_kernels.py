@@ -60,6 +60,7 @@ def kept(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 KINDS = [torch.float32, torch.bfloat16, torch.int8]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kept_as", KINDS)
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 3), (32, 16), (33, 40), (130, 65), (256, 1024)])
 def test_a_packed_product_equals_torchs_for_any_shape(
@@ -182,6 +183,7 @@ def attend_part(
     return backend.attend(whole.query[part], whole.key[part], whole.value[part], cache, plan, params)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("block_size", [16, 48])
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_attention_equals_the_reference_on_mixed_steps(
@@ -242,6 +244,7 @@ def inputs(rows: int, temperature: float, draws: np.ndarray, rules: LogitRules |
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("width", [1, 7, 255, 256, 300, 8193])
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 5.0, 1e-6])
 def test_tokens_are_those_of_torch(library: NativeLibrary, width: int, temperature: float) -> None:

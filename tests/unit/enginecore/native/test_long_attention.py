@@ -41,6 +41,7 @@ def alone_and_many(request: pytest.FixtureRequest) -> tuple[NativeLibrary, Nativ
     return open_with(request.param, 1), open_with(request.param, 8)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("params", LAYERS.values(), ids=LAYERS)
 def test_many_threads_give_the_bits_of_one(
@@ -55,6 +56,7 @@ def test_many_threads_give_the_bits_of_one(
     torch.testing.assert_close(got, expected, rtol=0.02 if rounds else 3e-5, atol=0.02 if rounds else 4e-6)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("alone_and_many", "name"),
     [

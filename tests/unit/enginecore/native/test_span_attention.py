@@ -21,6 +21,7 @@ def library(request: pytest.FixtureRequest) -> NativeLibrary:
     return open_library(request.param, 2)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("block_size", [16, 48])
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_spans_in_mixed_steps_see_what_a_dense_mask_shows(

@@ -153,6 +153,7 @@ def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_model, "_MOST_BEHIND", 100)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("isa", "rounded"), KERNELS)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_drafts_are_those_of_the_loop(path: Path, temperature: float, isa: str, rounded: bool) -> None:

@@ -173,6 +173,7 @@ def check(of: Eagle, temperature: float) -> list[list[list[int]]]:
     return expected
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("isa", "rounded"), KERNELS)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("head", HEADS)
@@ -182,6 +183,7 @@ def test_drafts_are_those_of_the_loop(
     check(drafter(model, HEADS[head], isa=isa, rounded=rounded), temperature)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("isa", "rounded"), [("amx", False), ("amx", True), ("avx512_bf16", True)])
 @pytest.mark.parametrize("head", HEADS)
 def test_and_on_matrix_units(

@@ -233,6 +233,7 @@ def test_what_check_refuses_compile_refuses_too(backend: XgrammarBackend):
         follow(backend, json_schema='{"not": {}}')
 
 
+@pytest.mark.slow
 def test_too_much_time_ends_one_constraint_and_no_other():
     slow = StructuredOutput(choice=("a" * 250_000,))
     for seconds in deadlines(0.5):
@@ -252,6 +253,7 @@ def test_too_much_time_ends_one_constraint_and_no_other():
             with_little_time.shutdown()
 
 
+@pytest.mark.slow
 def test_a_process_that_has_to_wait_for_a_core_does_not_use_up_its_time():
     seconds = 1.0
     waiting = backend_with(compile_timeout=seconds)
@@ -269,6 +271,7 @@ def test_a_process_that_has_to_wait_for_a_core_does_not_use_up_its_time():
         waiting.shutdown()
 
 
+@pytest.mark.slow
 def test_too_much_memory_ends_one_constraint_and_no_other(capfd: pytest.CaptureFixture[str]):
     rules = "".join(f'r{i} ::= [a-z]* | [b-y]{{1,50}} | ([^a] "x"){{3,90}}\n' for i in range(1500))
     large = StructuredOutput(grammar="root ::= " + " ".join(f"r{i}" for i in range(1500)) + "\n" + rules)

@@ -132,6 +132,7 @@ def same(found: Sequence[Mask], expected: Sequence[Mask]) -> bool:
     return np.array_equal(np.stack(found), np.stack(expected))
 
 
+@pytest.mark.slow
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     seeds=st.lists(st.integers(0, 300), min_size=1, max_size=3),

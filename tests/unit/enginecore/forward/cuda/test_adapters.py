@@ -201,6 +201,7 @@ class Interpreted(TorchKernels):
         interpreted("triton", "penstock_enginecore.lora").add_low_rank(*args)
 
 
+@pytest.mark.slow
 def test_the_decoder_and_modules_with_the_kernels_that_gpus_run(tmp_path: Path) -> None:
     save_varied_model("llama", tmp_path)
     assert why_not(Interpreted(), torch.float32, CPU) == ""

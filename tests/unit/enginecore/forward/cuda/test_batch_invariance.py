@@ -122,6 +122,7 @@ def split(product: Callable[..., None], x: torch.Tensor, weight: torch.Tensor, *
         out.copy_(part) if columns.start is None else out.add_(part)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("launch", "name"), [("product", "llama"), ("grouped_product", "qwen3_moe")])
 def test_sums_that_are_split_by_the_number_of_rows_are_seen(

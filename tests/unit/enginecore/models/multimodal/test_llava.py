@@ -11,6 +11,7 @@ from tests.fakes.multimodal_items import features, image_tensors, item
 from tests.fakes.multimodal_models import save_multimodal_model
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", ["llava", "llava_siglip", "llava_pixtral"])
 @pytest.mark.parametrize("layers", [1, 2, -1, -2, -3, [0, 1], [-1, 0], [1, -2]])
 def test_states_of_any_block_make_the_rows(tmp_path: Path, family: str, layers: int | list[int]) -> None:

@@ -132,6 +132,7 @@ def verdict(constraint: StructuredOutput) -> str:
     return error.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_a_keyword_of_any_value_is_taken_or_refused(name: str):
     for schema in places(name):

@@ -26,6 +26,7 @@ def test_a_mixed_step_is_attended_as_by_the_reference(params: AttentionParams) -
     torch.testing.assert_close(Paged.of(step).attend(params), expected(step, params), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 90), st.sampled_from([1, 1, 2, 33])), min_size=1, max_size=4),
@@ -64,6 +65,7 @@ def test_queries_without_spans_keep_their_bits_beside_those_that_have_some() -> 
     assert changed.nonzero().ravel().tolist() == list(range(11, 30))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("heads", [(2, 2), (7, 1), (36, 2)], ids=str)
 @pytest.mark.parametrize("sizes", [(16, 16), (24, 16), (48, 32)], ids=str)
 def test_heads_and_their_sizes_need_not_be_powers_of_two(heads: tuple[int, int], sizes: tuple[int, int]) -> None:
@@ -120,6 +122,7 @@ def test_bits_alone_are_the_bits_in_a_crowd(name: str) -> None:
         assert torch.equal(alone.attend(PARAMS[name]), together[first:last])
 
 
+@pytest.mark.slow
 def test_a_long_decode_is_cut_into_as_many_pieces_as_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_ITEMS_PER_REQUEST", 1)
     step = make_step([1], [16 * 512 + 3], block_size=256, heads=(1, 1))
@@ -179,6 +182,7 @@ def is_wrong(step: Step, params: AttentionParams) -> bool:
     return not same or not bool(output[len(right) :].isnan().all())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=MUTATIONS)
 def test_a_broken_kernel_is_caught(mutation: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

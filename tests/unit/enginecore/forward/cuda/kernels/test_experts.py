@@ -85,6 +85,7 @@ def test_any_shape(
     check(make, counts, rest, sizes, dtype, biased=biased)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("make", KINDS)
 @pytest.mark.parametrize("counts", [[70, 3, 0], [0, 200]])
 def test_the_tiles_of_prompts(make: Make, counts: list[int]) -> None:

@@ -185,6 +185,7 @@ def test_attention_of_a_token_is_the_same_as_a_decode_and_in_a_prompt(name: str)
         assert torch.equal(attended(query_lens, PARAMS[name]), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_order")
 def test_ordinary_attention_of_decodes_in_pieces_of_the_keys_is_seen() -> None:
     prompt, decode = (attended([1, 7, new], PARAMS["full"], invariant=False) for new in (50, 1))

@@ -62,6 +62,7 @@ def check(step: Step, **how: Any) -> None:
     assert bool(found[len(right) :].isnan().all())
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     requests=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 40)), min_size=1, max_size=3),
@@ -128,6 +129,7 @@ def pieces_of_another_size(real: Any) -> Any:
     return lambda length, *rest: real(length, *rest) * 0 + 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mutation"),
     [

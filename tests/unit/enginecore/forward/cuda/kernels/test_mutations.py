@@ -165,6 +165,7 @@ def differs(run: Run, module: Any) -> bool:
         return not torch.allclose(run(module), run(None), rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("name", "run", "old", "new"), CASES, ids=[f"{name}: {new}" for name, _, _, new in CASES])
 def test_a_fault_is_seen(name: str, run: Run, old: str, new: str, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def check(case: Case) -> None:
     torch.testing.assert_close(query.float(), wanted_query, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(data=st.data())
 def test_any_shape(data: st.DataObject) -> None:

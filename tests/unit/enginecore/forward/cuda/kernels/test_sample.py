@@ -192,6 +192,7 @@ def test_tokens_that_are_out_are_never_drawn() -> None:
     assert set(tokens.tolist()) == {255, 256}
 
 
+@pytest.mark.slow
 def test_random_numbers_are_the_cpus_bit_for_bit() -> None:
     """Among 2**18 tokens of one weight the first 18 of its 53 bits decide."""
     rows, vocab = 6, 2**18
@@ -209,6 +210,7 @@ def test_other_shapes_are_refused() -> None:
         sampler.sample(torch.zeros(2, 10), draws, three.int(), two, two.int(), filtered=False)
 
 
+@pytest.mark.slow
 def test_the_twin_in_plain_torch_chooses_the_same() -> None:
     """Ten thousand of the twin's draws stand for the kernels'."""
     logits = random_logits(40, 700, seed=3)
