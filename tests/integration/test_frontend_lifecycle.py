@@ -23,11 +23,8 @@ from penstock_frontend.app import servers
 from penstock_frontend.config import HttpConfig
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import FrontendServer, collect, eventually, failure, make_request
-from tests.fakes.models.small_tokenizers import byte_level
 from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
-
-VOCAB = byte_level().get_vocab_size()
 
 
 async def get(port: int, path: str) -> tuple[int, str]:

@@ -18,7 +18,6 @@ from penstock_common.rpc.server import RpcServer
 from penstock_common.rpc.status import from_rpc_error
 
 NAME = "penstock.inference.v1.InferenceService"
-METHOD = f"/{NAME}/Generate"
 
 
 def test_a_message_that_is_not_compressed_is_itself() -> None:

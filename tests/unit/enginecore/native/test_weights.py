@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 
 from penstock_enginecore.native.weights import as_int8, round_linears, round_to_int8
 
-SMALL = float(torch.finfo(torch.float32).tiny)
-
 
 @given(
     st.integers(1, 9),

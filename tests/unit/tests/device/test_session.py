@@ -9,7 +9,7 @@ from typing import Any
 from tests.device.phases import Phase, Settings
 from tests.device.records import FILE, Results, read
 from tests.device.session import Options, Session
-from tests.fakes.device_phases import BROKEN, HANGING, NO_DEVICE, PHASES
+from tests.fakes.device_phases import BROKEN, HANGING, PHASES
 
 FIRST = [("first", f"row {i}") for i in range(4)] + [("first", "last")]
 ROWS = [("host", "compile"), *FIRST, ("second", "one"), ("second", "two")] + [("apart", f"check {i}") for i in range(3)]
@@ -33,22 +33,6 @@ def measured(results: Results) -> list[tuple[str, str]]:
     return [key for key in results.found if not key[1].startswith(("build", "close"))]
 
 
-def test_every_row_is_run_in_the_order_of_worth_per_second(tmp_path: Path) -> None:
-    results = run(tmp_path)
-    assert measured(results)[:8] == ROWS[:8]
-    assert sorted(measured(results)) == sorted(ROWS)
-    assert not results.errors
-    assert not results.unrun
-    assert results.found["first", "build model"] == {"computing": "fakes"}
-    assert results.found["first", "row 0"]["built"]
-
-
-def test_rows_of_a_phase_share_a_process_and_isolated_ones_do_not(tmp_path: Path) -> None:
-    found = run(tmp_path).found
-    assert len({found[key]["pid"] for key in FIRST}) == 1
-    assert len({found["apart", f"check {i}"]["pid"] for i in range(3)}) == 3
-
-
 def test_a_row_that_raises_keeps_its_traceback_and_output(tmp_path: Path) -> None:
     results = run(tmp_path, {"first/row 1": "raise", "first/row 0": "print"})
     assert sorted(measured(results)) == sorted(set(ROWS) - {("first", "row 1")})
@@ -57,11 +41,6 @@ def test_a_row_that_raises_keeps_its_traceback_and_output(tmp_path: Path) -> Non
     assert "faults.py" in error["traceback"]
     assert "and one on stderr" in error["stderr"]
     assert len({results.found[key]["pid"] for key in FIRST if key in results.found}) == 1
-
-
-def test_stray_lines_on_stdout_lose_nothing(tmp_path: Path) -> None:
-    results = run(tmp_path, {"first/": "print", "apart/": "print"})
-    assert sorted(measured(results)) == sorted(ROWS)
 
 
 def test_a_row_that_hangs_is_killed_and_the_rest_goes_on_in_a_fresh_process(tmp_path: Path) -> None:
@@ -124,18 +103,6 @@ def test_rows_that_the_budget_does_not_reach_are_listed(tmp_path: Path) -> None:
     }
     assert set(results.unrun.values()) == {"the budget was over"}
     assert read(tmp_path / FILE) == results
-
-
-def test_only_some_rows_are_run_where_others_are_not_asked_for(tmp_path: Path) -> None:
-    results = run(tmp_path, only=["second", "check 1"])
-    assert sorted(measured(results)) == [("apart", "check 1"), ("second", "one"), ("second", "two")]
-    assert not results.unrun
-
-
-def test_without_a_device_only_what_needs_none_is_run(tmp_path: Path) -> None:
-    results = run(tmp_path, phases=[*PHASES, NO_DEVICE], cpu=False)
-    assert measured(results) == [("machine", "machine"), ("host", "compile")]
-    assert set(results.unrun.values()) == {"there is no CUDA device"}
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

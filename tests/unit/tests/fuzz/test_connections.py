@@ -12,17 +12,12 @@ from tests.fuzz.connections.answers import Answer, Unreadable, answers_in, judge
 from tests.fuzz.connections.client import Connection, Heard
 from tests.fuzz.connections.limits import UNTIMED, Limits
 from tests.fuzz.connections.script import (
-    EndOutput,
-    Flood,
-    Reset,
     Script,
     Send,
     Step,
     UntilClosed,
     UntilHeard,
-    Wait,
 )
-from tests.fuzz.connections.scripts import plain_scripts, script_of
 from tests.fuzz.connections.system import Amounts
 from tests.fuzz.http2 import DATA, HEADERS, frames_in, header, raw_frame
 from tests.fuzz.system import Held
@@ -55,11 +50,6 @@ async def server(serve: Serve) -> AsyncIterator[tuple[str, int]]:
         await asyncio.gather(*served)
 
 
-async def heard(script: Script, serve: Serve) -> Heard:
-    async with server(serve) as address:
-        return await Connection(script, PATIENCE).play(address)
-
-
 def over_http(*steps: Step, **fields: object) -> Script:
     return Script("k", "http", steps, **fields)  # type: ignore[arg-type]
 
@@ -67,24 +57,6 @@ def over_http(*steps: Step, **fields: object) -> Script:
 def ended(received: bytes, **fields: object) -> str:
     """What is wrong with these answers."""
     return judge(over_http(**fields), Heard(received, closed=True, late=False), {"ping": b"pong"}).problem
-
-
-def test_a_connection_is_made_from_the_seed_and_its_number_alone() -> None:
-    in_order = [script_of(3, number, 1.0) for number in range(300)]
-    assert in_order[200:] == [script_of(3, number, 1.0) for number in reversed(range(200, 300))][::-1]
-    assert in_order != [script_of(4, number, 1.0) for number in range(300)]
-
-
-def test_every_kind_is_made_for_both_protocols_and_all_ports() -> None:
-    made = [script_of(3, number, 1.0) for number in range(3000)]
-    assert {script.port for script in made} == {"http", "guarded", "frontend", "admin", "engine", "coordinator"}
-    kinds = {script.kind for script in made}
-    assert {"tiny chunks without end", "slow body", "pipelined", "half closed", "idle after a request"} <= kinds
-    assert {"refused body 413", "refused body 404", "refused body 401", "refused body 415", "never continued"} <= kinds
-    assert {"rapid reset", "no window", "continuation flood", "ping flood", "settings flood", "huge metadata"} <= kinds
-    assert len({kind for kind in kinds if kind.startswith("ambiguous")}) > 25
-    known = {script.known for script in made} - {""}
-    assert known == plain_scripts().keys()
 
 
 def test_answers_are_told_apart() -> None:
@@ -131,45 +103,6 @@ def test_a_call_that_must_be_answered_is_told_with_what_it_ended_with() -> None:
     assert problem == "0 answers to 1 calls; the call ended with status 1 CANCELLED"
 
 
-async def test_steps_are_played_in_order() -> None:
-    came = bytearray()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        came.extend(await reader.readexactly(5))
-        writer.write(PING)
-        came.extend(await reader.read())  # up to the end of the client's output
-        writer.write(PING)
-
-    found = await heard(
-        over_http(
-            Send(b"hello", piece=2, pause=0.001),
-            UntilHeard(re.compile(b"pong")),
-            Flood(b"ab", seconds=60.0, most=5),
-            EndOutput(),
-            UntilClosed(),
-        ),
-        serve,
-    )
-    assert bytes(came) == b"helloababa"
-    assert found == Heard(PING * 2, closed=True, late=False)
-
-
-async def test_a_reset_is_no_regular_end() -> None:
-    ends: asyncio.Queue[type[BaseException] | None] = asyncio.Queue()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await reader.read()
-            ends.put_nowait(None)
-        except ConnectionError as e:
-            ends.put_nowait(type(e))
-
-    await heard(over_http(Send(b"x"), Reset()), serve)
-    assert await ends.get() is ConnectionResetError
-    await heard(over_http(Send(b"x")), serve)
-    assert await ends.get() is None
-
-
 @pytest.mark.parametrize("step", [UntilClosed(), UntilHeard(re.compile(b"pong"))])
 async def test_a_server_that_does_nothing_is_late(step: Step) -> None:
     over = asyncio.Event()
@@ -182,16 +115,6 @@ async def test_a_server_that_does_nothing_is_late(step: Step) -> None:
         found = await Connection(script, 0.2).play(address)
         over.set()
     assert judge(script, found, {}).slow
-
-
-async def test_a_server_that_ends_the_connection_ends_the_script() -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(1)
-
-    flood = Flood(b"x" * 10_000, seconds=3600.0, most=10**12)
-    found = await heard(over_http(flood, Wait(3600.0), UntilClosed()), serve)
-    assert found.closed
-    assert not found.late
 
 
 async def test_nobody_listens() -> None:

@@ -1,19 +1,8 @@
 """Whether what a process holds has grown."""
 
-import asyncio
-import os
-import subprocess
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
-
-import msgspec
 import pytest
 
-from tests.soak import watch as watch_module
-from tests.soak.plot import plot
-from tests.soak.watch import IDLE, Held, Watch, gauge, per_minute, total
+from tests.soak.watch import IDLE, Held, Watch, gauge
 
 
 def watch_of(*fds: int, pid: int = 7) -> Watch:
@@ -50,35 +39,3 @@ def test_gauges_are_summed_over_their_labels_and_unknown_ones_are_an_error() -> 
     assert gauge(text, "a") == 5.5
     with pytest.raises(KeyError):
         gauge(text, "b")
-
-
-def test_samples_are_added_up_that_have_the_labels() -> None:
-    text = '# TYPE a_total counter\na_total{x="1",y="1"} 2.0\na_total{x="1",y="2"} 3.5\na_total{x="2",y="1"} 7.0\n'
-    assert total(text, "a_total", x="1") == 5.5
-    assert total(text, "a_total", x="3") == total(text, "a") == 0.0
-
-
-def test_a_slope_needs_two_points() -> None:
-    assert per_minute([(1.0, 3.0)]) == 0.0
-
-
-@pytest.mark.parametrize("leased", [0.0, 3.0])
-def test_the_plot_is_written(leased: float, tmp_path: Path) -> None:
-    samples = [msgspec.structs.replace(held, leased_blocks=leased) for held in watch_of(1, 2, 3, 4, 5).samples]
-    plot(tmp_path / "soak.png", samples)
-    picture = (tmp_path / "soak.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    assert int.from_bytes(picture[20:24], "big") == (880 if not leased else 1760), "as high as it has rows"
-
-
-def test_a_process_that_has_ended_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def text(*_: Any) -> str:
-        return "# TYPE penstock:asyncio_tasks gauge\npenstock:asyncio_tasks 3.0\n"
-
-    monkeypatch.setattr(watch_module, "metrics", text)
-    with subprocess.Popen([sys.executable, "-c", ""]) as child:
-        service: Any = SimpleNamespace(pid=child.pid)
-        watch = Watch({"gone": service, "here": cast(Any, SimpleNamespace(pid=os.getpid()))})
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie
-        asyncio.run(watch.sample())
-    assert [held.service for held in watch.samples] == ["here"]

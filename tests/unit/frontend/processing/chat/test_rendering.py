@@ -34,8 +34,6 @@ WEATHER = Tool(name="weather", description="Tells it.", parameters={"type": "obj
 CALL = ChatMessage(role="assistant", tool_calls=[ToolCall(id="1", name="weather", arguments='{"city": "Köln"}')])
 LIMITS = LimitsConfig(max_prompt_length=2000)
 
-Prompt = Callable[..., Any]
-
 
 class Renderer:
     def __init__(self, model: Path, *, tool_parser: str = "auto") -> None:

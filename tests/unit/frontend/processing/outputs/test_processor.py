@@ -22,7 +22,6 @@ from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 from tests.fakes.models import small_tokenizers
 
 TOKENIZER = Tokenizer(small_tokenizers.byte_level())
-METRICS = FrontendMetrics("demo")
 
 
 @pytest.fixture
