@@ -1,11 +1,11 @@
 """Calls of the public API through ``penstock_client``, and the failures of calls in words."""
 
 import contextlib
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
 from penstock.common.v1 import sampling_pb2
-from penstock_client import AsyncClient, Model
+from penstock_client import AsyncClient, Media, Model
 from penstock_client import PenstockError as CallError
 from penstock_client.requests import MixedPrompt
 from penstock_common.errors import ConfigError, PenstockError, RequestFailed, Unimplemented, request_failed
@@ -59,7 +59,8 @@ def pools(model: Model) -> bool:
 
 def with_media(prompt: str, files: Collection[MediaFile]) -> MixedPrompt:
     """Return a prompt with media before it."""
-    return [*(file.message() for file in files), prompt] if files else prompt
+    media: list[str | Sequence[int] | Media] = [file.message() for file in files]
+    return [*media, prompt] if files else prompt
 
 
 def _takes(address: str, prefix: str) -> str:
