@@ -231,6 +231,7 @@ class KVCacheManager:
         return [block_hash for block_hash in hashes if int.from_bytes(block_hash[:4], "big") % num_parts == part]
 
     def num_cached_blocks(self, medium: KvMedium) -> int:
+        """Return how many blocks can be found in a medium now."""
         return len(self._findable_in(medium))
 
     def _findable_in(self, medium: KvMedium) -> Collection[bytes]:

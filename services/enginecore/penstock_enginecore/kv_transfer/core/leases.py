@@ -171,6 +171,7 @@ class Leases:
             return min((lease.clock_ends for lease in self._leases.values()), default=None)
 
     def revoke_one(self) -> bool:
+        """To make room: end the oldest lease that nothing is read from. False where there is none."""
         with self._lock:
             oldest = next((each for each in self._leases.values() if not each.num_fetches), None)
             if oldest is not None:
