@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from penstock_enginecore.lora.kernel_operands import PIECE, ROW_ALIGNED, TILE_ROWS, ProductShape
+from penstock_enginecore.lora.device_slots import PIECE, ROW_ALIGNED, TILE_ROWS, ProductShape
 from penstock_enginecore.lora.triton import COLUMNS, RANKS, STAGES, WARPS, expand_tiles, shrink_tiles
 from tests.compiled.kernel import Kernel
 

@@ -14,7 +14,7 @@ from penstock_enginecore.forward.cuda.kernel_api import (
     RotaryTable,
     StackedWeight,
 )
-from penstock_enginecore.lora.kernel_operands import RowTiles, SlotMatrices, row_stride
+from penstock_enginecore.lora.device_slots import RowTiles, SlotMatrices, row_stride
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 """What 4 bits of a float mean."""

@@ -12,7 +12,6 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.config import EngineCoreConfig, SchedulerConfig
 from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.core.executor import Executor, Progress
-from penstock_enginecore.core.iteration_log import IterationLog, StepCounts
 from penstock_enginecore.core.kv_cache.sizing import size_kv_cache, size_without_kv_cache
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.model_info import ModelInfo
@@ -20,7 +19,14 @@ from penstock_enginecore.core.queues import InputQueues
 from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.scheduler.base import Clock, PauseState, Scheduler, SchedulerContext, create_scheduler
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from penstock_enginecore.core.steps_in_flight import DrainAborts, KeepFailedStep, StepRecovery, StepsInFlight
+from penstock_enginecore.core.steps_in_flight import (
+    DrainAborts,
+    IterationLog,
+    KeepFailedStep,
+    StepCounts,
+    StepRecovery,
+    StepsInFlight,
+)
 from penstock_enginecore.core.validation import RequestLimits, validate_request
 from penstock_enginecore.kv_transfer.core.leases import LeasedBlocks
 from penstock_enginecore.kv_transfer.core.registry import OpenStore, begin_connector, make_connector

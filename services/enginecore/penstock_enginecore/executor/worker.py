@@ -20,15 +20,16 @@ from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.utility import utility
 from penstock_enginecore.core.worker_stats import GraphStats, WorkerStats
-from penstock_enginecore.executor.device import resolve_device, settle
-from penstock_enginecore.executor.generation.graph_capture import sizes_to_capture
-from penstock_enginecore.executor.loading import ModelRunner, load_runner
-from penstock_enginecore.executor.memory import (
+from penstock_enginecore.executor.device import (
     check_kv_cache_memory,
     cpu_kv_cache_bytes,
     cuda_kv_cache_bytes,
     encoder_cache_bytes,
+    resolve_device,
+    settle,
 )
+from penstock_enginecore.executor.generation.graph_capture import sizes_to_capture
+from penstock_enginecore.executor.loading import ModelRunner, load_runner
 from penstock_enginecore.executor.sleep_in_place import KeptSleep, kept_sleep
 from penstock_enginecore.kernel_cache.opening import open_cache
 from penstock_enginecore.kv_transfer.core.base import BlockFacts

@@ -21,8 +21,7 @@ from penstock_enginecore.forward.modules import (
     unsupported,
 )
 from penstock_enginecore.forward.probe import Probe
-from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, TakeAdapter
-from penstock_enginecore.lora.reference import AdaptedModules, pooling_layer
+from penstock_enginecore.lora.adapter import AdaptedModules, LoraAdapter, LoraSegment, TakeAdapter, pooling_layer
 from penstock_enginecore.models.attention_hook import AttentionContext, StepContext, use_context
 from penstock_enginecore.models.encoder import EncoderContext, check_encoder_calls, encoder_inputs
 from penstock_enginecore.models.errors import ModelLoadError

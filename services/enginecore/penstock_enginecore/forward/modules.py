@@ -16,8 +16,7 @@ from penstock_enginecore.attention.kv_cache import FLOAT8, NO_SCALES, KVScales, 
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, MediaDemands, demands_of, to_device
 from penstock_enginecore.forward.cuda.adapters import SlotModules
-from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, TakeAdapter
-from penstock_enginecore.lora.reference import AdaptedModules, head_of
+from penstock_enginecore.lora.adapter import AdaptedModules, LoraAdapter, LoraSegment, TakeAdapter, head_of
 from penstock_enginecore.models.attention_hook import AttentionCall, StepContext, use_context
 from penstock_enginecore.models.dtypes import num_bytes
 from penstock_enginecore.models.errors import ModelLoadError

@@ -32,8 +32,16 @@ from penstock_enginecore.forward.native_inputs import (
 )
 from penstock_enginecore.forward.native_layers import KernelDecoder, unsuitable_part
 from penstock_enginecore.forward.proof import TOLERANCES, Candidate, distance
-from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate, TakeAdapter, segments_of_rows
-from penstock_enginecore.lora.reference import AdaptedModules, expect_features, expect_known
+from penstock_enginecore.lora.adapter import (
+    AdaptedModules,
+    LoraAdapter,
+    LoraSegment,
+    LowRankUpdate,
+    TakeAdapter,
+    expect_features,
+    expect_known,
+    segments_of_rows,
+)
 from penstock_enginecore.models.decoder_plan import MLPPlan, ModelPlan, has_mixtures, plan_model
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.multimodal.base import MediaEncoder

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_enginecore.lora.kernel_operands import PIECE, ROW_ALIGNED, TILE_ROWS, RowTiles, SlotMatrices
+from penstock_enginecore.lora.device_slots import PIECE, ROW_ALIGNED, TILE_ROWS, RowTiles, SlotMatrices
 
 RANKS = 16
 COLUMNS = 128

@@ -5,12 +5,12 @@ from penstock_frontend.config.frontend import (
     DetectionConfig,
     FairnessConfig,
     FrontendConfig,
+    LoraConfig,
     ModelConfig,
     RetriesConfig,
 )
 from penstock_frontend.config.http import HttpConfig, ResponsesConfig
 from penstock_frontend.config.limits import AuthConfig, JwtConfig, LimitsConfig, MaxMediaConfig
-from penstock_frontend.config.lora import LoraConfig
 from penstock_frontend.config.media import MediaConfig
 from penstock_frontend.config.routing import DisaggregationConfig, RoutingConfig, RoutingPolicy
 

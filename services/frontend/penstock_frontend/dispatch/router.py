@@ -13,7 +13,7 @@ from penstock_common.types.kv_transfer import EngineRole
 from penstock_common.types.media import Modality, MultiModalFeature
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import RoutingPolicy
-from penstock_frontend.dispatch.lora_placement import LoraPlaces
+from penstock_frontend.dispatch.adapters import LoraPlaces
 
 _WAITING_WEIGHT = 4
 _KV_PRESSURE_FROM = 0.5

@@ -38,7 +38,7 @@ def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
     """Directories by name, of texts like ``NAME=PATH``. Raises ConfigError for a text of another form, a name that was given
     before or cannot be one, and a path that has no adapter.
     """
-    from penstock_frontend.config.lora import name_refusal  # the other commands do without
+    from penstock_frontend.config.frontend import name_refusal  # the other commands do without
 
     adapters: dict[str, str] = {}
     for text in texts:

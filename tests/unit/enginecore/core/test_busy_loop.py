@@ -15,7 +15,7 @@ import pytest
 
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.app import signals_handled
-from penstock_enginecore.core import iteration_log
+from penstock_enginecore.core import steps_in_flight
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.steps_in_flight import EngineDeadError
@@ -161,7 +161,7 @@ def test_an_idle_loop_does_nothing():
 
 def test_an_idle_loop_logs_the_steps_before_it(monkeypatch):
     lines = queue.SimpleQueue()
-    monkeypatch.setattr(iteration_log.logger, "info", lambda text, *values: lines.put(text % values))
+    monkeypatch.setattr(steps_in_flight.logger, "info", lambda text, *values: lines.put(text % values))
     with running(iteration_log_interval=0.2) as rig:
         request = make_request()
         rig.loop.add(CLIENT, request)

@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from penstock_common.types.outputs import SchedulerStats
-from penstock_enginecore.core.iteration_log import IterationLog
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.steps_in_flight import IterationLog
 
 
 class Engine:

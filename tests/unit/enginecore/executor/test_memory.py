@@ -7,8 +7,8 @@ from penstock_common.memory import Memory
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig, MultimodalConfig, SchedulerConfig
 from penstock_enginecore.config.scheduler import STEP_TOKENS
 from penstock_enginecore.core.model_info import MediaInfo, ModelInfo
-from penstock_enginecore.executor import memory
-from penstock_enginecore.executor.memory import cpu_kv_cache_bytes, encoder_cache_bytes
+from penstock_enginecore.executor import device
+from penstock_enginecore.executor.device import cpu_kv_cache_bytes, encoder_cache_bytes
 
 CONFIG = EngineCoreConfig(model=ModelConfig(path="p"))
 IMAGE = MediaInfo(modality="image", num_blocks=2, max_embeds=3000, max_tokens=3001)
@@ -36,5 +36,5 @@ def test_steps_that_a_large_image_makes_longer_keep_more_of_them() -> None:
 
 
 def test_what_others_will_take_of_the_host_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "host_memory", lambda: Memory("host", 4000, 1000))
+    monkeypatch.setattr(device, "host_memory", lambda: Memory("host", 4000, 1000))
     assert [cpu_kv_cache_bytes(others) for others in (0, 200, 2000)] == [250, 200, 0]

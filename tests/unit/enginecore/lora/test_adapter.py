@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from penstock_enginecore.lora.adapter import AdapterPart, LoraAdapter, LoraSegment, LowRankUpdate, OwnFeatures
-from penstock_enginecore.lora.reference import AdaptedModules, head_of
+from penstock_enginecore.lora.adapter import (
+    AdaptedModules,
+    AdapterPart,
+    LoraAdapter,
+    LoraSegment,
+    LowRankUpdate,
+    OwnFeatures,
+    head_of,
+)
 from penstock_enginecore.lora.target import AdapterTarget
 from penstock_enginecore.parallel.tensor_parallel import split_model
 from tests.fakes.engines.thread_collectives import ThreadCollectives, thread_ranks

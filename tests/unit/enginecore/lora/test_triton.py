@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_enginecore.lora.adapter import LoraSegment, LowRankUpdate
-from penstock_enginecore.lora.kernel_operands import (
+from penstock_enginecore.lora.adapter import LoraSegment, LowRankUpdate, PlainAddition
+from penstock_enginecore.lora.device_slots import (
     TILE_ROWS,
     ProductShape,
     RowTiles,
@@ -21,7 +21,6 @@ from penstock_enginecore.lora.kernel_operands import (
     most_tiles,
     pack,
 )
-from penstock_enginecore.lora.reference import PlainAddition
 from tests.fakes.models.interpreted_kernels import interpreted, multiply_bfloat16
 
 kernels = interpreted("triton", "penstock_enginecore.lora")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock_enginecore.lora.kernel_operands import TILE_ROWS, ProductShape
+from penstock_enginecore.lora.device_slots import TILE_ROWS, ProductShape
 from tests.unit.enginecore.lora.test_triton import Adapted, inputs, kernels, layout, tiles_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning")]

@@ -4,7 +4,7 @@ import pytest
 
 from penstock_common.errors import FailedPrecondition, Unavailable
 from penstock_enginecore.lora.core.request import LoadedLora, PartlyLoadedError
-from penstock_enginecore.lora.worker_loading import LoadsAwaited
+from penstock_enginecore.lora.store import LoadsAwaited
 
 DIGEST = b"d" * 16
 

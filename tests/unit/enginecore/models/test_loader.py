@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import CacheConfig, ModelConfig
-from penstock_enginecore.executor.memory import check_kv_cache_memory, cpu_kv_cache_bytes
+from penstock_enginecore.executor.device import check_kv_cache_memory, cpu_kv_cache_bytes
 from penstock_enginecore.models import loader
 from penstock_enginecore.models.dtypes import Dtypes, resolve_dtypes
 from penstock_enginecore.models.errors import ModelLoadError

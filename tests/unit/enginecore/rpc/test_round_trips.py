@@ -61,7 +61,7 @@ from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, NewRequestData, SchedulerOutput
 from penstock_enginecore.kv_transfer.core.base import BlockFacts, Copy
 from penstock_enginecore.lora.core.request import LoadedLora
-from penstock_enginecore.lora.worker_loading import LoadsAwaited
+from penstock_enginecore.lora.store import LoadsAwaited
 from penstock_enginecore.media.core.receiver_cache import ReceiverCache
 from penstock_enginecore.rpc import convert, coordinator_client
 from penstock_enginecore.rpc.node_listener import ENGINE_ONLY, NODE_ONLY, shared_config

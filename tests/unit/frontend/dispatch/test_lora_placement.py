@@ -8,7 +8,7 @@ import pytest
 
 from penstock_common.lora_registry import LoraHeld, short
 from penstock_frontend.config import RoutingPolicy
-from penstock_frontend.dispatch.lora_placement import (
+from penstock_frontend.dispatch.adapters import (
     CACHED,
     EVICTING,
     HINT_SECONDS,

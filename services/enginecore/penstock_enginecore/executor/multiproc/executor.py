@@ -22,8 +22,7 @@ from penstock_enginecore.executor.multiproc.workers import LAST_MOMENT, MODULE, 
 from penstock_enginecore.kv_transfer.core.base import BlockCopier, BlockFacts
 from penstock_enginecore.kv_transfer.kv_copy import Copier, CopiesAwaited
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, MakeRoom
-from penstock_enginecore.lora.store import SizeAdapter, peft_size, telling_of
-from penstock_enginecore.lora.worker_loading import LoadsAwaited
+from penstock_enginecore.lora.store import LoadsAwaited, SizeAdapter, peft_size, telling_of
 from penstock_enginecore.parallel.stage_plan import largest_stage
 from penstock_enginecore.worker.device_thread import DeviceThread
 from penstock_enginecore.worker.failures import Failure, WorkersGone

@@ -22,8 +22,7 @@ from penstock_enginecore.executor.multiproc.worker_channel import WorkerReports,
 from penstock_enginecore.executor.worker import Worker
 from penstock_enginecore.kv_transfer.core.base import BlockFacts
 from penstock_enginecore.kv_transfer.kv_copy import CopiesUnderWay
-from penstock_enginecore.lora.store import MakeReader, peft_reader
-from penstock_enginecore.lora.worker_loading import LoadsUnderWay
+from penstock_enginecore.lora.store import LoadsUnderWay, MakeReader, peft_reader
 from penstock_enginecore.plugins import load_plugins
 from penstock_enginecore.worker.device_thread import Late
 from penstock_enginecore.worker.failures import Failure

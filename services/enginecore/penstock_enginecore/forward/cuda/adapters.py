@@ -18,19 +18,31 @@ from penstock_enginecore.forward.cuda.buffers import CAPTURED, HostSlots, StepSh
 from penstock_enginecore.forward.cuda.kernel_api import LowRankKernels
 from penstock_enginecore.forward.cuda.linear import Linear, Product
 from penstock_enginecore.forward.proof import TOLERANCES, distance
-from penstock_enginecore.lora.adapter import BLANK, LoraAdapter, LoraSegment, LowRankUpdate, segments_of_rows
+from penstock_enginecore.lora.adapter import (
+    BLANK,
+    LoraAdapter,
+    LoraSegment,
+    LowRankUpdate,
+    PlainAddition,
+    expect_known,
+    head_of,
+    pooling_layer,
+    segments_of_rows,
+)
 from penstock_enginecore.lora.device_slots import (
+    TILE_ROWS,
     AtOnce,
     Copies,
     DeviceSlots,
     Image,
     Place,
+    RowTiles,
     SideStream,
     SlotLimits,
     SlotMemory,
+    lay_out,
+    most_tiles,
 )
-from penstock_enginecore.lora.kernel_operands import TILE_ROWS, RowTiles, lay_out, most_tiles
-from penstock_enginecore.lora.reference import PlainAddition, expect_known, head_of, pooling_layer
 from penstock_enginecore.lora.target import AdapterTarget
 from penstock_enginecore.models.quantization.layers import QuantizedLinear
 

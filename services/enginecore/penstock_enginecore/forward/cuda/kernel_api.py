@@ -10,7 +10,7 @@ import torch
 
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
-from penstock_enginecore.lora.kernel_operands import RowTiles, SlotMatrices
+from penstock_enginecore.lora.device_slots import RowTiles, SlotMatrices
 from penstock_enginecore.models.decoder_plan import Activation as Activation
 from penstock_enginecore.models.decoder_plan import Norm as Norm
 

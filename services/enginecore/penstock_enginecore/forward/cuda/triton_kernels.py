@@ -32,7 +32,7 @@ from penstock_enginecore.forward.cuda.kernels.latent_attention import (
 from penstock_enginecore.forward.cuda.kernels.norm import add_rms_norm
 from penstock_enginecore.forward.cuda.kernels.prologue import prologue
 from penstock_enginecore.forward.cuda.kernels.quantized import float8_product, int4_product
-from penstock_enginecore.lora.kernel_operands import RowTiles, SlotMatrices
+from penstock_enginecore.lora.device_slots import RowTiles, SlotMatrices
 from penstock_enginecore.lora.triton import add_low_rank
 
 
