@@ -111,13 +111,12 @@ class CompileProcess:
         self._stop()
         with self._lock:
             self._raise_if_closed()
-        child = self._children.compiler(self._tokenizer)
+        process, ours = self._children.compiler(self._tokenizer)
         with self._lock:
-            self._process, self._connection = child.process, child.channel
+            self._process, self._connection = process, ours
             closed = self._closed
         if closed:
-            child.process.kill()
-        ours = child.channel
+            process.kill()
         try:
             ready = self._receive(ours, START_TIMEOUT)
         except (EOFError, OSError):

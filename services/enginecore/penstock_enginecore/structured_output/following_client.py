@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -47,27 +46,6 @@ class CompiledConstraint:
         self.text = text
 
 
-class Follows(Protocol):
-    """Who has the process tell what its grammars allow. ``patience``: seconds of processor time of a token, above which no step
-    waits for the next mask.
-    """
-
-    eos_token_ids: frozenset[int]
-    patience: float
-
-    def advance(self, grammar: "FollowedGrammar", token_id: int) -> None:
-        """Take in a token that the mask allows."""
-
-    def draft(self, grammar: "FollowedGrammar", token_ids: Sequence[int]) -> None:
-        """Have the masks made behind tokens that may come next."""
-
-    def missed(self, grammar: "FollowedGrammar") -> bool:
-        """Note that a step went on without the mask. True when it has come meanwhile; else ``changed`` is called once it has."""
-
-    def forget(self, grammar: "FollowedGrammar") -> None:
-        """Do nothing more for a request."""
-
-
 class FollowedGrammar:
     """A ``Grammar``. ``number`` names it to the process, ``compiled`` is what it follows. A mask says itself what may come, so
     the busy loop takes a token in without asking the process.
@@ -75,7 +53,7 @@ class FollowedGrammar:
 
     def __init__(
         self,
-        follower: "Follows",
+        follower: "GrammarFollower",
         number: int,
         compiled: CompiledConstraint,
         tokens: Sequence[int],
@@ -210,6 +188,7 @@ class GrammarFollower:
         self._words = bitmask_words(vocab_size)
         self.eos_token_ids = eos_token_ids
         self.patience = config.token_budget * _PATIENCE
+        """Seconds of processor time of a token, above which no step waits for the next mask."""
         self._changed = threading.Condition()
         self._living: dict[int, FollowedGrammar] = {}
         self._numbers = itertools.count(1)
@@ -258,12 +237,13 @@ class GrammarFollower:
         return self._process.pid if self._process is not None else None
 
     def missed(self, grammar: FollowedGrammar) -> bool:
-        """Note that a step went on without the mask. True when it has come meanwhile."""
+        """Note that a step went on without the mask. True when it has come meanwhile; else ``changed`` is called once it has."""
         with self._changed:
             grammar.late = not grammar.ready and grammar.failure is None
             return not grammar.late
 
     def forget(self, grammar: FollowedGrammar) -> None:
+        """Do nothing more for a request."""
         with self._changed:
             if self._living.pop(grammar.number, None) is not None:
                 self._ended.append(grammar.number)
@@ -280,6 +260,7 @@ class GrammarFollower:
     # The busy loop's.
 
     def advance(self, grammar: FollowedGrammar, token_id: int) -> None:
+        """Take in a token that the mask allows."""
         with self._changed:
             grammar.ready, grammar.mask, grammar.forced, grammar.drafted = False, NO_MASK, (), True
             grammar.tokens.append(token_id)
@@ -291,6 +272,7 @@ class GrammarFollower:
                 grammar.drafts, grammar.draft_masks = [], []
 
     def draft(self, grammar: FollowedGrammar, token_ids: Sequence[int]) -> None:
+        """Have the masks made behind tokens that may come next."""
         with self._changed:
             grammar.drafts, grammar.draft_masks = list(token_ids), []
             grammar.turn += 1

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -238,20 +238,6 @@ class Forked:
         return self._code
 
 
-class Compiler(NamedTuple):
-    """A process that compiles, and the engine's end of what is between them."""
-
-    process: Forked
-    channel: "Connection[Any, Any]"
-
-
-class Follower(NamedTuple):
-    """The same of one that follows."""
-
-    process: Forked
-    channel: socket.socket
-
-
 class Children:
     """``compiler`` and ``follower`` belong to ``thread``, which outlives all children: they die with the thread that started
     them.
@@ -276,19 +262,21 @@ class Children:
         """Start it. Returns at once."""
         self.thread.submit(self._start)
 
-    def compiler(self, tokenizer: bytes) -> Compiler:
-        """A process that compiles for this vocabulary, serialized: see ``compiling_process.main``. Raises Internal."""
+    def compiler(self, tokenizer: bytes) -> "tuple[Forked, Connection[Any, Any]]":
+        """A process that compiles for this vocabulary, serialized, and the engine's end of what is between them: see
+        ``compiling_process.main``. Raises Internal.
+        """
         ours, theirs = multiprocessing.Pipe()
         with theirs, _closed_unless_done(ours):
             process = self._fork(Compile(self._config.compile_memory), theirs.fileno(), tokenizer)
-        return Compiler(process, ours)
+        return process, ours
 
-    def follower(self, tokenizer: bytes, settings: Settings) -> Follower:
-        """One that follows: see ``following_process.main``. Raises Internal when there is none."""
+    def follower(self, tokenizer: bytes, settings: Settings) -> tuple[Forked, socket.socket]:
+        """The same of one that follows: see ``following_process.main``. Raises Internal when there is none."""
         ours, theirs = packet_pair()
         with theirs, _closed_unless_done(ours):
             process = self._fork(Follow(settings), theirs.fileno(), tokenizer)
-        return Follower(process, ours)
+        return process, ours
 
     def close(self) -> None:
         """End all of them, for good. Idempotent."""

@@ -288,7 +288,6 @@ class DefaultScheduler(Scheduler):
             self._waiting.release(request, hold)
 
     def hold_back(self, request: Request, hold: Hold) -> None:
-        """Preempt a running request and hold it."""
         self._preemption.hold_back(request, hold)
 
     def fail(self, request: Request, error: RequestError) -> bool:
@@ -296,28 +295,23 @@ class DefaultScheduler(Scheduler):
         return self._lifecycle.fail(request, error)
 
     def abort_requests(self, client_id: str, request_ids: Iterable[str], *, hand_over: bool = False) -> list[str]:
-        """End those of the requests that exist, with ABORT outputs, or HANDOFF."""
         return self._lifecycle.abort(client_id, request_ids, hand_over=hand_over)
 
     def abort_client(self, client_id: str) -> None:
         self._lifecycle.abort_client(client_id)
 
     def abort_all(self, error: RequestError, *, held: bool = True, keep_blocks: bool = False) -> None:
-        """End every request with an ABORT output."""
         self._lifecycle.abort_all(error, held=held, keep_blocks=keep_blocks)
 
     def end_expired(self) -> None:
-        """End the requests whose deadline has passed."""
         self._lifecycle.abort_expired()
 
     # Results of a step.
 
     def constrained(self, scheduler_output: SchedulerOutput) -> list[Request]:
-        """Requests of a step that get a token which a grammar decides on, in batch order."""
         return sampled_by_grammar(scheduler_output, self._requests.by_key) if self._requests.num_constrained else []
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
-        """Append the sampled tokens, check stops, and make computed blocks findable."""
         self._state.trial.step_done()
         if self._kv_loads is not None:
             self._kv_loads.stepped(scheduler_output)
@@ -329,17 +323,14 @@ class DefaultScheduler(Scheduler):
         self._lifecycle.ended_by_step(ended)
 
     def update_draft_token_ids(self, scheduler_output: SchedulerOutput, drafts: DraftTokenIds) -> None:
-        """Remember the drafts until the next step of each request."""
         if self._drafting is not None:
             self._drafting.take_drafts(scheduler_output, drafts, self._requests.by_key)
 
     @property
     def drafter_failure(self) -> str:
-        """What the worker said of it."""
         return "" if self._drafting is None else self._drafting.failure
 
     def roll_back(self, scheduler_output: SchedulerOutput) -> None:
-        """Its tokens count as computed no more."""
         count_as_not_computed(scheduler_output, self._requests.by_key)
         for resource in self._resources:
             resource.workers_reset()
@@ -388,7 +379,6 @@ class DefaultScheduler(Scheduler):
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
         if self._requests or self._lifecycle.finished_keys or self._preemption.preempted_keys or self._state.outputs:
             return True
         return self._kv_loads is not None and self._kv_loads.has_news
@@ -402,18 +392,15 @@ class DefaultScheduler(Scheduler):
         return self._state.pause_state
 
     def pause(self, state: PauseState) -> None:
-        """Change to ``state``. RUNNING lets those go on that came meanwhile."""
         self._state.pause_state = state
         if state is PauseState.RUNNING:
             self._waiting.release_all(Hold.PAUSE)
 
     @property
     def drained(self) -> bool:
-        """Whether every request that is left came after the pause was asked for."""
         return all(request.hold & Hold.PAUSE for request in self._requests.by_key.values())
 
     def preempt_all(self) -> None:
-        """Take every running request's blocks; all are computed again."""
         self._preemption.preempt_all()
 
     def reset_prefix_cache(self) -> bool:
