@@ -122,7 +122,10 @@ class RankThread:
         self.changed = threading.Condition()
         self.answers = {}
         self.error: BaseException | None = None
-        links = Links(lambda group, _: ThreadLink(groups, lock, group, group.members.index(self.name)))
+        links = Links(
+            lambda group, _: ThreadLink(groups, lock, group, group.members.index(self.name)),
+            self.engine.queues.group_changed,
+        )
         self.driver = GroupDriver(self.name, self.engine, links)
         self.driver.to_coordinator = self.tell_coordinator
         self.driver.to_frontends = self.tell_frontends

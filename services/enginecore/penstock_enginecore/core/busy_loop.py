@@ -46,7 +46,7 @@ from penstock_enginecore.core.queues import (
 )
 from penstock_enginecore.core.request import Request, log_aborted, refusal
 from penstock_enginecore.core.scheduler.base import Clock
-from penstock_enginecore.core.shutdown import ShutdownEffect, ShutdownPhase, ShutdownState
+from penstock_enginecore.core.shutdown import ShutdownEffect, ShutdownPhase
 from penstock_enginecore.core.steps_in_flight import EngineDeadError
 from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.data_parallel.core.driver import GroupDriver
@@ -127,17 +127,14 @@ class BusyLoop:
         self._clock = clock
         self._queues = engine.queues
         self._utilities = UtilityAnswers(control.utilities, self._queues, self._send_answer)
-        self._shutdown = ShutdownState(engine.config.drain_timeout)
+        self._shutdown = control.shutdown
         self._idle = True
         self._cache_followers: frozenset[str] = frozenset()
         self._leases_ended = False
         """Since frontends were told of the load."""
         self.last_step_time = clock()
         engine.executor.watch(lambda error: self._queues.put(ExecutorFailed(error)))
-        control.on_drain = self._shutdown.drain
         self._group = group
-        if group is not None:
-            group.links.post = self.group_changed
 
     # From any thread.
 
@@ -155,7 +152,7 @@ class BusyLoop:
 
     def group_changed(self, event: GroupEvent) -> None:
         """Something happened to the group that the engine is a rank of."""
-        self._queues.put(GroupChanged(event))
+        self._queues.group_changed(event)
 
     def abort(self, client_id: str, request_ids: list[str], reason: str = "") -> None:
         """End requests of a client as soon as possible; ids that mean nothing are ignored. ``reason``: why, for the log."""

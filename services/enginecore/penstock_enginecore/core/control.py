@@ -1,6 +1,5 @@
 """What operators can do with a running engine: pause, sleep, reset, profile, look."""
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import RequestError
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.scheduler.base import PauseState
+from penstock_enginecore.core.shutdown import ShutdownState
 from penstock_enginecore.core.utility import UtilityRegistry, extend, utility
 from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.data_parallel.core.driver import GroupDriver
@@ -54,7 +54,7 @@ class EngineControl:
         self._pause_asked_for = False
         self._waiting: list[tuple[Future[None], bool]] = []
         self._sleep_level = 0
-        self.on_drain: Callable[[float], None] = _cannot_drain
+        self.shutdown = ShutdownState(engine.config.drain_timeout)
         utilities = UtilityRegistry(self)
         for controls in engine.controls:
             utilities.include(controls)
@@ -70,7 +70,7 @@ class EngineControl:
         """
         if not 0 <= timeout <= MAX_DRAIN_TIMEOUT:
             raise InvalidArgument(f"timeout is {timeout}; it must be from 0 to {MAX_DRAIN_TIMEOUT}", field="timeout")
-        self.on_drain(timeout)
+        self.shutdown.drain(timeout)
         stats = self._engine.scheduler.stats()
         return stats.num_running_reqs + stats.num_waiting_reqs
 
@@ -301,7 +301,3 @@ def _facts(worker: WorkerStats) -> dict[str, Any]:
     """What operators are shown of a worker."""
     facts: dict[str, Any] = msgspec.to_builtins(worker)
     return {key: value for key, value in facts.items() if key not in _TIMES}
-
-
-def _cannot_drain(_: float) -> None:
-    raise Unimplemented("nobody drives this engine that could drain it")

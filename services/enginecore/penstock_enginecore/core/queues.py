@@ -135,6 +135,10 @@ class InputQueues:
         """Let the busy loop look at what needs no message. Any thread may call it, and a signal handler."""
         self._input.put(Wakeup())
 
+    def group_changed(self, event: GroupEvent) -> None:
+        """Append that something happened to the data-parallel group."""
+        self._input.put(GroupChanged(event))
+
     def put_abort(self, abort: AbortRequests) -> None:
         """Append to both queues."""
         self._aborts.put(abort)

@@ -10,7 +10,7 @@ from penstock_common.types.outputs import EngineReady
 from penstock_enginecore.config import DataParallelConfig, EngineCoreConfig
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.data_parallel.core.driver import GroupDriver
-from penstock_enginecore.data_parallel.core.group_channels import Links, Meets, Named
+from penstock_enginecore.data_parallel.core.group_channels import Links, Meets, Named, prepare_nothing
 
 MakeMeets = Callable[[DataParallelConfig, str, SharedSecret | None], Meets]
 """Makes what lets a rank, by its name, meet others, which it recognizes by the secret."""
@@ -49,7 +49,7 @@ class EngineRank:
         self.driver = GroupDriver(
             self.name,
             engine,
-            Links(meets.make) if experts is None else Links(meets.make, experts.prepare),
+            Links(meets.make, engine.queues.group_changed, prepare_nothing if experts is None else experts.prepare),
             experts=experts,
             prefill_interval=config.expert_parallel.prefill_interval,
             move_after=config.data_parallel.move_after,

@@ -166,9 +166,9 @@ class Meets(Protocol):
 class Links:
     """One link per epoch, from when it is first wanted until a later one has begun."""
 
-    def __init__(self, make: MakeLink, prepare: Prepare = prepare_nothing) -> None:
-        self.post: Callable[[GroupEvent], None] = lambda _: None
-        """Called on the links' threads."""
+    def __init__(self, make: MakeLink, post: Callable[[GroupEvent], None], prepare: Prepare = prepare_nothing) -> None:
+        """``post`` is called on the links' threads."""
+        self.post = post
         self._make = make
         self._prepare = prepare
         self._lock = threading.Lock()
