@@ -213,8 +213,6 @@ class AdapterReader(Onlooker):
 
 # Adapters that workers read while they compute, and that the engine waits for.
 
-# At the engine.
-
 
 class LoadsAwaited:
     """Loads that workers have not all answered. From any thread."""

@@ -261,9 +261,7 @@ def _listed(names: Collection[str]) -> str:
     return f"known: {', '.join(first) or 'none'}{f' and {more} more' if more > 0 else ''}"
 
 
-# Where LoRA adapters are, and on which engines they should be. Does no I/O.
-
-# Where LoRA adapters are, and where they should be. Does no I/O.
+# Where LoRA adapters are, and on which engines they should be.
 
 LOADING = 4.0
 """What loading an adapter counts as in an engine's score, at least: as much as a waiting request."""
