@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from penstock_common.errors import ConfigError, InvalidArgument, Unimplemented
+from penstock_common.types.kv_transfer import KvParams
 from penstock_common.types.outputs import EngineCoreOutput
-from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request import EngineCoreRequest, RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.kv_transfer.core import registry
@@ -47,7 +48,10 @@ def run(engine: EngineCore, params: str = "", max_tokens: int = 9) -> tuple[list
     """The tokens of a request with these parameters, and its outputs. Behind it nothing is under way."""
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
     request = EngineCoreRequest(
-        request_id="r", prompt_token_ids=PROMPT, sampling_params=sampling, kv_transfer_params=params
+        request_id="r",
+        prompt_token_ids=PROMPT,
+        sampling_params=sampling,
+        context=RequestContext(kv=KvParams(params=params)),
     )
     engine.add(engine.preprocess(CLIENT, request))
     outputs: list[EngineCoreOutput] = []
@@ -63,10 +67,10 @@ def run(engine: EngineCore, params: str = "", max_tokens: int = 9) -> tuple[list
 def test_what_one_engine_has_kept_another_one_does_not_compute(model: Path) -> None:
     first, second = (engine_of(model, connector=shared_store.NAME) for _ in range(2))
     expected, outputs = run(second)
-    assert outputs[-1].kv_transfer_params == ""
+    assert outputs[-1].kv_params == ""
     second.scheduler.reset_prefix_cache()
     _, outputs = run(first, json.dumps({"store": "one", "keep": True}), max_tokens=1)
-    answer = outputs[-1].kv_transfer_params
+    answer = outputs[-1].kv_params
     assert json.loads(answer) == {"store": "one"}
     tokens, outputs = run(second, answer)
     assert tokens == expected

@@ -3,8 +3,9 @@
 import msgspec
 
 from penstock.enginecore.v1 import messages_pb2 as pb
-from penstock_common.types.kv_transfer import EngineRole, KvSource
+from penstock_common.types.kv_transfer import EngineRole, KvParams, KvSource
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, PrefillStats
+from penstock_common.types.request import RequestContext
 from penstock_enginecore.rpc import convert
 from penstock_frontend.rpc import session_messages
 from tests.fakes.engines.engine_harness import make_request
@@ -19,7 +20,7 @@ def test_a_request_takes_its_source_and_its_legs_to_the_engine():
     for request in (
         plain,
         msgspec.structs.replace(plain, kv_source=SOURCE),
-        msgspec.structs.replace(plain, handoff_after_tokens=1, lease_kv=True),
+        msgspec.structs.replace(plain, handoff_after_tokens=1, context=RequestContext(kv=KvParams(lease=True))),
     ):
         wire = session_messages.add_request(request).SerializeToString()
         assert convert.request_from_proto(pb.SessionRequest.FromString(wire).add) == request

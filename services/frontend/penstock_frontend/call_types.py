@@ -104,16 +104,6 @@ class MixedPrompt(msgspec.Struct, frozen=True):
         return [part for part in self.parts if isinstance(part, MediaPart)]
 
 
-class KvParams(msgspec.Struct, frozen=True):
-    """What a gateway says of a request's keys and values. ``lease``: they are kept for a while when the request ends; ``source``:
-    who keeps those of the request that this one goes on with. ``params``: what engines' own connector is told, a JSON object.
-    """
-
-    lease: bool = False
-    source: KvSource | None = None
-    params: str = ""
-
-
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt to continue: text, token ids, or parts of these, vectors and media."""
 
@@ -122,7 +112,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The sampling parameters that the client set, under the names of ``SamplingParams``."""
     add_special_tokens: bool = True
     prediction: Prediction | None = None
-    kv: KvParams = KvParams()
     context: RequestContext = RequestContext()
 
 
@@ -231,7 +220,6 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: dict[str, Any] = {}
     """The sampling parameters that the client set, under the names of ``SamplingParams``."""
     prediction: Prediction | None = None
-    kv: KvParams = KvParams()
     context: RequestContext = RequestContext()
 
     @property

@@ -1,7 +1,9 @@
 """Messages of ``penstock.common.v1`` that say who has keys and values, and what an engine is preferred for."""
 
 from penstock.common.v1 import kv_pb2
+from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.types.kv_transfer import EngineRole, KvMedium, KvSource
+from penstock_common.types.outputs import EngineCoreOutput
 
 _ROLES = {role.value: role for role in EngineRole}
 _MEDIA = {medium.value: medium for medium in KvMedium}
@@ -49,3 +51,18 @@ def source_to_proto(source: KvSource) -> kv_pb2.KvSource:
         num_tokens=source.num_tokens,
         fingerprint=source.fingerprint,
     )
+
+
+def fill_kv(message: pb.EngineCoreOutput, output: EngineCoreOutput) -> None:
+    """Write who keeps the request's keys and values, and what a plugin's connector says of them."""
+    if output.kv_source is not None:
+        message.kv_source.CopyFrom(source_to_proto(output.kv_source))
+    message.kv_transfer_params = output.kv_params
+
+
+def read_kv(message: pb.EngineCoreOutput, output: EngineCoreOutput) -> None:
+    """The reverse of ``fill_kv``."""
+    if message.HasField("kv_source"):
+        output.kv_source = source_from_proto(message.kv_source)
+    if message.kv_transfer_params:
+        output.kv_params = message.kv_transfer_params

@@ -14,6 +14,7 @@ from penstock.common.v1 import media_pb2, sampling_pb2, structured_output_pb2, t
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_common.rpc.outputs import Place, TakeShared, TakeTensor, payload, set_payload
+from penstock_common.types.kv_transfer import KvParams
 from penstock_common.types.media import DTYPE_BYTES, MODALITIES, MediaLimits, Modality, TensorData, TensorDtype
 from penstock_common.types.request import RequestContext
 from penstock_common.types.sampling import (
@@ -40,6 +41,8 @@ def fill_context(message: pb.EngineCoreRequest, context: RequestContext) -> None
     message.arrival_time = context.arrival_time
     if context.deadline is not None:
         message.deadline = context.deadline
+    message.lease_kv = context.kv.lease
+    message.kv_transfer_params = context.kv.params
     message.trace_context.update(context.trace_context)
 
 
@@ -54,6 +57,7 @@ def context_from_proto(message: pb.EngineCoreRequest) -> RequestContext:
         cache_salt=message.cache_salt,
         arrival_time=message.arrival_time,
         deadline=_deadline(message),
+        kv=KvParams(lease=message.lease_kv, params=message.kv_transfer_params),
         trace_context=dict(message.trace_context),
     )
 

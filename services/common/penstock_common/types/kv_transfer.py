@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 MAX_PARAMS_BYTES = 16 * 1024
-"""Of ``kv_transfer_params`` as JSON."""
+"""Of ``KvParams.params``."""
 
 
 class KvMedium(enum.IntEnum):
@@ -69,6 +69,16 @@ class KvSource(msgspec.Struct, frozen=True, kw_only=True):
     lease_id: bytes
     num_tokens: int
     fingerprint: bytes
+
+
+class KvParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a gateway says of a request's keys and values. ``lease``: they are kept for a while when the request ends; ``source``:
+    who keeps those of the request that this one goes on with. ``params``: what engines' own connector is told, a JSON object.
+    """
+
+    lease: bool = False
+    source: KvSource | None = None
+    params: str = ""
 
 
 # Changes of an engine's prefix cache, for routers that follow it.

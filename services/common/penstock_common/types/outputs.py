@@ -271,7 +271,7 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Of the attempt so far, on its last output and those of steps that verified drafts; None where nothing was drafted."""
     kv_source: KvSource | None = None
     """Who keeps the request's keys and values, on its last output."""
-    kv_transfer_params: str = ""
+    kv_params: str = ""
     """What a plugin's connector says of it, on its last output: a JSON object, or nothing."""
 
 

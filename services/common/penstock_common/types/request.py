@@ -5,7 +5,7 @@ import enum
 import msgspec
 
 from penstock_common.lora_registry import LoraAdapter
-from penstock_common.types.kv_transfer import KvSource
+from penstock_common.types.kv_transfer import KvParams, KvSource
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.octets import Octets
 from penstock_common.types.prompt_embeds import PromptEmbeds
@@ -43,6 +43,10 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """When the frontend got the request, in seconds since the Unix epoch."""
     deadline: float | None = None
     """When the request ends with DEADLINE_EXCEEDED, in seconds since the Unix epoch; None: never."""
+    kv: KvParams = KvParams()
+    """What a gateway says of its keys and values. Of ``source`` an engine hears by ``EngineCoreRequest.kv_source``, which changes
+    with the attempts.
+    """
     trace_context: dict[str, str] = {}
     """W3C Trace Context headers of the span whose children the next service's spans are; empty: the request is not traced."""
 
@@ -135,10 +139,6 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Who has keys and values of the sequence; None: nobody is known."""
     handoff_after_tokens: int = 0
     """Output tokens of this attempt after which the request is handed over; 0: never."""
-    lease_kv: bool = False
-    """Whether the blocks are kept for a while when the request ends as it should."""
-    kv_transfer_params: str = ""
-    """For the connector that a plugin has added to the engine, a JSON object; empty: nothing is said."""
 
     @property
     def skips_prefix_cache(self) -> bool:

@@ -263,7 +263,7 @@ class EngineCore:
             request,
             client_id=client_id,
             max_model_len=self.max_model_len,
-            kv_transfer_params=read_params(request.kv_transfer_params, self.connector),
+            kv_params=read_params(request.context.kv.params, self.connector),
         )
         if prepared.lora is None or prepared.lora.digest:  # else it is hashed once somebody has read the adapter
             self.scheduler.kv_cache.hash_prompt(prepared)

@@ -144,8 +144,8 @@ class Request:
     as the scheduler knows them. ``num_asked_media``: of its media, those that the encoder cache was asked for, or need not be.
     ``num_uncharged_embeds``: computed for it, and not yet counted for its tenant's share.
     ``lora``: its adapter, with the digest once that is known; ``lora_use``: keeps it, from when it is loaded to the end.
-    ``hands_over``: at ``max_tokens`` it goes on elsewhere. ``lease_kv``: its blocks are kept for a while when it ends as it
-    should. ``kv_source``: who has blocks of it, as its client knows. ``kv_transfer_params``: what a plugin's connector is told.
+    ``hands_over``: at ``max_tokens`` it goes on elsewhere. ``kv_source``: who has blocks of it, as its client knows.
+    ``kv_transfer_params``: what a plugin's connector is told.
     ``arrival`` numbers requests in the order in which the scheduler got them. ``grammar`` is set once a constraint is compiled.
     """
 
@@ -166,7 +166,6 @@ class Request:
         "key",
         "kv_source",
         "kv_transfer_params",
-        "lease_kv",
         "loaded_tokens",
         "lora",
         "max_drafts",
@@ -215,7 +214,7 @@ class Request:
         *,
         client_id: str,
         max_model_len: int,
-        kv_transfer_params: dict[str, Any] | None = None,
+        kv_params: dict[str, Any] | None = None,
     ) -> None:
         self.key = f"{request.request_id}#{next(_serial)}"
         self.request_id = request.request_id
@@ -240,9 +239,8 @@ class Request:
         self.hands_over = request.handoff_after_tokens > 0 and first_leg < self.max_tokens
         if self.hands_over:
             self.max_tokens = first_leg
-        self.lease_kv = request.lease_kv
         self.kv_source = request.kv_source
-        self.kv_transfer_params = kv_transfer_params or {}
+        self.kv_transfer_params = kv_params or {}
         self.stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
         self.skip_reading_prefix_cache = request.skips_prefix_cache
         self.attempt = request.attempt

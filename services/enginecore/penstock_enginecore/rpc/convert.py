@@ -12,7 +12,7 @@ from penstock_common.lora_registry import LoraAdapter
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import request, stats
 from penstock_common.rpc.data_parallel import checked
-from penstock_common.rpc.kv_transfer import role_to_proto, source_from_proto, source_to_proto
+from penstock_common.rpc.kv_transfer import fill_kv, role_to_proto, source_from_proto
 from penstock_common.rpc.outputs import fill_columns
 from penstock_common.rpc.request import context_from_proto, limits_to_proto
 from penstock_common.tensors.chunks import TensorRef
@@ -63,8 +63,6 @@ def request_from_proto(
         prediction_token_ids=list(message.prediction_token_ids),
         kv_source=source_from_proto(message.kv_source) if message.HasField("kv_source") else None,
         handoff_after_tokens=message.handoff_after_tokens,
-        lease_kv=message.lease_kv,
-        kv_transfer_params=message.kv_transfer_params,
     )
 
 
@@ -144,9 +142,7 @@ def output_to_proto(output: EngineCoreOutput) -> pb.EngineCoreOutput:
         message.prefill_stats.CopyFrom(stats_pb2.PrefillStats(**msgspec.structs.asdict(output.prefill_stats)))
     if output.spec_decoding_stats is not None:
         message.spec_decoding_stats.CopyFrom(stats.speculation_to_proto(output.spec_decoding_stats))
-    if output.kv_source is not None:
-        message.kv_source.CopyFrom(source_to_proto(output.kv_source))
-    message.kv_transfer_params = output.kv_transfer_params
+    fill_kv(message, output)
     return message
 
 

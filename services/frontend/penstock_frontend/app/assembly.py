@@ -24,7 +24,7 @@ from penstock_frontend.config import (
     ModelConfig,
 )
 from penstock_frontend.dispatch.adapters import Adapters
-from penstock_frontend.dispatch.kv_transfer_params import KvGateway
+from penstock_frontend.dispatch.kv_gateway import KvGateway
 from penstock_frontend.metrics import FrontendMetrics, MediaMetrics
 from penstock_frontend.ports import EngineClient, OutputHandler
 from penstock_frontend.processing.chat.rendering import ChatRenderer, find_control_tokens

@@ -16,7 +16,7 @@ from penstock_frontend.calls.admission import Admission, Demand, check_deadline,
 from penstock_frontend.calls.live_request import LiveRequest, RequestObserver
 from penstock_frontend.calls.pooling import PoolingCalls
 from penstock_frontend.config import FairnessConfig, LimitsConfig
-from penstock_frontend.dispatch.kv_transfer_params import KvGateway
+from penstock_frontend.dispatch.kv_gateway import KvGateway
 from penstock_frontend.loop_yield import SEQUENCES_PER_TURN, Pace
 from penstock_frontend.ports import EngineClient
 from penstock_frontend.processing.outputs.collector import OutputCollector
@@ -284,13 +284,7 @@ class AsyncLLM:
         check_generates(self.engines.view.capabilities)
         self.inputs.check(core_request, limits)
         live.lora = await self.adapters.of_request(request.context)
-        core_request = msgspec.structs.replace(
-            core_request,
-            lora=live.lora,
-            lease_kv=request.kv.lease,
-            kv_source=request.kv.source,
-            kv_transfer_params=request.kv.params,
-        )
+        core_request = msgspec.structs.replace(core_request, lora=live.lora, kv_source=request.context.kv.source)
         get_logger().debug(
             "request", request=live.request_id, tenant=request.context.tenant, priority=request.context.priority
         )

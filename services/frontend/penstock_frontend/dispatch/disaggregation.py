@@ -59,7 +59,7 @@ class Legs:
         roles = self._roles
         if not roles.prefill:
             return Plan(_with_its_blocks(entry, candidates))
-        if entry.request.lease_kv:  # somebody else sees to the second leg
+        if entry.request.context.kv.lease:  # somebody else sees to the second leg
             return Plan([c for c in roles.prefill if c.accepting] or candidates)
         if entry.num_handoffs or entry.kv_source is not None:
             return Plan(_with_its_blocks(entry, roles.others))

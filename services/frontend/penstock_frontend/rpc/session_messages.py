@@ -11,7 +11,7 @@ from penstock_common.errors import Internal
 from penstock_common.observability.logging import incident
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import stats
-from penstock_common.rpc.kv_transfer import role_from_proto, source_from_proto, source_to_proto
+from penstock_common.rpc.kv_transfer import read_kv, role_from_proto, source_to_proto
 from penstock_common.rpc.outputs import columns_from_proto
 from penstock_common.rpc.request import fill_context, limits_from_proto, to_proto
 from penstock_common.types.kv_transfer import KvCacheEvent
@@ -71,8 +71,6 @@ def add_request(
     if request.kv_source is not None:
         add.kv_source.CopyFrom(source_to_proto(request.kv_source))
     add.handoff_after_tokens = request.handoff_after_tokens
-    add.lease_kv = request.lease_kv
-    add.kv_transfer_params = request.kv_transfer_params
     return message
 
 
@@ -212,10 +210,7 @@ def _output(message: pb.EngineCoreOutput, take: parts.TakeTensor | None) -> Engi
         output.stop_reason = _stop_reason(message.stop_reason)
         if message.HasField("error"):
             output.error = parts.error_from_proto(message.error)
-    if message.HasField("kv_source"):
-        output.kv_source = source_from_proto(message.kv_source)
-    if message.kv_transfer_params:
-        output.kv_transfer_params = message.kv_transfer_params
+    read_kv(message, output)
     if message.HasField("pooling_output"):
         output.pooling_output = parts.vectors_from_proto(message.pooling_output, take)
     return output

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock_common.types.kv_transfer import EngineRole, KvSource
-from penstock_common.types.request import EngineCoreRequest, PoolingParams, PoolingTask
+from penstock_common.types.kv_transfer import EngineRole, KvParams, KvSource
+from penstock_common.types.request import EngineCoreRequest, PoolingParams, PoolingTask, RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.config import DisaggregationConfig
 from penstock_frontend.dispatch.disaggregation import Legs
@@ -175,5 +175,6 @@ def test_what_was_handed_over_goes_where_its_blocks_can_be_had() -> None:
 
 def test_a_gateways_first_request_goes_to_an_engine_of_prompts_and_stays() -> None:
     rig = Rig(engine("p", PREFILL), engine("d", DECODE))
-    assert rig.plan(entry_of(lease_kv=True)) == ("p", 0)
-    assert Rig(engine("p", PREFILL, accepting=False), engine("d")).plan(entry_of(lease_kv=True)) == ("pd", 0)
+    leased = RequestContext(kv=KvParams(lease=True))
+    assert rig.plan(entry_of(context=leased)) == ("p", 0)
+    assert Rig(engine("p", PREFILL, accepting=False), engine("d")).plan(entry_of(context=leased)) == ("pd", 0)

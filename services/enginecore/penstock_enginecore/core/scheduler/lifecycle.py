@@ -181,7 +181,7 @@ class RequestLifecycle:
         for request in requests:
             self.finished_keys.append(request.key)
             handed_over = request.status is RequestStatus.HANDED_OVER
-            wanted = handed_over or (request.lease_kv and request.status in _NORMAL_ENDS)
+            wanted = handed_over or (request.context.kv.lease and request.status in _NORMAL_ENDS)
             if (source := self._keep_blocks(request, wanted=wanted)) is not None:
                 self._state.outputs.add_source(request, source)
             if self._kv_loads is not None and request.status in _NORMAL_ENDS:

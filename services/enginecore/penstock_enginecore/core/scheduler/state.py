@@ -105,7 +105,7 @@ class ClientOutputs:
     def add_answer(self, request: Request, answer: str) -> None:
         """Likewise what a plugin's connector says of it, if that is anything."""
         if answer:
-            self._last(request).kv_transfer_params = answer
+            self._last(request).kv_params = answer
 
     def _last(self, request: Request) -> EngineCoreOutput:
         outputs = reversed(self._clients[request.client_id].outputs)

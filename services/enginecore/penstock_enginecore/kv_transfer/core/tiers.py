@@ -27,6 +27,7 @@ from penstock_enginecore.kv_transfer.core.base import (
 )
 from penstock_enginecore.kv_transfer.core.host_disk_tiers import BlockStore, DiskTier, HostTier
 from penstock_enginecore.kv_transfer.core.transfer_stats import LoadRates, Observe, Transfer, outcome_of
+from penstock_enginecore.kv_transfer.core.validation import PARAMS_FIELD
 
 # Blocks that come from the sources of requests, and are written into the pool as they come.
 
@@ -240,8 +241,8 @@ class TieredConnector:
 
     def check(self, params: Mapping[str, Any]) -> None:  # noqa: ARG002 - a protocol
         raise Unimplemented(
-            "kv_transfer_params is set; it is for the connector of a plugin, and kv_transfer.connector names none",
-            field="kv_transfer_params",
+            f"{PARAMS_FIELD} is set; it is for the connector of a plugin, and kv_transfer.connector names none",
+            field=PARAMS_FIELD,
         )
 
     def answer(self, request: Request) -> Mapping[str, Any] | None:  # noqa: ARG002 - a protocol

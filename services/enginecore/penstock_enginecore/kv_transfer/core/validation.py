@@ -10,6 +10,8 @@ from penstock_common.types.kv_transfer import MAX_PARAMS_BYTES, KvSource
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.kv_transfer.core.base import KVConnector
 
+PARAMS_FIELD = "kv_transfer_params"
+"""How clients call what a plugin's connector is told."""
 ID_BYTES = 16
 """Of a lease, and of a fingerprint."""
 MAX_NAME_LENGTH = 256
@@ -17,12 +19,12 @@ MAX_NAME_LENGTH = 256
 
 
 def read_params(text: str, connector: KVConnector | None) -> dict[str, Any]:
-    """The ``kv_transfer_params`` of a request. Raises Unimplemented where nobody takes any, InvalidArgument for what is no JSON
+    """``text``, of a request, as an object. Raises Unimplemented where nobody takes any, InvalidArgument for what is no JSON
     object, is too long, or is not what the connector takes.
     """
     if not text:
         return {}
-    field = "kv_transfer_params"
+    field = PARAMS_FIELD
     if connector is None:
         raise Unimplemented(f"{field} is set; kv_transfer.connector names no connector that takes it", field=field)
     if (size := len(text.encode())) > MAX_PARAMS_BYTES:
@@ -39,7 +41,7 @@ def read_params(text: str, connector: KVConnector | None) -> dict[str, Any]:
 
 def check_kv_transfer(request: EngineCoreRequest) -> None:
     """Raise InvalidArgument, naming the field."""
-    if request.pooling_params is not None and (request.handoff_after_tokens or request.lease_kv):
+    if request.pooling_params is not None and (request.handoff_after_tokens or request.context.kv.lease):
         name = "handoff_after_tokens" if request.handoff_after_tokens else "lease_kv"
         raise InvalidArgument(f"{name} is set; a request to pool has no output to go on with", field=name)
     if request.kv_source is not None:

@@ -40,7 +40,7 @@ from penstock_frontend.api.openai.generation import AS_MANY_AS_FIT, FINISH_REASO
 from penstock_frontend.api.openai.sampling_fields import SamplingFields, StreamOptions, predicted_text
 from penstock_frontend.api.openai.usage import UsageCount, UsageInfo, usage_info
 from penstock_frontend.api.tools import ChosenTools, CustomInputs, ServedTool, ServedTools
-from penstock_frontend.call_types import ChatRequest, Finish, KvParams
+from penstock_frontend.call_types import ChatRequest, Finish
 from penstock_frontend.calls.admission import demand_of
 from penstock_frontend.calls.chat import ChatCalls
 from penstock_frontend.calls.generate import AsyncLLM
@@ -280,11 +280,11 @@ class ChatCompletions:
         _check(body)
         if body.truncate_prompt_tokens == AS_MANY_AS_FIT:
             body.truncate_prompt_tokens = await self._llm.prompt_room(body.max_tokens or 1, call.context)
-        kv = sampling_fields.kv_params(body, self._llm.gateway, num_sequences=body.n or 1)
+        call = sampling_fields.with_kv(call, body, self._llm.gateway, num_sequences=body.n or 1)
         tools = tools_of(body.tools)
         chosen = tools.chosen(choice_of(body.tool_choice))
         names = _names(body, chosen)
-        request = await given.converted(functools.partial(_request, body, call, kv, chosen))
+        request = await given.converted(functools.partial(_request, body, call, chosen))
         demand = demand_of(request)
         self._llm.check_room([demand])
         prompt_token_ids = await self._prompt_token_ids(body, request, names)
@@ -359,7 +359,7 @@ class _Making:
             usage=self._usage.total(),
             prompt_logprobs=prompt_logprobs(of_prompt) if asked else msgspec.UNSET,
             prompt_token_ids=self._prompt_token_ids if self._body.return_token_ids else msgspec.UNSET,
-            kv_transfer_params=sampling_fields.kv_answer(finishes),
+            **sampling_fields.kv_answer(finishes),
         )
 
     async def chunks(self, generation: Generation[ChatOutput]) -> AsyncGenerator[ChatCompletionChunk, None]:
@@ -378,7 +378,7 @@ class _Making:
                         continue
                     so_far = usage_info(len(self._prompt_token_ids), writer.num_tokens)
                     usage = so_far if options.continuous_usage_stats else none
-                    yield self._chunk([choice], usage, prompt, sampling_fields.kv_answer([output.finish]))
+                    yield self._chunk([choice], usage, prompt, **sampling_fields.kv_answer([output.finish]))
                     prompt = msgspec.UNSET
         if options.include_usage:
             yield self._chunk([], self._usage.total(), msgspec.UNSET)
@@ -397,7 +397,7 @@ class _Making:
         choices: Sequence[ChunkChoice],
         usage: UsageInfo | msgspec.UnsetType | None,
         prompt_token_ids: Sequence[int] | msgspec.UnsetType,
-        kv: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET,
+        **kv: Any,
     ) -> ChatCompletionChunk:
         return ChatCompletionChunk(
             id=self._id,
@@ -406,7 +406,7 @@ class _Making:
             choices=choices,
             usage=usage,
             prompt_token_ids=prompt_token_ids,
-            kv_transfer_params=kv,
+            **kv,
         )
 
 
@@ -420,7 +420,7 @@ def _check(body: ChatCompletionRequest) -> None:
         raise InvalidArgument("top_logprobs is set; it needs logprobs", field="top_logprobs")
 
 
-def _request(body: ChatCompletionRequest, call: Call, kv: KvParams, chosen: ChosenTools) -> ChatRequest:
+def _request(body: ChatCompletionRequest, call: Call, chosen: ChosenTools) -> ChatRequest:
     values = sampling_fields.values(body)
     if body.logprobs:
         values["logprobs"] = body.top_logprobs or 0
@@ -436,7 +436,6 @@ def _request(body: ChatCompletionRequest, call: Call, kv: KvParams, chosen: Chos
         template_kwargs=kwargs,
         sampling=values,
         prediction=predicted_text(body.prediction),
-        kv=kv,
         context=context_of(call, "chatcmpl", body),
     )
 

@@ -39,7 +39,7 @@ from penstock_frontend.api.openai.generation import (
 )
 from penstock_frontend.api.openai.sampling_fields import SamplingFields, StreamOptions, TokenId, predicted_text
 from penstock_frontend.api.openai.usage import UsageCount, UsageInfo, usage_info
-from penstock_frontend.call_types import GenerateRequest, KvParams, RequestOutput, Usage
+from penstock_frontend.call_types import GenerateRequest, RequestOutput, Usage
 from penstock_frontend.calls.admission import Demand, demand_of
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.config import LimitsConfig
@@ -179,25 +179,25 @@ class Completions:
             body.truncate_prompt_tokens = room
         given = split(body.prompt, self._limits.now.max_prompts)
         self._check_sequences(len(given), body)
-        kv = self._kv(len(given), body)
+        call = self._with_kv(call, len(given), body)
         if body.suffix is not None:
             given = [_infilled(self._llm, each, body.suffix) for each in given]
-        making = _Making(self._llm, body, call, model, kv)
+        making = _Making(self._llm, body, call, model)
         generation = Generation(self._llm, await making.sources(given), raw)
         if body.stream:
             return await EventStream.started(making.chunks(generation))
         return await making.whole(generation)
 
-    def _kv(self, prompts: int, body: CompletionRequest) -> KvParams:
+    def _with_kv(self, call: Call, prompts: int, body: CompletionRequest) -> Call:
         of = "best_of" if body.best_of else "n"
-        kv = sampling_fields.kv_params(body, self._llm.gateway, num_sequences=body.num_sequences, of=of)
-        if kv.lease and prompts > 1:
+        call = sampling_fields.with_kv(call, body, self._llm.gateway, num_sequences=body.num_sequences, of=of)
+        if call.context.kv.lease and prompts > 1:
             raise InvalidArgument(
                 f"kv_transfer_params.do_remote_decode is true and prompt has {prompts} prompts; one goes on elsewhere: it must "
                 "have 1",
                 field="prompt",
             )
-        return kv
+        return call
 
     def _check_sequences(self, prompts: int, body: CompletionRequest) -> None:
         limit, n = self._limits.now.max_sequences_per_call, body.num_sequences
@@ -213,7 +213,7 @@ class Completions:
 class _Making:
     """One call's answer in the making."""
 
-    def __init__(self, llm: AsyncLLM, body: CompletionRequest, call: Call, model: str, kv: KvParams) -> None:
+    def __init__(self, llm: AsyncLLM, body: CompletionRequest, call: Call, model: str) -> None:
         self._llm = llm
         self._body = body
         self._context = context_of(call, "cmpl", body)
@@ -231,7 +231,6 @@ class _Making:
         )
         self._prompts: Sequence[Prompt] = ()
         self._prediction = predicted_text(body.prediction)
-        self._kv = kv
 
     async def sources(self, given: Sequence[Given]) -> list[Source[RequestOutput]]:
         """One request per prompt. Raises RequestFailed; when there is no room for all of them, before any is tokenized."""
@@ -284,7 +283,7 @@ class _Making:
                 shown = PromptOutput(prompt, msgspec.structs.replace(output, index=index))
                 choices.append(self._writer(shown).write(shown.output, of_prompts[prompt]))
         kv = sampling_fields.kv_answer(output.finish for of_prompt in finals for output in of_prompt)
-        return self._completion(choices, self._usage.total(), kv)
+        return self._completion(choices, self._usage.total(), **kv)
 
     async def chunks(self, generation: Generation[RequestOutput]) -> AsyncGenerator[Completion, None]:
         """The answer in pieces."""
@@ -296,7 +295,7 @@ class _Making:
                     self._count(each)
                     choice = self._writer(each).write(each.output, each.output.prompt_logprobs)
                     usage = self._writer(each).usage_so_far() if every else none
-                    yield self._completion([choice], usage, sampling_fields.kv_answer([each.output.finish]))
+                    yield self._completion([choice], usage, **sampling_fields.kv_answer([each.output.finish]))
         if self._options.include_usage:
             yield self._completion([], self._usage.total())
 
@@ -306,7 +305,6 @@ class _Making:
             sampling=values,
             add_special_tokens=self._body.add_special_tokens is not False,
             prediction=self._prediction,
-            kv=self._kv,
             context=msgspec.structs.replace(self._context, external_request_id=request_id),
         )
         return Source(request_id, demand_of(request), functools.partial(self._llm.generate, request), prompt.names)
@@ -344,11 +342,9 @@ class _Making:
         self,
         choices: Sequence[CompletionChoice],
         usage: UsageInfo | msgspec.UnsetType | None,
-        kv: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET,
+        **kv: Any,
     ) -> Completion:
-        return Completion(
-            id=self._id, created=self._created, model=self._model, choices=choices, usage=usage, kv_transfer_params=kv
-        )
+        return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage, **kv)
 
 
 def _check(body: CompletionRequest) -> None:

@@ -16,12 +16,13 @@ from penstock_common.types.sampling import (
     SamplingParams,
     StructuredOutput,
 )
+from penstock_frontend.api.http.endpoint import Call
 from penstock_frontend.api.openai.body_fields import check_range, shown, text_of
 from penstock_frontend.api.openai.context import GenerationContextFields
 from penstock_frontend.api.openai.response_format import Constraint, read_format
-from penstock_frontend.call_types import Finish, KvParams
+from penstock_frontend.call_types import Finish
 from penstock_frontend.call_warnings import WarningKind, warn
-from penstock_frontend.dispatch.kv_transfer_params import KvGateway, answer_of
+from penstock_frontend.dispatch.kv_gateway import KvGateway, answer_of
 
 # Other servers' names of sampling parameters that mean the same here.
 
@@ -400,15 +401,18 @@ def check(body: SamplingFields) -> None:
         raise InvalidArgument("prompt_logprobs is set; a stream has none", field="prompt_logprobs")
 
 
-def kv_params(body: SamplingFields, gateway: KvGateway, *, num_sequences: int, of: str = "n") -> KvParams:
-    """What is said of keys and values. ``of``: the field that says how many sequences. Raises Unimplemented, InvalidArgument."""
-    return gateway.read(body.kv_transfer_params, n=num_sequences, field="kv_transfer_params", of=of)
+def with_kv(call: Call, body: SamplingFields, gateway: KvGateway, *, num_sequences: int, of: str = "n") -> Call:
+    """The call, whose context has what the body says of keys and values. ``of``: the field that says how many sequences. Raises
+    Unimplemented, InvalidArgument.
+    """
+    kv = gateway.read(body.kv_transfer_params, n=num_sequences, field="kv_transfer_params", of=of)
+    return msgspec.structs.replace(call, context=msgspec.structs.replace(call.context, kv=kv))
 
 
-def kv_answer(finishes: Iterable[Finish | None]) -> dict[str, Any] | msgspec.UnsetType:
-    """The parameters of an answer whose sequences ended so: of the only one that has some."""
+def kv_answer(finishes: Iterable[Finish | None]) -> dict[str, Any]:
+    """The fields of an answer whose sequences ended so that say where its keys and values are: of the only one that has some."""
     answers = [said for finish in finishes if finish is not None and (said := answer_of(finish)) is not None]
-    return answers[0] if len(answers) == 1 else msgspec.UNSET
+    return {"kv_transfer_params": answers[0]} if len(answers) == 1 else {}
 
 
 def values(body: SamplingFields, own: Constraint | None = None) -> dict[str, Any]:

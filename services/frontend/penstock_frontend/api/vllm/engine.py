@@ -25,7 +25,7 @@ from penstock_frontend.calls.admission import Readiness, demand_of
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.config import LimitsConfig, MediaConfig, ModelConfig
 from penstock_frontend.dispatch.kv_events import KvEventBatch, KvEventFeed
-from penstock_frontend.dispatch.kv_transfer_params import CONNECTOR
+from penstock_frontend.dispatch.kv_gateway import CONNECTOR
 from penstock_frontend.processing.prompts.tokenizer_bundle import ModelCard, TokenizerBundle
 
 # Changes of the engines' prefix caches as messages.
@@ -133,7 +133,7 @@ class VllmEngineServicer:
         converted = messages.generate_request(request, **messages.call_details(context), anchor=self._anchor)
         said, n = request.kv_transfer_params_json, converted.sampling["n"]
         kv = self._llm.gateway.read_json(said, n=n, field="kv_transfer_params_json")
-        converted = msgspec.structs.replace(converted, kv=kv)
+        converted = msgspec.structs.replace(converted, context=msgspec.structs.replace(converted.context, kv=kv))
         if converted.sampling["truncate_prompt_tokens"] == -1:  # as long as a prompt may be that has an output
             room = await self._llm.prompt_room(1, converted.context)
             converted.sampling["truncate_prompt_tokens"] = room

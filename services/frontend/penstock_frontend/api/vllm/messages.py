@@ -23,7 +23,7 @@ from penstock_frontend.call_types import (
     RequestOutput,
 )
 from penstock_frontend.calls.live_request import LiveRequest
-from penstock_frontend.dispatch.kv_transfer_params import answer_of
+from penstock_frontend.dispatch.kv_gateway import answer_of
 
 
 def context_of(

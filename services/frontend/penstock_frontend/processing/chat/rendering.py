@@ -195,7 +195,6 @@ class ChatRenderer:
             add_special_tokens=self._adds_special_tokens(prompt),
             sampling=request.sampling,
             prediction=request.prediction,
-            kv=request.kv,
             context=request.context,
         )
 

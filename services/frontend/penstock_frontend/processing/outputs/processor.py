@@ -314,7 +314,7 @@ class OutputProcessor(RequestStates[RequestState]):
             _forget_dropped(state, step)
             finish = Finish(FinishReason.STOP, delta.stop, state.usage())
         elif output.finish_reason is not None:
-            kept = (output.kv_source, output.kv_transfer_params)
+            kept = (output.kv_source, output.kv_params)
             finish = Finish(output.finish_reason, output.stop_reason, state.usage(), *kept)
         else:
             state.collector.put(delta, index=state.index, prompt_logprobs=prompt_logprobs)

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from penstock_common.errors import InvalidArgument
-from penstock_common.types.kv_transfer import KvSource
+from penstock_common.types.kv_transfer import KvParams, KvSource
 from penstock_common.types.outputs import FinishReason, RequestError
-from penstock_common.types.request import PoolingParams
+from penstock_common.types.request import PoolingParams, RequestContext
 from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import SpeculativeConfig
 from penstock_enginecore.kv_transfer.core.validation import check_kv_transfer
@@ -195,7 +195,9 @@ def test_blocks_are_kept_behind_an_end_where_that_is_asked_for_and_never_behind_
     engine = make_engine()
     leases = FakeLeases(engine, FakeClock())
     asking, plain, aborted = (
-        msgspec.structs.replace(make_request(14, max_tokens=4), lease_kv=lease) for lease in (True, False, True)
+        msgspec.structs.replace(make_request(14, max_tokens=4), context=RequestContext(kv=KvParams(lease=lease)))
+        for lease in (True, False, True)
+        for lease in (True, False, True)
     )
     transcript = Transcript()
     add(engine, asking, plain, aborted)
@@ -229,7 +231,8 @@ def test_a_source_that_is_none_is_refused_by_name(change, field):
 def test_a_source_is_taken_and_nothing_to_pool_is_handed_over():
     check_kv_transfer(msgspec.structs.replace(make_request(), kv_source=SOURCE))
     pooled = msgspec.structs.replace(make_request(), pooling_params=PoolingParams(task="embed"))
-    for name, value in (("handoff_after_tokens", 1), ("lease_kv", True)):
+    leased = {"context": RequestContext(kv=KvParams(lease=True))}
+    for name, fields in (("handoff_after_tokens", {"handoff_after_tokens": 1}), ("lease_kv", leased)):
         with pytest.raises(InvalidArgument) as refused:
-            check_kv_transfer(msgspec.structs.replace(pooled, **{name: value}))
+            check_kv_transfer(msgspec.structs.replace(pooled, **fields))
         assert refused.value.field == name

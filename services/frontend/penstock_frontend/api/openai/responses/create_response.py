@@ -35,7 +35,7 @@ from penstock_frontend.api.openai.responses.response_store import ResponseStore,
 from penstock_frontend.api.openai.responses.response_writer import ResponseWriter
 from penstock_frontend.api.openai.sampling_fields import predicted_text
 from penstock_frontend.api.tools import ChosenTools, ServedTools
-from penstock_frontend.call_types import ChatMessage, ChatRequest, KvParams
+from penstock_frontend.call_types import ChatMessage, ChatRequest
 from penstock_frontend.call_warnings import name_fields
 from penstock_frontend.calls.admission import demand_of
 from penstock_frontend.calls.chat import ChatCalls
@@ -81,8 +81,8 @@ class ResponseCreation:
         )
         messages = [*before, *given_turns.messages]
         warn_of_lost_calls(messages, [""] * len(before) + given_turns.places)
-        kv = sampling_fields.kv_params(body, self._llm.gateway, num_sequences=1)
-        request = _request(body, call, messages, kv, chosen)
+        call = sampling_fields.with_kv(call, body, self._llm.gateway, num_sequences=1)
+        request = _request(body, call, messages, chosen)
         num_before = len(request.messages) - len(given_turns.messages)
         names = input_items.names(body, given_turns.places, num_before, chosen)
         name_fields(names)
@@ -204,9 +204,7 @@ def _turns(body: ResponseBody) -> input_items.Turns:
     return input_items.turns_of(body.input, options_of(body.mm_processor_kwargs, body.media_io_kwargs))
 
 
-def _request(
-    body: ResponseBody, call: Call, messages: Sequence[ChatMessage], kv: KvParams, chosen: ChosenTools
-) -> ChatRequest:
+def _request(body: ResponseBody, call: Call, messages: Sequence[ChatMessage], chosen: ChosenTools) -> ChatRequest:
     # Pieces also for an answer in one piece: its items are those of the stream.
     own = input_items.format_constraint(body.text.format if body.text is not None else None)
     values = {**sampling_fields.values(body, own), "output_kind": OutputKind.DELTA}
@@ -222,7 +220,6 @@ def _request(
         template_kwargs=input_items.template_kwargs(body),
         sampling=values,
         prediction=predicted_text(body.prediction),
-        kv=kv,
         context=context_of(call, "resp", body),
     )
 

@@ -112,9 +112,9 @@ class ResponseWriter:
             self._end(response.CANCELLED, usage=told)
         elif (why := _INCOMPLETE.get(finish.reason)) is not None:
             why_not = IncompleteDetails(why)
-            self._end(response.INCOMPLETE, usage=told, incomplete_details=why_not, kv_transfer_params=kv)
+            self._end(response.INCOMPLETE, usage=told, incomplete_details=why_not, **kv)
         else:
-            self._end(response.COMPLETED, usage=told, kv_transfer_params=kv)
+            self._end(response.COMPLETED, usage=told, **kv)
 
     def _end(self, status: str, **fields: Any) -> None:
         complete = status == response.COMPLETED

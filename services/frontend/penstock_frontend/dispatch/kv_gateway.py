@@ -7,8 +7,8 @@ from msgspec import Meta
 
 from penstock_common.addresses import split, with_port
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
-from penstock_common.types.kv_transfer import MAX_PARAMS_BYTES, KvSource
-from penstock_frontend.call_types import Finish, KvParams
+from penstock_common.types.kv_transfer import MAX_PARAMS_BYTES, KvParams, KvSource
+from penstock_frontend.call_types import Finish
 from penstock_frontend.config import DisaggregationConfig
 from penstock_frontend.ports import EngineView
 
@@ -22,8 +22,8 @@ _NONE = KvParams()
 
 
 class KvGateway:
-    """Reads ``kv_transfer_params`` and writes those of answers. A request with ``do_remote_decode`` has its blocks kept when it
-    ends; its answer's parameters, given back as they are, tell the second request who keeps them. Who is not an engine of
+    """Reads the parameters of requests and writes those of answers. A request with ``do_remote_decode`` has its blocks kept when
+    it ends; its answer's parameters, given back as they are, tell the second request who keeps them. Who is not an engine of
     ``view``, nor allowed, is not asked for anything. Where engines have a connector of their own, parameters go
     there as they are.
     """

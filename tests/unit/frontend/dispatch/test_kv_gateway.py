@@ -7,10 +7,9 @@ import pytest
 
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.cluster import EngineStatus
-from penstock_common.types.kv_transfer import MAX_PARAMS_BYTES, KvSource
-from penstock_frontend.call_types import KvParams
+from penstock_common.types.kv_transfer import MAX_PARAMS_BYTES, KvParams, KvSource
 from penstock_frontend.config import DisaggregationConfig
-from penstock_frontend.dispatch.kv_transfer_params import KvGateway, params_of
+from penstock_frontend.dispatch.kv_gateway import KvGateway, params_of
 
 SOURCE = KvSource(
     engine_id="a", incarnation="1", address="h:50054", lease_id=b"l" * 16, num_tokens=1024, fingerprint=b"f" * 16
