@@ -91,6 +91,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         check_fields("scheduler", self)
 
     @property
+    def by_priority(self) -> bool:
+        """Whether requests with a lower number go first."""
+        return self.policy == "priority"
+
+    @property
     def step_tokens(self) -> int:
         """``max_num_batched_tokens``; unset: the most that a model may leave it at."""
         return STEP_TOKENS if self.max_num_batched_tokens is None else self.max_num_batched_tokens

@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 _NICENESS = 10
-"""Added to the priority of the process while it matches, which leaves the processor to the engine's steps."""
+"""Added to the niceness of the process while it matches, which leaves the processor to the engine's steps."""
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 What follows grammars is a fork of a process that has nothing else to do, so that another one is there at once when one must be
 ended. Three threads work, in lanes of their own: ``FAST``, the main one, has the tokens of
-requests whose last one cost little, ``SLOW``, at a low priority, all others, ``BEGIN`` the beginnings. A fourth looks at what the
+requests whose last one cost little, ``SLOW``, niced, all others, ``BEGIN`` the beginnings. A fourth looks at what the
 three take of the processor, and ends the process when a token costs far too much: the library cannot be interrupted. It releases
 the GIL while it works.
 """

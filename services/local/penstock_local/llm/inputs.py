@@ -296,11 +296,11 @@ def _given(sampling: object, name: str) -> dict[str, Any]:
     return {field: value for field, value in values.items() if value is not None}
 
 
-def context_of(*, priority: int = 0, lora: str) -> RequestContext:
-    """What holds for a whole call. Raises InvalidArgument for a ``lora`` that is no name."""
+def context_of(lora: str = "", **others: Any) -> RequestContext:
+    """What holds for a whole call. ``others``: fields of the context. Raises InvalidArgument for a ``lora`` that is no name."""
     if not isinstance(lora, str):
         raise InvalidArgument(f"lora is {lora!r}; it must be an adapter's name, or empty", field="lora")
-    return RequestContext(priority=priority, lora=lora)
+    return RequestContext(lora=lora, **others)
 
 
 class Requests:
@@ -313,13 +313,10 @@ class Requests:
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling: Sampling | Iterable[Sampling],
-        *,
-        priority: int = 0,
-        lora: str = "",
+        context: RequestContext,
     ) -> Inputs[GenerateRequest]:
         """Prompts to continue. Raises InvalidArgument for what is wrong with all of them."""
         inputs = predicted_of(prompts, name="prompts")
-        context = context_of(priority=priority, lora=lora)
         each = paired(inputs, sampling)
         made = (
             pair
@@ -334,7 +331,7 @@ class Requests:
         )
         return Inputs(made, inputs.total)
 
-    def single(self, prompt: Prompt, sampling: Sampling, kind: OutputKind, *, priority: int) -> GenerateRequest:
+    def single(self, prompt: Prompt, sampling: Sampling, kind: OutputKind, context: RequestContext) -> GenerateRequest:
         """One prompt to continue. Raises InvalidArgument."""
         value = next(predicted_of(prompt, name="prompt").each, None)
         fields = next(sampling_of(sampling, 1))
@@ -348,7 +345,7 @@ class Requests:
             prompt=value.prompt,
             prediction=value.prediction,
             sampling={**self.seeded(fields), "output_kind": kind},
-            context=RequestContext(priority=priority),
+            context=context,
         )
 
     def chat(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from penstock_common.errors import InvalidArgument, Unavailable
-from penstock_common.types.request import PoolingParams, PoolingTask
+from penstock_common.types.request import PoolingParams, PoolingTask, RequestContext
 from penstock_frontend.call_types import ChatRequest
 from penstock_local.llm.batch import Batch, Errors, Job, Shown
 from penstock_local.llm.beam_search import BeamSearch, BeamSearchParams, beam_search_params
@@ -114,7 +114,7 @@ class LLM:
         use_tqdm: Shown | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts. ``sampling_params``: one for all, or one each."""
-        requests = self._requests.generate(prompts, sampling_params, priority=priority, lora=lora)
+        requests = self._requests.generate(prompts, sampling_params, context_of(lora, priority=priority))
         return self._batch(self._generation(), errors, progress, use_tqdm).all(requests)
 
     @names_replacements()
@@ -130,7 +130,7 @@ class LLM:
         progress: Shown = False,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """The index of each prompt and what it came to, as they end or ``in_order``."""
-        requests = self._requests.generate(prompts, sampling_params, priority=priority, lora=lora)
+        requests = self._requests.generate(prompts, sampling_params, context_of(lora, priority=priority))
         return self._batch(self._generation(), errors, progress).each(requests, in_order=in_order)
 
     @names_replacements()
@@ -158,7 +158,9 @@ class LLM:
         conversation: ``conversations[3]``.
         """
         template = (chat_template, chat_template_kwargs)
-        like = _conversation(tools, add_generation_prompt, continue_final_message, template, priority, lora)
+        like = _conversation(
+            tools, add_generation_prompt, continue_final_message, template, context_of(lora, priority=priority)
+        )
         requests = self._requests.chat(messages, sampling_params, like)
         return self._batch(self._answering(), errors, progress, use_tqdm).all(requests)
 
@@ -181,7 +183,9 @@ class LLM:
     ) -> Iterator[tuple[int, RequestOutput]]:
         """The index of each conversation and its answer, as they end or ``in_order``."""
         template = (chat_template, chat_template_kwargs)
-        like = _conversation(tools, add_generation_prompt, continue_final_message, template, priority, lora)
+        like = _conversation(
+            tools, add_generation_prompt, continue_final_message, template, context_of(lora, priority=priority)
+        )
         requests = self._requests.chat(messages, sampling_params, like)
         return self._batch(self._answering(), errors, progress).each(requests, in_order=in_order)
 
@@ -297,7 +301,7 @@ class LLM:
         """
         search = BeamSearch(self._calls, self._runtime, beam_search_params(params))
         job = Job("prompts", self._calls.prepare, search.run, BeamSearchOutput)
-        return self._batch(job, errors, progress, use_tqdm).all(self._requests.generate(prompts, None))
+        return self._batch(job, errors, progress, use_tqdm).all(self._requests.generate(prompts, None, context_of()))
 
     def _generation(self) -> Job[Any, Any, RequestOutput]:
         return Job("prompts", self._calls.prepare, self._calls.generate, RequestOutput)
@@ -318,8 +322,7 @@ def _conversation(
     add_generation_prompt: bool,
     continue_final_message: bool,
     template: tuple[str, Mapping[str, Any] | None],
-    priority: int,
-    lora: str,
+    context: RequestContext,
 ) -> ChatRequest:
     """What all conversations of a call have in common. ``template``: their own chat template, if any, and its variables."""
     return ChatRequest(
@@ -329,5 +332,5 @@ def _conversation(
         continue_final_message=continue_final_message,
         template=template[0],
         template_kwargs=dict(template[1] or {}),
-        context=context_of(priority=priority, lora=lora),
+        context=context,
     )

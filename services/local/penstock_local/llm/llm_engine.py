@@ -11,6 +11,7 @@ from typing import Any, Self
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
 from penstock_common.observability.logging import incident
 from penstock_common.types.outputs import RequestError
+from penstock_common.types.request import RequestContext
 from penstock_common.types.sampling import OutputKind
 from penstock_local.llm.calls import Calls, Prepared, pieces
 from penstock_local.llm.inputs import Prompt, Requests, Sampling
@@ -62,7 +63,7 @@ class LLMEngine:
             raise Unavailable("this LLMEngine is closed", reason="CLOSED")
         if request_id in self._running:
             raise InvalidArgument(f"request_id is {request_id!r}, which a running request has", field="request_id")
-        request = self._requests.single(prompt, params, output_kind, priority=priority)
+        request = self._requests.single(prompt, params, output_kind, RequestContext(priority=priority))
         prepared = self._runtime.submit(functools.partial(self._calls.prepare, request)).result()
         work = functools.partial(_run, self._runtime, request_id, prepared, self._board)
         self._running[request_id] = self._runtime.submit(work)
@@ -186,7 +187,7 @@ class AsyncLLMEngine:
             raise Unavailable("this AsyncLLMEngine is closed", reason="CLOSED")
         if request_id and request_id in self._running:
             raise InvalidArgument(f"request_id is {request_id!r}, which a running request has", field="request_id")
-        request = self._requests.single(prompt, params, output_kind, priority=priority)
+        request = self._requests.single(prompt, params, output_kind, RequestContext(priority=priority))
         name = request_id or f"request-{id(request):x}"
         self._running[name] = None
         outputs: AsyncGenerator[RequestOutput, None] | None = None

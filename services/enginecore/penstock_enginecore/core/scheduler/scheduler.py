@@ -1,4 +1,4 @@
-"""The default scheduler: one token budget, first come first served or by priority, shared fairly between tenants.
+"""The default scheduler: one token budget, first come first served or by urgency, shared fairly between tenants.
 
 There is no prefill phase and no decode phase. Every step hands out tokens so that each request's
 ``num_computed_tokens`` catches up with its ``num_tokens``. Chunked prefill, prefix hits and resumed requests all

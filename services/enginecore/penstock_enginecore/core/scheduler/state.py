@@ -209,7 +209,7 @@ class SchedulerState:
         self.context = context
         self.clock = context.monotonic_clock
         self.leases = context.leases
-        self.by_priority = config.policy == "priority"
+        self.by_priority = config.by_priority
         self.kv_cache = KVCacheManager(
             context.kv_cache,
             enable_prefix_caching=context.enable_prefix_caching,
@@ -275,7 +275,7 @@ class RequestTable:
 class RunningRequests:
     """Running requests, in the order in which they started. Each has KV blocks.
 
-    ``rank`` orders requests under the priority policy, the most urgent first; None: the first that started is the most urgent.
+    ``rank`` orders requests by urgency, the most urgent first; None: the first that started is the most urgent.
     """
 
     def __init__(self, rank: Callable[[Request], Rank] | None) -> None:

@@ -109,8 +109,8 @@ class KvLoads(StepResource):
     A request whose blocks are brought waits with ``Hold.KV_TRANSFER``, and has a slot and blocks: it keeps what the pool has
     of its prefix, while the load keeps the blocks that are written. When the load has ended the request keeps what there is, and
     is the next that starts. Until then it can be made to give up its blocks, before requests that run. Others that need the same
-    blocks wait with the same hold, and have none. Fewer than ``min_load_tokens`` tokens are computed. Under the priority policy
-    the least urgent gives up its blocks, else the one that began last.
+    blocks wait with the same hold, and have none. Fewer than ``min_load_tokens`` tokens are computed. By urgency, the least
+    urgent gives up its blocks; first come, first served, the one that began last.
     """
 
     stats_name = "kv_transfer"

@@ -169,7 +169,7 @@ class EncoderWork(StepResource):
         self._inputs = context.media_inputs
         self._cache = EncoderCache(context.encoder_cache_size)
         self._queue = EncoderQueue(context.config.max_num_encoder_tokens or context.config.step_tokens)
-        self._line = MediaLine(by_priority=context.config.policy == "priority", fair=context.config.fairness)
+        self._line = MediaLine(by_priority=context.config.by_priority, fair=context.config.fairness)
         self._claimed: dict[str, Wanted] = {}
         self._pins: dict[str, list[int]] = {}
         """By request, the indices of the features whose items it has pinned, in order."""
