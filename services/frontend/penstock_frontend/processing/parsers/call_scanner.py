@@ -1,8 +1,11 @@
 """Scans tool calls and other JSON objects while the model writes them."""
 
+import abc
 import enum
 import json
 from typing import NamedTuple
+
+from penstock_frontend.processing.parsers.base import ToolCallDelta, ToolDelta, ToolParser, call_id
 
 # The brackets of JSON that is being written.
 
@@ -240,3 +243,45 @@ class ObjectScanner:
             if self._brackets.close(char):
                 return Scanned(index + 1, arguments=text[: index + 1], ended=True)
         return Scanned(len(text), arguments=text)
+
+
+class JsonToolParser(ToolParser):
+    """Reads calls that are JSON objects, one scanner each; its subclasses find where they begin."""
+
+    def __init__(self) -> None:
+        self._scanner: CallScanner | None = None  # of the call that is being read
+        self._held = ""
+        self._num_calls = 0
+        self._id = ""
+        self._content: list[str] = []
+        self._calls: list[ToolCallDelta] = []
+
+    @abc.abstractmethod
+    def _give_back(self, scanner: CallScanner) -> None:
+        """It is no call: what was read of it is content."""
+
+    def _ended(self) -> None:
+        """A call has ended."""
+
+    def _scan(self, scanner: CallScanner, text: str) -> str:
+        """Read on in the call that has begun. Returns what is left to read."""
+        new = scanner.push(text)
+        if new.name:
+            self._id = call_id()
+            self._num_calls += 1
+        if new.name or new.arguments:
+            self._calls.append(
+                ToolCallDelta(index=self._num_calls - 1, id=self._id, name=new.name, arguments=new.arguments)
+            )
+        if new.ended:
+            if scanner.started:
+                self._scanner = None
+                self._ended()
+            else:
+                self._give_back(scanner)
+        return text[new.taken :]
+
+    def _take(self) -> ToolDelta:
+        delta = ToolDelta("".join(self._content), self._calls)
+        self._content, self._calls = [], []
+        return delta

@@ -2,15 +2,15 @@
 
 from typing import ClassVar
 
-from penstock_frontend.processing.parsers.base import ToolCallDelta, ToolDelta, ToolForm, ToolParser, call_id, partial
-from penstock_frontend.processing.parsers.call_scanner import CallScanner
+from penstock_frontend.processing.parsers.base import ToolDelta, ToolForm, partial
+from penstock_frontend.processing.parsers.call_scanner import CallScanner, JsonToolParser
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _OTHER_FORMS = ("<function=", "<arg_key>")
 """Inside the same tags, other models write calls that are no JSON."""
 
 
-class HermesToolParser(ToolParser):
+class HermesToolParser(JsonToolParser):
     """Text beside the tags is content; blanks around them are dropped. What stands between them and is no call is content
     too, tags included. A missing end tag is forgiven.
     """
@@ -19,14 +19,9 @@ class HermesToolParser(ToolParser):
     tags: ClassVar = (_BEGIN, _END)
 
     def __init__(self) -> None:
-        self._scanner: CallScanner | None = None  # of the call that is being read
-        self._held = ""
+        super().__init__()
         self._gap = ""  # what was held before the call's tag, and the tag
         self._behind = ""  # which tag was the last: _BEGIN when a call has ended, _END when its end tag was there, too
-        self._num_calls = 0
-        self._id = ""
-        self._content: list[str] = []
-        self._calls: list[ToolCallDelta] = []
 
     @classmethod
     def fits(cls, template: str) -> bool:
@@ -67,21 +62,8 @@ class HermesToolParser(ToolParser):
         self._scanner = CallScanner(need_arguments=False)
         return text[index + len(_BEGIN) :]
 
-    def _scan(self, scanner: CallScanner, text: str) -> str:
-        new = scanner.push(text)
-        if new.name:
-            self._id = call_id()
-            self._num_calls += 1
-        if new.name or new.arguments:
-            self._calls.append(
-                ToolCallDelta(index=self._num_calls - 1, id=self._id, name=new.name, arguments=new.arguments)
-            )
-        if new.ended:
-            if scanner.started:
-                self._scanner, self._behind = None, _BEGIN
-            else:
-                self._give_back(scanner)
-        return text[new.taken :]
+    def _ended(self) -> None:
+        self._behind = _BEGIN
 
     def _close(self, text: str) -> str:
         """Behind a call: blanks and the end tag are dropped. Returns what is left to read."""
@@ -103,8 +85,3 @@ class HermesToolParser(ToolParser):
         self.broken += 1
         self._content.append(self._gap + "".join(scanner.raw))
         self._scanner = None
-
-    def _take(self) -> ToolDelta:
-        delta = ToolDelta("".join(self._content), self._calls)
-        self._content, self._calls = [], []
-        return delta

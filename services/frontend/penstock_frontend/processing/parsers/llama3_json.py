@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
-from penstock_frontend.processing.parsers.base import ToolCallDelta, ToolDelta, ToolForm, ToolParser, call_id
-from penstock_frontend.processing.parsers.call_scanner import CallScanner
+from penstock_frontend.processing.parsers.base import ToolDelta, ToolForm
+from penstock_frontend.processing.parsers.call_scanner import CallScanner, JsonToolParser
 
 _TAG = "<|python_tag|>"
 _BETWEEN = " \t\r\n;,"
@@ -11,7 +11,7 @@ _HEADERS = ("<|start_header_id|>", "<|header_start|>")
 """Llama 3's and Llama 4's."""
 
 
-class Llama3JsonToolParser(ToolParser):
+class Llama3JsonToolParser(JsonToolParser):
     """An answer that begins with such an object is a call, and so are those that follow it, divided by semicolons.
 
     Anything else is content, JSON that is no call included, up to the end of the answer.
@@ -21,14 +21,9 @@ class Llama3JsonToolParser(ToolParser):
     tags: ClassVar = (_TAG,)
 
     def __init__(self) -> None:
-        self._scanner: CallScanner | None = None  # of the call that is being read
-        self._held = ""
+        super().__init__()
         self._gap = ""  # what stood before the call
         self._is_content = False
-        self._num_calls = 0
-        self._id = ""
-        self._content: list[str] = []
-        self._calls: list[ToolCallDelta] = []
 
     @classmethod
     def fits(cls, template: str) -> bool:
@@ -69,29 +64,8 @@ class Llama3JsonToolParser(ToolParser):
             self._held = ""
         return ""
 
-    def _scan(self, scanner: CallScanner, text: str) -> str:
-        new = scanner.push(text)
-        if new.name:
-            self._id = call_id()
-            self._num_calls += 1
-        if new.name or new.arguments:
-            self._calls.append(
-                ToolCallDelta(index=self._num_calls - 1, id=self._id, name=new.name, arguments=new.arguments)
-            )
-        if new.ended:
-            if scanner.started:
-                self._scanner = None
-            else:
-                self._give_back(scanner)
-        return text[new.taken :]
-
     def _give_back(self, scanner: CallScanner) -> None:
         """It is no call: what was read of it is content, and so is what follows."""
         self._content.append(self._gap.lstrip(_BETWEEN) if self._num_calls else self._gap)
         self._content.append("".join(scanner.raw))
         self._scanner, self._is_content = None, True
-
-    def _take(self) -> ToolDelta:
-        delta = ToolDelta("".join(self._content), self._calls)
-        self._content, self._calls = [], []
-        return delta
