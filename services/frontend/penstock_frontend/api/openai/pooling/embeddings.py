@@ -1,33 +1,36 @@
 """``/v1/embeddings``: embeddings of inputs."""
 
-import base64
 import functools
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.rpc.outputs import floats
-from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.request import PoolingParams, PoolingTask
 from penstock_frontend.api.http.endpoint import Answer, Call
 from penstock_frontend.api.http.request_body import Body
 from penstock_frontend.api.openai.body_fields import check_range, shown
 from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.conversation import MediaIoBody, MessageBody, messages_of, options_of
-from penstock_frontend.api.openai.errors import renamed
-from penstock_frontend.api.openai.pooling.fields import Input, TruncationFields, inputs_of, normalize_of, truncation_of
+from penstock_frontend.api.openai.pooling.fields import (
+    Input,
+    TruncationFields,
+    in_base64,
+    inputs_of,
+    normalize_of,
+    pooled,
+    truncation_of,
+    written,
+)
 from penstock_frontend.call_types import ChatRequest, PoolingRequest
 from penstock_frontend.calls.chat import ChatCalls
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.loop_yield import NUMBERS_PER_TURN, Pace
-from penstock_frontend.processing.outputs.pooling import vectors_of
 
 _INT32 = 2**31
-_NUMBER_BYTES = 4
 _ENCODINGS = ("float", "base64")
-_ENCODER = msgspec.json.Encoder()
 
 
 class EmbeddingRequest(TruncationFields, kw_only=True):
@@ -103,14 +106,18 @@ class Embeddings:
             truncation=truncation,
         )
         request = await self._with_inputs(request, body, given)
-        try:
-            given.close()  # admission is the first thing that happens
-            result, request_id = await self._llm.run_pooling(request)
-        except RequestFailed as e:
-            raise renamed(e, {"pooling_params.": ""}) from e
+        result, request_id = await pooled(self._llm, request, given)
         usage = EmbeddingUsage(result.prompt_tokens, result.prompt_tokens)
         # The encoder copies a Raw as it is.
-        data = cast(Sequence[Embedding], await self._written(result.outputs, as_text=as_text))
+        data = cast(
+            Sequence[Embedding],
+            await written(
+                result.outputs,
+                self._pace,
+                in_base64 if as_text else floats,
+                lambda index, vector: Embedding(index=index, embedding=vector),
+            ),
+        )
         return EmbeddingList(id=request_id, data=data, model=model, usage=usage)
 
     async def _with_inputs(self, request: PoolingRequest, body: EmbeddingRequest, given: Body) -> PoolingRequest:
@@ -139,16 +146,6 @@ class Embeddings:
             fields=["messages"],
             add_special_tokens=bool(body.add_special_tokens),  # the template writes them
         )
-
-    async def _written(self, outputs: Sequence[EngineCoreOutput], *, as_text: bool) -> list[msgspec.Raw]:
-        """The JSON of every Embedding, made over as many turns of the event loop as it takes: numbers are slow to write."""
-        written = []
-        for index, output in enumerate(outputs):
-            vectors = vectors_of(output)
-            await self._pace.take(len(vectors.data) // _NUMBER_BYTES)
-            vector = base64.b64encode(vectors.data).decode() if as_text else floats(vectors)
-            written.append(msgspec.Raw(_ENCODER.encode(Embedding(index=index, embedding=vector))))
-        return written
 
 
 def _encoding_of(body: EmbeddingRequest) -> str | None:

@@ -1,20 +1,29 @@
 """Fields that the bodies of pooling calls share: inputs, normalization, and truncation of inputs that are too long."""
 
-from collections.abc import Mapping, Sequence
+import base64
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument
+from penstock_common.errors import InvalidArgument, RequestFailed
+from penstock_common.types.outputs import EngineCoreOutput
+from penstock_common.types.request import Vectors
+from penstock_frontend.api.http.request_body import Body
 from penstock_frontend.api.openai.body_fields import check_range, shown
 from penstock_frontend.api.openai.context import ContextFields
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.generation import Given, split
 from penstock_frontend.api.openai.sampling_fields import TokenId
-from penstock_frontend.call_types import Truncation
+from penstock_frontend.call_types import PoolingRequest, PoolingResult, Truncation
+from penstock_frontend.calls.generate import AsyncLLM
+from penstock_frontend.loop_yield import Pace
+from penstock_frontend.processing.outputs.pooling import vectors_of
 
 # Truncation of inputs that are too long, under the names that servers give these fields.
 
+_NUMBER_BYTES = 4
+_ENCODER = msgspec.json.Encoder()
 _MANY = 2**31
 _SIDES: Mapping[str, Mapping[str, Truncation]] = {
     "truncation_side": {"right": "end", "left": "start"},
@@ -125,3 +134,31 @@ def inputs_of(given: Input, *, field: str = "input") -> tuple[Sequence[Given], S
 def usage_of(prompt_tokens: int) -> PoolingUsage:
     """The counts as they are sent."""
     return PoolingUsage(prompt_tokens=prompt_tokens, total_tokens=prompt_tokens)
+
+
+async def pooled(llm: AsyncLLM, request: PoolingRequest, given: Body) -> tuple[PoolingResult, str]:
+    """What ``request`` came to, and its id. Raises RequestFailed, which names the fields of the body."""
+    given.close()  # admission is the first thing that happens
+    try:
+        return await llm.run_pooling(request)
+    except RequestFailed as e:
+        raise renamed(e, {"pooling_params.": ""}) from e
+
+
+async def written(
+    outputs: Sequence[EngineCoreOutput], pace: Pace, numbers: Callable[[Vectors], Any], made: Callable[[int, Any], Any]
+) -> list[msgspec.Raw]:
+    """The JSON of what is ``made`` of every output's vectors, which ``numbers`` reads, over as many turns of the event loop as it
+    takes: numbers are slow to write.
+    """
+    found = []
+    for index, output in enumerate(outputs):
+        vectors = vectors_of(output)
+        await pace.take(len(vectors.data) // _NUMBER_BYTES)
+        found.append(msgspec.Raw(_ENCODER.encode(made(index, numbers(vectors)))))
+    return found
+
+
+def in_base64(vectors: Vectors) -> str:
+    """The float32 numbers as text."""
+    return base64.b64encode(vectors.data).decode()

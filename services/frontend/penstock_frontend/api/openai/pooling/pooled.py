@@ -1,13 +1,12 @@
 """``/pooling`` and ``/classify``, as vLLM has them: outputs of pooling models, and classes of inputs."""
 
-import base64
 import time
 from collections.abc import Sequence
 from typing import Literal, cast
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, RequestFailed
+from penstock_common.errors import InvalidArgument
 from penstock_common.rpc.outputs import floats
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.request import PoolingParams, PoolingTask, Vectors
@@ -15,15 +14,17 @@ from penstock_frontend.api.http.endpoint import Answer, Call
 from penstock_frontend.api.http.request_body import Body
 from penstock_frontend.api.openai.body_fields import check_range, shown
 from penstock_frontend.api.openai.context import context_of
-from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.pooling.fields import (
     Input,
     PoolingFields,
     PoolingUsage,
+    in_base64,
     inputs_of,
     normalize_of,
+    pooled,
     truncation_of,
     usage_of,
+    written,
 )
 from penstock_frontend.call_types import PoolingRequest
 from penstock_frontend.calls.generate import AsyncLLM
@@ -32,8 +33,6 @@ from penstock_frontend.processing.outputs.pooling import vectors_of
 from penstock_frontend.processing.prompts.pooling import check_pools
 
 _INT32_MAX = 2**31 - 1
-_NUMBER_BYTES = 4
-_ENCODER = msgspec.json.Encoder()
 _UNASKED = (PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY, PoolingTask.EMBED, PoolingTask.CLASSIFY)
 """What is done where the body names no task: the first of these that the model serves."""
 _VECTORS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
@@ -99,13 +98,15 @@ class Pooling:
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation=truncation,
         )
-        given.close()  # admission is the first thing that happens
-        try:
-            result, request_id = await self._llm.run_pooling(request)
-        except RequestFailed as e:
-            raise renamed(e, {"pooling_params.": ""}) from e
+        result, request_id = await pooled(self._llm, request, given)
         # The encoder copies a Raw as it is.
-        data = cast(Sequence[Pooled], await self._written(result.outputs, as_text=body.encoding_format == "base64"))
+        numbers = in_base64 if body.encoding_format == "base64" else _numbers
+        data = cast(
+            Sequence[Pooled],
+            await written(
+                result.outputs, self._pace, numbers, lambda index, vectors: Pooled(index=index, data=vectors)
+            ),
+        )
         return PooledList(
             id=request_id,
             created=int(time.time()),
@@ -129,16 +130,6 @@ class Pooling:
                     f"{name} is {shown(value)}; it means nothing to {task.name.lower()}, so leave it out", field=name
                 )
         return PoolingParams(task=task, use_activation=body.use_activation is not False)
-
-    async def _written(self, outputs: Sequence[EngineCoreOutput], *, as_text: bool) -> list[msgspec.Raw]:
-        """The JSON of every Pooled, made over as many turns of the event loop as it takes: numbers are slow to write."""
-        written = []
-        for index, output in enumerate(outputs):
-            vectors = vectors_of(output)
-            await self._pace.take(len(vectors.data) // _NUMBER_BYTES)
-            data = base64.b64encode(vectors.data).decode() if as_text else _numbers(vectors)
-            written.append(msgspec.Raw(_ENCODER.encode(Pooled(index=index, data=data))))
-        return written
 
 
 def _numbers(vectors: Vectors) -> Sequence[float | list[float]]:
@@ -196,20 +187,15 @@ class Classifications:
         inputs, fields = inputs_of(body.input)
         self._llm.pooling.inputs.check_count(len(inputs), field="input")
         params = PoolingParams(task=PoolingTask.CLASSIFY, use_activation=body.use_activation is not False)
-        given.close()  # admission is the first thing that happens
-        try:
-            result, request_id = await self._llm.run_pooling(
-                PoolingRequest(
-                    inputs=inputs,
-                    fields=fields,
-                    params=params,
-                    context=context,
-                    truncate_prompt_tokens=body.truncate_prompt_tokens,
-                    truncation=truncation,
-                )
-            )
-        except RequestFailed as e:
-            raise renamed(e, {"pooling_params.": ""}) from e
+        request = PoolingRequest(
+            inputs=inputs,
+            fields=fields,
+            params=params,
+            context=context,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation=truncation,
+        )
+        result, request_id = await pooled(self._llm, request, given)
         return ClassificationList(
             id=request_id,
             created=int(time.time()),
