@@ -45,3 +45,8 @@ class Pace:
         if self._waiting or self._left < self._limit:
             self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._turn)
+
+
+def loop_time() -> float:
+    """Seconds on the clock of the running event loop."""
+    return asyncio.get_running_loop().time()

@@ -16,6 +16,7 @@ from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, Schedu
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.dispatch.journal import EngineFaultError
 from penstock_frontend.dispatch.watchdog import Watchdog, wedged
+from penstock_frontend.loop_yield import loop_time
 from penstock_frontend.rpc.engine_session import EngineSession, SessionEnd
 from penstock_frontend.rpc.media_transport import MediaTransport
 
@@ -82,7 +83,7 @@ class EngineConnection:
         self._wedged = False
         self._in_doubt = False
         """Whether the last session ended, and not by the engine, of which nothing has been heard since."""
-        self._watchdog = Watchdog(config.detection, _now())
+        self._watchdog = Watchdog(config.detection, loop_time())
         self._incarnation = incarnation
         self._listener = listener
         self._on_lost = on_lost
@@ -136,7 +137,7 @@ class EngineConnection:
 
     def heard(self) -> None:
         """The engine has not been silent until now."""
-        self._watchdog.heard(_now())
+        self._watchdog.heard(loop_time())
 
     def presume_dead(self) -> None:
         """Nobody will hear of the engine any more."""
@@ -232,7 +233,7 @@ class EngineConnection:
             await asyncio.sleep(self._detection.silence / _CHECKS_PER_SILENCE)
             session.drop_stale()
             watchdog, has_work = self._watchdog, self._listener.has_work(self)
-            if not (doubt := watchdog.doubt(_now(), has_work=has_work, lease_lost=self._lease_lost)):
+            if not (doubt := watchdog.doubt(loop_time(), has_work=has_work, lease_lost=self._lease_lost)):
                 continue
             answer = await session.load(self._detection.probe_timeout)
             if problem := watchdog.verdict(doubt, answer):
@@ -252,7 +253,3 @@ class EngineConnection:
         self.draining = True
         get_logger().info("engine draining", engine=self.name, time_left=time_left)
         self._listener.on_draining(self, time_left)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

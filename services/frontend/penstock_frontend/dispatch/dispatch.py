@@ -1,6 +1,5 @@
 """Sends each request to an engine, and to another engine when that one is lost."""
 
-import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from penstock_frontend.dispatch.prefix_caches import PrefixCaches, with_media
 from penstock_frontend.dispatch.retries import Blame, Retries
 from penstock_frontend.dispatch.router import Candidate, Engines, Router, takers
 from penstock_frontend.dispatch.wait_queue import Waiting
+from penstock_frontend.loop_yield import loop_time
 from penstock_frontend.ports import OutputHandler
 
 # The choice of an engine for the sequences of a call.
@@ -123,13 +123,13 @@ class Dispatch:
         self._hold_timeout = hold_timeout
         self._on_held = on_held
         self._on_moved = on_moved
-        self._journal = Journal(_now, on_left=router.left, on_gap=on_gap)
+        self._journal = Journal(loop_time, on_left=router.left, on_gap=on_gap)
         self._retries = Retries(retries)
         self._waiting = Waiting(
             hold_timeout, give_up=self._give_up, presume=self._presume, on_readmitted=self.engines_changed
         )
         legs = legs or Legs(DisaggregationConfig(), router)
-        self._choice = Choice(engines, router, caches=caches, legs=legs, clock=_now)
+        self._choice = Choice(engines, router, caches=caches, legs=legs, clock=loop_time)
         self._drains = Drains(
             engines,
             self._journal,
@@ -295,7 +295,7 @@ class Dispatch:
 
     def _exclude(self, entry: JournalEntry, seconds: float) -> None:
         """Do not send it to its engine again for so long, while that lives."""
-        entry.excluded[entry.engine] = _now() + seconds
+        entry.excluded[entry.engine] = loop_time() + seconds
 
     def _exclusion(self, error: RequestFailed) -> float:
         """How long a full engine gets nothing more of a request: as long as it says, but not as long as a request may wait."""
@@ -396,7 +396,3 @@ class Dispatch:
     def _end(self, entry: JournalEntry, error: RequestFailed) -> None:
         self._journal.end([entry.request_id])
         self._outputs.fail([entry.request_id], error)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -7,6 +7,7 @@ from statistics import median
 from penstock_common.observability.logging import get_logger
 from penstock_frontend.dispatch.journal import Journal, JournalEntry
 from penstock_frontend.dispatch.router import Candidate, Engines
+from penstock_frontend.loop_yield import loop_time
 
 # The schedule: which requests go on elsewhere before the engine ends them. Does no I/O.
 
@@ -89,7 +90,7 @@ class Drains:
     def begin(self, engine: str, time_left: float) -> None:
         """An engine ends in so many seconds what it still has."""
         self._asked[engine] = []
-        self._check(engine, Drain(_now(), time_left))
+        self._check(engine, Drain(loop_time(), time_left))
 
     def forget(self, engine: str) -> None:
         """An engine is gone."""
@@ -105,7 +106,7 @@ class Drains:
     def _check(self, engine: str, drain: Drain) -> None:
         if (timer := self._timers.pop(engine, None)) is not None:
             timer.cancel()
-        now = _now()
+        now = loop_time()
         when = drain.next_look(now)
         if when is not None:
             self._timers[engine] = asyncio.get_running_loop().call_at(when, self._check, engine, drain)
@@ -156,7 +157,3 @@ class Drains:
 def _under_way(entry: JournalEntry, engine: str) -> bool:
     """Whether nobody has gone on yet with what an engine was asked for."""
     return not entry.ended and (entry.engine == engine or not entry.progressed)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
