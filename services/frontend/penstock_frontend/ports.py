@@ -116,19 +116,6 @@ class EngineView(Protocol):
         """The load of every connected engine that requests may name, by rank."""
 
 
-class Coordinator(Protocol):
-    """Whom this frontend hears of the cluster from, for what operators ask of it."""
-
-    @property
-    def connected(self) -> bool:
-        """Whether views of the cluster come in."""
-
-    async def scale(self, pool: str, replicas: int | None) -> int:
-        """Have ``replicas`` engines in ``pool``; empty: the default one, None: it was not said. Returns how many there were to be
-        before. Raises what the coordinator refuses it with, and Unavailable when it does not answer.
-        """
-
-
 class EngineClient(Protocol):
     """Takes requests to engines. Their outputs come through an OutputHandler."""
 

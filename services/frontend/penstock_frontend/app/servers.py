@@ -149,26 +149,14 @@ class Servers:
             lasting=vllm_engine.LASTING,
             certificates=self._certificates,
         )
-        inference.add_to_server(
-            public.server,
-            assembly.llm,
-            assembly.chat,
-            config,
-            assembly.settings.limits,
-            assembly.labels,
-            assembly.warnings,
-        )
+        llm, limits = assembly.llm, assembly.settings.limits
+        own = inference.InferenceServicer(llm, assembly.chat, config, limits, assembly.labels, assembly.warnings)
+        inference.add_to_server(own, public.server)
         card = load_model_card(config.model, assembly.generation_config)
-        vllm_engine.add_to_server(
-            public.server,
-            assembly.llm,
-            config.model,
-            card,
-            kv_events,
-            self._readiness,
-            media=config.media,
-            limits=assembly.settings.limits,
+        vllm = vllm_engine.VllmEngineServicer(
+            llm, config.model, card, kv_events, self._readiness, media=config.media, limits=limits
         )
+        vllm_engine.add_to_server(vllm, public.server)
         return public
 
     def _admin_server(self, authenticator: Authenticator | None) -> RpcServer:
@@ -181,9 +169,8 @@ class Servers:
             certificates=self._certificates,
         )
         llm, engines = self._assembly.llm, self._assembly.engines
-        admin.add_to_server(
-            operators.server, engines, llm.adapters, self._coordinator, lost=engines.lost, tenants=llm.tenants
-        )
+        servicer = admin.AdminServicer(engines, llm.adapters, self._coordinator, lost=engines.lost, tenants=llm.tenants)
+        admin.add_to_server(servicer, operators.server)
         return operators
 
     def _http_server(self, authenticator: Authenticator | None) -> HttpServer:

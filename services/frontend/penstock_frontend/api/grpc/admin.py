@@ -21,7 +21,8 @@ from penstock_frontend.api.grpc.servicers import ask_all, refuses_unserved
 from penstock_frontend.call_types import current_principal
 from penstock_frontend.calls.adapters import AdapterCalls, AdapterInfo
 from penstock_frontend.dispatch.client import LostEngines
-from penstock_frontend.ports import Coordinator, EngineClient
+from penstock_frontend.ports import EngineClient
+from penstock_frontend.rpc.coordinator_client import CoordinatorClient
 from penstock_frontend.tenants import TenantRefusals
 
 
@@ -58,6 +59,7 @@ _DRAIN_INTERVAL = 0.1
 """Seconds between two looks at a draining engine."""
 _WAKE_UP_TAGS = ("weights", "kv_cache")
 
+add_to_server = service_pb2_grpc.add_AdminServiceServicer_to_server
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -73,7 +75,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         self,
         engines: EngineClient,
         adapters: AdapterCalls,
-        coordinator: Coordinator | None,
+        coordinator: CoordinatorClient | None,
         *,
         lost: LostEngines,
         tenants: TenantRefusals,
@@ -278,20 +280,6 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
 
     async def _ask(self, method: str, *arguments: object) -> dict[str, Any]:
         return await ask_all(self._engines, method, *arguments)
-
-
-def add_to_server(
-    server: grpc.aio.Server,
-    engines: EngineClient,
-    adapters: AdapterCalls,
-    coordinator: Coordinator | None,
-    *,
-    lost: LostEngines,
-    tenants: TenantRefusals,
-) -> None:
-    """Serve the operators' API on ``server``. ``coordinator``: None where the engines are those of the configuration."""
-    servicer = AdminServicer(engines, adapters, coordinator, lost=lost, tenants=tenants)
-    service_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
 
 
 def _caller(context: Context) -> str:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
@@ -20,8 +20,8 @@ from penstock_common.types.request import PoolingTask
 from penstock_frontend.api.call_context import tenant_of_message
 from penstock_frontend.api.grpc import messages
 from penstock_frontend.api.grpc.servicers import media_limits, refuses_unserved
-from penstock_frontend.call_types import GenerateRequest, caller_named
-from penstock_frontend.call_warnings import WarningLog
+from penstock_frontend.call_types import ChatRequest, GenerateRequest, caller_named
+from penstock_frontend.call_warnings import CallWarnings, WarningLog
 from penstock_frontend.calls.admission import InFlight, demand_of
 from penstock_frontend.calls.chat import ChatCalls
 from penstock_frontend.calls.generate import AsyncLLM
@@ -29,6 +29,9 @@ from penstock_frontend.calls.live_request import LiveRequest
 from penstock_frontend.calls.scoring import ScoringCalls
 from penstock_frontend.config import FrontendConfig, LimitsConfig
 from penstock_frontend.dispatch.adapters import NamedAdapter
+
+R = TypeVar("R", GenerateRequest, ChatRequest)
+Out = TypeVar("Out")
 
 # GenerateSession: many requests on one stream.
 
@@ -198,6 +201,7 @@ class GenerateSession:
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 SERVICE_NAME = _SERVICE.full_name
 
+add_to_server = service_pb2_grpc.add_InferenceServiceServicer_to_server
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -227,15 +231,8 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         """Continues a prompt; the output is streamed. Warnings are initial metadata."""
         warnings = self._warnings.begin(_caller(context))
         converted = messages.generate_request(request, **_call(context), limits=self._limits.now)
-        live = self._llm.accept(converted.context.external_request_id, demand_of(converted))
-        # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
-        context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
-        begun = False
-        async for output in self._llm.generate(converted, live):
-            if not begun and warnings.headers:
-                await context.send_initial_metadata(tuple(warnings.headers.items()))
-            begun = True
-            yield messages.generate_response(output, live.request_id)
+        async for output, request_id in self._outputs(converted, self._llm.generate, context, warnings):
+            yield messages.generate_response(output, request_id)
 
     async def GenerateSession(
         self, request_iterator: AsyncIterator[pb.GenerateSessionRequest], context: Context
@@ -256,14 +253,22 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         """Answers a conversation; the answer is streamed. Warnings are initial metadata."""
         warnings = self._warnings.begin(_caller(context))
         converted = messages.chat_request(request, **_call(context), limits=self._limits.now)
-        live = self._llm.accept(converted.context.external_request_id, demand_of(converted))
+        async for output, request_id in self._outputs(converted, self._chat.run, context, warnings):
+            yield messages.chat_response(output, request_id)
+
+    async def _outputs(
+        self, request: R, run: Callable[[R, LiveRequest], AsyncIterator[Out]], context: Context, warnings: CallWarnings
+    ) -> AsyncIterator[tuple[Out, str]]:
+        """The outputs of one request, each with its id, behind the warnings."""
+        live = self._llm.accept(request.context.external_request_id, demand_of(request))
+        # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         begun = False
-        async for output in self._chat.run(converted, live):
+        async for output in run(request, live):
             if not begun and warnings.headers:
                 await context.send_initial_metadata(tuple(warnings.headers.items()))
             begun = True
-            yield messages.chat_response(output, live.request_id)
+            yield output, live.request_id
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Vectors of the inputs."""
@@ -346,22 +351,6 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
             vocab_size=self._llm.vocab_size,
             media=limits_to_proto(media_limits(self._llm, self._limits.now)),
         )
-
-
-def add_to_server(
-    server: grpc.aio.Server,
-    llm: AsyncLLM,
-    chat_calls: ChatCalls,
-    config: FrontendConfig,
-    limits: Reread[LimitsConfig],
-    labels: Sequence[str],
-    warnings: WarningLog,
-) -> None:
-    """Serve the public API of ``llm`` on ``server``. ``labels``: names of the model's classes, in order; ``warnings``: of the
-    calls of all protocols.
-    """
-    servicer = InferenceServicer(llm, chat_calls, config, limits, labels, warnings)
-    service_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
 
 
 def _caller(context: Context) -> str:

@@ -97,6 +97,7 @@ _PROFILE_OPTIONS = (
     "profile_by_stage",
 )
 
+add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -331,19 +332,3 @@ class VllmEngineServicer:
         """Stops them; the message has the paths of the traces on the engines' machines."""
         paths = (await ask_all(self._llm.engines, "stop_profile")).values()
         return common_pb2.ProfileResponse(success=True, message=", ".join(path for each in paths for path in each))
-
-
-def add_to_server(
-    server: grpc.aio.Server,
-    llm: AsyncLLM,
-    model: ModelConfig,
-    card: ModelCard,
-    kv_events: KvEventFeed,
-    readiness: Readiness,
-    *,
-    media: MediaConfig,
-    limits: Reread[LimitsConfig],
-) -> None:
-    """Serve ``llm`` on ``server`` as a VllmEngine."""
-    servicer = VllmEngineServicer(llm, model, card, kv_events, readiness, media=media, limits=limits)
-    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)
