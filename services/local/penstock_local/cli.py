@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock_common.config.settings import parse_bytes
 from penstock_common.errors import ConfigError, PenstockError
 from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_local import flags
@@ -23,8 +22,7 @@ from penstock_local.flags import Parser
 from penstock_local.serving.serve_options import ServeOptions
 
 
-def add_adapter(group: argparse._ArgumentGroup) -> None:
-    """Add the flag that names an adapter."""
+def _add_adapter(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--lora",
         action="append",
@@ -34,18 +32,7 @@ def add_adapter(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def add_adapters(group: argparse._ArgumentGroup) -> None:
-    """The adapters that are served from the start."""
-    add_adapter(group)
-    group.add_argument(
-        "--lora-directory",
-        metavar="DIR",
-        help="serve each subdirectory of DIR as the LoRA adapter of its name, as they come and go; more may be loaded from there",
-    )
-
-
-def add_lora(commands: Any) -> None:
-    """The commands on the adapters of a running server."""
+def _add_lora(commands: Any) -> None:
     parser = commands.add_parser(
         "lora",
         help="load, unload, list and pin LoRA adapters of a running server",
@@ -75,26 +62,18 @@ def _lora_action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
         name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
     )
     parser.set_defaults(run=_run_lora, action=name)
-    parser.add_argument(
-        "--admin-address",
-        default=flags.DEFAULT_ADMIN_ADDRESS,
-        metavar="ADDRESS",
-        help="of the operators' API of any of the frontends (default: %(default)s)",
-    )
+    flags.add_admin(parser)
     return parser
 
 
 def _run_lora(arguments: argparse.Namespace) -> int:
     from penstock_local.commands.lora import LoraOptions, lora, path_of
 
-    given = {name: value for name, value in vars(arguments).items() if name in LoraOptions.__struct_fields__}
-    if "path" in given:
-        given["path"] = path_of(given["path"])
-    return asyncio.run(lora(LoraOptions(**given)))
+    path = path_of(arguments.path) if "path" in arguments else None
+    return asyncio.run(lora(flags.options_of(LoraOptions, arguments, path=path)))
 
 
-def add_models(commands: Any) -> None:
-    """The commands on models in the cache."""
+def _add_models(commands: Any) -> None:
     parser = commands.add_parser(
         "models",
         help="list the models in this machine's cache",
@@ -130,8 +109,7 @@ def _run_pull(arguments: argparse.Namespace) -> int:
     return pull(arguments.model, revision=arguments.revision)
 
 
-def add_bench(commands: Any) -> None:
-    """Add the command to the parser's commands."""
+def _add_bench(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure a running server under load",
@@ -174,16 +152,10 @@ def _run_bench(arguments: argparse.Namespace) -> int:
     from penstock_local.bench.bench import bench
     from penstock_local.rpc.client import sampling_fields
 
-    given = {
-        name: value
-        for name in BenchOptions.__struct_fields__
-        if name != "sampling" and (value := getattr(arguments, name)) is not None
-    }
-    return asyncio.run(bench(BenchOptions(**given, sampling=sampling_fields(vars(arguments)))))
+    return asyncio.run(bench(flags.options_of(BenchOptions, arguments, sampling=sampling_fields(vars(arguments)))))
 
 
-def add_batch(commands: Any) -> None:
-    """Add the command to the parser's commands."""
+def _add_batch(commands: Any) -> None:
     parser = commands.add_parser(
         "batch",
         help="answer a file of requests",
@@ -213,19 +185,14 @@ def add_batch(commands: Any) -> None:
     flags.add_options(
         engine, BatchOptions, max_num_seqs="N", kv_cache_memory="SIZE", num_threads="N", tensor_parallel_size="N"
     )
-    add_adapter(engine)
+    _add_adapter(engine)
 
 
 def _run_batch(arguments: argparse.Namespace) -> int:
     from penstock_local.batch.batch import batch
     from penstock_local.commands.lora import parse_adapters
 
-    given = {name: value for name in BatchOptions.__struct_fields__ if (value := getattr(arguments, name)) is not None}
-    if "server" in given:
-        given["server"] = tuple(given["server"])
-    if "lora" in given:
-        given["lora"] = parse_adapters(given["lora"])
-    return batch(BatchOptions(**given))
+    return batch(flags.options_of(BatchOptions, arguments, lora=parse_adapters(arguments.lora or ())))
 
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
@@ -290,10 +257,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_status(commands)
     _add_scale(commands)
-    add_bench(commands)
-    add_models(commands)
-    add_lora(commands)
-    add_batch(commands)
+    _add_bench(commands)
+    _add_models(commands)
+    _add_lora(commands)
+    _add_batch(commands)
     _add_demo(commands)
     return parser
 
@@ -335,7 +302,12 @@ def _add_serve(commands: Any) -> None:
     flags.add_options(engines, ServeOptions, host_cache="SIZE", disk_cache="DIR", disk_cache_size="SIZE")
     flags.add_options(drafts, ServeOptions, speculative="METHOD", speculative_model="PATH", speculative_tokens="K")
     flags.add_options(drafts, ServeOptions, speculative_config="JSON")
-    add_adapters(adapters)
+    _add_adapter(adapters)
+    adapters.add_argument(
+        "--lora-directory",
+        metavar="DIR",
+        help="serve each subdirectory of DIR as the LoRA adapter of its name, as they come and go; more may be loaded from there",
+    )
     flags.add_options(media, ServeOptions, limit_mm_per_prompt="JSON", allowed_media_domains="HOSTS", media_workers="N")
     flags.add_options(
         network, ServeOptions, frontends="N", host="HOST", grpc_port="PORT", http_port="PORT", admin_port="PORT"
@@ -445,12 +417,7 @@ def _add_scale(commands: Any) -> None:
     )
     parser.add_argument("--pool", metavar="NAME", default=DEFAULT_POOL, help="whose (default: %(default)s)")
     parser.add_argument("--wait", action="store_true", help="leave when there are as many")
-    parser.add_argument(
-        "--admin-address",
-        default=flags.DEFAULT_ADMIN_ADDRESS,
-        metavar="ADDRESS",
-        help="of the operators' API of any of the frontends (default: %(default)s)",
-    )
+    flags.add_admin(parser)
 
 
 def _add_demo(commands: Any) -> None:
@@ -470,78 +437,43 @@ def _run_serve(arguments: argparse.Namespace) -> int:
     from penstock_local.serving.serve import serve
     from penstock_local.settings import parse_settings
 
-    given = {name: value for name, value in vars(arguments).items() if value is not None and name != "run"}
-    if "served_model_name" in given:
-        given["served_model_name"] = tuple(given["served_model_name"])
-    if "kv_cache_memory" in given:
-        given["kv_cache_memory"] = parse_bytes(given["kv_cache_memory"], key="--kv-cache-memory")
-    for name in ("host_cache", "disk_cache_size"):
-        if name in given:
-            given[name] = parse_bytes(given[name], key="--" + name.replace("_", "-"))
-    if "lora" in given:
-        given["lora"] = parse_adapters(given["lora"])
-    if "lora_directory" in given:
-        given["lora_directory"] = parse_directory(given["lora_directory"])
-    if "settings" in given:
-        given["settings"] = parse_settings(given["settings"])
-    return asyncio.run(serve(ServeOptions(**given)))
+    options = flags.options_of(
+        ServeOptions,
+        arguments,
+        lora=parse_adapters(arguments.lora or ()),
+        lora_directory=parse_directory(arguments.lora_directory or ""),
+        settings=parse_settings(arguments.settings or ()),
+    )
+    return asyncio.run(serve(options))
 
 
 def _run_generate(arguments: argparse.Namespace) -> int:
     from penstock_local.commands.generate import GenerateOptions, generate
 
-    options = GenerateOptions(
-        prompt=_read_stdin() if arguments.prompt == "-" else arguments.prompt,
-        address=arguments.address,
-        model=arguments.model,
-        lora=arguments.lora or "",
-        media=flags.media(arguments),
-        timeout=arguments.timeout,
-        sampling=flags.sampling(arguments),
-    )
+    prompt = _read_stdin() if arguments.prompt == "-" else arguments.prompt
+    media, sampling = flags.media(arguments), flags.sampling(arguments)
+    options = flags.options_of(GenerateOptions, arguments, prompt=prompt, media=media, sampling=sampling)
     return asyncio.run(generate(options))
 
 
 def _run_chat(arguments: argparse.Namespace) -> int:
     from penstock_local.commands.chat import ChatOptions, chat
 
-    return chat(
-        ChatOptions(
-            address=arguments.address,
-            model=arguments.model,
-            lora=arguments.lora or "",
-            system=arguments.system,
-            verbose=arguments.verbose,
-            sampling=flags.sampling(arguments),
-        )
-    )
+    return chat(flags.options_of(ChatOptions, arguments, sampling=flags.sampling(arguments)))
 
 
 def _run_status(arguments: argparse.Namespace) -> int:
     from penstock_local.commands.status import StatusOptions, status
 
     first, *others = arguments.admin_addresses or [flags.DEFAULT_ADMIN_ADDRESS]
-    return asyncio.run(
-        status(
-            StatusOptions(
-                admin_address=first,
-                others=tuple(others),
-                address=arguments.address,
-                interval=arguments.interval,
-                once=arguments.once,
-                json=arguments.json,
-            )
-        )
-    )
+    options = flags.options_of(StatusOptions, arguments, admin_address=first, others=tuple(others))
+    return asyncio.run(status(options))
 
 
 def _run_scale(arguments: argparse.Namespace) -> int:
     from penstock_local.commands.scale import ScaleOptions, scale
 
-    options = ScaleOptions(
-        admin_address=arguments.admin_address, pool=arguments.pool, replicas=arguments.replicas, wait=arguments.wait
-    )
-    return asyncio.run(scale(options))
+    return asyncio.run(scale(flags.options_of(ScaleOptions, arguments)))
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:

@@ -3,11 +3,11 @@
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
-from penstock_common.config.settings import Setting, settings_of
+from penstock_common.config.settings import Setting, parse_bytes, settings_of
 from penstock_common.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -50,6 +50,32 @@ def add_options(group: argparse._ActionsContainer, options: type[msgspec.Struct]
 
 def _setting(options: type[msgspec.Struct], name: str) -> Setting:
     return next(setting for setting in settings_of(options) if setting.key == name)
+
+
+Options = TypeVar("Options", bound=msgspec.Struct)
+
+
+def options_of(options: type[Options], arguments: argparse.Namespace, **values: Any) -> Options:
+    """The options of a command by the arguments of their names; ``values`` come before these. What is None is left out. Raises
+    ConfigError for a size that is none.
+    """
+    given: dict[str, Any] = {}
+    for setting in settings_of(options):
+        value = getattr(arguments, setting.key, None)
+        if value is not None and setting.kind.is_size:
+            value = parse_bytes(value, key=setting.flag)
+        given[setting.key] = tuple(value) if isinstance(value, list) else value
+    return options(**{name: value for name, value in (given | values).items() if value is not None})
+
+
+def add_admin(parser: argparse.ArgumentParser) -> None:
+    """Which operators' API to talk to."""
+    parser.add_argument(
+        "--admin-address",
+        default=DEFAULT_ADMIN_ADDRESS,
+        metavar="ADDRESS",
+        help="of the operators' API of any of the frontends (default: %(default)s)",
+    )
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 """Calls of the public API through ``penstock_client``, and the failures of calls in words."""
 
 import contextlib
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any
 
 from penstock.common.v1 import sampling_pb2
@@ -59,7 +59,7 @@ def pools(model: Model) -> bool:
 
 def with_media(prompt: str, files: Collection[MediaFile]) -> MixedPrompt:
     """Return a prompt with media before it."""
-    media: list[str | Sequence[int] | Media] = [file.message() for file in files]
+    media: list[str | Media] = [file.message() for file in files]
     return [*media, prompt] if files else prompt
 
 
