@@ -14,7 +14,7 @@ from penstock_local.rpc.connect import API_KEY, PUBLIC
 from penstock_local.serving import speculation
 from penstock_local.serving.hub import check_hub
 from penstock_local.serving.machine import LOOPBACK, assign, check_cache_memory, check_free, check_host
-from penstock_local.serving.serve_options import ServeOptions
+from penstock_local.serving.serve_options import ServeOptions, given
 from penstock_local.serving.supervisor import ProcessSpec
 from penstock_local.settings import apply_settings, check_config, check_parsers
 
@@ -69,7 +69,7 @@ def check(
             f"--data-parallel-size is {options.data_parallel_size}, and model {options.model} has no experts: nothing is shared "
             f"between its engines; use --engines {options.data_parallel_size}"
         )
-    if template := _chat_template(options).get("chat_template"):
+    if template := _chat_template(options):
         from penstock_frontend.app.assembly import check_chat_template  # imports what a frontend is made of
 
         check_chat_template(template, setting="--chat-template")
@@ -238,8 +238,10 @@ def _frontend(name: str, config: dict[str, Any], address: str, *, plain_health: 
 
 
 def _frontend_config(options: ServeOptions, coordinator_address: str, admin_port: int) -> dict[str, Any]:
+    roots = [options.lora_directory] if options.lora_directory else []  # from below the directory more may be loaded
     return {
-        "model": {**_model_config(options), **_aliases(options), **_chat_template(options)},
+        # What frontends alone are told of the model: engines know it by its first name.
+        "model": _model_config(options) | given(aliases=options.aliases, chat_template=_chat_template(options)),
         "coordinator": {"address": coordinator_address},
         # There is no other frontend to go to when all stop.
         "server": {"host": options.host, "port": options.grpc_port, "max_connection_age": 0},
@@ -247,7 +249,7 @@ def _frontend_config(options: ServeOptions, coordinator_address: str, admin_port
         "http": {"host": options.host, "port": options.http_port, "max_connection_age": 0},
         "drain_timeout": DRAIN_SECONDS,
         "log": {"level": options.log_level},
-        **({"lora": section} if (section := _frontend_lora(options)) else {}),
+        **given(lora=given(adapters=dict(options.lora), directory=options.lora_directory, roots=roots)),
         **options.media_sections(),
     }
 
@@ -256,38 +258,20 @@ def _engine_name(number: int) -> str:
     return f"engine-{number}"
 
 
-def _frontend_lora(options: ServeOptions) -> dict[str, Any]:
-    """Which adapters requests may name; empty: none. From below the directory more may be loaded."""
-    section: dict[str, Any] = {"adapters": dict(options.lora)} if options.lora else {}
-    if options.lora_directory:
-        section |= {"directory": options.lora_directory, "roots": [options.lora_directory]}
-    return section
-
-
 def _model_config(options: ServeOptions) -> dict[str, Any]:
     path = Path(options.model).expanduser()
     return {"path": str(path) if path.is_dir() else options.model, "served_model_name": options.model_name}
 
 
-def _aliases(options: ServeOptions) -> dict[str, Any]:
-    """What frontends alone are told of the model's names: engines know it by the first."""
-    return {"aliases": options.aliases} if options.aliases else {}
-
-
-def _chat_template(options: ServeOptions) -> dict[str, Any]:
-    """What frontends alone are told of the model; empty: its own templates are used."""
-    if not options.chat_template:
-        return {}
-    return {"chat_template": str(Path(options.chat_template).expanduser().absolute())}
+def _chat_template(options: ServeOptions) -> str:
+    """The file of the chat template; empty: the model's own templates are used."""
+    return str(Path(options.chat_template).expanduser().absolute()) if options.chat_template else ""
 
 
 def _tiers(options: ServeOptions, engine_id: str) -> dict[str, Any]:
     """What is kept beside the KV cache; engines do not share a directory."""
-    tiers: dict[str, Any] = {"host_memory": options.host_cache} if options.host_cache else {}
-    if options.disk_cache or options.disk_cache_size:
-        directory = str(Path(options.disk_cache) / engine_id) if options.disk_cache else ""
-        tiers |= {"disk": directory, "disk_size": options.disk_cache_size}
-    return tiers
+    directory = str(Path(options.disk_cache) / engine_id) if options.disk_cache else ""
+    return given(host_memory=options.host_cache, disk=directory, disk_size=options.disk_cache_size)
 
 
 def _engine_config(
@@ -313,8 +297,10 @@ def _engine_config(
         "server": {"host": LOOPBACK, "port": port},
         "log": {"level": options.log_level},
         "drain_timeout": DRAIN_SECONDS,
-        **({"kv_transfer": {"transport": options.transport, "port": 0}} if options.transport != "off" else {}),
-        **({"speculative": section} if (section := options.speculation()) else {}),
-        **({"lora": {"max_loras": _MAX_LORAS}} if options.lora or options.lora_directory else {}),
-        **({"data_parallel": {"size": options.data_parallel_size}} if options.data_parallel_size > 1 else {}),
+        **given(
+            kv_transfer={"transport": options.transport, "port": 0} if options.transport != "off" else None,
+            speculative=options.speculation(),
+            lora={"max_loras": _MAX_LORAS} if options.lora or options.lora_directory else None,
+            data_parallel={"size": options.data_parallel_size} if options.data_parallel_size > 1 else None,
+        ),
     }

@@ -39,24 +39,9 @@ def parse_limits(text: str) -> dict[str, int]:
     return given
 
 
-def parse_domains(text: str) -> list[str]:
-    """Hosts, with commas between them in a flag. What they may be the frontend's configuration says."""
-    return [domain.strip() for domain in text.split(",") if domain.strip()]
-
-
-def frontend_sections(limits: str, domains: str, workers: int | None) -> Mapping[str, Any]:
-    """What the flags put into a frontend's configuration; nothing where none is given. Raises ConfigError."""
-    sections: dict[str, Any] = {}
-    if most := parse_limits(limits):
-        sections["limits"] = {"max_media": most}
-    media: dict[str, Any] = {}
-    if hosts := parse_domains(domains):
-        media["allowed_domains"] = hosts
-    if workers is not None:
-        media["workers"] = workers
-    if media:
-        sections["media"] = media
-    return sections
+def given(**settings: Any) -> dict[str, Any]:
+    """The settings that are not empty."""
+    return {name: value for name, value in settings.items() if value}
 
 
 Settings = Mapping[str, Mapping[str, Any]]
@@ -281,7 +266,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def media_sections(self) -> Mapping[str, Any]:
         """What a frontend's configuration has of media; empty: nothing. Raises ConfigError."""
-        return frontend_sections(self.limit_mm_per_prompt, self.allowed_media_domains, self.media_workers)
+        hosts = [host.strip() for host in self.allowed_media_domains.split(",") if host.strip()]
+        media = given(allowed_domains=hosts, workers=self.media_workers)
+        return given(limits=given(max_media=parse_limits(self.limit_mm_per_prompt)), media=media)
 
     def _check_group(self) -> None:
         for name in ("engines", "tensor_parallel_size", "pipeline_parallel_size"):
