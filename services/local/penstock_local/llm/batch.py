@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar, cast
 
 import msgspec
 from rich.console import Console
@@ -108,16 +108,16 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Job(Generic[T, P, R]):
-    """What is done with each input. ``name``: what the inputs are called, for errors. ``check``: all that can be said of it
-    without computing. ``run``: what it comes to; ``failed``: the record of a failure.
+    """What is done with each input. ``name``: what the inputs are called, for errors. ``run``: what an input comes to;
+    ``failed``: the record of a failure. ``check``: all that can be said of it without computing; None: ``run`` checks it.
     """
 
     def __init__(
         self,
         name: str,
-        check: Callable[[T], Coroutine[Any, Any, P]],
         run: Callable[[P], Coroutine[Any, Any, R]],
         failed: type[R],
+        check: Callable[[T], Coroutine[Any, Any, P]] | None = None,
     ) -> None:
         self._name = name
         self._check = check
@@ -127,7 +127,7 @@ class Job(Generic[T, P, R]):
     async def check(self, index: int, value: T) -> P:
         """The input, checked. Raises RequestFailed with its name."""
         with self._naming(index):
-            return await self._check(value)
+            return await self._check(value) if self._check is not None else cast(P, value)
 
     async def run(self, index: int, checked: P) -> R:
         """The result of a checked input. Raises RequestFailed with its name."""

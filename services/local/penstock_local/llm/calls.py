@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -13,7 +13,6 @@ from penstock_common.types.outputs import Logprobs
 from penstock_common.types.request import Vectors
 from penstock_common.types.sampling import OutputKind
 from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingPrompt, PoolingRequest, ScoreRequest
-from penstock_frontend.call_types import RequestOutput as Finished
 from penstock_frontend.call_types import RequestOutput as Piece
 from penstock_frontend.calls.scoring import ScoringCalls
 from penstock_frontend.in_process_media import UnplacedPrompt, placed
@@ -29,8 +28,6 @@ from penstock_local.llm.outputs import (
 )
 from penstock_local.llm.runtime import Runtime
 
-R = TypeVar("R", PoolingRequest, ScoreRequest)
-
 
 class Prepared(msgspec.Struct, frozen=True):
     """A request ready to run. ``token_ids`` are its prompt, ``text`` what they were made of; ``num_sequences``: its n;
@@ -42,15 +39,6 @@ class Prepared(msgspec.Struct, frozen=True):
     token_ids: Sequence[int]
     num_sequences: int = 1
     number: int = 0
-
-
-class HasSequences(Protocol):
-    """A request under way: ``states`` has one entry for each of its sequences."""
-
-    @property
-    def states(self) -> Sequence[Any]:
-        """Its sequences."""
-        ...
 
 
 class Calls:
@@ -85,19 +73,8 @@ class Calls:
 
     async def generate(self, prepared: Prepared) -> RequestOutput:
         """Continue a prompt."""
-        llm, arrival = self._runtime.llm, time.time()
-        live = llm.accept("")
-        try:
-            finished = [output async for output in llm.generate(prepared.request, live)]
-            metrics = metrics_of(live, arrival)
-        finally:
-            llm.release(live)
-        output = request_output(prepared, finished, request_id=str(prepared.number))
-        return msgspec.structs.replace(output, metrics=metrics)
-
-    async def as_it_is(self, request: R) -> R:
-        """Requests for vectors and scores are checked when they run."""
-        return request
+        (output,) = [each async for each in pieces(self._runtime, prepared, str(prepared.number))]
+        return output
 
     async def embed(self, request: PoolingRequest) -> EmbeddingOutput:
         """The vector of a text."""
@@ -141,7 +118,7 @@ class Calls:
         return vectors, result.prompt_tokens
 
 
-def request_output(prepared: Prepared, pieces: Sequence[Finished], *, request_id: str = "") -> RequestOutput:
+def request_output(prepared: Prepared, pieces: Sequence[Piece], *, request_id: str = "") -> RequestOutput:
     """What a prompt's sequences came to, of each its last piece."""
     outputs = []
     cached = accepted = rejected = 0
@@ -177,7 +154,7 @@ def request_output(prepared: Prepared, pieces: Sequence[Finished], *, request_id
     )
 
 
-def metrics_of(live: HasSequences, arrival: float) -> RequestMetrics:
+def _metrics_of(live: Any, arrival: float) -> RequestMetrics:
     """How long a request took that ends now. ``arrival``: seconds since the Unix epoch."""
     first = [state.first_token_after for state in live.states if state.first_token_after is not None]
     return RequestMetrics(
@@ -217,7 +194,7 @@ async def pieces(
             if kind is OutputKind.FINAL and unfinished:
                 continue
             output = request_output(prepared, list(latest.values()), request_id=request_id)
-            metrics = None if unfinished else metrics_of(live, arrival)
+            metrics = None if unfinished else _metrics_of(live, arrival)
             yield msgspec.structs.replace(output, finished=not unfinished, metrics=metrics)
     finally:
         llm.release(live)

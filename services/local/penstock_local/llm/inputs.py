@@ -98,25 +98,26 @@ def paired(
     """Each input with its sampling parameters. Raises InvalidArgument when there are fewer of these, or as ``sampling_of``
     does.
     """
-    return _pairs(inputs, sampling_of(sampling, inputs.total))
+    return map(
+        _pair,
+        itertools.count(),
+        inputs.each,
+        itertools.chain(sampling_of(sampling, inputs.total), itertools.repeat(None)),
+    )
 
 
-def _pairs(
-    inputs: Inputs[T], sampling: Iterator[dict[str, Any] | RequestFailed]
-) -> Iterator[tuple[T, dict[str, Any]] | RequestFailed]:
-    for index, value in enumerate(inputs.each):
-        fields = next(sampling, None)
-        if fields is None:
-            raise InvalidArgument(
-                f"sampling_params has {index} entries and there are more inputs; give one for all, or one each",
-                field="sampling_params",
-            )
-        if isinstance(value, RequestFailed):
-            yield value
-        elif isinstance(fields, RequestFailed):
-            yield fields
-        else:
-            yield value, fields
+def _pair(index: int, value: Any, fields: dict[str, Any] | RequestFailed | None) -> Any:
+    if fields is None:
+        raise InvalidArgument(
+            f"sampling_params has {index} entries and there are more inputs; give one for all, or one each",
+            field="sampling_params",
+        )
+    return next((each for each in (value, fields) if isinstance(each, RequestFailed)), (value, fields))
+
+
+def _made(each: Iterator[Any], make: Callable[..., T]) -> Iterator[T | RequestFailed]:
+    """A request of each; what was wrong stays."""
+    return (value if isinstance(value, RequestFailed) else make(value) for value in each)
 
 
 def _converted(several: Iterator[Any], convert: Callable[[Any, int], T]) -> Iterator[T | RequestFailed]:
@@ -314,39 +315,25 @@ class Requests:
         prompts: Prompt | Iterable[Prompt],
         sampling: Sampling | Iterable[Sampling],
         context: RequestContext,
+        *,
+        name: str = "prompts",
     ) -> Inputs[GenerateRequest]:
-        """Prompts to continue. Raises InvalidArgument for what is wrong with all of them."""
-        inputs = predicted_of(prompts, name="prompts")
-        each = paired(inputs, sampling)
-        made = (
-            pair
-            if isinstance(pair, RequestFailed)
-            else GenerateRequest(
-                prompt=pair[0].prompt,
-                prediction=pair[0].prediction,
-                sampling=self.seeded(pair[1]),
-                context=context,
-            )
-            for pair in each
-        )
-        return Inputs(made, inputs.total)
+        """Prompts to continue. ``name``: what errors call them. Raises InvalidArgument for what is wrong with all of them."""
+        inputs = predicted_of(prompts, name=name)
+
+        def request(pair: tuple[Predicted, dict[str, Any]]) -> GenerateRequest:
+            return GenerateRequest(**pair[0]._asdict(), sampling=self.seeded(pair[1]), context=context)
+
+        return Inputs(_made(paired(inputs, sampling), request), inputs.total)
 
     def single(self, prompt: Prompt, sampling: Sampling, kind: OutputKind, context: RequestContext) -> GenerateRequest:
         """One prompt to continue. Raises InvalidArgument."""
-        value = next(predicted_of(prompt, name="prompt").each, None)
-        fields = next(sampling_of(sampling, 1))
-        if value is None:
+        request = next(self.generate(prompt, sampling, context, name="prompt").each, None)
+        if request is None:
             raise InvalidArgument("prompt is empty", field="prompt")
-        if isinstance(value, RequestFailed):
-            raise value
-        if isinstance(fields, RequestFailed):
-            raise fields
-        return GenerateRequest(
-            prompt=value.prompt,
-            prediction=value.prediction,
-            sampling={**self.seeded(fields), "output_kind": kind},
-            context=context,
-        )
+        if isinstance(request, RequestFailed):
+            raise request
+        return msgspec.structs.replace(request, sampling={**request.sampling, "output_kind": kind})
 
     def chat(
         self,
@@ -356,13 +343,11 @@ class Requests:
     ) -> Inputs[ChatRequest]:
         """Conversations to answer, in all else ``like`` this one. Raises InvalidArgument for what is wrong with all of them."""
         inputs = conversations_of(messages)
-        made = (
-            pair
-            if isinstance(pair, RequestFailed)
-            else msgspec.structs.replace(like, messages=pair[0], sampling=self.seeded(pair[1]))
-            for pair in paired(inputs, sampling)
-        )
-        return Inputs(made, inputs.total)
+
+        def request(pair: tuple[list[ChatMessage], dict[str, Any]]) -> ChatRequest:
+            return msgspec.structs.replace(like, messages=pair[0], sampling=self.seeded(pair[1]))
+
+        return Inputs(_made(paired(inputs, sampling), request), inputs.total)
 
     def pool(
         self,

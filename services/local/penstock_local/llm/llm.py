@@ -1,7 +1,7 @@
 """A model inside this Python program: the engine and the processing of a server, without its network."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,7 +10,7 @@ from penstock_common.types.request import PoolingParams, PoolingTask, RequestCon
 from penstock_frontend.call_types import ChatRequest
 from penstock_local.llm.batch import Batch, Errors, Job, Shown
 from penstock_local.llm.beam_search import BeamSearch, BeamSearchParams, beam_search_params
-from penstock_local.llm.calls import Calls
+from penstock_local.llm.calls import Calls, Prepared
 from penstock_local.llm.inputs import Message, Prompt, Requests, Sampling, context_of, tools_of
 from penstock_local.llm.options import adapter_paths, engine_config, media_config, media_limits
 from penstock_local.llm.outputs import (
@@ -115,7 +115,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue prompts. ``sampling_params``: one for all, or one each."""
         requests = self._requests.generate(prompts, sampling_params, context_of(lora, priority=priority))
-        return self._batch(self._generation(), errors, progress, use_tqdm).all(requests)
+        return self._batch(self._job("prompts", self._calls.prepare), errors, progress, use_tqdm).all(requests)
 
     @names_replacements()
     def generate_iter(
@@ -131,7 +131,9 @@ class LLM:
     ) -> Iterator[tuple[int, RequestOutput]]:
         """The index of each prompt and what it came to, as they end or ``in_order``."""
         requests = self._requests.generate(prompts, sampling_params, context_of(lora, priority=priority))
-        return self._batch(self._generation(), errors, progress).each(requests, in_order=in_order)
+        return self._batch(self._job("prompts", self._calls.prepare), errors, progress).each(
+            requests, in_order=in_order
+        )
 
     @names_replacements()
     def chat(
@@ -162,7 +164,9 @@ class LLM:
             tools, add_generation_prompt, continue_final_message, template, context_of(lora, priority=priority)
         )
         requests = self._requests.chat(messages, sampling_params, like)
-        return self._batch(self._answering(), errors, progress, use_tqdm).all(requests)
+        return self._batch(self._job("conversations", self._calls.prepare_chat), errors, progress, use_tqdm).all(
+            requests
+        )
 
     @names_replacements()
     def chat_iter(
@@ -187,7 +191,9 @@ class LLM:
             tools, add_generation_prompt, continue_final_message, template, context_of(lora, priority=priority)
         )
         requests = self._requests.chat(messages, sampling_params, like)
-        return self._batch(self._answering(), errors, progress).each(requests, in_order=in_order)
+        return self._batch(self._job("conversations", self._calls.prepare_chat), errors, progress).each(
+            requests, in_order=in_order
+        )
 
     @names_replacements()
     def embed(
@@ -209,7 +215,7 @@ class LLM:
         The model must be one that embeds; a decoder does with the option ``task="embed"``.
         """
         params = PoolingParams(task=PoolingTask.EMBED, dimensions=dimensions, normalize=normalize)
-        job = Job("texts", self._calls.as_it_is, self._calls.embed, EmbeddingOutput)
+        job: Job[Any, Any, EmbeddingOutput] = Job("texts", self._calls.embed, EmbeddingOutput)
         requests = self._requests.pool(texts, params, truncate_prompt_tokens=truncate_prompt_tokens, lora=lora)
         return self._batch(job, errors, progress, use_tqdm).all(requests)
 
@@ -229,7 +235,7 @@ class LLM:
         ``truncate_prompt_tokens`` see ``embed``.
         """
         params = PoolingParams(task=PoolingTask.CLASSIFY, use_activation=use_activation)
-        job = Job("texts", self._calls.as_it_is, self._calls.classify, ClassificationOutput)
+        job: Job[Any, Any, ClassificationOutput] = Job("texts", self._calls.classify, ClassificationOutput)
         requests = self._requests.pool(texts, params, truncate_prompt_tokens=truncate_prompt_tokens, lora=lora)
         return self._batch(job, errors, progress, use_tqdm).all(requests)
 
@@ -249,7 +255,7 @@ class LLM:
         """How well documents fit ``queries``, one for all of them or one each: scores of a model that reads pairs, bare ones with
         ``use_activation`` False, else cosines. ``truncate_prompt_tokens``: see ``embed``; of a pair both texts count.
         """
-        job = Job("documents", self._calls.as_it_is, self._calls.score, ScoringOutput)
+        job: Job[Any, Any, ScoringOutput] = Job("documents", self._calls.score, ScoringOutput)
         requests = self._requests.score(
             queries,
             documents,
@@ -281,7 +287,7 @@ class LLM:
                 f"pooling_task is {pooling_task!r}; it must be one of {', '.join(names)}", field="pooling_task"
             )
         params = PoolingParams(task=PoolingTask[pooling_task.upper()], dimensions=dimensions)
-        job = Job("texts", self._calls.as_it_is, self._calls.encode, PoolingOutput)
+        job: Job[Any, Any, PoolingOutput] = Job("texts", self._calls.encode, PoolingOutput)
         requests = self._requests.pool(texts, params, truncate_prompt_tokens=truncate_prompt_tokens, lora=lora)
         return self._batch(job, errors, progress, use_tqdm).all(requests)
 
@@ -300,14 +306,11 @@ class LLM:
         ``params``: BeamSearchParams, or a mapping of its fields.
         """
         search = BeamSearch(self._calls, self._runtime, beam_search_params(params))
-        job = Job("prompts", self._calls.prepare, search.run, BeamSearchOutput)
+        job = Job("prompts", search.run, BeamSearchOutput, self._calls.prepare)
         return self._batch(job, errors, progress, use_tqdm).all(self._requests.generate(prompts, None, context_of()))
 
-    def _generation(self) -> Job[Any, Any, RequestOutput]:
-        return Job("prompts", self._calls.prepare, self._calls.generate, RequestOutput)
-
-    def _answering(self) -> Job[Any, Any, RequestOutput]:
-        return Job("conversations", self._calls.prepare_chat, self._calls.generate, RequestOutput)
+    def _job(self, name: str, check: Callable[[Any], Coroutine[Any, Any, Prepared]]) -> Job[Any, Any, RequestOutput]:
+        return Job(name, self._calls.generate, RequestOutput, check)
 
     def _batch(
         self, job: Job[Any, Any, Any], errors: Errors, progress: Shown, use_tqdm: Shown | None = None
