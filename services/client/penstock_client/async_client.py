@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack
 import grpc
 from grpc.aio import EOF
 
+from penstock.common.v1.pooling_pb2 import PoolingParams
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
-from penstock_client.connection import BaseClient
+from penstock_client.connection import BaseClient, Options, Tls
 from penstock_client.errors import of_call
 from penstock_client.requests import (
     CallOptions,
@@ -18,11 +19,9 @@ from penstock_client.requests import (
     GenerateOptions,
     MixedPrompt,
     Prompt,
-    chat_request,
-    classify_request,
-    embed_request,
     generate_request,
-    score_request,
+    pooling_input,
+    prediction_of,
     whole,
 )
 from penstock_client.results import (
@@ -31,11 +30,10 @@ from penstock_client.results import (
     Embeddings,
     Output,
     Scores,
+    floats,
     read_chat_output,
-    read_classes,
-    read_embeddings,
     read_output,
-    read_scores,
+    read_usage,
 )
 
 if TYPE_CHECKING:
@@ -99,8 +97,12 @@ class AsyncClient(BaseClient):
     stub: "InferenceServiceAsyncStub"
     """For what has no method here, such as GenerateSession; give it ``metadata``."""
 
-    def _open(self, channel: Any) -> None:
-        self._channel = channel or self._connection.aio_channel()
+    def _open(self, channel: Any, address: str, tls: Tls | None, options: Options) -> None:
+        if channel is None and tls is None:
+            channel = grpc.aio.insecure_channel(address, options)
+        elif channel is None and tls is not None:
+            channel = grpc.aio.secure_channel(address, tls.credentials(), options)
+        self._channel = channel
         self.stub = service_pb2_grpc.InferenceServiceStub(self._channel)
 
     async def close(self) -> None:
@@ -137,7 +139,7 @@ class AsyncClient(BaseClient):
     ) -> AsyncStream[pb.GenerateResponse, Output]:
         """The same, piece by piece; the n sequences interleaved. Leaving the iterator ends the work in the engine."""
         request = generate_request(prompt, sampling, prediction, options)
-        call = self.stub.Generate(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
+        call = self.stub.Generate(request, timeout=self._deadline(timeout), metadata=self.metadata)
         return AsyncStream(call, read_output)
 
     async def chat(
@@ -163,8 +165,10 @@ class AsyncClient(BaseClient):
         **options: Unpack[ChatOptions],
     ) -> AsyncStream[pb.ChatResponse, ChatOutput]:
         """The same, piece by piece. Leaving the iterator ends the work in the engine."""
-        request = chat_request(messages, sampling, prediction, options)
-        call = self.stub.Chat(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
+        request = pb.ChatRequest(
+            messages=messages, sampling_params=sampling, prediction=prediction_of(prediction), **options
+        )
+        call = self.stub.Chat(request, timeout=self._deadline(timeout), metadata=self.metadata)
         return AsyncStream(call, read_chat_output)
 
     async def embed(
@@ -177,8 +181,10 @@ class AsyncClient(BaseClient):
         **options: Unpack[CallOptions],
     ) -> Embeddings:
         """One vector for each text, or list of token ids."""
-        request = embed_request(inputs, dimensions, normalize, options)
-        return read_embeddings(await self._call(self.stub.Embed, request, timeout))
+        params = PoolingParams(dimensions=dimensions, normalize=normalize)
+        request = pb.EmbedRequest(inputs=map(pooling_input, inputs), pooling_params=params, **options)
+        response = await self._call(self.stub.Embed, request, timeout)
+        return Embeddings([floats(each) for each in response.embeddings], read_usage(response.usage))
 
     async def classify(
         self,
@@ -189,8 +195,10 @@ class AsyncClient(BaseClient):
         **options: Unpack[CallOptions],
     ) -> list[Classes]:
         """The classes of each input."""
-        request = classify_request(inputs, use_activation, options)
-        return read_classes(await self._call(self.stub.Classify, request, timeout))
+        params = PoolingParams(use_activation=use_activation)
+        request = pb.ClassifyRequest(inputs=map(pooling_input, inputs), pooling_params=params, **options)
+        response = await self._call(self.stub.Classify, request, timeout)
+        return [Classes(list(each.probabilities), each.label) for each in response.scores]
 
     async def score(
         self,
@@ -201,7 +209,9 @@ class AsyncClient(BaseClient):
         **options: Unpack[CallOptions],
     ) -> Scores:
         """How like the query each document is."""
-        return read_scores(await self._call(self.stub.Score, score_request(query, documents, options), timeout))
+        request = pb.ScoreRequest(query=pooling_input(query), documents=map(pooling_input, documents), **options)
+        response = await self._call(self.stub.Score, request, timeout)
+        return Scores(list(response.scores), read_usage(response.usage))
 
     async def tokenize(self, text: str, *, model: str = "", timeout: float | None = None) -> list[int]:
         """The token ids of a text, special tokens among them."""
@@ -219,6 +229,6 @@ class AsyncClient(BaseClient):
 
     async def _call(self, method: Callable[..., Any], request: Any, timeout: float | None) -> Any:
         try:
-            return await method(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
+            return await method(request, timeout=self._deadline(timeout), metadata=self.metadata)
         except grpc.aio.AioRpcError as error:
             raise of_call(error) from None

@@ -62,72 +62,8 @@ class Keepalive:
             raise ValueError(f"keepalive.timeout is {self.timeout:g}; it must be above 0 s")
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """``address``: host:port, or ``dns:///host:port`` for all addresses of the name in turn. ``options``: gRPC's own, which win.
-
-    Raises ValueError, naming what is wrong.
-    """
-
-    address: str
-    key: str = ""
-    tls: Tls | None = None
-    keepalive: Keepalive = Keepalive()
-    timeout: float | None = None
-    options: Sequence[tuple[str, str | int]] = ()
-
-    def __post_init__(self) -> None:
-        if not self.address:
-            raise ValueError("address is empty; it must be host:port")
-        if not (self.key.isascii() and self.key.isprintable()):
-            raise ValueError("key has characters that are no printable ASCII; metadata cannot carry it")
-        self.deadline(self.timeout)
-
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every call shows: the key."""
-        return (("authorization", f"Bearer {self.key}"),) if self.key else ()
-
-    def deadline(self, timeout: float | None) -> float | None:
-        """Seconds that a call may take: ``timeout``, or the connection's; None for as long as it takes. Raises ValueError."""
-        wanted = self.timeout if timeout is None else timeout
-        if wanted is not None and not wanted > 0:
-            raise ValueError(f"timeout is {wanted:g}; it must be above 0 s")
-        return wanted
-
-    def channel(self) -> grpc.Channel:
-        """For threads. Raises OSError."""
-        if self.tls is None:
-            return grpc.insecure_channel(self.address, options=self._options())
-        return grpc.secure_channel(self.address, self.tls.credentials(), options=self._options())
-
-    def aio_channel(self) -> grpc.aio.Channel:
-        """For the event loop that runs. Raises OSError."""
-        if self.tls is None:
-            return grpc.aio.insecure_channel(self.address, options=self._options())
-        return grpc.aio.secure_channel(self.address, self.tls.credentials(), options=self._options())
-
-    def _options(self) -> Options:
-        timeout = int(self.keepalive.timeout * 1000)
-        options: Options = [
-            ("grpc.service_config", SERVICE_CONFIG),
-            ("grpc.keepalive_time_ms", int(self.keepalive.interval * 1000)),
-            ("grpc.keepalive_timeout_ms", timeout),
-            ("grpc.http2.ping_timeout_ms", timeout),  # a minute unless it is set, whatever the one above says
-            ("grpc.http2.max_pings_without_data", 0),  # a stream may be silent however long
-            ("grpc.dns_min_time_between_resolutions_ms", 5_000),  # new addresses are found sooner than after 30 s
-            ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-        ]
-        if self.tls is not None and self.tls.server_name:
-            options.append(("grpc.ssl_target_name_override", self.tls.server_name))
-        return [*options, *self.options]
-
-
-# What both clients are made of: the same arguments, and a connection.
-
-
 class BaseClient(ABC):
-    """A client before it is known whether threads or an event loop use it."""
+    """The connection of a client, before it is known whether threads or an event loop use it."""
 
     def __init__(
         self,
@@ -140,15 +76,50 @@ class BaseClient(ABC):
         options: Sequence[tuple[str, str | int]] = (),
         channel: grpc.Channel | grpc.aio.Channel | None = None,
     ) -> None:
-        """``channel``: one of yours, which the client closes; ``tls``, ``keepalive`` and ``options`` are then not used."""
-        self._connection = Connection(address, key, tls, keepalive or Keepalive(), timeout, options)
-        self._open(channel)
+        """Raises ValueError, naming what is wrong, and OSError for files that cannot be read.
 
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
+        Args:
+            address: host:port, or ``dns:///host:port`` for all addresses of the name in turn.
+            key: An API key or a token.
+            tls: None for a connection that is not encrypted.
+            timeout: Deadline of calls that name none, in seconds.
+            keepalive: When a silent server is pinged.
+            options: gRPC's own, which win.
+            channel: One of yours, which the client closes; ``tls``, ``keepalive`` and ``options`` are then not used.
+        """
+        if not address:
+            raise ValueError("address is empty; it must be host:port")
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError("key has characters that are no printable ASCII; metadata cannot carry it")
+        self._timeout = timeout
+        self._deadline(timeout)
+        self.metadata = (("authorization", f"Bearer {key}"),) if key else ()
         """The gRPC metadata that is sent with every call."""
-        return self._connection.metadata
+        self._open(channel, address, tls, _channel_options(tls, keepalive or Keepalive(), options))
+
+    def _deadline(self, timeout: float | None) -> float | None:
+        """Seconds that a call may take: ``timeout``, or the client's; None for as long as it takes. Raises ValueError."""
+        wanted = self._timeout if timeout is None else timeout
+        if wanted is not None and not wanted > 0:
+            raise ValueError(f"timeout is {wanted:g}; it must be above 0 s")
+        return wanted
 
     @abstractmethod
-    def _open(self, channel: Any) -> None:
-        """Make the stub, and the channel unless there is one. Raises OSError."""
+    def _open(self, channel: Any, address: str, tls: Tls | None, options: Options) -> None:
+        """Make the stub, and the channel unless there is one."""
+
+
+def _channel_options(tls: Tls | None, keepalive: Keepalive, own: Sequence[tuple[str, str | int]]) -> Options:
+    timeout = int(keepalive.timeout * 1000)
+    options: Options = [
+        ("grpc.service_config", SERVICE_CONFIG),
+        ("grpc.keepalive_time_ms", int(keepalive.interval * 1000)),
+        ("grpc.keepalive_timeout_ms", timeout),
+        ("grpc.http2.ping_timeout_ms", timeout),  # a minute unless it is set, whatever the one above says
+        ("grpc.http2.max_pings_without_data", 0),  # a stream may be silent however long
+        ("grpc.dns_min_time_between_resolutions_ms", 5_000),  # new addresses are found sooner than after 30 s
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ]
+    if tls is not None and tls.server_name:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    return [*options, *own]

@@ -1,5 +1,6 @@
 """Errors of calls, a class for each status code that a program may want to tell apart, with their ``google.rpc`` details."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,19 +168,8 @@ class Internal(PenstockError):  # noqa: N818
     """A defect of the server; the message has a number that its log explains."""
 
 
-_CLASSES: dict[str, type[PenstockError]] = {
-    "INVALID_ARGUMENT": InvalidArgument,
-    "UNAUTHENTICATED": Unauthenticated,
-    "PERMISSION_DENIED": PermissionDenied,
-    "UNIMPLEMENTED": Unimplemented,
-    "NOT_FOUND": NotFound,
-    "FAILED_PRECONDITION": FailedPrecondition,
-    "RESOURCE_EXHAUSTED": ResourceExhausted,
-    "UNAVAILABLE": Unavailable,
-    "DEADLINE_EXCEEDED": DeadlineExceeded,
-    "CANCELLED": Cancelled,
-    "INTERNAL": Internal,
-}
+_CLASSES = {re.sub(r"\B(?=[A-Z])", "_", each.__name__).upper(): each for each in PenstockError.__subclasses__()}
+"""By the status code of the same name: INVALID_ARGUMENT, ..."""
 _DETAILS_KEY = "grpc-status-details-bin"
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from penstock.common.v1.media_pb2 import Media, MediaFrame, MediaFrames
-from penstock.common.v1.pooling_pb2 import PoolingParams
 from penstock.common.v1.sampling_pb2 import OUTPUT_KIND_FINAL, SamplingParams
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1.messages_pb2 import ChatMessage, ContentPart
@@ -56,7 +55,7 @@ def generate_request(
     prompt: MixedPrompt, sampling: SamplingParams | None, prediction: Prompt | None, options: GenerateOptions
 ) -> pb.GenerateRequest:
     """A prompt to continue. ``prediction``: what the output may turn out to be."""
-    request = pb.GenerateRequest(sampling_params=sampling, prediction=_prediction(prediction), **options)
+    request = pb.GenerateRequest(sampling_params=sampling, prediction=prediction_of(prediction), **options)
     if isinstance(prompt, str):
         request.text = prompt
     elif (mixed := _mixed(prompt)) is not None:
@@ -67,44 +66,15 @@ def generate_request(
     return request
 
 
-def chat_request(
-    messages: Iterable[pb.ChatMessage],
-    sampling: SamplingParams | None,
-    prediction: Prompt | None,
-    options: ChatOptions,
-) -> pb.ChatRequest:
-    """A conversation to answer. ``prediction``: what the answer may turn out to be."""
-    return pb.ChatRequest(messages=messages, sampling_params=sampling, prediction=_prediction(prediction), **options)
-
-
-def embed_request(
-    inputs: Sequence[MixedPrompt], dimensions: int | None, normalize: bool | None, options: CallOptions
-) -> pb.EmbedRequest:
-    """Inputs to embed."""
-    params = PoolingParams(dimensions=dimensions, normalize=normalize)
-    return pb.EmbedRequest(inputs=map(_input, inputs), pooling_params=params, **options)
-
-
-def classify_request(
-    inputs: Sequence[MixedPrompt], use_activation: bool | None, options: CallOptions
-) -> pb.ClassifyRequest:
-    """Inputs to classify."""
-    params = PoolingParams(use_activation=use_activation)
-    return pb.ClassifyRequest(inputs=map(_input, inputs), pooling_params=params, **options)
-
-
-def score_request(query: Prompt, documents: Sequence[Prompt], options: CallOptions) -> pb.ScoreRequest:
-    """A query and what it is compared with."""
-    return pb.ScoreRequest(query=_input(query), documents=map(_input, documents), **options)
-
-
-def _prediction(given: Prompt | None) -> pb.Prediction | None:
+def prediction_of(given: Prompt | None) -> pb.Prediction | None:
+    """What the output may turn out to be."""
     if given is None or isinstance(given, str):
         return None if given is None else pb.Prediction(text=given)
     return pb.Prediction(token_ids=pb.TokenIds(ids=given))
 
 
-def _input(given: MixedPrompt) -> pb.PoolingInput:
+def pooling_input(given: MixedPrompt) -> pb.PoolingInput:
+    """An input to embed, classify or score."""
     if isinstance(given, str):
         return pb.PoolingInput(text=given)
     if (mixed := _mixed(given)) is not None:

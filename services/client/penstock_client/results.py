@@ -144,21 +144,6 @@ def read_usage(message: UsageMessage) -> Usage:
     )
 
 
-def read_embeddings(message: pb.EmbedResponse) -> Embeddings:
-    """Vectors of the inputs."""
-    return Embeddings([_floats(each) for each in message.embeddings], read_usage(message.usage))
-
-
-def read_classes(message: pb.ClassifyResponse) -> list[Classes]:
-    """Classes of the inputs."""
-    return [Classes(list(each.probabilities), each.label) for each in message.scores]
-
-
-def read_scores(message: pb.ScoreResponse) -> Scores:
-    """Scores of the documents."""
-    return Scores(list(message.scores), read_usage(message.usage))
-
-
 def _finish(reason: FinishReason.ValueType) -> str | None:
     """A reason that a later contract has is its number."""
     if reason == FINISH_REASON_UNSPECIFIED:
@@ -186,7 +171,7 @@ def _logprobs(message: Logprobs) -> list[list[Logprob]]:
     return [entries[start:end] for start, end in pairwise(bounds)]
 
 
-def _floats(tensor: Tensor) -> list[float]:
+def floats(tensor: Tensor) -> list[float]:
     """The elements of a float32 vector; the bytes are little-endian."""
     elements = array("f", tensor.inline)
     if sys.byteorder == "big":

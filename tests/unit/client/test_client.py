@@ -6,6 +6,7 @@ import runpy
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from penstock_client import (
@@ -207,3 +208,11 @@ def test_the_client_for_threads_is_that_of_the_source() -> None:
     source, made = (service / "penstock_client" / f"{kind}_client.py" for kind in ("async", "sync"))
     assert made.read_text() == build["synchronous"](source.read_text()), "run `make setup`"
     assert not re.search(r"\basync\b|\bawait\b|aio_", made.read_text())
+
+
+async def test_a_channel_of_the_callers_is_used_and_closed(server: FakeInference) -> None:
+    channel = grpc.aio.insecure_channel(server.address)
+    async with AsyncClient("nowhere:1", channel=channel, key="sesame", timeout=PATIENCE) as client:
+        assert (await client.generate("hello"))[0].finish_reason == "stop"
+    assert server.keys == ["Bearer sesame"]
+    assert channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.common.v1.stats_pb2 import Usage as UsageMessage
 from penstock_client import Media, audio, image, message, video
-from penstock_client.requests import embed_request, generate_request
+from penstock_client.requests import generate_request, pooling_input
 from penstock_client.results import read_usage
 
 PNG = b"\x89PNG"
@@ -35,12 +35,12 @@ def test_a_message_has_texts_and_media_in_order() -> None:
 
 
 def test_prompts_and_inputs_may_be_mixed() -> None:
-    prompt: list[str | Media] = ["a", image(PNG)]
-    request = generate_request(prompt, None, None, {})
-    assert [part.WhichOneof("part") for part in request.mixed.parts] == ["text", "media"]
+    request = generate_request(["a", image(PNG), [1, 2]], None, None, {"lora": "l"})
+    assert [part.WhichOneof("part") for part in request.mixed.parts] == ["text", "media", "token_ids"]
+    assert request.lora == "l"
     assert list(generate_request([1, 2], None, None, {}).token_ids.ids) == [1, 2]
     assert generate_request([], None, None, {}).WhichOneof("prompt") == "token_ids"
-    text, ids, mixed = embed_request(["a", [1], [image(PNG)]], None, None, {}).inputs
+    text, ids, mixed = map(pooling_input, ("a", [1], [image(PNG)]))
     assert (text.text, list(ids.token_ids.ids), mixed.WhichOneof("input")) == ("a", [1], "mixed")
 
 

@@ -79,7 +79,6 @@ class Servers:
         self._thread.start()
 
     def submit(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> "Future[Any]":
-        """See Backend."""
 
         async def run() -> Any:
             return await work()
@@ -87,7 +86,7 @@ class Servers:
         return asyncio.run_coroutine_threadsafe(run(), self._loop)
 
     async def post(self, url: str, body: bytes) -> Answer:
-        """See Backend. What a server is too busy for is asked again, after the time that it says."""
+        """What a server is too busy for is asked again, after the time that it says."""
         trouble = ""
         for attempt in range(_ATTEMPTS):
             last = attempt == _ATTEMPTS - 1
@@ -107,7 +106,6 @@ class Servers:
         raise Unavailable(f"{self._names}: {trouble}", reason="NO_ANSWER")
 
     def close(self) -> None:
-        """See Backend."""
         self.submit(self._ended).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -22,25 +22,20 @@ class LocalEngine:
 
     @property
     def urls(self) -> Collection[str]:
-        """See Backend."""
         return [url for url in URLS if url in self._calls.paths]
 
     @property
     def at_once(self) -> int:
-        """See Backend."""
         return self._runtime.at_once
 
     def submit(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> "Future[Any]":
-        """See Backend."""
         return self._runtime.submit(work)
 
     async def post(self, url: str, body: bytes) -> Answer:
-        """See Backend."""
         answer = await self._calls.post(url, body)
         if answer.status >= 500 and not self._runtime.engine.usable:
             raise Unavailable("the engine died; what is done is kept", reason="ENGINE_DEAD")
         return Answer(answer.status, answer.body, answer.request_id)
 
     def close(self) -> None:
-        """See Backend."""
         self._runtime.close()

@@ -23,6 +23,7 @@ from penstock_local.serving.supervisor import EXIT_INTERRUPTED
 ENGINES = 2
 KV_CACHE_BYTES = 128 * 1024 * 1024
 _LOADS_EVERY_SECONDS = 0.05
+_LOADS_TIMEOUT = 30.0
 
 
 def chat(question: str, *, system: str = "") -> str:
@@ -183,8 +184,9 @@ class Demo:
 
     async def _watch_loads(self, requests: "_Requests") -> None:
         while True:
-            for load in await self._admin.engine_loads():
-                requests.peaks[load.engine_id] = max(load.num_requests, requests.peaks.get(load.engine_id, 0))
+            for engine in (await self._admin.cluster(deadline=_LOADS_TIMEOUT)).engines:
+                load = engine.num_running_reqs + engine.num_waiting_reqs
+                requests.peaks[engine.engine_id] = max(load, requests.peaks.get(engine.engine_id, 0))
             await asyncio.sleep(_LOADS_EVERY_SECONDS)
 
     async def _stream(self, prompt: str, **sampling: Any) -> Result:

@@ -18,13 +18,6 @@ from penstock_local.rpc.client import call_failure
 from penstock_local.rpc.connect import ADMIN, connect, metadata
 
 
-class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine and how many requests it has, running or waiting, as the frontend knows it."""
-
-    engine_id: str
-    num_requests: int
-
-
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """Engines with the same configuration as far as their tokens depend on it."""
 
@@ -87,15 +80,6 @@ class AdminClient:
     async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
 
-    async def engine_loads(self) -> list[EngineLoad]:
-        """Every engine of the cluster, by id."""
-        response = await self._call(self._stub.GetCluster, pb.GetClusterRequest(), None)
-        loads = [
-            EngineLoad(engine_id=engine.engine_id, num_requests=engine.num_running_reqs + engine.num_waiting_reqs)
-            for engine in response.engines
-        ]
-        return sorted(loads, key=lambda load: load.engine_id)
-
     async def cluster(self, *, deadline: float) -> Cluster:
         """The cluster as the frontend sees it."""
         response = await self._call(self._stub.GetCluster, pb.GetClusterRequest(), deadline)
@@ -140,7 +124,7 @@ class AdminClient:
         """Have every engine keep an adapter in memory, or not any longer."""
         await self._call(self._stub.PinLora, pb.PinLoraRequest(name=name, unpin=not pinned), deadline)
 
-    async def _call(self, method: Callable[..., Any], request: Any, deadline: float | None) -> Any:
+    async def _call(self, method: Callable[..., Any], request: Any, deadline: float) -> Any:
         try:
             return await method(request, timeout=deadline, metadata=metadata())
         except grpc.aio.AioRpcError as e:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import ssl
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -60,42 +60,45 @@ async def mismatch(address: str, *, prefix: str, environ: Mapping[str, str] = os
 
 async def is_http_port(address: str) -> bool:
     """Return whether a server at ``address``, host:port, answers HTTP/1.1 without TLS, which no gRPC port does."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit() or not host or "/" in host:
-        return False
-    try:
-        async with asyncio.timeout(_TIMEOUT):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-            try:
-                writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-                return (await reader.read(7)).startswith(b"HTTP/1.")
-            finally:
-                writer.close()
-                with contextlib.suppress(OSError):
-                    await writer.wait_closed()
-    except (OSError, TimeoutError):
-        return False
+
+    async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        return (await reader.read(7)).startswith(b"HTTP/1.")
+
+    return bool(await _tried(address, ask))
 
 
 async def _speaks_tls(address: str) -> bool | None:
     """Whether a server answers a handshake; None when nothing listens there. No certificate is looked at."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit() or not host or "/" in host:
-        return None
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
+
+    async def shake(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        try:
+            await writer.start_tls(context)
+            return True
+        except ssl.SSLError as e:
+            return "WRONG_VERSION" not in str(e) and "RECORD_LAYER" not in str(e)
+        except ConnectionError:
+            return False  # it hung up on what it took for garbage
+
+    return await _tried(address, shake)
+
+
+async def _tried(
+    address: str, attempt: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bool]]
+) -> bool | None:
+    """What comes of an attempt on a new connection; None when nothing listens there, or does not answer in time."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or not host or "/" in host:
+        return None
     try:
         async with asyncio.timeout(_TIMEOUT):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
             try:
-                await writer.start_tls(context)
-                return True
-            except ssl.SSLError as e:
-                return "WRONG_VERSION" not in str(e) and "RECORD_LAYER" not in str(e)
-            except ConnectionError:
-                return False  # it hung up on what it took for garbage
+                return await attempt(reader, writer)
             finally:
                 writer.close()
                 with contextlib.suppress(OSError):
