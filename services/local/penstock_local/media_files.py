@@ -1,6 +1,5 @@
 """Images and sounds that a command sends: files, and URLs that the server is to fetch."""
 
-import mimetypes
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -43,13 +42,3 @@ def read_media(name: str, modality: Modality, *, of: str) -> MediaFile:
     if not data:
         raise ConfigError(f"{of}: {name!r} is empty")
     return MediaFile(modality=modality, name=name, data=data)
-
-
-def data_url(file: MediaFile) -> str:
-    """The medium as a URL that needs nothing else."""
-    if file.url:
-        return file.url
-    import base64
-
-    kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
-    return f"data:{kind};base64,{base64.b64encode(file.data).decode()}"

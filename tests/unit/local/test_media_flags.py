@@ -15,7 +15,7 @@ from penstock_local.bench.dataset import random_dataset
 from penstock_local.bench.options import BenchOptions
 from penstock_local.cli import build_parser
 from penstock_local.commands.chat import Conversation, Turn
-from penstock_local.media_files import MediaFile, data_url, read_media
+from penstock_local.media_files import MediaFile, read_media
 from tests.unit.local.serving.test_plan import read, specs
 
 
@@ -82,11 +82,6 @@ def test_a_file_that_cannot_be_sent_is_named(
     Path("empty").touch()
     with pytest.raises(ConfigError, match=rf"^--image: .*{why}"):
         read_media(name, "image", of="--image")
-
-
-def test_a_file_can_be_a_url() -> None:
-    assert data_url(MediaFile(modality="image", name="a.png", data=b"png")) == "data:image/png;base64,cG5n"
-    assert data_url(MediaFile(modality="image", name="x", url="https://a/b")) == "https://a/b"
 
 
 def test_an_image_goes_with_the_next_message_alone(tmp_path: Path) -> None:

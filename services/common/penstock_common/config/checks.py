@@ -27,16 +27,17 @@ def check_flags(options: msgspec.Struct) -> None:
 
     Raise ConfigError, too, for a flag that has no effect: ``IDLE_WITH`` of the options names others that take its effect.
     """
-    _check(options, _flag)
+    _check(options, flag_of)
     idle_with: Mapping[str, tuple[str, ...]] = getattr(options, "IDLE_WITH", {})
     defaults = {field.name: field.default for field in msgspec.structs.fields(options)}
     for name, others in idle_with.items():
         for other in others:
             if getattr(options, name) != defaults[name] and getattr(options, other) != defaults[other]:
-                raise ConfigError(f"{_flag(name)} has no effect with {_flag(other)}; leave one of them out")
+                raise ConfigError(f"{flag_of(name)} has no effect with {flag_of(other)}; leave one of them out")
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """The flag of an option."""
     return f"--{name.replace('_', '-')}"
 
 

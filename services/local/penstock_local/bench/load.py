@@ -6,8 +6,10 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from penstock_client import AsyncClient, SamplingParams, image
+from penstock_client import AsyncClient, AsyncStream, SamplingParams, image
+from penstock_client.requests import generate_request
 from penstock_common.errors import PenstockError, RequestFailed
 from penstock_local.bench.dataset import Prompt
 from penstock_local.bench.options import BenchOptions
@@ -145,22 +147,29 @@ class Load:
         if prompt.schema:
             sampling["structured_output"] = {"json_schema": prompt.schema}
         options, began, clock = self._options, self.began, time.perf_counter
-        pieces = next(self._clients).stream(
+        request = generate_request(
             [*map(image, prompt.images), prompt.text] if prompt.images else prompt.text,
             SamplingParams(**sampling, max_tokens=prompt.max_tokens),
-            model=options.model,
-            lora=options.lora,
-            timeout=options.timeout,
+            None,
+            {"model": options.model, "lora": options.lora},
         )
-        async with explained(options.address), pieces:
-            async for piece in pieces:
-                if piece.token_ids:
+        client = next(self._clients)
+        call = client.stub.Generate(request, timeout=options.timeout, metadata=client.metadata)
+        # The messages as they are: to make Outputs of them would slow what is measured.
+        async with explained(options.address), AsyncStream(call, _message) as messages:
+            async for message in messages:
+                if num_tokens := len(message.token_ids):
                     record.times.append(clock() - began)
-                    record.sizes.append(len(piece.token_ids))
-                    self.num_tokens += len(piece.token_ids)
+                    record.sizes.append(num_tokens)
+                    self.num_tokens += num_tokens
                 if prompt.schema:
-                    record.text += piece.text
-                if piece.usage is not None:
-                    record.prompt_tokens, record.cached_tokens = piece.usage.prompt_tokens, piece.usage.cached_tokens
-                    record.accepted_draft_tokens = piece.usage.accepted_draft_tokens
-                    record.rejected_draft_tokens = piece.usage.rejected_draft_tokens
+                    record.text += message.text
+                if message.finish_reason:
+                    usage = message.usage
+                    record.prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+                    record.accepted_draft_tokens = usage.accepted_draft_tokens
+                    record.rejected_draft_tokens = usage.rejected_draft_tokens
+
+
+def _message(message: Any) -> Any:
+    return message

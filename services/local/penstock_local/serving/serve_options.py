@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock_common.addresses import with_port
-from penstock_common.config.checks import check_flags, require
+from penstock_common.config.checks import check_flags, flag_of, require
 from penstock_common.config.settings import ByteSize
 from penstock_common.errors import ConfigError
 from penstock_common.types.media import MODALITIES
@@ -227,7 +227,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         self.media_sections()
         self._check_names()
         if self.data_parallel_size > 1:
-            self._check_group()
+            self._check_alone("data_parallel_size", "engines", "tensor_parallel_size", "pipeline_parallel_size")
         if self.prefill_engines or self.decode_engines:
             self._check_roles()
         if self.frontends > 1:
@@ -270,12 +270,11 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         media = given(allowed_domains=hosts, workers=self.media_workers)
         return given(limits=given(max_media=parse_limits(self.limit_mm_per_prompt)), media=media)
 
-    def _check_group(self) -> None:
-        for name in ("engines", "tensor_parallel_size", "pipeline_parallel_size"):
+    def _check_alone(self, first: str, *others: str) -> None:
+        for name in others:
             if (value := getattr(self, name)) > 1:
-                flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(
-                    f"--data-parallel-size is {self.data_parallel_size} and {flag} {value}; with the first, the other must be 1"
+                    f"{flag_of(first)} is {getattr(self, first)} and {flag_of(name)} {value}; with the first, the other must be 1"
                 )
 
     def _check_roles(self) -> None:
@@ -286,12 +285,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
                 f"--{given}-engines is {prefill or decode} and --{missing}-engines 0; requests that begin on the one kind go on "
                 "on the other: both must be at least 1"
             )
-        for name in ("engines", "data_parallel_size"):
-            if (value := getattr(self, name)) > 1:
-                flag = f"--{name.replace('_', '-')}"
-                raise ConfigError(
-                    f"--prefill-engines is {prefill} and {flag} {value}; with the first, the other must be 1"
-                )
+        self._check_alone("prefill_engines", "engines", "data_parallel_size")
         if self.kv_transfer == "off":
             raise ConfigError(
                 f"--prefill-engines is {prefill} and --kv-transfer off; requests go on elsewhere only with their keys and values"
